@@ -254,23 +254,6 @@ def test_detectron2s_own_loop_trains_and_resumes_it(path: Path, tmp_path: Path) 
     assert math.isfinite(sum(float(value.sum()) for value in content["model"].values()))
 
 
-@pytest.mark.parametrize("path", DETECTORS, ids=name)
-def test_detectron2s_checkpointer_loads_the_whole_pre_trained_backbone(
-    path: Path, tmp_path: Path
-) -> None:
-    (qb_heat,) = set(RUN) - set(DETECTORS)
-    pretrained = instantiate(load_small_twins(qb_heat)[0].model)
-    file = str(tmp_path / "model_final.pth")
-    torch.save({"model": pretrained.state_dict()}, file)
-    model = instantiate(load_small_twins(path)[0].model)
-    DetectionCheckpointer(model).load(file)
-    backbone = getattr(model.backbone, "bottom_up", model.backbone)
-    expected = pretrained.backbone.state_dict()
-    assert len(backbone.state_dict()) > 100
-    for key, value in backbone.state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
-
-
 def test_the_page_on_lazy_configs_lists_them_and_its_example_runs() -> None:
     page = (CONFIGS.parent / "docs" / "lazy_configs.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:coco|quick_schedules|ImageNet-\w+)/\w+\.py)`", page))

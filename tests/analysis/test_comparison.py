@@ -31,7 +31,7 @@ from qbheat_det.analysis.comparison_plan import (
 from qbheat_det.analysis.probes import read_probes
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from tests.data.pictures import draw, save
+from tests.engine.classifier_cases import make_classes
 from tests.tool_modules import load_tool, refuse
 
 QB_HEAT = get_config_path("objectives/qb_heat.yaml")
@@ -41,12 +41,8 @@ QB_HEAT = get_config_path("objectives/qb_heat.yaml")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Class folders with 4 training images and 2 others."""
     root = tmp_path_factory.mktemp("images")
-    for split, number in (("train", 2), ("val", 1)):
-        for name in "ab":
-            (root / split / name).mkdir(parents=True)
-            for i in range(number):
-                save(root / split / name / f"{i}.png", draw(64, 72, seed=i))
-    return {name: str(root / name) for name in ("train", "val")}
+    train = make_classes(root / "train", {"a": 2, "b": 2})
+    return {"train": train, "val": make_classes(root / "val", {"a": 1, "b": 1}, first=100)}
 
 
 @pytest.fixture

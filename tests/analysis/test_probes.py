@@ -165,12 +165,8 @@ def write_run(
     return Run.open(folder, device="cpu")
 
 
-@pytest.fixture
-def resumed(tmp_path: Path) -> Run:
-    return write_run(tmp_path / "resumed", records=RESUMED)
-
-
-def test_positions_and_values_of_a_resumed_run_are_those_by_hand(resumed: Run) -> None:
+def test_positions_and_values_of_a_resumed_run_are_those_by_hand(tmp_path: Path) -> None:
+    resumed = write_run(tmp_path / "resumed", records=RESUMED)
     steps = [10, 20, 30, 35, 40]
     assert select_curve(resumed, "iteration", "steps")[0] == steps
     assert select_curve(resumed, "iteration", "images")[0] == [8 * n for n in steps]

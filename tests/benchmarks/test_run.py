@@ -35,13 +35,6 @@ from qbheat_det.analysis.complexity import CountingRule, count_madds, count_para
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
 
-@pytest.fixture(autouse=True)
-def _keep_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("name", DETECTORS)
 def test_every_detector_runs_on_a_small_image(name: str) -> None:
     if "detr_r" in name:

@@ -137,18 +137,6 @@ def test_streams_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         make_stream(batch_size=2)
 
 
-@pytest.fixture
-def annotated() -> str:
-    """A registered set of eight images; the last two alone have boxes of class 1."""
-    name = "stream_annotated"
-    entries = [
-        {**entry, "annotations": [{"category_id": int(entry["id"] >= 6), "iscrowd": 0}]}
-        for entry in dataset(8)
-    ]
-    DatasetCatalog.register(name, lambda: entries)
-    return name
-
-
 def config(name: str, sampler: str) -> CfgNode:
     cfg = get_cfg()
     cfg.DATASETS.TRAIN = (name,)
@@ -164,7 +152,13 @@ def indices(stream: TrainStream, steps: int) -> list[int]:
     return [index for batch in itertools.islice(stream.batches(), steps) for _, index in batch]
 
 
-def test_repeat_factors_show_rare_classes_more_often(annotated: str) -> None:
+def test_repeat_factors_show_rare_classes_more_often_and_unknown_samplers_are_named() -> None:
+    annotated = "stream_annotated"  # the last two of eight images alone have boxes of class 1
+    entries = [
+        {**entry, "annotations": [{"category_id": int(entry["id"] >= 6), "iscrowd": 0}]}
+        for entry in dataset(8)
+    ]
+    DatasetCatalog.register(annotated, lambda: entries)
     seen = indices(build_train_stream(config(annotated, "RepeatFactorTrainingSampler")), 40)
     # A share of 6/8 and of 2/8 of the images: repeated sqrt(8/6) and sqrt(8/2) times.
     rare, common = (sum(seen.count(i) for i in group) / len(group) for group in ((6, 7), range(6)))

@@ -203,13 +203,11 @@ def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: P
         path.parent.mkdir(parents=True, exist_ok=True)
         large.save(path, compress_level=1)
     (folder / "red" / "broken.png").write_bytes(b"no image")
-    views = {
-        "MODEL.CHANNELS_LAST": "True",
-        "SOLVER.MAX_ITER": "3",
-        "SOLVER.AMP.ENABLED": "False",  # online, the encoder would be in half precision too
-        "INPUT.PRETRAIN.MEMORY_GB": "4.0",
-        "INPUT.FIXED_VIEWS.COUNT": "2",
-    }
+    # Online, the encoder would be in half precision too.
+    views = tiny_training.read_opts("""
+MODEL.CHANNELS_LAST True SOLVER.MAX_ITER 3 SOLVER.AMP.ENABLED False INPUT.PRETRAIN.MEMORY_GB 4.0
+INPUT.FIXED_VIEWS.COUNT 2
+""")
     cache = {**ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache")}
     found = []
     for name, opts in {"online": views, "cached": {**views, **cache}}.items():

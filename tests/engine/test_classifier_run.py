@@ -17,16 +17,15 @@ from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
 from .classifier_cases import configure, make_classes, train
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
-from .tiny_training import losses, parse_run, start_run, state
+from .tiny_training import losses, parse_run, read_opts, start_run, state
 
 PROBE, FINETUNE = "ImageNet-probing/tran1_3.7G.yaml", "ImageNet-finetune/tran1_3.7G.yaml"
 OPTS = {
     **PRETRAINING_OPTS,
-    "MODEL.CLASSIFIER.WIDTH": "64",
-    "INPUT.PRETRAIN.SIZE": "32",
-    "DATALOADER.NUM_WORKERS": "0",
-    "SOLVER.IMS_PER_BATCH": "8",
-    "SOLVER.BASE_LR": "0.05",  # for 256 images
+    **read_opts("""
+MODEL.CLASSIFIER.WIDTH 64 INPUT.PRETRAIN.SIZE 32 DATALOADER.NUM_WORKERS 0 SOLVER.IMS_PER_BATCH 8
+SOLVER.BASE_LR 0.05
+"""),
 }
 
 

@@ -18,23 +18,17 @@ from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
-from .tiny_training import TINY_ENCODER, losses, parse_run, start_run, state
+from .tiny_training import TINY_ENCODER, losses, parse_run, read_opts, start_run, state
 
 FOLDER = Path(get_config_path("objectives/Base-Objective.yaml")).parent
 OBJECTIVES = sorted(path for path in FOLDER.glob("*.yaml") if not path.name.startswith("Base-"))
 OPTS = {
     **PRETRAINING_OPTS,
-    "MODEL.MOCO.HIDDEN_DIM": "16",
-    "MODEL.MOCO.DIM": "8",
-    "MODEL.MOCO.QUEUE_SIZE": "12",
-    "MODEL.MOCO.NORM_GROUPS": "2",
-    "MODEL.WASSERSTEIN.HIDDEN_DIM": "16",
-    "MODEL.WASSERSTEIN.DIM": "8",
-    "MODEL.WASSERSTEIN.CRITIC_DIM": "8",
-    "SOLVER.IMS_PER_BATCH": "4",
-    "SOLVER.ACCUMULATE": "1",
-    "SOLVER.MAX_ITER": "2",
-    "SOLVER.CHECKPOINT_PERIOD": "1",
+    **read_opts("""
+MODEL.MOCO.HIDDEN_DIM 16 MODEL.MOCO.DIM 8 MODEL.MOCO.QUEUE_SIZE 12 MODEL.MOCO.NORM_GROUPS 2
+MODEL.WASSERSTEIN.HIDDEN_DIM 16 MODEL.WASSERSTEIN.DIM 8 MODEL.WASSERSTEIN.CRITIC_DIM 8
+SOLVER.IMS_PER_BATCH 4 SOLVER.ACCUMULATE 1 SOLVER.MAX_ITER 2 SOLVER.CHECKPOINT_PERIOD 1
+"""),
 }
 
 

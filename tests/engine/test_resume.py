@@ -25,7 +25,7 @@ from qbheat_det.modeling.contracts import train_only_modules
 
 from . import tiny_training
 from .conftest import TrainAfresh
-from .tiny_training import MF_DETR, losses, state
+from .tiny_training import MF_DETR, losses, read_opts, state
 
 GROUPS = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
 AUXILIARY = {"MODEL.MF_DETR.DENOISING.GROUPS": "2", GROUPS: "2"}
@@ -34,13 +34,10 @@ CASES = {
     "mf_detr_with_everything": {
         **MF_DETR,
         **AUXILIARY,
-        "SOLVER.EMA.ENABLED": "True",
-        "SOLVER.EMA.DECAY": "0.9",
-        "SOLVER.ACCUMULATE": "2",
-        "SOLVER.AMP.ENABLED": "True",
-        "SOLVER.AMP.PRECISION": "bfloat16",
-        "DATALOADER.NUM_WORKERS": "1",
-        "TEST.EVAL_PERIOD": "3",
+        **read_opts("""
+SOLVER.EMA.ENABLED True SOLVER.EMA.DECAY 0.9 SOLVER.ACCUMULATE 2 SOLVER.AMP.ENABLED True
+SOLVER.AMP.PRECISION bfloat16 DATALOADER.NUM_WORKERS 1 TEST.EVAL_PERIOD 3
+"""),
     },
 }
 

@@ -22,7 +22,7 @@ from tests.tool_modules import load_tool
 
 from . import tiny_training
 from .conftest import TrainAfresh
-from .tiny_training import TINY_ENCODER, forget_runs, losses, state
+from .tiny_training import TINY_ENCODER, forget_runs, losses, read_opts, state
 
 RETINANET = "quick_schedules/retinanet_285M_toy.yaml"
 FAST = [
@@ -179,16 +179,11 @@ NAMES = ["model_0000000", "model_0000001", "model_0000002", "model_final"]
 def averaged(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in epochs that averages its weights, with evaluated weights in ``evaluated.pt``."""
     folder = tmp_path_factory.mktemp("averaged")
-    opts = {
-        "SOLVER.EPOCHS": "0.6",  # of 12 images, two a step: rounded up to 4 iterations
-        "SOLVER.CHECKPOINT_PERIOD": "1",
-        "SOLVER.CHECKPOINTS_KEPT": "0",
-        "SOLVER.REFERENCE_BATCH_SIZE": "8",
-        "SOLVER.LR_SCALING": "linear",
-        "SOLVER.EMA.ENABLED": "True",
-        "SOLVER.EMA.DECAY": "0.5",
-        "SOLVER.EMA.WARMUP": "False",
-    }
+    opts = read_opts("""
+SOLVER.EPOCHS 0.6 SOLVER.CHECKPOINT_PERIOD 1 SOLVER.CHECKPOINTS_KEPT 0
+SOLVER.REFERENCE_BATCH_SIZE 8 SOLVER.LR_SCALING linear SOLVER.EMA.ENABLED True SOLVER.EMA.DECAY 0.5
+SOLVER.EMA.WARMUP False
+""")
     whole = Evaluation.__call__
 
     def note(self: Evaluation, model: torch.nn.Module) -> dict[str, Any]:

@@ -23,6 +23,13 @@ from tools.train_net import parse_args
 
 from .gradient_cases import BLOCKS
 
+
+def read_opts(text: str) -> dict[str, str]:
+    """Returns overrides by key, of words none of which has a space."""
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
 CONFIG = get_config_path("demo/toy_retinanet.yaml")
 TINY_ENCODER = {
     "MODEL.MOBILE_FORMER.VARIANT": "custom",
@@ -34,33 +41,18 @@ TINY_ENCODER = {
 """Overrides that replace a recipe's Mobile-Former by one of some thousand parameters."""
 TINY = {
     **TINY_ENCODER,
-    "MODEL.FPN.OUT_CHANNELS": "16",
-    "MODEL.RETINANET.NUM_CONVS": "1",
-    "SOLVER.IMS_PER_BATCH": "2",
-    "SOLVER.LOG_PERIOD": "1",
-    "SOLVER.WARMUP_ITERS": "2",
-    "SOLVER.MAX_ITER": "5",
-    "SOLVER.CHECKPOINT_PERIOD": "2",
-    "DATALOADER.NUM_WORKERS": "0",
-    "INPUT.MIN_SIZE_TRAIN": "(64,)",
-    "INPUT.MIN_SIZE_TEST": "64",
-    "TEST.EVAL_PERIOD": "0",
-    "SEED": "3",
+    **read_opts("""
+MODEL.FPN.OUT_CHANNELS 16 MODEL.RETINANET.NUM_CONVS 1 SOLVER.IMS_PER_BATCH 2 SOLVER.LOG_PERIOD 1
+SOLVER.WARMUP_ITERS 2 SOLVER.MAX_ITER 5 SOLVER.CHECKPOINT_PERIOD 2 DATALOADER.NUM_WORKERS 0
+INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64 TEST.EVAL_PERIOD 0 SEED 3
+"""),
 }
-MF_DETR = {
-    "MODEL.META_ARCHITECTURE": "MFDETR",
-    "MODEL.BACKBONE.NAME": "MobileFormer",
-    "MODEL.MF_DETR.NUM_BLOCKS": "[1, 1, 1]",
-    "MODEL.MF_DETR.HIDDEN_DIM": "16",
-    "MODEL.MF_DETR.NHEADS": "2",
-    "MODEL.MF_DETR.DIM_FEEDFORWARD": "32",
-    "MODEL.MF_DETR.NUM_OBJECT_QUERIES": "8",
-    "MODEL.MF_DETR.DROPOUT": "0.2",
-    "MODEL.MOBILE_FORMER.DROP_PATH": "0.2",
-    "INPUT.DATASET_MAPPER_NAME": "detr",
-    "INPUT.DETR_CROP_RESIZE": "[64, 80]",
-    "INPUT.DETR_CROP_RANGE": "[40, 64]",
-}
+MF_DETR = read_opts("""
+MODEL.META_ARCHITECTURE MFDETR MODEL.BACKBONE.NAME MobileFormer MODEL.MF_DETR.NUM_BLOCKS [1,1,1]
+MODEL.MF_DETR.HIDDEN_DIM 16 MODEL.MF_DETR.NHEADS 2 MODEL.MF_DETR.DIM_FEEDFORWARD 32
+MODEL.MF_DETR.NUM_OBJECT_QUERIES 8 MODEL.MF_DETR.DROPOUT 0.2 MODEL.MOBILE_FORMER.DROP_PATH 0.2
+INPUT.DATASET_MAPPER_NAME detr INPUT.DETR_CROP_RESIZE [64,80] INPUT.DETR_CROP_RANGE [40,64]
+""")
 """Overrides that replace the tiny RetinaNet by an MF-DETR with dropout everywhere."""
 
 

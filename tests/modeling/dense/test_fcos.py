@@ -21,12 +21,10 @@ from tests.modeling.tiny_pretraining import make_tiny_config
 @pytest.fixture
 def cfg() -> CfgNode:
     cfg = make_tiny_config("SyncFCOS")
+    # Of a map of one place, 32 groups of 32 channels have no statistics.
+    cfg.MODEL.FCOS.update({"NUM_CLASSES": 3, "NUM_CONVS": 1, "NORM": ""})
+    cfg.MODEL.FPN.update({"IN_FEATURES": ["s8", "s16"], "OUT_CHANNELS": 32})
     cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
-    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
-    cfg.MODEL.FPN.OUT_CHANNELS = 32
-    cfg.MODEL.FCOS.NUM_CLASSES = 3
-    cfg.MODEL.FCOS.NUM_CONVS = 1
-    cfg.MODEL.FCOS.NORM = ""  # of a map of one place, 32 groups of 32 channels have no statistics
     return cfg
 
 
