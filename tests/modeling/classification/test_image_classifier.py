@@ -22,9 +22,9 @@ from qbheat_det.modeling.classification import (
     LinearDecoder,
     TimmMobileFormer,
 )
+from tests.engine.gradient_cases import make_image
 from tests.modeling.tiny_pretraining import SMALL_ARCH, make_tiny_config
 
-SIZE = 64
 TRANSFORMER = {"CLASSIFIER.DECODER": "transformer", "CLASSIFIER.WIDTH": 64}
 TOKENS = {"MOBILE_FORMER.OUT_FEATURES": ["s16_expanded", "tokens"]}
 RESNET = {
@@ -46,16 +46,7 @@ def make_model(values: dict[str, Any] | None = None) -> ImageClassifier:
 
 
 def make_batch(count: int = 6) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(1)
-    shape = (3, SIZE, SIZE)
-    return [
-        {
-            "image": torch.randint(256, shape, generator=generator, dtype=torch.uint8),
-            "label": index % 5,
-            "file_name": f"{index}.png",
-        }
-        for index in range(count)
-    ]
+    return [{**make_image(i), "label": i % 5, "file_name": f"{i}.png"} for i in range(count)]
 
 
 @pytest.mark.parametrize(

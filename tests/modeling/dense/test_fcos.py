@@ -10,11 +10,11 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.modeling.meta_arch.fcos import FCOS
-from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 from torch.testing import assert_close
 
 from qbheat_det.modeling.dense import SyncFCOS
+from tests.engine.gradient_cases import NUM_BOXES, make_image
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 
@@ -29,14 +29,7 @@ def cfg() -> CfgNode:
 
 
 def _images(*num_boxes: int) -> list[dict[str, Any]]:
-    batch = []
-    for count in num_boxes:
-        instances = Instances((64, 64))
-        corner = torch.rand(count, 2) * 24
-        instances.gt_boxes = Boxes(torch.cat([corner, corner + 16 + 20 * torch.rand(count, 2)], 1))
-        instances.gt_classes = torch.randint(3, (count,))
-        batch.append({"image": torch.randint(256, (3, 64, 64)).byte(), "instances": instances})
-    return batch
+    return [make_image(NUM_BOXES.index(count)) for count in num_boxes]
 
 
 def _as_detectron2(model: SyncFCOS) -> FCOS:
