@@ -13,14 +13,7 @@ import torch
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.plotting import overlay_map
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import (
-    Figure,
-    Image,
-    Table,
-    remove_figure,
-    to_json,
-    write_figure,
-)
+from qbheat_det.core.figures import Figure, Image, Table, remove_figure, to_json, write_figure
 
 from ..tool_modules import load_tool, refuse
 

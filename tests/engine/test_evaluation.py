@@ -61,9 +61,7 @@ def evaluate_all(args: argparse.Namespace) -> dict[str, Any]:
         cfg.DATALOADER.NUM_WORKERS = 0
         cfg.INPUT.MIN_SIZE_TEST = 32
         evaluation = Evaluation(
-            cfg,
-            build_loader=Trainer.build_test_loader,
-            build_evaluator=Trainer.build_evaluator,
+            cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
         )
         categories = [category["id"] for category in truth["categories"]]
         model = Oracle(truth["annotations"], categories)

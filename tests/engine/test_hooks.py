@@ -75,6 +75,12 @@ def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path: Path) -
     assert [value for value, _ in run.storage.history("bbox/AP").values()] == [7, 5, 7]
     assert "bbox/AP-ring" not in run.storage.histories()  # nan is no JSON
 
+    results = [{"task": {"loss_all": value}} for value in (3.0, 1.0, 2.0, 5.0)]
+    for metric, exported in (("task/loss_all", {"model_best": 1}), ("segm/AP", {})):
+        run = PretendedRun(tmp_path, results=results)
+        run.take_steps(EvalHook(period=1, best_metric=metric))
+        assert run.exported == exported
+
 
 def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_path: Path) -> None:
     run = PretendedRun(tmp_path, results=aps(9.0, 1.0, 8.0, 3.0))
@@ -87,16 +93,6 @@ def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_pat
     other = EvalHook(period=1, best_metric="segm/AP")
     other.load_state_dict(first.state_dict())
     assert other.best == {}
-
-
-def test_of_losses_the_lowest_is_the_best_and_an_unknown_metric_exports_nothing(
-    tmp_path: Path,
-) -> None:
-    results = [{"task": {"loss_all": value}} for value in (3.0, 1.0, 2.0, 5.0)]
-    for metric, exported in (("task/loss_all", {"model_best": 1}), ("segm/AP", {})):
-        run = PretendedRun(tmp_path, results=results)
-        run.take_steps(EvalHook(period=1, best_metric=metric))
-        assert run.exported == exported
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_training(tmp_path: Path) -> None:

@@ -23,11 +23,7 @@ from qbheat_det.engine.predict import (
     name_outputs,
     predict_images,
 )
-from tests.engine.tiny_detectors import (
-    make_probe_config,
-    make_retinanet_config,
-    save_run,
-)
+from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 
 RED = (255, 0, 0)
 
@@ -131,17 +127,17 @@ def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_
     (folder / "text.png").write_text("not a picture")
     _save_image(folder / "thread.png", size=(3000, 1))
     found = _run(*probe, [folder], tmp_path / "out")
-    assert [Path(path).name for path, _ in found.skipped] == [
-        "cut.jpg",
-        "text.png",
-        "thread.png",
-    ]
+    assert [Path(path).name for path, _ in found.skipped] == ["cut.jpg", "text.png", "thread.png"]
     assert all(reason for _, reason in found.skipped)
     assert [box["file_name"] for box in found.results] == ["whole.jpg"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole.jpg"]
 
 
-def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
+def test_folders_are_searched_empty_ones_named_and_no_two_outputs_meet(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "nowhere.jpg"), str(tmp_path)):
+        with pytest.raises(UserError, match=name):
+            find_inputs([name])
+
     for name in ["in/a.png", "in/a.bmp", "in/A.PNG", "in/deep/a.png", "in/out/old.png", "b/a.png"]:
         _save_image(tmp_path / name)
     (tmp_path / "in" / "notes.txt").write_text("")
@@ -152,19 +148,6 @@ def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
     assert names == ["A.png", "a-2.png", "a-3.png", "deep/a.png", "a-4.png"]
 
 
-def test_inputs_that_hold_nothing_are_named(tmp_path: Path) -> None:
-    for name in (str(tmp_path / "nowhere.jpg"), str(tmp_path)):
-        with pytest.raises(UserError, match=name):
-            find_inputs([name])
-
-
-def test_classes_without_known_ids_count_from_one() -> None:
-    cfg = make_probe_config()
-    assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
-    cfg.MODEL.CATEGORY_IDS = []
-    assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
-
-
 def _save_alone(path: Path, cfg: CfgNode, config: str | None = None) -> str:
     """Writes weights that hold all that prediction needs; ``config`` replaces what they say."""
     info = WeightsInfo.from_config(cfg, iteration=1, commit="")
@@ -173,7 +156,9 @@ def _save_alone(path: Path, cfg: CfgNode, config: str | None = None) -> str:
     return str(path)
 
 
-def test_safetensors_alone_are_enough_to_predict(tmp_path: Path) -> None:
+def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(
+    tmp_path: Path,
+) -> None:
     trained = make_probe_config()
     trained.OUTPUT_DIR = "a folder of whoever trained them"
     weights = _save_alone(tmp_path / "w.safetensors", trained)
@@ -186,6 +171,11 @@ def test_safetensors_alone_are_enough_to_predict(tmp_path: Path) -> None:
     found = build_predictor(cfg)(red)["instances"]
     assert found.scores.item() == pytest.approx(1)
     assert get_category_id(cfg, int(found.pred_classes)) == 9
+
+    cfg = make_probe_config()
+    assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
+    cfg.MODEL.CATEGORY_IDS = []
+    assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def dump_and_change(path: Path, change: Callable[[dict[str, Any]], object]) -> N
     torch.save(content, path)
 
 
-def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> None:
+def test_an_error_of_the_model_is_reported_and_another_model_refused(tmp_path: Path) -> None:
     path = tmp_path / "step.pt"
     dump_and_change(path, lambda content: content["batches"][0][0].update(image="no image"))
     report = replay_failure(path)
@@ -165,8 +165,6 @@ def test_an_error_of_the_model_is_reported_and_not_raised(tmp_path: Path) -> Non
     assert report.error in str(report)
     assert "; raised AttributeError" in report.images[0][0]
 
-
-def test_a_config_or_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "step.pt"
     for change in ({"config": "MODEL:\n  NO_KEY: 1\n"}, {"weights": {"a": torch.ones(1)}}):
         dump_and_change(path, lambda content, change=change: content.update(change))

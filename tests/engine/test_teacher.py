@@ -143,9 +143,7 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("visible", "changes"),
-    [("whole", {}), ("both", FINER)],
-    ids=["whole", "quarters-two-maps"],
+    ("visible", "changes"), [("whole", {}), ("both", FINER)], ids=["whole", "quarters-two-maps"]
 )
 def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
     visible: str, changes: dict[str, str], folder: Path, tmp_path: Path

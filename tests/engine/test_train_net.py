@@ -75,10 +75,7 @@ def trained(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, A
 
 @pytest.mark.parametrize(
     ("config", "task"),
-    [
-        ("quick_schedules/mask_rcnn_285M_toy.yaml", "segm"),
-        ("coco/fcos_285M.yaml", "bbox"),
-    ],
+    [("quick_schedules/mask_rcnn_285M_toy.yaml", "segm"), ("coco/fcos_285M.yaml", "bbox")],
 )
 def test_a_detector_trains_and_evaluates_by_four_flags(
     run: Run, tmp_path: Path, config: str, task: str
@@ -89,8 +86,8 @@ def test_a_detector_trains_and_evaluates_by_four_flags(
     assert all(math.isfinite(loss) for loss in losses(tmp_path).values())
 
 
-def test_a_run_leaves_its_classes_its_record_and_its_curves(
-    trained: tuple[Path, Any], toy: Path
+def test_a_run_leaves_classes_record_and_curves_and_is_evaluated_with_the_same_results(
+    trained: tuple[Path, Any], toy: Path, run: Run
 ) -> None:
     folder, _ = trained
     cfg = load_config(folder / "config.yaml")
@@ -105,10 +102,6 @@ def test_a_run_leaves_its_classes_its_record_and_its_curves(
     }
     assert (folder / "curves.png").is_file()
 
-
-def test_evaluating_weights_gives_the_results_of_training_and_keeps_the_config(
-    run: Run, trained: tuple[Path, Any]
-) -> None:
     folder, expected = trained
     config = (folder / "config.yaml").read_bytes()
     opts = ("OUTPUT_DIR", str(folder), "MODEL.WEIGHTS", str(folder / "model_final.pth"))
@@ -208,8 +201,6 @@ def test_the_average_is_that_of_all_weights_and_buffers(averaged: Path) -> None:
                 average = (average + weights[key].double()) / 2
                 torch.testing.assert_close(expected[key].double(), average, rtol=1e-5, atol=1e-7)
 
-
-def test_the_average_is_what_is_evaluated_and_exported(averaged: Path) -> None:
     average = state(averaged)["ema"]
     evaluated = torch.load(averaged / "evaluated.pt", weights_only=True)
     exported, info = read_weights(str(averaged / "model_final.safetensors"))

@@ -171,9 +171,7 @@ def test_nobody_watches_any_more_even_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_as_many_numbers_are_dropped_as_asked_for_by_pytorchs_seed(
-    rate: float,
-) -> None:
+def test_as_many_numbers_are_dropped_as_asked_for_by_pytorchs_seed(rate: float) -> None:
     torch.manual_seed(0)
     kept = draw_kept((3, 8, 100, 101), rate)
     assert kept.dtype == torch.int8

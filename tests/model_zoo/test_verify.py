@@ -21,11 +21,7 @@ from qbheat_det.core.files import hash_file
 from qbheat_det.model_zoo import ZooEntry
 from qbheat_det.model_zoo.add import add_entry
 from qbheat_det.model_zoo.api import open_trained
-from qbheat_det.model_zoo.fingerprint import (
-    TOLERANCE,
-    compare_fingerprints,
-    compute_fingerprint,
-)
+from qbheat_det.model_zoo.fingerprint import TOLERANCE, compare_fingerprints, compute_fingerprint
 from qbheat_det.model_zoo.index import load_index
 from qbheat_det.model_zoo.verify import count_costs, verify_entry
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone

@@ -15,12 +15,7 @@ from qbheat_det import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers import SinePositionEncoding
 from qbheat_det.modeling import contracts
-from qbheat_det.modeling.backbone import (
-    MOBILE_FORMER_ARCHS,
-    MobileFormer,
-    TimmBackbone,
-    shapes_of,
-)
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, TimmBackbone, shapes_of
 from qbheat_det.modeling.classification.image_classifier import BatchMixing
 from qbheat_det.modeling.detr import SetCriterion
 from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat

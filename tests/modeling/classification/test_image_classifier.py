@@ -116,11 +116,7 @@ def test_the_loss_in_training_is_against_the_targets_of_what_the_encoder_sees(
 
 
 @pytest.mark.parametrize(
-    ("name", "depth", "params"),
-    [
-        ("linear_285M", 0, 5_859_580),
-        ("tran1_285M", 1, 5_915_260),
-    ],
+    ("name", "depth", "params"), [("linear_285M", 0, 5_859_580), ("tran1_285M", 1, 5_915_260)]
 )
 def test_a_recipes_classifier_has_the_counts_of_the_papers_tables(
     name: str, depth: int, params: int
