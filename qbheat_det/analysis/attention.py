@@ -20,13 +20,7 @@ from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
 
 from . import plotting
-from .figure import (
-    FigureOptions,
-    batch_images,
-    crop_squares,
-    find_size,
-    run_on_images,
-)
+from .figure import FigureOptions, batch_images, crop_squares, find_size, run_on_images
 from .run import Run
 
 Bridge = Literal["to_former", "to_mobile"]
@@ -143,10 +137,7 @@ class _Attention(NamedTuple):
 
 @register_figure("attention")
 def draw_attention(
-    runs: Sequence[Run],
-    options: FigureOptions,
-    *,
-    attention_heads: Heads = "mean",
+    runs: Sequence[Run], options: FigureOptions, *, attention_heads: Heads = "mean"
 ) -> Figure:
     """Draws both bridges of the blocks of ``choose_blocks`` over images.
 

@@ -13,11 +13,7 @@ from detectron2.config import CfgNode
 
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    MAPPERS_OF_IMAGES,
-    fingerprint_records,
-    load_class_folders,
-)
+from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_folders
 
 RANDOM = "random"
 WEIGHTS = "model_final.safetensors"

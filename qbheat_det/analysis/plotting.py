@@ -119,11 +119,7 @@ def plot_grid(
 
 @themed
 def chart_image(
-    figure: Figure,
-    *,
-    alt: str = "",
-    caption: str = "",
-    format: Format = "svg",
+    figure: Figure, *, alt: str = "", caption: str = "", format: Format = "svg"
 ) -> Image:
     """Encodes a matplotlib figure, the same figure as the same bytes; ``alt`` is the caption's.
 

@@ -25,13 +25,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import DataError
 
 from .datasets.image_folder import list_classes, load_classes
-from .mappers import (
-    MAPPERS_OF_CLASSES,
-    FixedViews,
-    Mapper,
-    build_mapper,
-    number_records,
-)
+from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
 from .seeding import IMAGE, preserved_randomness, seed_place
 
 Entry = tuple[int, int]

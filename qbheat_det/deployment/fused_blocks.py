@@ -260,10 +260,7 @@ def scaled_prelu(
 
 
 def convolve(
-    convolution: NormedConv2d,
-    x: Tensor,
-    factor: Tensor | None = None,
-    order: Tensor | None = None,
+    convolution: NormedConv2d, x: Tensor, factor: Tensor | None = None, order: Tensor | None = None
 ) -> Tensor:
     """Applies a pointwise or depthwise convolution and its norm to a map times a factor.
 

@@ -46,10 +46,7 @@ def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def resize_bilinear(
-    x: Tensor,
-    size: Sequence[int],
-    padding: Tensor | None = None,
-    padding_out: Tensor | None = None,
+    x: Tensor, size: Sequence[int], padding: Tensor | None = None, padding_out: Tensor | None = None
 ) -> Tensor:
     """Resizes maps bilinearly, each image of a padded batch from and to its own size.
 

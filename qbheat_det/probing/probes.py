@@ -150,11 +150,7 @@ class LinearProbe:
 
 
 def fit_linear_probe(
-    features: Tensor,
-    labels: Tensor,
-    *,
-    num_classes: int,
-    seed: int = 0,
+    features: Tensor, labels: Tensor, *, num_classes: int, seed: int = 0
 ) -> tuple[LinearProbe, dict[str, Any]]:
     """Chooses the penalty on a part of the images, and then fits all of them with it.
 

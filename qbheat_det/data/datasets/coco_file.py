@@ -125,10 +125,7 @@ class CocoFile:
         return tuple(entry["id"] for entry in self.categories)
 
     def _validate(
-        self,
-        key: str,
-        rules: dict[str, Rule],
-        find: Callable[[Entry], Found] = lambda entry: None,
+        self, key: str, rules: dict[str, Rule], find: Callable[[Entry], Found] = lambda entry: None
     ) -> list[Entry]:
         """Returns the entries of a list without an error, and adds the errors of the others.
 

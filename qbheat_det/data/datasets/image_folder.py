@@ -71,10 +71,7 @@ def register_image_folders(
 
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(
-        image_folders=paths,
-        labelled=labelled,
-        unlabelled=True,
-        evaluator_type="reconstruction",
+        image_folders=paths, labelled=labelled, unlabelled=True, evaluator_type="reconstruction"
     )
 
 

@@ -18,12 +18,7 @@ from detectron2.layers import ShapeSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import (
-    DynamicReLU,
-    SinePositionEncoding,
-    halve,
-    resize_bilinear,
-)
+from qbheat_det.layers import DynamicReLU, SinePositionEncoding, halve, resize_bilinear
 
 from .decoder_block import (
     DecoderBlock,
@@ -261,10 +256,7 @@ class MFDecoder(nn.Module):
 
     def predict(self, queries: Tensor) -> dict[str, Any]:
         """Queries (..., Q, C) to "pred_logits" (..., Q, K + 1) and "pred_boxes" (..., Q, 4)."""
-        return {
-            "pred_logits": self.class_embed(queries),
-            "pred_boxes": self.bbox_embed(queries),
-        }
+        return {"pred_logits": self.class_embed(queries), "pred_boxes": self.bbox_embed(queries)}
 
 
 @dataclass(frozen=True)

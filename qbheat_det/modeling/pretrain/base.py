@@ -102,10 +102,7 @@ def embedding_from_config(
     return {
         "backbone": backbone,
         "head": ProjectionHead(
-            input_shape=shapes,
-            in_feature=node.IN_FEATURE,
-            hidden_dim=node.HIDDEN_DIM,
-            dim=node.DIM,
+            input_shape=shapes, in_feature=node.IN_FEATURE, hidden_dim=node.HIDDEN_DIM, dim=node.DIM
         ),
         "in_feature": node.IN_FEATURE,
         "image_size": size,
