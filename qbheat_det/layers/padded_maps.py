@@ -37,7 +37,7 @@ def valid_sizes(padding: Tensor) -> Tensor:
 
 
 def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Zeroes a map (N, C, H, W) outside the images, as a convolution of each image alone pads it."""
+    """Zeroes a map (N, C, H, W) outside the images, as a convolution of each alone pads it."""
     # Not masked_fill, which changes the layout of channels-last maps.
     return x if padding is None else torch.where(padding, x.new_zeros(()), x)
 

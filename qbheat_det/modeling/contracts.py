@@ -128,7 +128,7 @@ class ReconstructionObjective(PretrainingObjective, Protocol):
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns ``views`` of a config's model, from its ``views_from_config(cfg)``; by default one."""
+    """Returns ``views`` of a config's model by ``views_from_config(cfg)``; by default one."""
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
         return {"image": ()}

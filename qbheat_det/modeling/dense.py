@@ -35,7 +35,7 @@ _COUNT = "num_positives"  # key that ``losses`` adds to the losses
 
 
 class SyncNormalizer(DenseDetector):
-    """Base class in front of a detector with ``anchor_generator``, ``label_anchors``, ``losses``."""
+    """Base in front of a detector with ``anchor_generator``, ``label_anchors`` and ``losses``."""
 
     first_normalizer: float
     """Detectron2's first value of the running mean."""
@@ -118,14 +118,14 @@ class SyncNormalizer(DenseDetector):
 
 @META_ARCH_REGISTRY.register()
 class SyncRetinaNet(SyncNormalizer, RetinaNet):
-    """RetinaNet with gradients of the effective batch; in one process, Detectron2's ``RetinaNet``."""
+    """RetinaNet with gradients of the effective batch; in one process, Detectron2's."""
 
     first_normalizer = 100.0
 
 
 @META_ARCH_REGISTRY.register()
 class SyncFCOS(SyncNormalizer, FCOS):
-    """FCOS with gradients of the effective batch; in one process, Detectron2's ``FCOS``."""
+    """FCOS with gradients of the effective batch; in one process, Detectron2's."""
 
     first_normalizer = 300.0
 

@@ -184,7 +184,7 @@ class TransformerMobile(nn.Module):
 
 
 class LiteMobile(nn.Module):
-    """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, plus its input; no norms."""
+    """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, without norms."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class QueryToMap(nn.Module):
         self.value = nn.Linear(widths.dim, widths.dim)
 
     def forward(self, level: LevelMap, queries: Tensor, position: Tensor) -> Tensor:
-        """From queries and positions (N, Q, C) to (N, HW, C): the map plus the attention's output."""
+        """From queries and positions (N, Q, C) to (N, HW, C): the map plus what it attends to."""
         query, key, value = (
             t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for t in (level.x + level.position, self.key(queries + position), self.value(queries))

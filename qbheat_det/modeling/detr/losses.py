@@ -49,7 +49,7 @@ class ClassificationLoss(ABC):
         """From logits (…, K + 1) to probabilities of the classes (…, K)."""
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """From logits (…, K + 1) and classes (…, T) to (…, T), the loss if wanted, but a constant."""
+        """From logits (…, K + 1) and classes (…, T) to (…, T), the loss if wanted, shifted."""
         # -p stands for 1 - p.
         return -self.scores(logits).gather(-1, labels)
 

@@ -41,7 +41,7 @@ class LinearModels(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
-        """Takes C, the number of explicit models (8, 4 or 2) and Δx as a part of the image's side."""
+        """Takes C, the number of explicit models (8, 4 or 2) and Δx in sides of the image."""
         super().__init__()
         if num_models not in _EXPLICIT:
             raise ValueError(f"NUM_MODELS is one of {tuple(_EXPLICIT)}, not {num_models}")

@@ -141,7 +141,7 @@ def mean_visible(z: Tensor, visible: Tensor) -> Tensor:
 
 
 class RandomMasking(ReconstructionModel):
-    """An encoder of an image with masked patches, predicted features of these, a decoder to pixels."""
+    """An encoder of an image with masked patches, predicted features, a decoder to pixels."""
 
     predictor: InterpolatedFeatures | MaskToken
     predictor_class: type[InterpolatedFeatures] | type[MaskToken]
