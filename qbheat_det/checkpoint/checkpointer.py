@@ -106,7 +106,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """As ``load``, of a checkpoint of this run, with the same classes and all checkpointables."""
+        """As ``load``, of a checkpoint of this run and its classes, with all checkpointables."""
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class WeightsInfo:
 
     @classmethod
     def from_dict(cls, content: object) -> "WeightsInfo | None":
-        """Reads the output of ``to_dict`` from an untrusted file; None if a field has another type."""
+        """Reads the output of ``to_dict`` from an untrusted file; None if a type is wrong."""
         if not isinstance(content, dict):
             return None
         names = [field.name for field in dataclasses.fields(cls)]

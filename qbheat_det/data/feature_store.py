@@ -62,7 +62,7 @@ class FeatureStore:
     def __init__(
         self, folder: str | os.PathLike[str], num_views: int, *, dtype: torch.dtype = torch.float16
     ) -> None:
-        """Takes the folder, whose name every file repeats, and the number of views of all images."""
+        """Takes the folder, whose name every file repeats, and how many views there are."""
         self.folder = Path(folder)
         self.num_views = num_views
         self.dtype = dtype

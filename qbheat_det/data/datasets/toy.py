@@ -146,7 +146,7 @@ def annotate(scene: Scene) -> list[dict[str, Any]]:
 
 
 def trace_polygons(mask: NDArray[np.bool_]) -> list[list[int]]:
-    """Returns polygons [x, y, …] along the pixel borders of a mask (H, W), holes cut in by slits."""
+    """Returns polygons [x, y, …] along the pixel borders of a mask (H, W), holes by slits."""
     # Contours run through pixel centres. At twice the size, the two centres 2x and 2x + 1 of
     # a pixel tell its left border x from its right border x + 1: both are (c + 1) // 2.
     doubled = np.repeat(np.repeat(mask.astype(np.uint8), 2, axis=0), 2, axis=1)
