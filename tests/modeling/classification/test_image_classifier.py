@@ -22,7 +22,6 @@ from qbheat_det.modeling.classification import (
     LinearDecoder,
     TimmMobileFormer,
 )
-from tests.engine.gradient_cases import make_image
 from tests.modeling.tiny_pretraining import SMALL_ARCH, make_tiny_config
 
 TRANSFORMER = {"CLASSIFIER.DECODER": "transformer", "CLASSIFIER.WIDTH": 64}
@@ -46,7 +45,12 @@ def make_model(values: dict[str, Any] | None = None) -> ImageClassifier:
 
 
 def make_batch(count: int = 6) -> list[dict[str, Any]]:
-    return [{**make_image(i), "label": i % 5, "file_name": f"{i}.png"} for i in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(256, (count, 3, 64, 64), generator=generator, dtype=torch.uint8)
+    return [
+        {"image": image, "label": index % 5, "file_name": f"{index}.png"}
+        for index, image in enumerate(images)
+    ]
 
 
 @pytest.mark.parametrize(
