@@ -9,7 +9,7 @@ examples:
   # boxes, scores and class names of each image, one line of JSON per image
   python tools/run_onnx.py output/model.onnx photo.jpg other.jpg
 
-  # a folder of tools/export.py --shared-encoder: the encoder runs once, then every head
+  # a folder of qbheat export --shared-encoder: the encoder runs once, then every head
   python tools/run_onnx.py output/shared photo.jpg --threshold 0.5
 
 exit code: 0; 1 if an image was skipped, with the reason on stderr; 2 if the model cannot be run.
