@@ -88,7 +88,7 @@ def run_list(args: argparse.Namespace) -> int:
             entry.name,
             entry.task,
             "; ".join(f"{m} ({m.data})" for m in entry.metrics) or "none measured",
-            format_bytes(entry.size),
+            format_bytes(entry.stored.size) + (f" + {e.name}" if (e := entry.encoder) else ""),
             describe_source(entry),
         )
         for entry in entries
@@ -185,6 +185,12 @@ def add_add(parser: argparse.ArgumentParser) -> None:
         metavar=("NAME", "VALUE", "UNIT", "DATA"),
         help="measured before, such as AP 41.2±0.6 %% 'shapes val'; can be repeated",
     )
+    add(
+        "--encoder",
+        default="",
+        metavar="NAME",
+        help="of the entry whose encoder stayed frozen: the new file leaves it out",
+    )
     add("--output", type=Path, metavar="DIR", help="a folder with an index of its own")
     add("--replace", action="store_true", help="replace the entry of this name")
 
@@ -207,6 +213,7 @@ def run_add(args: argparse.Namespace) -> int:
         args.weights,
         {**description, "command": args.trained_by},
         metrics=metrics,
+        encoder=args.encoder,
         output=args.output,
         replace=args.replace,
     )

@@ -26,8 +26,8 @@ def render_annotations(
         images: "id", "file_name", "height" and "width" of each image, also of those without boxes.
         class_names: of the model.
         category_ids: ids of these classes in ``results``; empty if they count from 1.
-        format: "coco" returns ``results``, as COCO's evaluation reads them. "cvat" is a whole
-            annotation file for CVAT's import "COCO 1.0", which finds images by file name.
+        format: "coco" adds "category_name" to ``results``, which COCO's evaluation reads. "cvat" is
+            a whole annotation file for CVAT's import "COCO 1.0", which finds images by file name.
             "label-studio" is a list of tasks with predictions, for a configuration with
             ``<Image name="image" value="$image"/>`` and
             ``<RectangleLabels name="label" toName="image">``; images are files of local storage.
@@ -37,12 +37,12 @@ def render_annotations(
     """
     if format not in FORMATS:
         raise UserError(f"the format '{format}' is not one of {', '.join(FORMATS)}")
-    if format == "coco":
-        return list(results)
-    if video := next((image["file_name"] for image in images if "frame" in image), None):
-        raise UserError(f"'{format}' takes images, and '{video}' is a video: use coco")
     names = {box["category_id"]: str(box["category_id"]) for box in results}  # where unknown
     names |= dict(zip(category_ids or range(1, 1 + len(class_names)), class_names, strict=False))
+    if format == "coco":
+        return [{**box, "category_name": names[box["category_id"]]} for box in results]
+    if video := next((image["file_name"] for image in images if "frame" in image), None):
+        raise UserError(f"'{format}' takes images, and '{video}' is a video: use coco")
     if format == "cvat":
         return _render_dataset(results, images, names)
     boxes: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in images}

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -72,18 +73,7 @@ def predict_files(
     """
     if json_file:
         check_writable(json_file)
-    exported = None
-    if weights.lower().endswith(EXPORTED_SUFFIXES):
-        if fast or config_file or opts:
-            raise UserError(
-                f"'{weights}' is exported with its config: leave out --fast, --config-file and "
-                "config overrides"
-            )
-        exported = ExportedModel.open(weights, device=device)
-        cfg = exported.load_config()
-    else:
-        wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
-        cfg = load_run_config(weights, config_file, device=device, opts=wanted)
+    exported, cfg = _open(weights, config_file, device=device, fast=fast, opts=opts)
     files = find_inputs(inputs, exclude=output)
     if json_format != "coco" and (is_classifier(cfg) or any(file.is_video for file in files)):
         raise UserError(f"the format '{json_format}' is for boxes on images: use coco")
@@ -99,6 +89,7 @@ def predict_files(
             model, names = _build_predictor(weights, cfg).model, cfg.MODEL.CLASS_NAMES
             score = build_scorer(model, cfg)
         found = classify_images(score, files, names)
+        content: Any = found.results
     else:
         found = predict_images(
             ExportedPredictor(exported) if exported else _build_predictor(weights, cfg),
@@ -108,14 +99,35 @@ def predict_files(
             output_dir=output,
             draw=lambda image, instances: _draw(image, instances, cfg.MODEL.CLASS_NAMES),
         )
-        if json_file and not cfg.MODEL.CATEGORY_IDS:
-            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
-    if json_file:
         names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
-        rendered = render_annotations(found.results, found.images, names, ids, json_format)
-        content = json.dumps(rendered).encode()
-        write_atomically(json_file, lambda stream: stream.write(content))
+        if json_file and not ids:
+            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
+        content = render_annotations(found.results, found.images, names, ids, json_format)
+    if json_file:
+        data = json.dumps(content).encode()
+        write_atomically(json_file, lambda stream: stream.write(data))
     return found
+
+
+def _open(
+    weights: str,
+    config_file: str | None,
+    *,
+    device: str | None,
+    fast: bool,
+    opts: Sequence[str],
+) -> tuple[ExportedModel | None, CfgNode]:
+    """Returns the exported model, if the file is one, and the config of the model."""
+    if not weights.lower().endswith(EXPORTED_SUFFIXES):
+        wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
+        return None, load_run_config(weights, config_file, device=device, opts=wanted)
+    if fast or config_file or opts:
+        raise UserError(
+            f"'{weights}' is exported with its config: leave out --fast, --config-file and "
+            "config overrides"
+        )
+    exported = ExportedModel.open(weights, device=device)
+    return exported, exported.load_config()
 
 
 def _build_predictor(weights: str, cfg: CfgNode) -> BatchPredictor:

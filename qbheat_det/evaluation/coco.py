@@ -21,7 +21,7 @@ from qbheat_det.core.errors import UserError
 class CocoEvaluator(COCOEvaluator):
     """Detectron2's ``COCOEvaluator`` with a choice of library; both give the same results.
 
-    Without predictions or ground truth all metrics are nan, with a warning.
+    Without predictions AP is 0, and without ground truth nan, with a warning.
     """
 
     def __init__(self, dataset_name: str, *, library: str = "auto", **arguments: Any) -> None:
@@ -52,11 +52,15 @@ class CocoEvaluator(COCOEvaluator):
                 f"the model predicted class {min(strange)}, but '{self._metadata.name}' has "
                 f"{len(known)} classes: NUM_CLASSES does not fit"
             )
-        if not results:
-            images = len(predictions)
-            self._logger.warning(f"The model predicted nothing on {images} images: AP is nan.")
         if self._do_evaluation and not self._coco_api.anns:
             self._logger.warning(f"{self._metadata.json_file} has no annotated objects: AP is nan.")
+        elif not results and predictions:
+            images = len(predictions)
+            self._logger.warning(f"The model predicted nothing on {images} images: AP is 0.")
+            # Detectron2 measures nothing then; a box that matches nothing has the AP of no boxes.
+            nothing = {"category_id": 0, "bbox": [0.0, 0.0, 0.0, 0.0], "score": 0.0}
+            results = [{"image_id": predictions[0]["image_id"], **nothing}]
+            predictions = [{**predictions[0], "instances": results}, *predictions[1:]]
         tasks = set(self._tasks or self._tasks_from_predictions(results))
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

@@ -21,7 +21,8 @@ from qbheat_det.engine.writers import find_commit
 from . import index, sources
 from .api import open_trained
 from .fingerprint import compute_fingerprint
-from .index import Metric, ZooEntry, file_of, parse_entry, to_plain
+from .index import Metric, SharedEncoder, ZooEntry, file_of, parse_entry, to_plain
+from .shared_encoder import write_part, write_whole
 from .verify import count_costs, find_task
 
 MAX_SHIPPED = 40_000_000
@@ -45,6 +46,7 @@ def add_entry(
     description: Mapping[str, str],
     *,
     metrics: Sequence[Metric] = (),
+    encoder: str = "",
     output: Path | None = None,
     replace: bool = False,
 ) -> ZooEntry:
@@ -57,6 +59,7 @@ def add_entry(
         description: fields of ``ZooEntry`` that the file does not hold; an empty commit is that of
             the file or the checkout, an empty date today.
         metrics: measured with the weights.
+        encoder: name of the entry whose encoder was frozen in training; the file leaves it out.
         output: a folder with an index of its own; None ships the file with the package.
         replace: whether the entry may exist.
 
@@ -75,6 +78,9 @@ def add_entry(
         info = info or WeightsInfo.from_config(cfg, iteration=0, commit="")
         save_weights(str(file), halve_precision(state), remove_machine_paths(info, cfg))
         trained = open_trained(str(file), device="cpu")
+        shared, stored = None, file
+        if encoder:
+            shared, stored = _leave_out_encoder(file, encoder)
         entry = ZooEntry(
             **_describe_origin(description, info.commit),
             **count_costs(trained),
@@ -83,6 +89,7 @@ def add_entry(
             sha256=hash_file(file),
             size=file.stat().st_size,
             metrics=tuple(metrics),
+            encoder=shared,
         )
         parse_entry(to_plain(entry), f"entry {entry.name}")  # before the steps that take long
         if output is None:
@@ -91,10 +98,18 @@ def add_entry(
         entry = dataclasses.replace(entry, fingerprint=fingerprint)
         content = index.render_index([*others, entry], index_file)
         check_writable(index_file)
-        weights_content = file.read_bytes()
-        write_atomically(folder / file.name, lambda stream: stream.write(weights_content))
+        weights_content = stored.read_bytes()
+        write_atomically(folder / entry.stored.file, lambda stream: stream.write(weights_content))
         write_atomically(index_file, lambda stream: stream.write(content))
     return entry
+
+
+def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
+    """Writes the part beside a file, and the file anew from it, as ``fetch`` will."""
+    part, encoder_file = file.with_suffix(".part.safetensors"), sources.fetch(index.find_entry(encoder))
+    write_part(file, encoder_file, part)
+    write_whole(part, encoder_file, file)
+    return SharedEncoder(encoder, hash_file(part), part.stat().st_size), part
 
 
 def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -139,8 +154,9 @@ def _describe_origin(description: Mapping[str, str], commit: str) -> dict[str, A
 
 def _check_shipped_size(entries: Sequence[ZooEntry]) -> None:
     new = entries[-1]
-    here = [entry for entry in entries[:-1] if (sources.SHIPPED / entry.file).is_file()]
-    total = sum(entry.size for entry in [*here, new])
+    stored = [entry.stored for entry in entries]
+    here = [entry for entry in stored[:-1] if (sources.SHIPPED / entry.file).is_file()]
+    total = sum(entry.size for entry in [*here, stored[-1]])
     if total > MAX_SHIPPED:
         raise UserError(
             f"with '{new.name}' the package's weights would have {total / 1e6:.1f} MB of "

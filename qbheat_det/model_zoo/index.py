@@ -80,6 +80,18 @@ class Distribution:
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedEncoder:
+    """The frozen encoder of the entry ``name``, which a file of weights leaves out.
+
+    ``sha256`` and ``size`` are of the file without it; ``model_zoo.shared_encoder`` joins the two.
+    """
+
+    name: str
+    sha256: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ZooEntry:
     """One file of weights and its origin; docs/zoo.md describes the fields.
 
@@ -107,6 +119,18 @@ class ZooEntry:
     metrics: tuple[Metric, ...] = ()
     fingerprint: Fingerprint | None = None
     distribution: Distribution | None = None
+    encoder: SharedEncoder | None = None
+
+    @property
+    def stored(self) -> "ZooEntry":
+        """The entry with the file that is kept for it: the part if it shares an encoder."""
+        if self.encoder is None:
+            return self
+        file = self.file.replace(".safetensors", ".part.safetensors")
+        encoder = self.encoder
+        return dataclasses.replace(
+            self, file=file, sha256=encoder.sha256, size=encoder.size, encoder=None
+        )
 
 
 # Of an entry's fields that have a form of their own: the form, and how a message describes it.

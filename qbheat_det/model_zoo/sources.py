@@ -4,9 +4,10 @@
 the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, and the address
 ``$QBHEAT_ZOO_URL`` or, for some entries, a package of Python's package index.
 
-Only a file with the SHA-256 of the index is used; one of the same name with another content is an
-error and not skipped. Importing this module lets Detectron2's path manager resolve
-``qbheat://NAME``.
+Of entries that share an encoder, the file without it is looked for, and joined with the encoder in
+the folder of downloads. Only a file with the SHA-256 of the index is used; one of the same name
+with another content is an error and not skipped. Importing this module lets Detectron2's path
+manager resolve ``qbheat://NAME``.
 """
 
 import functools
@@ -31,6 +32,7 @@ from qbheat_det.core.files import file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_bytes, one_line
 
 from .index import PREFIX, Distribution, ZooEntry, find_entry, zoo_folders
+from .shared_encoder import write_whole
 
 SHIPPED = Path(__file__).with_name("weights")
 
@@ -57,6 +59,9 @@ def fetch(entry: ZooEntry) -> Path:
         try:
             if entry.distribution:
                 _convert_distribution(entry.distribution, target)
+                return check_hash(target, entry)
+            if entry.encoder:
+                write_whole(fetch(entry.stored), fetch(find_entry(entry.encoder.name)), target)
                 return check_hash(target, entry)
             if not url:
                 raise OSError("$QBHEAT_ZOO_URL is not set")
@@ -88,6 +93,8 @@ def find_local(entry: ZooEntry) -> Path | None:
 def describe_source(entry: ZooEntry) -> str:
     """Returns where ``fetch`` would take a file from; nothing is read or downloaded."""
     found = find_local(entry)
+    if found is None and entry.encoder:
+        return describe_source(entry.stored)
     if found is None and entry.distribution:
         return entry.distribution.requirement
     if found is None:

@@ -59,6 +59,9 @@ def _describe_entry(entry: ZooEntry) -> str:
     made = f"Made: {entry.date}, at commit `{entry.commit}`"
     if entry.distribution:
         made = f"Converted when fetched, from `{entry.distribution.requirement}` of Python's index"
+    if entry.encoder:
+        stored = entry.stored
+        made += f". Stored without the encoder of `{entry.encoder.name}`: {stored.size:,} bytes"
     lines = (
         f"Recipe: [{entry.config}](configs/{entry.config})",
         f"Data: {entry.data} (licence: {entry.data_licence})",
@@ -82,12 +85,16 @@ def _format_metric(metric: Metric) -> str:
 def _render_row(entry: ZooEntry) -> Sequence[str]:
     # GitHub's anchors of headings have no dots and slashes.
     anchor = "".join(letter for letter in entry.name.lower() if letter.isalnum() or letter in "-_")
-    shipped = ", shipped" if (sources.SHIPPED / entry.file).is_file() else ""
+    stored = entry.stored
+    shipped = ", shipped" if (sources.SHIPPED / stored.file).is_file() else ""
+    size = f"{stored.size / 1e6:.1f} MB"
+    if entry.encoder:
+        size += f" + `{entry.encoder.name}`"
     return (
         f"[`{entry.name}`](#{anchor})",
         entry.task,
         "; ".join(map(str, entry.metrics)) or "—",
         f"{entry.num_params / 1e6:.1f} M",
         f"{entry.madds / 1e9:.2f} G at {entry.madds_input[0]}x{entry.madds_input[1]}",
-        f"{entry.size / 1e6:.1f} MB{shipped}",
+        f"{size}{shipped}",
     )

@@ -79,6 +79,15 @@ def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path: Path) -> 
     assert second["predictions"][0]["result"] == []
 
 
+def test_coco_results_name_the_classes(tmp_path: Path) -> None:
+    save_annotations([_make()], tmp_path / "boxes.json", "coco")
+    found = json.loads((tmp_path / "boxes.json").read_text())
+    assert [(box["category_id"], box["category_name"]) for box in found] == [
+        (18, "dog"),
+        (17, "cat"),
+    ]
+
+
 def test_cvat_gets_a_file_that_pycocotools_reads(tmp_path: Path) -> None:
     from pycocotools.coco import COCO
 
