@@ -89,7 +89,6 @@ def predict_files(
             model, names = _build_predictor(weights, cfg).model, cfg.MODEL.CLASS_NAMES
             score = build_scorer(model, cfg)
         found = classify_images(score, files, names)
-        content: Any = found.results
     else:
         found = predict_images(
             ExportedPredictor(exported) if exported else _build_predictor(weights, cfg),
@@ -99,8 +98,10 @@ def predict_files(
             output_dir=output,
             draw=lambda image, instances: _draw(image, instances, cfg.MODEL.CLASS_NAMES),
         )
+    content: Any = found.results
+    if json_file and not is_classifier(cfg):
         names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
-        if json_file and not ids:
+        if not ids:
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
         content = render_annotations(found.results, found.images, names, ids, json_format)
     if json_file:
