@@ -23,7 +23,7 @@ examples:
   qbheat predict --weights output/run/model_final.pth --images photos/ \\
       --json output/classes.json
 
-  # a file of tools/export.py: ONNX (run by onnxruntime) or torch.export, which is a
+  # a file of qbheat export: ONNX (run by onnxruntime) or torch.export, which is a
   # program: open only files that you trust
   qbheat predict --weights output/model.onnx --images photos/ --output output/pictures
 

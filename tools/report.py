@@ -62,7 +62,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    args.command = shlex.join(["python", "tools/report.py", *(argv or sys.argv[1:])])
+    args.command = shlex.join(["qbheat", "report", *(argv or sys.argv[1:])])
     from qbheat_det.core.errors import exit_on_user_error
 
     return exit_on_user_error(write_report)(args)

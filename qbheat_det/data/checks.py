@@ -47,7 +47,7 @@ def raise_first(errors: Sequence[DataError]) -> None:
         UserError: the first error's message, with the number of the others.
     """
     if errors:
-        others = f" (and {len(errors) - 1} more: tools/inspect_dataset.py lists them all)"
+        others = f" (and {len(errors) - 1} more: qbheat inspect lists them all)"
         raise UserError(errors[0].message + (others if len(errors) > 1 else ""))
 
 
