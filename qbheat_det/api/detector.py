@@ -2,10 +2,10 @@
 """``Detector`` and ``Encoder``: trained weights as objects that are called with images."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 import numpy as np
 import PIL.Image
@@ -49,6 +49,7 @@ class Trained:
 
     cfg: CfgNode
     model: nn.Module | None
+    _load: ClassVar[Callable[..., "Trained"]]  # ``load`` itself, which knows both classes
 
     @property
     def weights(self) -> str:
@@ -82,11 +83,9 @@ class Trained:
         Raises:
             UserError: there is no such repository or file, or it holds the other kind.
         """
-        from .loading import load
-
         if revision or not Path(name).is_dir():
             name = f"{HUB_PREFIX}{name}" + (f"@{revision}" if revision else "")
-        found = load(name, **options)
+        found = cls._load(name, **options)
         if not isinstance(found, cls):
             kind = type(found).__name__
             raise UserError(f"'{name}' is no {cls.__name__}: open it by {kind}.from_pretrained")

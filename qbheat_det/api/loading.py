@@ -26,7 +26,7 @@ from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs
 from qbheat_det.modeling.contracts import get_backbone
 
-from .detector import Detector, Encoder
+from .detector import Detector, Encoder, Trained
 from .hub import HUB_PREFIX, download
 from .training import find_run_weights
 
@@ -67,6 +67,9 @@ def load(
     if is_backbone or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         return _build_encoder(open_trained(name, device=device).model, cfg)
     return _build_detector(cfg)
+
+
+Trained._load = staticmethod(load)  # for ``from_pretrained``
 
 
 def _find_weights(name: str) -> str:
