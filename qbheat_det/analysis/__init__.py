@@ -33,10 +33,7 @@ _MODULES = (
 
 
 def load_figures() -> dict[str, Callable[..., Figure]]:
-    """Imports all modules that draw figures, which registers them, and returns ``FIGURES``.
-
-    A training that is to be visualized calls it too.
-    """
+    """Imports all modules that draw figures, which registers them, and returns ``FIGURES``."""
     for module in _MODULES:
         import_module(f"{__name__}.{module}")
     return FIGURES

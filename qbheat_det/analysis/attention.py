@@ -20,13 +20,7 @@ from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
 
 from . import plotting
-from .figure import (
-    FigureOptions,
-    batch_images,
-    crop_squares,
-    find_size,
-    run_on_images,
-)
+from .figure import FigureOptions, batch_images, crop_squares, find_size, run_on_images
 from .run import Run
 
 Bridge = Literal["to_former", "to_mobile"]
@@ -66,11 +60,7 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Returns by number the name of each block with tokens, and the strides before and after it.
-
-    Returns:
-        By number, from 1: dotted name in the backbone, stride of its input, stride of its output.
-    """
+    """Returns by number, from 1, name and strides before and after of each block with tokens."""
     found = {}
     stride = 2  # of the stem
     blocks = [
@@ -95,15 +85,7 @@ def choose_blocks(backbone: MobileFormer) -> list[int]:
 
 @torch.no_grad()
 def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]:
-    """Returns the attention of all bridges of a backbone for images (N, 3, H, W), on the CPU.
-
-    Args:
-        backbone: in the mode in which it is to be read; it is run once, without gradients.
-        images: normalised, on the device of the backbone.
-
-    Returns:
-        One entry for each block with tokens, from the image upwards.
-    """
+    """Returns the attention of each block with tokens, on the CPU, for images (N, 3, H, W)."""
     blocks = list_blocks(backbone)
     bridges = [
         f"{name}.{bridge}"
@@ -143,19 +125,9 @@ class _Attention(NamedTuple):
 
 @register_figure("attention")
 def draw_attention(
-    runs: Sequence[Run],
-    options: FigureOptions,
-    *,
-    attention_heads: Heads = "mean",
+    runs: Sequence[Run], options: FigureOptions, *, attention_heads: Heads = "mean"
 ) -> Figure:
-    """Draws both bridges of the blocks of ``choose_blocks`` over images.
-
-    ``attention_heads`` are their mean, or a row for each.
-
-    Raises:
-        NotApplicable: no run has a Mobile-Former with tokens.
-        UserError: no run is left, one because of an error.
-    """
+    """Draws both bridges of the blocks of ``choose_blocks`` over images, the mean or each head."""
     size = find_size(runs, _PAPER_SIZE)
     results = run_on_images(
         runs,

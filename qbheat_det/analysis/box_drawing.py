@@ -35,19 +35,10 @@ def get_class_color(index: int) -> Color:
 def draw_instances(
     image: RGBImage, instances: Instances, class_names: Sequence[str], *, min_side: int = 384
 ) -> RGBImage:
-    """Draws predictions (``pred_boxes``) or ground truth (``gt_boxes``) of one image.
+    """Draws predictions (``pred_boxes``) or ground truth (``gt_boxes``) of an image (H, W, 3), RGB.
 
-    Masks are shaded where there are some. ``class_names`` are in contiguous order; see
-    ``draw_boxes`` for ``min_side``.
-
-    Args:
-        image: (H, W, 3), RGB; it is not drawn on.
-        instances: with boxes (n, 4) in pixels of the image, on any device.
-        class_names: a class beyond them is called "class 7", after its index.
-        min_side: in pixels; smaller images are enlarged.
-
-    Returns:
-        (H', W', 3), RGB.
+    Masks are shaded. A class beyond ``class_names`` is called "class 7". For ``min_side`` see
+    ``draw_boxes``.
     """
     instances = instances.to("cpu")
     fields = instances.get_fields()
@@ -114,13 +105,7 @@ def draw_boxes(
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
-    """Returns one image of several, at least one, row by row, each centered in an equal cell.
-
-    Args:
-        images: (H, W, 3), RGB, of any sizes.
-        columns: the most images in a row.
-        gap: between cells, in pixels.
-    """
+    """Returns one image of several of any sizes, row by row, each centered in an equal cell."""
     cell_height = max(image.shape[0] for image in images)
     cell_width = max(image.shape[1] for image in images)
     columns = min(columns, len(images))

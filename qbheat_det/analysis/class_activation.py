@@ -51,14 +51,7 @@ def compute_class_activation(
 ) -> ClassActivation:
     """Returns the map of each image (N, 3, S, S), of class ``chosen`` or of the predicted one.
 
-    Args:
-        model: with a ``LinearDecoder``, in eval mode.
-        images: normalised, on the device of the model.
-        chosen: index of the class, the same for all images.
-
-    Returns:
-        Maps (N, H, W) at the resolution of the decoder's feature map, in logits, and with them the
-        softmax scores (N,) and the indices (N,) of their classes.
+    The model has a ``LinearDecoder`` and is in eval mode; the images are normalised.
     """
     decoder = cast(LinearDecoder, model.decoder)
     features = model.backbone(images)
@@ -92,10 +85,7 @@ def _fold_normalization(decoder: LinearDecoder) -> tuple[Tensor, Tensor]:
 def solve_steady_heat(values: npt.ArrayLike) -> FloatMap:
     """Solves Laplace's equation inside the border of maps (..., H, W), by the five-point stencil.
 
-    The outermost values are given; the others become the mean of their four neighbours.
-
-    Raises:
-        NotApplicable: a map has nothing inside its border.
+    Raises ``NotApplicable`` if a map has nothing inside its border.
     """
     maps = np.array(values, dtype=np.float64)
     height, width = maps.shape[-2:]
@@ -140,14 +130,7 @@ def draw_heat(
     heat_class: str | None = None,
     heat_size: int | None = None,
 ) -> Figure:
-    """Draws CAM and steady heat of images ``heat_size`` pixels a side.
-
-    Args:
-        runs: that are no classifiers with a linear decoder are left out.
-        options: of all figures.
-        heat_class: name of the class; None takes the predicted one of each image.
-        heat_size: side of the images in pixels; None takes that of the run.
-    """
+    """Draws CAM and steady heat of images ``heat_size`` pixels a side."""
     results = run_on_images(
         runs,
         lambda run, files: _compute(run, files, heat_class, heat_size),

@@ -44,11 +44,8 @@ Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
 def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, str]]:
     """Runs the jobs that are not done, several at once, and rewrites the report after each.
 
-    Returns:
-        The tables, and the reason of each job that failed, by title.
-
-    Raises:
-        UserError: data or a config is not valid, or the folder has results of other settings.
+    Returns the tables, and the reason of each job that failed, by title. Raises a ``UserError`` if
+    data or a config is not valid, or the folder has results of other settings.
     """
     rows = list_rows(comparison)
     for row in rows:
@@ -65,11 +62,7 @@ def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, st
 
 
 def is_done(job: Job) -> bool:
-    """Whether the job has a complete result.
-
-    Raises:
-        UserError: it was made with other settings or inputs, or is not a result.
-    """
+    """Whether the job has a complete result; a ``UserError`` if it is of other settings."""
     if not job.record_file.is_file():
         return False
     try:
@@ -190,11 +183,7 @@ def _end_with_parent() -> None:
 
 
 def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[str, str]) -> str:
-    """Writes ``comparison.json`` and ``comparison.md``; returns the tables.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+    """Writes ``comparison.json`` and ``comparison.md``; returns the tables."""
     probes = [(row, json.loads(path.read_bytes())) for row in rows
               if (path := row.folder / "probes" / "rows.json").is_file()]  # fmt: skip
     summary = summarize([(row, measure_row(comparison, row)) for row in rows])
@@ -220,11 +209,9 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns what the finished jobs of a row measured: top-1 in percent by probe, and costs.
+    """Returns top-1 of each probe in percent, "images seen", "ms an image" and "minutes" of a row.
 
-    Returns:
-        By title: top-1 of each probe, in percent, "images seen", "ms an image" and "minutes". What
-        no finished job has measured is missing.
+    What no finished job has measured is missing.
     """
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}

@@ -69,13 +69,8 @@ def draw_detections(
     Args:
         runs: that are no detectors, or have another test set, are left out.
         options: ``images`` is the folder of a COCO json's images, if they are not beside it.
-        data: annotated images, as ``--data`` names them, of which those to evaluate on are taken if
-            there are such; None takes the test set of each run.
+        data: annotated images, as ``--data`` names them; None takes the test set of each run.
         threshold: lowest score that is drawn and counted as an error; None takes the best F1.
-
-    Raises:
-        NotApplicable: there is no detector whose test set is on this machine.
-        UserError: ``data`` are not valid, or have no boxes.
     """
     if data:
         source = open_source(data, str(options.images or ""))
@@ -107,11 +102,7 @@ def draw_detections(
 
 
 def read_set(name: str) -> DetectionSet:
-    """Reads the annotation file of a registered dataset.
-
-    Raises:
-        NotApplicable: the dataset has no annotation file in COCO's format, or no boxes.
-    """
+    """Reads the annotation file of a registered dataset; ``NotApplicable`` if it has no boxes."""
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
     # The file was checked when the set was registered.
@@ -200,19 +191,7 @@ def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) 
 def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
-    """Draws ground truth and the detections of each run on so many images of the dataset.
-
-    They are spread over its ids.
-
-    Args:
-        dataset: with its image files.
-        runs: at least one; the ground truth is read from the first.
-        number: the most images.
-
-    Returns:
-        For each image a sheet, the ground truth first, then the boxes of each run from its score
-        threshold upwards.
-    """
+    """Draws ground truth and detections on sheets, of so many images spread over the dataset."""
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
     number = min(number, len(records))
     truth = runs[0].errors.truth
@@ -242,10 +221,7 @@ def draw_predictions(
 
 
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
-    """Draws crops of the largest missed boxes, and of the false alarms with the highest scores.
-
-    None if there are no errors.
-    """
+    """Draws crops of the largest missed boxes, and of the highest false alarms, if any."""
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}
     crops = [

@@ -33,10 +33,7 @@ _BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """What every figure takes: a folder of images, how many are drawn, and a seed of controls.
-
-    Without a folder the images are those of the run's own data.
-    """
+    """What every figure takes: a folder of images, by default the run's data, how many, a seed."""
 
     images: Path | None = None
     num_images: int = 6
@@ -74,17 +71,8 @@ def run_each(
 ) -> RunResults[Found]:
     """Calls a function for each run, and leaves out the runs for which it fails.
 
-    ``nothing`` begins the message if no run is left, such as "no reconstructions".
-
-    Args:
-        runs: with different labels.
-        compute: raises ``NotApplicable`` or ``UserError`` for a run that is to be left out.
-        nothing: beginning of the message.
-        needs_weights: whether runs without a checkpoint are left out too.
-
-    Raises:
-        NotApplicable: all runs were left out, none because of an error.
-        UserError: all runs were left out, one because of an error.
+    If no run is left, the message begins with ``nothing``, such as "no reconstructions"; it is a
+    ``UserError`` if a run failed by one, else ``NotApplicable``.
     """
     found: dict[str, Found] = {}
     left_out, errors = [], []
@@ -116,8 +104,7 @@ def run_on_images(
 ) -> RunResults[Found]:
     """Calls a function for each run and the same image files, as ``run_each`` does.
 
-    These are ``number`` images, by default those that are drawn, of the folder of the options, else
-    of the data of the first run that has any.
+    These are ``number`` images, by default those that are drawn, see ``choose_images``.
     """
     entries = choose_images(runs, number or options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
@@ -126,12 +113,7 @@ def run_on_images(
 
 
 def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> SpreadEntries:
-    """Returns so many images of a folder, else of the data of the first run that has any.
-
-    Raises:
-        NotApplicable: no folder is given, and no run has data on this machine.
-        UserError: none of the images of the folder can be read.
-    """
+    """Returns so many images of a folder, else of the data of the first run that has any."""
     reasons: dict[str, None] = {}
     for run in runs:
         try:
@@ -143,13 +125,7 @@ def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> Spre
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's.
-
-    Args:
-        cfg: of a run; it is not changed.
-        files: of images.
-        size: S in pixels; None takes ``INPUT.PRETRAIN.SIZE``.
-    """
+    """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's."""
     cfg = cfg.clone()
     cfg.defrost()
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:

@@ -53,16 +53,11 @@ class Decoder(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One probe of one backbone.
+    """One probe of one backbone: ``top1`` and its standard ``error`` in percent.
 
-    Attributes:
-        series: one run with its checkpoints, one objective with its seeds, or all random backbones.
-        backbone: file of the weights, or "random, seed 1".
-        images_seen: in training; 0 for a random backbone, None where unknown.
-        recalibrated: whether BatchNorm's statistics are of whole images.
-        decoder: of the probe.
-        top1: in percent.
-        error: standard error of ``top1`` over the images.
+    A series is one run with its checkpoints, one objective with its seeds, or all random backbones;
+    ``images_seen`` is 0 for a random backbone, None where unknown; ``recalibrated`` whether
+    BatchNorm's statistics are of whole images.
     """
 
     series: str
@@ -76,12 +71,7 @@ class ProbeResult:
 
 @register_figure("probes")
 def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws results of probes on the images of the first file.
-
-    Raises:
-        NotApplicable: there are no results of probes.
-        UserError: there are only files that cannot be read.
-    """
+    """Draws results of probes on the images of the first file."""
     tasks: list[str] = []
 
     def read(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
@@ -119,11 +109,7 @@ def plot_probes(content: Mapping[str, Any]) -> MplFigure:
 
 
 def read_probes(file: Path) -> tuple[dict[str, Any], list[ProbeResult]]:
-    """Reads settings and results that ``tools/probe_backbone.py --json`` or a comparison wrote.
-
-    Raises:
-        UserError: the file cannot be read, or has no results.
-    """
+    """Reads settings and results that ``tools/probe_backbone.py --json`` or a comparison wrote."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         setting, results = dict(content["setting"]), _parse_results(content)
@@ -153,8 +139,7 @@ def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
 def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
     """Draws top-1 under each decoder of the backbones that saw most images of each series.
 
-    Results of one series under one decoder are averaged, such as those of several seeds. Bars are
-    the mean of their standard errors.
+    Results of one series under one decoder are averaged, and their standard errors.
     """
     decoders = sorted({result.decoder for result in results})
     series = _group(results, lambda result: result.series)

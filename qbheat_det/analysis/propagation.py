@@ -35,13 +35,10 @@ _EXPLANATION = (
 
 
 def find_generator(step: Tensor, offset: float) -> Tensor:
-    """Returns A = log(I + M) / Δx (C, C), float64, of a learned step M (C, C).
+    """Returns A = log(I + M) / Δx (C, C), float64, of a learned step z(x + Δx) = (I + M) z(x).
 
-    Its exponential over Δx is the learned step z(x + Δx) = (I + M) z(x). It is complex where an
-    eigenvalue of I + M is negative: no real A reverses a direction within one step.
-
-    Raises:
-        NotApplicable: I + M is singular and has no logarithm.
+    It is complex where an eigenvalue of I + M is negative: no real A reverses a direction within
+    one step. Raises ``NotApplicable`` if I + M is singular.
     """
     step = step.detach().cpu().double()
     whole = torch.eye(len(step), dtype=step.dtype) + step
@@ -51,13 +48,7 @@ def find_generator(step: Tensor, offset: float) -> Tensor:
 
 
 def propagate(z: Tensor, a: Tensor, x: float) -> Tensor:
-    """Returns e^{Ax} z for features z (..., C), in the wider type of A (C, C) and z.
-
-    Args:
-        z: real or complex features.
-        a: generator, per side of the image.
-        x: distance in sides of the image; negative goes back.
-    """
+    """Returns e^{Ax} z for features z (..., C), in the wider type of A (C, C) and z."""
     wide = torch.promote_types(a.dtype, z.dtype)
     return z.to(wide) @ torch.matrix_exp(a * x).to(wide).mT
 
@@ -132,10 +123,6 @@ def draw_beyond(
     """Propagates the features of whole images by ``distances`` beyond their borders, and decodes.
 
     ``scale`` says whose linear models are used.
-
-    Raises:
-        NotApplicable: no run has the linear models of QB-Heat, or there are no images.
-        UserError: no run is left, one because of an error.
     """
     results = run_on_images(
         runs,
@@ -191,19 +178,10 @@ def _compute(
 def decode_beyond(
     model: ReconstructionModel, images: Tensor, z: Tensor, generators: Generators, margin: int
 ) -> Tensor:
-    """Returns normalised images (N, 3, S, S) with features (N, G, G, C) decoded around them.
+    """Returns images (N, 3, L, L) in the mapper's pixels, L of S plus twice ``margin`` patches.
 
-    The result is in the mapper's pixels, with so many positions of ``margin`` on each side.
-
-    Args:
-        model: of the run, in eval mode.
-        images: on the device of the model.
-        z: what ``model.encode`` makes of the images.
-        generators: of the four directions; zeros continue features unchanged.
-        margin: positions beyond each border.
-
-    Returns:
-        (N, 3, L, L), where L is S plus twice ``margin`` patches.
+    The normalised images (N, 3, S, S) have the features (N, G, G, C) decoded around them;
+    generators of zeros continue features unchanged.
     """
     size, patch = model.decoder.grid_size, model.decoder.patch_size
     whole = size * math.ceil(margin / size)  # whole windows, the one in the middle is the image

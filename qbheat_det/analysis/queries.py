@@ -40,8 +40,7 @@ _EXPLANATION = (
 class QueryAttention:
     """The n most confident predictions of one image, and the attention of their queries.
 
-    ``found`` has absolute XYXY boxes of the model's input; ``maps`` by stride (n, heads, H, W), of
-    the last block at it, which sum to 1 over the pixels.
+    Boxes are of the model's input; ``maps`` by stride (n, heads, H, W) sum to 1 over the pixels.
     """
 
     found: Instances
@@ -50,13 +49,7 @@ class QueryAttention:
 
 @torch.no_grad()
 def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAttention:
-    """Returns the attention of the ``count`` most confident queries in one mapped image.
-
-    Args:
-        model: in eval mode.
-        entry: of the model's mapper, with "image" (3, H, W).
-        count: of predictions; all of them if there are fewer.
-    """
+    """Returns the attention of the ``count`` most confident queries in one mapped image."""
     names = {
         _COARSEST >> i: f"levels.{i}.{len(cast(nn.ModuleList, level)) - 1}.query_layer"
         ".cross_attention"
@@ -88,12 +81,7 @@ class _Detected:
 
 @register_figure("queries")
 def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: int = 3) -> Figure:
-    """Draws the attention of the queries of the most confident ``query_boxes`` of each image.
-
-    Raises:
-        NotApplicable: no run is an MF-DETR.
-        UserError: no run is left, one because of an error.
-    """
+    """Draws the attention of the queries of the most confident ``query_boxes`` of each image."""
     results = run_on_images(
         runs,
         lambda run, files: _detect(run, files, query_boxes),

@@ -43,13 +43,7 @@ class Reconstructions:
 def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
-    """Reconstructs images from every view; images take the quadrants of a view in turn.
-
-    Args:
-        model: in eval mode.
-        entries: of the run's mapper, with "image" (3, S, S).
-        pixel_format: order of the entries' channels, "RGB" or "BGR".
-    """
+    """Reconstructs mapped images from every view; images take the quadrants of a view in turn."""
     inputs = [to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
     losses: dict[str, list[dict[str, Any]]] = {}

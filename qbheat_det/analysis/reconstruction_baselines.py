@@ -215,10 +215,8 @@ def compute_baselines(
     *Zero* predicts the mean of every normalised patch, or ``MODEL.PIXEL_MEAN`` for raw pixels;
     *mean image* the mean target. *Ridge* predicts the pixels of every counted patch from the
     visible quarter, averaged to 16 x 16 pixels: one regression for each place of the quarter, with
-    a penalty for each patch that a fifth of the training images choose.
-
-    Raises:
-        UserError: an image is in both sets, too few can be read, or the config is not valid.
+    a penalty for each patch that a fifth of the training images choose. Raises a ``UserError`` if
+    an image is in both sets, too few can be read, or the config is not valid.
     """
     task = ReconstructionTask.from_config(cfg)
     known = {os.path.realpath(record["file_name"]) for record in train}

@@ -73,9 +73,6 @@ class Run:
             config_file: YAML of the model; None takes the one in or beside the checkpoint.
             device: "cpu" or "cuda"; None takes the GPU if there is one.
             opts: alternating keys and values that override the config.
-
-        Raises:
-            UserError: no such file, a failed download, or a folder that is not a run's.
         """
         if "://" in str(path):
             address = str(path)
@@ -145,8 +142,7 @@ class Run:
     def find_set(self, split: Split = "test") -> str:
         """Returns the registered name of the run's first data set of a split, see ``run.json``.
 
-        Raises:
-            NotApplicable: the run had none, or they are not on this machine.
+        Raises ``NotApplicable`` if the run had none, or they are not on this machine.
         """
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
@@ -171,10 +167,6 @@ class Run:
         """Returns entries of the run's mapper in inference, spread evenly over all images.
 
         These are of the folder ``images``, else of the run's test set, else of its training set.
-
-        Raises:
-            NotApplicable: no folder is given, and the run's data are not on this machine.
-            UserError: the folder has no image, or none can be read.
         """
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"

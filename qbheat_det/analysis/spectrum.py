@@ -63,9 +63,8 @@ _EXPLANATION = (
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Of each scale: Δx, and eigenvalues (C,) of A by matrix, by falling magnitude.
-
-    ``summary`` has the numbers of a row of the table, by name.
+    """Of each scale: Δx, and eigenvalues (C,) of A by matrix, by falling magnitude; a row's
+    numbers.
     """
 
     offsets: Mapping[str, float]
@@ -114,12 +113,7 @@ def list_linear_models(predictor: HeatPredictor) -> Models:
 
 
 def read_linear_models(path: Path, label: str) -> Models:
-    """Reads the linear models of a checkpoint.
-
-    Raises:
-        NotApplicable: the file has no linear models.
-        UserError: the file cannot be read, or its linear models are incomplete.
-    """
+    """Reads the linear models of a checkpoint; ``NotApplicable`` if there are none."""
     weights, _ = read_weights(str(path))
     state = {
         key.removeprefix(_PREFIX): value
@@ -142,11 +136,8 @@ def read_linear_models(path: Path, label: str) -> Models:
 
 
 def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
-    """Returns so many checkpoints of a run's folder, spread over training, by their steps.
-
-    Args:
-        folder: with files such as ``model_0000999.pth``, which was saved after 1000 steps.
-        number: the most checkpoints; the last one is always among them.
+    """Returns so many checkpoints of a run's folder, spread over training, the last one too, by
+    step.
     """
     found = {}
     for path in sorted(folder.glob("model_*.pth")):

@@ -71,10 +71,8 @@ class SafeCheckpointer(DetectionCheckpointer):
             remove_leftovers(self.save_dir)
 
     def save(self, name: str, **kwargs: Any) -> None:
-        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``.
-
-        Raises:
-            UserError: the file cannot be written; earlier checkpoints are untouched.
+        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``, or raises a
+        ``UserError``.
         """
         if not self.save_dir or not self.save_to_disk:
             return
@@ -97,8 +95,7 @@ class SafeCheckpointer(DetectionCheckpointer):
 
         Args:
             path: a file, or an address such as ``qbheat://NAME``.
-            checkpointables: names of the other parts of the run to load, such as the optimizer;
-                None for all that the file has.
+            checkpointables: names of the other parts of the run to load; None for all.
 
         Returns:
             The rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``.
@@ -109,26 +106,14 @@ class SafeCheckpointer(DetectionCheckpointer):
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """Loads a checkpoint of this run with all checkpointables.
-
-        Returns:
-            As ``load``.
-
-        Raises:
-            UserError: as ``load``; or the checkpoint is of other classes.
-        """
+        """As ``load``, of a checkpoint of this run and its classes, with all checkpointables."""
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
         """Resumes from the last checkpoint if ``resume`` and there is one; else loads ``path``.
 
-        If the last one is missing or damaged, the newest whole one is used, with a warning.
-
-        Returns:
-            As ``load``; the optimizer and other checkpointables are loaded in resuming only.
-
-        Raises:
-            UserError: as ``load``; or there are checkpoints, but none is whole.
+        If the last one is missing or damaged, the newest whole one is used, with a warning; a
+        ``UserError`` if none is whole. The optimizer and others are loaded in resuming only.
         """
         if not (resume and self.has_checkpoint()):
             return self.load(path, checkpointables=[])
@@ -139,11 +124,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         return super().has_checkpoint() or bool(self._find_newest_whole())
 
     def find_checkpoint_to_resume(self) -> str:
-        """Returns the path of the last checkpoint, or of the newest whole one, with a warning.
-
-        Raises:
-            UserError: no checkpoint in the folder is whole.
-        """
+        """Returns the path of the last checkpoint, or of the newest whole one, with a warning."""
         last = self.get_checkpoint_file()
         if last and self._read_iteration(last) is not None:
             return last

@@ -97,11 +97,7 @@ def convert_weights(
     # Models other than timm's skip the classifier of Mobile-Former, which has a hidden layer.
     skipped = ("decoder",) if to == MOBILE_FORMER else ()
     mean, std = tuple(pixel_mean) or mean, tuple(pixel_std) or std
-    keys |= {
-        "MODEL.PIXEL_MEAN": list(mean),
-        "MODEL.PIXEL_STD": list(std),
-        "INPUT.FORMAT": "RGB",
-    }
+    keys |= {"MODEL.PIXEL_MEAN": list(mean), "MODEL.PIXEL_STD": list(std), "INPUT.FORMAT": "RGB"}
     info = WeightsInfo(
         pixel_format="RGB",
         pixel_mean=mean,

@@ -92,12 +92,7 @@ class WeightsInfo:
 
     @classmethod
     def from_dict(cls, content: object) -> "WeightsInfo | None":
-        """Reads the output of ``to_dict`` from an untrusted file.
-
-        Returns:
-            None if the content or a field has another type. Missing fields are empty; unknown
-            fields are ignored.
-        """
+        """Reads the output of ``to_dict`` from an untrusted file; None if a type is wrong."""
         if not isinstance(content, dict):
             return None
         names = [field.name for field in dataclasses.fields(cls)]
@@ -160,15 +155,10 @@ def local_weights(path: str) -> str:
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
-    """Writes weights with their description as ``.safetensors``, atomically.
+    """Writes weights with their description as ``.safetensors``, atomically, or raises a
+    ``UserError``.
 
-    Args:
-        path: the file; its folder is made.
-        state_dict: dense tensors by name, on any device; they may share memory.
-        info: the description, written as JSON into the file's metadata.
-
-    Raises:
-        UserError: the file cannot be written.
+    Tensors are dense, on any device, and may share memory; the folder is made.
     """
     # Clones, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {
@@ -180,10 +170,8 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns a file's description, or None, without reading its tensors.
-
-    Raises:
-        UserError: the file is missing, damaged or could run code.
+    """Returns a file's description, or None, without reading its tensors; may raise a
+    ``UserError``.
     """
     check_weights_file(path)
     path = local_weights(path)
@@ -201,11 +189,7 @@ def class_names_of(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> None:
-    """Checks that a path may be a file of weights; an address is downloaded.
-
-    Raises:
-        UserError: the path is missing, a folder, an empty file or a pickle by its ending.
-    """
+    """Raises a ``UserError`` unless a path may be a file of weights; an address is downloaded."""
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
             f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
@@ -222,14 +206,9 @@ def check_weights_file(weights: str) -> None:
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
-    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU.
+    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU; ``mmap`` reads what is used.
 
-    Args:
-        path: a local file.
-        mmap: map tensors from the disk, which reads only those that are used.
-
-    Raises:
-        UserError: the file is damaged, or holds objects that could run code.
+    Raises a ``UserError`` if the file is damaged, or holds objects that could run code.
     """
     try:
         # PyTorch's format before 1.6 was no zip file and cannot be mapped.

@@ -28,11 +28,8 @@ BATCH_SIZE = 64
 class ImageBatches(Iterable[list[dict[str, Any]]]):
     """Images of a set in batches and in order, as often as wanted.
 
-    Images that cannot be read are skipped. Any number of entries can be kept: what workers send is
-    copied out of the memory that they share.
-
-    Attributes:
-        skipped: what is wrong with the images of this process that were skipped, by image.
+    Images that cannot be read are ``skipped``, with what is wrong by image. Any number of entries
+    can be kept: what workers send is copied out of the memory that they share.
     """
 
     def __init__(
@@ -91,7 +88,6 @@ def build_image_batches(
 ) -> ImageBatches:
     """Builds the batches of a registered set, each image once for each view of the model.
 
-    See ``get_views`` of the model's contracts; a model without views gets each image once.
     ``mapper``, by default the config's, gets records with their index, see ``number_records``.
     """
     records = number_records(DatasetCatalog.get(dataset_name))
@@ -99,11 +95,7 @@ def build_image_batches(
 
 
 def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says.
-
-    Raises:
-        UserError: see ``load_classes``.
-    """
+    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says."""
     return _build(cfg, load_classes([dataset_name], cfg.MODEL.CLASS_NAMES))
 
 
@@ -112,11 +104,7 @@ def with_views(
 ) -> list[dict[str, Any]]:
     """Returns each record once for each view, with "place", the views of an image side by side.
 
-    Nothing is drawn: the images of a set take the places of a view in turn.
-
-    Args:
-        records: of a data set.
-        views: names of places for each view; without any, the record gets no "place".
+    The images of a set take the places of a view in turn; without places they get no "place".
     """
     kinds = list(views)
     return [

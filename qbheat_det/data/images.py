@@ -63,9 +63,8 @@ class ImageFile:
         self.width, self.height = self._image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """Returns the part in a box: (h, w, 3), uint8, RGB; to be called once.
-
-        h and w may be smaller than those of the box, but not than ``at_least``.
+        """Returns the part in a box, (h, w, 3), uint8, RGB, of ``at_least`` h and w; to be called
+        once.
         """
         side = min(box[2] - box[0], box[3] - box[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
@@ -143,11 +142,6 @@ def find_image_errors(
     """Returns what is missing, no image, cut short or of another size than annotated, in order.
 
     A bar on stderr shows the time left if it takes more than two seconds.
-
-    Args:
-        dataset_dicts: records of Detectron2; ``file_name`` is read, and ``width``, ``height`` and
-            ``image_id`` if they are there.
-        num_threads: how many files are checked side by side.
     """
     with ThreadPoolExecutor(num_threads) as pool:
         found = pool.map(_find_image_error, dataset_dicts)
@@ -212,12 +206,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def read_sizes(paths: Sequence[str], *, num_threads: int = 8) -> Iterator["Size | DataError"]:
-    """Yields width and height of images, upright as their EXIF orientation says, or an error.
-
-    Args:
-        paths: of the files.
-        num_threads: how many files are read side by side.
-    """
+    """Yields width and height of images, upright as their EXIF orientation says, or an error."""
     with ThreadPoolExecutor(num_threads) as pool:
         bar = tqdm(pool.map(_read_size, paths), "Reading image sizes", len(paths), delay=2)
         yield from bar
@@ -258,12 +247,9 @@ class DecodedImages(dict[str, ImageInMemory]):
 def decode_if_small(
     file_names: Sequence[str], *, shorter_side: int, budget: float
 ) -> DecodedImages | None:
-    """Decodes a set of images if it is small enough, and logs the decision.
+    """Decodes images, scaled down to ``shorter_side`` pixels, if they are small enough.
 
-    Args:
-        file_names: of all images.
-        shorter_side: that images are scaled down to, in pixels; smaller ones stay.
-        budget: bytes that all processes of this machine may take; each holds its own copy.
+    ``budget`` is bytes that all processes of this machine may take; each holds its own copy.
     """
     if budget <= 0 or not file_names:
         return None

@@ -25,13 +25,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import DataError
 
 from .datasets.image_folder import list_classes, load_classes
-from .mappers import (
-    MAPPERS_OF_CLASSES,
-    FixedViews,
-    Mapper,
-    build_mapper,
-    number_records,
-)
+from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
 from .seeding import IMAGE, preserved_randomness, seed_place
 
 Entry = tuple[int, int]
@@ -47,8 +41,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
     """This process's share of every batch, without end; workers live as long as the iterator.
 
     Attributes:
-        start: step that the next iterator begins with.
-        mapper: what the next iterator maps with; another can be set before.
+        start: step that the next iterator begins with, and ``mapper`` what it maps with.
         fingerprint: of the images; a run resumes only on the same.
         skipped: what is wrong with images that this process has met and skipped, by image.
     """
@@ -175,11 +168,7 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 
 
 def build_train_stream(cfg: CfgNode) -> TrainStream:
-    """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``.
-
-    Raises:
-        UserError: no image is left to train on, or the sampler is not known.
-    """
+    """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``."""
     dataset = _load_training_set(cfg)
     naming = build_mapper(cfg, is_train=True)
     mapper: Mapper = naming

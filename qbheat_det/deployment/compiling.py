@@ -33,11 +33,7 @@ _PLAIN = (bool, int, float, str, tuple, list)
 
 
 def find_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns by name the parts that take most of the time: the backbone, and heads on its maps.
-
-    Raises:
-        UserError: the model is neither a backbone nor has one.
-    """
+    """Returns by name the parts that take most of the time, or raises a ``UserError``."""
     if isinstance(model, Backbone):
         return {"backbone": model}
     found = {}

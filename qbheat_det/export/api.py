@@ -80,15 +80,9 @@ def export_model(
 
 
 def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
-    """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
+    """Writes a model on the CPU as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
 
-    Args:
-        model: on the CPU; it is put into evaluation mode.
-        cfg: the model's own.
-        path: whose ending says the format.
-
-    Raises:
-        UserError: the model cannot be exported, or ONNX needs a package that is not installed.
+    Raises a ``UserError`` if it cannot be exported, or ONNX needs a package.
     """
     is_onnx = path.suffix.lower() == ".onnx"
     suppress = suppress_operator if is_onnx else suppress_overlaps
@@ -101,11 +95,7 @@ def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
 
 
 def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
-    """Reads a few images (H, W, 3), in the config's pixel format, and says where they are from.
-
-    Raises:
-        UserError: no image can be read.
-    """
+    """Reads a few images (H, W, 3), in the config's pixel format, and says where they are from."""
     source = ", ".join(paths) or _TOY_SET
     if paths:
         files = [file.path for file in find_inputs(paths)]

@@ -72,11 +72,7 @@ class ExportInfo:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "ExportInfo":
-        """Reads a description from ``where``, a file that anyone may have written.
-
-        Raises:
-            UserError: it is not a description of this version's exports.
-        """
+        """Reads a description from ``where``, an untrusted file, or raises a ``UserError``."""
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
@@ -98,17 +94,10 @@ def write_onnx(
     outputs: Sequence[str],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a program as one ONNX file.
+    """Writes a program of ``trace`` as one ONNX file, with metadata and names of inputs and
+    outputs.
 
-    Args:
-        program: as of ``trace``.
-        path: the file.
-        inputs: names of the program's inputs, in their order.
-        outputs: names of its outputs, likewise.
-        metadata: entries of ONNX's ``metadata_props``.
-
-    Raises:
-        UserError: a package of the extra ``export`` is missing.
+    Raises a ``UserError`` if a package of the extra ``export`` is missing.
     """
     try:
         import onnx  # noqa: F401
@@ -140,8 +129,7 @@ def write_torch_export(program: ExportedProgram, path: Path, metadata: str) -> N
 def open_torch_export(path: Path) -> tuple[Callable[..., Any], str]:
     """Opens a file for the CPU; also returns the metadata in it, empty if there is none.
 
-    Raises:
-        Exception: of any kind, if the file is damaged or holds what is refused.
+    Raises an exception of any kind if the file is damaged or holds what is refused.
     """
     # Registers torchvision's operators, which the program may call by name.
     import torchvision  # noqa: F401

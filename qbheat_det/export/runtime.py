@@ -77,12 +77,7 @@ class ExportedModel:
         return _format(self.run(images), self.info, images)
 
     def run(self, images: Images) -> Outputs:
-        """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``.
-
-        Raises:
-            ValueError: the images have another shape or type, or no pixels.
-            UserError: the program fails.
-        """
+        """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``."""
         contiguous = _check_images(images)
         try:
             return self._run(contiguous)
@@ -92,11 +87,7 @@ class ExportedModel:
             ) from error
 
     def load_config(self) -> CfgNode:
-        """Returns the config of the model, with the classes that the file names.
-
-        Raises:
-            UserError: the config in the file is not valid.
-        """
+        """Returns the config of the model, with the classes that the file names."""
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
         cfg.MODEL.CATEGORY_IDS = list(self.info.category_ids)
@@ -106,17 +97,11 @@ class ExportedModel:
 class SharedEncoderModel:
     """A folder of a shared-encoder export: the encoder runs once per batch, then every head.
 
-    Attributes:
-        info: description of the encoder: its outputs, and the pixel format of all heads.
-        heads: the encoder and one head as one model, by name.
+    ``info`` describes the encoder; ``heads`` are by name the encoder and one head as one model.
     """
 
     def __init__(self, folder: str | Path, *, device: str | None = None) -> None:
-        """
-        Raises:
-            UserError: a file is missing, damaged or not an export, or a head belongs to another
-                encoder.
-        """
+        """Raises a ``UserError`` if a file is damaged or missing, or a head of another encoder."""
         self._encoder, self.info, encoder_hash = _open_session(Path(folder) / ENCODER, device)
         self._sessions: dict[str, Any] = {}
         self.heads: dict[str, ExportedModel] = {}
@@ -152,10 +137,7 @@ class ExportedPredictor:
     """Replaces Detectron2's ``DefaultPredictor``: from a BGR image to its instances."""
 
     def __init__(self, model: ExportedModel) -> None:
-        """
-        Raises:
-            UserError: the model is not a detector.
-        """
+        """Raises a ``UserError`` if the model is not a detector."""
         self._run = _on_bgr(model, "detection")
 
     def __call__(self, image: Image) -> dict[str, Instances]:
@@ -173,11 +155,7 @@ class ExportedPredictor:
 
 
 def build_exported_scorer(model: ExportedModel) -> Callable[[Path], Scores]:
-    """As ``build_scorer``, with an exported classifier.
-
-    Raises:
-        UserError: the model is not a classifier.
-    """
+    """As ``build_scorer``, with an exported classifier; a ``UserError`` if it is none."""
     run = _on_bgr(model, "classification")
     return lambda path: run(read_bgr(path)[None])[0]
 

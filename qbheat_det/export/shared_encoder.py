@@ -85,9 +85,7 @@ def split_models(
 ) -> tuple[SharedEncoder, dict[str, BranchHead]]:
     """Splits models, by name of the head, into the encoder that they share and their heads.
 
-    Raises:
-        UserError: their backbones or their preprocessing differ, or no backbone has all outputs
-            that the heads read.
+    Raises a ``UserError`` if their backbones or their preprocessing differ.
     """
     # Outputs such as s16_expanded have tensors of their own, which not every head needs.
     fullest = max(models, key=lambda name: len(get_encoder(models[name].backbone).state_dict()))
@@ -140,9 +138,7 @@ def export_shared_encoder(
 
     Args:
         configs: of each head's weights, by its name; see ``load_run_config``.
-        folder: of the files.
-        images: see ``export_model``, as for ``tolerance``.
-        tolerance: of all comparisons.
+        folder: of the files; ``images`` and ``tolerance`` as of ``export_model``.
         overwrite: whether files of these names may exist.
 
     Raises:

@@ -77,12 +77,8 @@ class MapAttention(nn.MultiheadAttention):
     def __init__(
         self, *, dim: int, num_heads: int, dropout: float = 0.0, fused: bool = False
     ) -> None:
-        """
-        Args:
-            dim: C, divisible by ``num_heads``.
-            num_heads: number of heads.
-            dropout: probability to drop a weight while training.
-            fused: see ``attend``.
+        """Takes C, divisible by ``num_heads``, the rate of dropped weights, and ``fused`` of
+        ``attend``.
         """
         super().__init__(dim, num_heads, dropout=dropout, batch_first=True)
         self.fused = fused
@@ -96,16 +92,10 @@ class MapAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """
-        Args:
-            query: (N, Q, C).
-            key: (N, L, C).
-            value: (N, L, C).
-            key_padding_mask: (N, L) Boolean, True at keys that all queries ignore.
-            attn_mask: (N * heads, Q, L) Boolean, True where a query may not attend to a key.
+        """From queries (N, Q, C), keys and values (N, L, C) to (N, Q, C).
 
-        Returns:
-            (N, Q, C).
+        ``key_padding_mask`` (N, L) is True at keys that all queries ignore, ``attn_mask`` (N *
+        heads, Q, L) where a query may not attend to a key.
         """
         if self.watchers:
             found, weights = super().forward(
@@ -261,17 +251,10 @@ Those of ``MobileToFormer`` are (N, heads, M, H, W) and sum to 1 over the pixels
 def read_attention(
     model: nn.Module, names: Collection[str] | None = None
 ) -> Iterator[AttentionRecord]:
-    """Records the attention weights of all calls of ``model`` within the block.
+    """Records the attention weights of all calls of ``model``, or of the layers of ``names``.
 
     Outputs do not change: the bridges' to the bit, those of ``MapAttention`` up to rounding. Blocks
     may be nested. In training, the weights of ``MapAttention`` are those after dropout.
-
-    Args:
-        model: any module with these layers.
-        names: of the layers to record, as in ``model.named_modules()``; all of them if None.
-
-    Yields:
-        A record that calls of the model add to; layers that were not called are not in it.
     """
     record: AttentionRecord = {}
     with ExitStack() as undo:

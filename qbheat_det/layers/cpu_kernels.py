@@ -57,9 +57,8 @@ class Dropout(nn.Dropout):
 
 
 def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
-    """Returns ones and zeros (int8, on the CPU), zeros with the probability ``rounded(rate)``.
-
-    Takes a seventh of the time of ``bernoulli_``.
+    """Returns int8 zeros, with probability ``rounded(rate)``, and ones; 7 times ``bernoulli_``'s
+    speed.
     """
     count = torch.Size(shape).numel()
     generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
@@ -82,16 +81,7 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``torch.nn.functional.linear``.
-
-    Args:
-        x: (..., C).
-        weight: (C', C).
-        bias: (C',) or None.
-
-    Returns:
-        (..., C').
-    """
+    """As ``torch.nn.functional.linear``: (..., C), (C', C) and (C',) to (..., C')."""
     if not _uses_convolution(x, weight):
         return F.linear(x, weight, bias)
     image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, rows, 1)
@@ -100,10 +90,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def replace_linear_layers(module: nn.Module) -> None:
-    """Replaces a library's ``nn.Linear`` children, at any depth, by ``Linear``.
-
-    Parameters and their names stay.
-    """
+    """Replaces ``nn.Linear`` children, at any depth, by ``Linear``; parameters and names stay."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:

@@ -47,12 +47,7 @@ def get_config_file(name: str) -> str:
 def get_config(name: str, *, trained: bool = True) -> CfgNode:
     """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to them.
 
-    Args:
-        name: of an entry, or its address ``qbheat://NAME``.
-        trained: if not, the recipe as shipped, without what the entry's command overrides.
-
-    Raises:
-        UserError: there is no such entry, or its weights cannot be downloaded.
+    Without ``trained``, the recipe as shipped, without what the entry's command overrides.
     """
     return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
 
@@ -70,34 +65,17 @@ def get_checkpoint(name: str) -> str:
 def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
     """Builds the model of an entry from the config inside its weights, in evaluation mode.
 
-    If the file holds a backbone only, the model is the backbone.
-
-    Args:
-        name: of an entry, or its address ``qbheat://NAME``.
-        trained: load the weights, of which every tensor must find its partner in the model; if not,
-            the model keeps its random initialisation.
-        device: "cpu" or "cuda"; None for the GPU if there is one.
-
-    Raises:
-        UserError: there is no such entry or device, the weights cannot be downloaded, or they do
-            not fit the model.
+    If the file holds a backbone only, the model is the backbone. Without ``trained``, it keeps its
+    random initialisation. A ``UserError`` if there is no such entry or device, or a download fails.
     """
     return open_trained(get_checkpoint(name), trained=trained, device=device).model
 
 
 def open_trained(weights: str, *, trained: bool = True, device: str | None = None) -> TrainedModel:
-    """Builds the model of a file of weights from its config, and fills it exactly.
+    """Builds the model of a file or address from its config, and fills it exactly.
 
-    Args:
-        weights: a file or an address.
-        trained: if not, the model keeps its random initialisation.
-        device: "cpu" or "cuda"; None for the GPU if there is one.
-
-    Returns:
-        The model in evaluation mode, its config, and what the file filled; None if not ``trained``.
-
-    Raises:
-        UserError: the file or its config is not valid, or they do not fit each other.
+    ``device`` is by default the GPU if there is one. Raises a ``UserError`` if the file or its
+    config is not valid, or they do not fit each other.
     """
     cfg = load_run_config(weights, device=device)
     is_bare = not bare_backbone(read_weights(weights)[0])

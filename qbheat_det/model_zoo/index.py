@@ -152,15 +152,7 @@ _FORMS = {
 
 
 def parse_entry(value: Any, where: str) -> ZooEntry:
-    """Builds an entry from JSON data.
-
-    Args:
-        value: what JSON gave, which anyone may have written.
-        where: what errors call the entry.
-
-    Raises:
-        UserError: names the field that is unknown, missing or invalid.
-    """
+    """Builds an entry from untrusted JSON data; a ``UserError`` names the field that is invalid."""
     entry: ZooEntry = parse_record(ZooEntry, value, where)
     for name, (form, expected) in _FORMS.items():
         if not re.fullmatch(form, text := getattr(entry, name), re.ASCII):
@@ -197,11 +189,7 @@ def file_of(name: str) -> str:
 
 
 def load_index(path: Path | None = None) -> tuple[ZooEntry, ...]:
-    """Reads an index; None is the one of the package.
-
-    Raises:
-        UserError: the file cannot be read, or an entry is invalid; names the field.
-    """
+    """Reads an index, by default that of the package, or raises a ``UserError``."""
     path = INDEX_FILE if path is None else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -227,11 +215,7 @@ def _parse_all(content: Iterable[Any], path: Path) -> tuple[ZooEntry, ...]:
 
 
 def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
-    """Returns the content of an index at ``path``, sorted by name.
-
-    Raises:
-        UserError: an entry is invalid, or two have one file name.
-    """
+    """Returns the content of an index at ``path``, sorted by name, or raises a ``UserError``."""
     plain = [to_plain(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
     _parse_all(plain, path)
     text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
@@ -241,11 +225,7 @@ def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
 
 
 def zoo_folders() -> tuple[Path, ...]:
-    """Returns the folders in ``$QBHEAT_ZOO``, separated as in ``$PATH``.
-
-    Raises:
-        UserError: one of them is no folder.
-    """
+    """Returns the folders in ``$QBHEAT_ZOO``; a ``UserError`` if one is no folder."""
     names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
     folders = tuple(Path(name).expanduser() for name in names if name.strip())
     for folder in folders:
@@ -258,9 +238,6 @@ def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
     """Returns the entries whose name matches a shell pattern, sorted by name.
 
     Those of the package, and of each ``index.json`` in a folder of ``$QBHEAT_ZOO``.
-
-    Raises:
-        UserError: an index is invalid, or two have different entries of one name.
     """
     entries: dict[str, tuple[ZooEntry, Path]] = {}
     own = [folder / INDEX_FILE.name for folder in zoo_folders()]
@@ -276,11 +253,7 @@ def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
 
 
 def find_entry(name: str) -> ZooEntry:
-    """Returns the entry of a name or of an address ``qbheat://NAME``.
-
-    Raises:
-        UserError: there is none; suggests similar names.
-    """
+    """Returns the entry of a name or of an address ``qbheat://NAME``, or raises a ``UserError``."""
     name = name.removeprefix(PREFIX)
     entries = {entry.name: entry for entry in list_entries()}
     if name in entries:

@@ -43,11 +43,7 @@ def cache_folder(entry: ZooEntry) -> Path:
 
 
 def fetch(entry: ZooEntry) -> Path:
-    """Returns the local file of an entry, its hash checked; downloads it if necessary.
-
-    Raises:
-        UserError: a source has another file of this name, or none has it.
-    """
+    """Returns the local file of an entry, its hash checked; downloads it if necessary."""
     found = find_local(entry)
     if found is not None:
         return check_hash(found, entry)
@@ -80,11 +76,7 @@ def fetch(entry: ZooEntry) -> Path:
 
 
 def find_local(entry: ZooEntry) -> Path | None:
-    """Returns the first file of that name on this machine, unchecked, or None.
-
-    Raises:
-        UserError: ``$QBHEAT_ZOO`` names what is no folder.
-    """
+    """Returns the first file of that name on this machine, unchecked, or None."""
     folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
     files = (folder / entry.file for folder in folders)
     return next((file for file in files if file.is_file()), None)
@@ -123,11 +115,7 @@ def _convert_distribution(source: Distribution, target: Path) -> None:
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:
-    """Returns the path of a file that has the SHA-256 of the index.
-
-    Raises:
-        UserError: it has another one, or cannot be read.
-    """
+    """Returns a file that has the SHA-256 of the index; any other is a ``UserError``."""
     try:
         found = hash_file(path)
     except OSError as error:

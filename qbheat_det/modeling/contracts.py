@@ -70,18 +70,12 @@ def train_only_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``pretrain_only_modules``: children that other kinds of models do not load.
-
-    Only a model that names the same children loads them from a file.
-    """
+    """Returns ``pretrain_only_modules``: children that only models that name them too load."""
     return tuple(getattr(model, "pretrain_only_modules", ()))
 
 
 def optional_modules(model: nn.Module) -> list[str]:
-    """Returns paths of modules that files may hold but the config leaves out.
-
-    A module names its own missing children in ``optional_modules``.
-    """
+    """Returns paths of modules that files may hold but the config leaves out, see each module."""
     return [
         f"{path}.{child}".lstrip(".")
         for path, module in model.named_modules()
@@ -134,10 +128,7 @@ class ReconstructionObjective(PretrainingObjective, Protocol):
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns ``views`` of a config's model without building it, from ``views_from_config(cfg)``.
-
-    By default there is one view of an image.
-    """
+    """Returns ``views`` of a config's model by ``views_from_config(cfg)``; by default one."""
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
         return {"image": ()}

@@ -35,10 +35,7 @@ _COUNT = "num_positives"  # key that ``losses`` adds to the losses
 
 
 class SyncNormalizer(DenseDetector):
-    """Base class in front of a detector with ``anchor_generator``, ``label_anchors``, ``losses``.
-
-    Parameter names are the detector's.
-    """
+    """Base in front of a detector with ``anchor_generator``, ``label_anchors`` and ``losses``."""
 
     first_normalizer: float
     """Detectron2's first value of the running mean."""
@@ -54,12 +51,10 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """As in the detector.
+        """As in the detector; in training ``normalizers`` are ``loss_normalizers`` of the whole
+        batch.
 
-        Args:
-            batched_inputs: dicts of a dataset mapper.
-            normalizers: in training, the result of ``loss_normalizers`` for the effective batch;
-                by default for the batches of all processes in this call.
+        By default they are of the batches of all processes in this call.
         """
         outputs = super().forward(batched_inputs)
         if not self.training:
@@ -92,11 +87,8 @@ class SyncNormalizer(DenseDetector):
         return self._count_positives(labels)
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Updates the running mean; returns (1,), the divisor of each part's losses.
-
-        Args:
-            counts: (1,), the positive anchors of the effective batch.
-            parts: number of parts that it is cut into.
+        """Updates the running mean by the positive anchors (1,); returns the divisor (1,) of each
+        part.
         """
         momentum = 0.9  # Detectron2's
         self.loss_normalizer.mul_(momentum).add_(counts[0].clamp(min=1), alpha=1 - momentum)
@@ -126,20 +118,14 @@ class SyncNormalizer(DenseDetector):
 
 @META_ARCH_REGISTRY.register()
 class SyncRetinaNet(SyncNormalizer, RetinaNet):
-    """RetinaNet whose gradients are those of the effective batch.
-
-    In one process, and without micro-batches, it is Detectron2's ``RetinaNet``.
-    """
+    """RetinaNet with gradients of the effective batch; in one process, Detectron2's."""
 
     first_normalizer = 100.0
 
 
 @META_ARCH_REGISTRY.register()
 class SyncFCOS(SyncNormalizer, FCOS):
-    """FCOS whose gradients are those of the effective batch.
-
-    In one process, and without micro-batches, it is Detectron2's ``FCOS``.
-    """
+    """FCOS with gradients of the effective batch; in one process, Detectron2's."""
 
     first_normalizer = 300.0
 

@@ -3,13 +3,7 @@
 
 from .batch_norm import read_whole_images, recalibrate_bn, training_records
 from .features import FrozenFeatures
-from .probes import (
-    ProbeSettings,
-    check_probes,
-    depth_of,
-    run_probe,
-    width_of,
-)
+from .probes import ProbeSettings, check_probes, depth_of, run_probe, width_of
 from .run import BackboneProbe, find_feature
 from .transformer import TransformerSettings
 

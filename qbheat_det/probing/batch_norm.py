@@ -75,11 +75,7 @@ def recalibrate_bn(
 
 
 def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
-    """Returns the records of ``DATASETS.TRAIN``.
-
-    Raises:
-        UserError: a data set is not known here.
-    """
+    """Returns the records of ``DATASETS.TRAIN``, or raises a ``UserError``."""
     names = list(cfg.DATASETS.TRAIN)
     unknown = [name for name in names if name not in DatasetCatalog]
     if unknown or not names:
@@ -93,18 +89,9 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
 def read_whole_images(
     cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int
 ) -> list[Tensor]:
-    """Returns images as the config's model would see them in evaluation.
+    """Returns random images (3, H, W), always the same, as the config's model sees them.
 
-    Args:
-        cfg: names the mapper.
-        records: dicts with ``file_name``, for that mapper.
-        num_images: how many, always the same random ones; all where there are fewer.
-
-    Returns:
-        (3, H, W) each, in pixels. What cannot be read is left out and named in the log.
-
-    Raises:
-        UserError: no image can be read.
+    What cannot be read is left out and named in the log; a ``UserError`` if nothing is left.
     """
     chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)

@@ -131,11 +131,7 @@ class BackboneProbe:
         self.results = _read_results(json_file, setting)
 
     def probe_weights(self, weights: str) -> None:
-        """Probes the backbone of a file.
-
-        Raises:
-            UserError: the file does not fill the backbone of the config.
-        """
+        """Probes the backbone of a file; a ``UserError`` if it does not fill that of the config."""
         backbone = self._build()
         info = load_backbone(backbone, weights)
         self._probe(backbone, weights, count_images_seen(info))
@@ -255,11 +251,7 @@ def _place(row: Row) -> tuple[str, bool, str]:
 
 
 def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a file holds, and results without rows where there is none.
-
-    Raises:
-        UserError: the file holds something else, or scores of another setting.
-    """
+    """Returns what a file holds, and results without rows where there is none."""
     setting = json.loads(json.dumps(setting))
     if file is None or not file.exists():
         return {"setting": setting, "skipped_images": 0, "rows": []}
@@ -280,14 +272,7 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
-    """Fills a backbone from the weights of any model that has it, or from a bare one.
-
-    Returns:
-        The metadata of the file.
-
-    Raises:
-        UserError: the tensors of the file's backbone are not exactly those of this one.
-    """
+    """Fills a backbone from the weights of any model that has it, or from a bare one, exactly."""
     state, info = read_weights(weights)
     names = bare_backbone(state)
     bare = {short: state[name] for name, short in names.items()} if names else state
@@ -308,11 +293,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
 
 
 def find_feature(backbone: Backbone, wanted: str = "") -> str:
-    """Returns the name of the map to probe: the coarsest, of several the last.
-
-    Raises:
-        UserError: the backbone has no map of the wanted name.
-    """
+    """Returns the name of the map to probe: the wanted one, or the last of the coarsest."""
     strides = {
         name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
     }

@@ -31,9 +31,7 @@ _FLOOR = 1e-2  # added to the variances along the axes, of which the mean is 1
 class Whitening:
     """Standardises channels and whitens them; a principal axis of variance s gets s / (s + 0.01).
 
-    Attributes:
-        mean: of each channel, (C,).
-        matrix: multiplies the difference to ``mean``, (C, C).
+    ``mean`` is (C,), ``matrix`` (C, C) multiplies the difference to it.
     """
 
     mean: Tensor
@@ -78,12 +76,7 @@ class TransformerSettings:
 
 
 class TransformerProbe:
-    """A decoder in training on whitened maps, one epoch at a time.
-
-    Attributes:
-        decoder: with the weights as trained.
-        average: the decoder with averaged weights, which classifies.
-    """
+    """A decoder in training on whitened maps, one epoch at a time; its ``average`` classifies."""
 
     def __init__(
         self,
@@ -94,14 +87,7 @@ class TransformerProbe:
         settings: TransformerSettings,
         device: str | torch.device = "cpu",
     ) -> None:
-        """
-        Args:
-            features: with whitened maps, of the images to learn from.
-            num_classes: K.
-            dropout: rate inside the blocks.
-            settings: all else.
-            device: that trains; the maps stay where they are.
-        """
+        """Takes whitened maps of the images to learn from, K, and the device that trains."""
         assert features.maps is not None
         self._features, self._settings, self._device = features, settings, device
         shapes = {_MAP: ShapeSpec(channels=features.maps.shape[1])}
@@ -179,20 +165,9 @@ def fit_transformer_probe(
 ) -> tuple[Callable[[FrozenFeatures], Tensor], dict[str, Any]]:
     """Chooses dropout and length on a part of the images, then trains on all of them with these.
 
-    Args:
-        features: with maps.
-        num_classes: K.
-        settings: what is tried.
-        seed: of the part, of the initial weights and of the order of images.
-        device: that trains.
-
-    Raises:
-        ValueError: there are no maps.
-
-    Returns:
-        The classifier, from features with maps to logits (N, K) on the CPU; and "dropout",
-        "epochs", "converged" (whether it stopped before ``max_epochs``), and "trials", the
-        accuracy in per cent on the part held out after each epoch, by dropout as text.
+    Returns the classifier, from features with maps to logits (N, K) on the CPU; and "dropout",
+    "epochs", "converged" (whether it stopped before ``max_epochs``), and "trials", the accuracy in
+    per cent on the part held out after each epoch, by dropout as text.
     """
     if features.maps is None or not len(features):
         raise ValueError("a tran-k probe learns from maps, and there are none")

@@ -159,10 +159,7 @@ def adamw(
     betas: Sequence[float] = (0.9, 0.999),
     max_norm: float = 0.0,
 ) -> Optimizer:
-    """AdamW for LazyConfigs: its state is plain numbers, and it can clip as DETR does.
-
-    omegaconf makes a list of its own of ``betas``, and a checkpoint with that in it is not read
-    without unpickling.
+    """AdamW for LazyConfigs, with a state of plain numbers, which is read without unpickling.
 
     ``params`` is what ``parameter_groups`` gives; with a ``max_norm`` of 0 nothing is clipped.
     """
@@ -182,12 +179,8 @@ def adamw(
 def layers_above(backbone: nn.Module) -> dict[str, int]:
     """Returns for every parameter of a backbone how many layers lie above its own, the head's too.
 
-    The backbone's last layer has 1, as in BEiT and timm's ``param_groups_layer_decay``. Layers are
-    those of the backbone's ``group_matcher(coarse)``, as timm's models have it. What belongs to no
-    layer, such as a feature pyramid's own parameters, has 0.
-
-    Raises:
-        UserError: the backbone does not name its layers.
+    Layers are those of ``group_matcher(coarse)``, as timm's models have it; the last has 1. What
+    belongs to no layer, such as a feature pyramid's own parameters, has 0. A ``UserError`` without.
     """
     child = get_body_name(backbone)
     if child and not isinstance(backbone, SupportsLayerGroups):
@@ -246,11 +239,7 @@ def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float)
 
 
 def clip_norm(parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
-    """As ``nn.utils.clip_grad_norm_``, but leaves gradients on a CPU alone if nothing is clipped.
-
-    Returns:
-        0-d, the norm before clipping.
-    """
+    """As ``nn.utils.clip_grad_norm_``, but leaves gradients on a CPU alone if none is clipped."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type).detach()
     # There the norm is known at once; a GPU would be waited for, and multiplies by 1 instead.

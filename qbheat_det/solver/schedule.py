@@ -158,11 +158,7 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
 
-    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out; Detectron2 alone fails on a
-    step that is exactly at the end.
-
-    Raises:
-        UserError: there is no scheduler of that name, or a setting of it is invalid.
+    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out; Detectron2 fails on them.
     """
     _check_iterations(cfg)
     pruned = cfg.clone()
@@ -190,11 +186,7 @@ def _check_iterations(cfg: CfgNode) -> None:
 
 
 def check_settings(cfg: CfgNode, rules: Rules) -> None:
-    """Checks the values of a config.
-
-    Raises:
-        UserError: a value is invalid; names its key.
-    """
+    """Raises a ``UserError`` that names the key of the first value that is not valid."""
     for key, (is_valid, expected) in rules.items():
         value: Any = cfg
         for part in key.split("."):

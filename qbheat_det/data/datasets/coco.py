@@ -21,12 +21,9 @@ PathLike = str | os.PathLike[str]
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
-    """Registers an annotation file with Detectron2; it is read when the set is first loaded.
+    """Registers an annotation file, which is read when the set is first loaded, with Detectron2.
 
-    Registering a name again with the same files does nothing.
-
-    Raises:
-        UserError: the name is taken by other files.
+    Does nothing for a name with the same files; a ``UserError`` if it is taken by others.
     """
     paths = os.path.abspath(json_file), os.path.abspath(image_root)
     if not _is_registered(name, *paths):
@@ -42,17 +39,7 @@ def register_coco_images(
 ) -> None:
     """Registers the images of an annotation file without their annotations, for pre-training.
 
-    The file is read when the set is first loaded. Registering a name again with the same files
-    does nothing.
-
-    Args:
-        name: of the new data set.
-        json_file: annotations, or a list of images alone.
-        image_root: folder that its file names are relative to.
-        prepare: makes the files if they do not exist yet.
-
-    Raises:
-        UserError: the name is taken by other data.
+    As ``register_coco_json``; ``prepare`` makes the files when the set is first loaded.
     """
     paths = os.path.abspath(json_file), os.path.abspath(image_root)
     if _is_registered(name, *paths, unlabelled=True):
@@ -76,9 +63,7 @@ def register_coco_images(
 def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
     """Returns ``file_name`` and ``image_id`` of every image, in the order of the ids.
 
-    Raises:
-        UserError: the file is not COCO's, an image has no id of its own, or its file is not in
-            the folder.
+    Raises a ``UserError`` for the first error of ``CocoFile``.
     """
     file = CocoFile(str(json_file), str(image_root), needed=("images",))
     raise_first(file.errors)
@@ -89,33 +74,21 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
 
 def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
-    """Checks an annotation file, returns what it holds, and logs what is odd.
-
-    Raises:
-        UserError: the first error of ``CocoFile``, with the number of the others.
-    """
+    """Returns what an annotation file holds, see ``check_coco_file``."""
     content = CocoFile(str(json_file), str(image_root))
     check_coco_file(content)
     return content
 
 
 def check_coco_file(content: CocoFile) -> None:
-    """Logs what is odd in annotations.
-
-    Raises:
-        UserError: the first of their errors, with the number of the others.
-    """
+    """Logs what is odd in annotations; raises a ``UserError`` for their first error."""
     raise_first(content.errors)
     for warning in content.warnings:
         logger.warning(warning)
 
 
 def check_same_classes(train: CocoFile, val: CocoFile) -> None:
-    """Checks that two annotation files mean the same by class 0, 1, 2, …
-
-    Raises:
-        UserError: names are missing in one of them, or their ids put them in another order.
-    """
+    """Raises a ``UserError`` unless two annotation files mean the same by class 0, 1, 2, …"""
     if train.class_names == val.class_names:
         return
     files = f"'{train.json_file}' and '{val.json_file}'"

@@ -36,18 +36,9 @@ def register_image_folders(
 ) -> None:
     """Registers the images of folders as one data set; they are listed when it is first loaded.
 
-    A record holds ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``: the
-    contiguous index of its class folder; ``folder_classes`` of the metadata then lists these once
-    the set is loaded. Registering a name again with the same folders does nothing.
-
-    Args:
-        name: of the new data set.
-        folders: to be searched with all that is below them.
-        labelled: see above.
-        keep: paths of images relative to their folder; None keeps all.
-
-    Raises:
-        UserError: the name is taken by other data.
+    A record holds ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``, the
+    index of its class folder in ``folder_classes`` of the metadata. ``keep`` are paths relative to
+    their folder. A name with the same folders is left alone; one of other data is a ``UserError``.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
     if name in DatasetCatalog:
@@ -71,10 +62,7 @@ def register_image_folders(
 
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(
-        image_folders=paths,
-        labelled=labelled,
-        unlabelled=True,
-        evaluator_type="reconstruction",
+        image_folders=paths, labelled=labelled, unlabelled=True, evaluator_type="reconstruction"
     )
 
 
@@ -83,10 +71,7 @@ def load_image_folders(
 ) -> tuple[Records, list[str]]:
     """Returns the records of folders, one folder after another, and the names of their classes.
 
-    Args:
-        folders: to be searched with all that is below them.
-        labelled: whether the folders right below these are classes. Folders of one name in
-            several of them are one class; classes are in the order of their names.
+    With ``labelled``, the folders right below these are classes, in the order of their names.
 
     Raises:
         UserError: a folder does not exist or holds no image, or an image lies in no class folder.
@@ -102,22 +87,17 @@ def load_image_folders(
 def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
     """Returns labelled records of two folders of class folders, in the classes of the first.
 
-    Raises:
-        UserError: as ``load_image_folders``, or there is one class, or ``val_folder`` has others.
+    As ``load_image_folders``; a ``UserError`` too if there is one class, or the second has others.
     """
     names = os.fspath(train_folder), os.fspath(val_folder)
     return _label_both(_list_labelled(names[0]), _list_labelled(names[1]), names=names)
 
 
 def list_images(folder: PathLike) -> list[str]:
-    """Returns the paths of all images in a folder and below it: the files of a folder before those
-    of the folders in it, both by name.
+    """Returns the paths of all images in and below a folder, its files before its folders, by name.
 
-    An image is a file whose name ends as in ``IMAGE_SUFFIXES``, in large or small letters. Hidden
-    names, which begin with a dot, are left out. Links are followed, but not in circles.
-
-    Raises:
-        UserError: the folder does not exist, cannot be read, or holds no image.
+    An image is a file whose name ends as in ``IMAGE_SUFFIXES``. Hidden names are left out. Links
+    are followed, but not in circles. A folder without any is a ``UserError``.
     """
     images = [path for images in _walk(os.fspath(folder)) for path in images]
     if not images:
@@ -126,43 +106,26 @@ def list_images(folder: PathLike) -> list[str]:
 
 
 def check_image_folder(folder: PathLike) -> None:
-    """Searches for one image in a folder, which takes no time if there are any.
-
-    Raises:
-        UserError: as ``list_images``.
-    """
+    """As ``list_images``, but stops at the first image."""
     if not any(_walk(os.fspath(folder))):
         list_images(folder)
 
 
 def list_classes(sets: Sequence[str]) -> list[str]:
-    """Returns the sorted names of all classes that registered sets have images of.
-
-    Raises:
-        UserError: a set has no labels, or cannot be listed.
-    """
+    """Returns the sorted names of all classes that registered sets have images of."""
     return sorted({class_name for name in sets for _, class_name in _load(name)})
 
 
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
     """Returns the records of registered sets, one after another, with "label" as in a list.
 
-    Args:
-        sets: names of sets; "image_id" is the number of an image among all of them.
-        class_names: of label 0, 1, 2, …
-
-    Raises:
-        UserError: a set has no labels, or images of a class that is not in the list.
+    Raises a ``UserError`` if a set has no labels, or images of a class that is not in the list.
     """
     return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 
 
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
-    """Returns the labelled records of registered sets, in the classes of the first.
-
-    Raises:
-        UserError: a set has no labels, ``train`` has one class, or ``val`` has others.
-    """
+    """Returns the labelled records of registered sets, see ``load_class_folders``."""
     pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
     return _label_both(pairs[0], pairs[1], names=(" and ".join(train), " and ".join(val)))
 

@@ -63,11 +63,7 @@ class DataSource:
 
 
 def find_kind(path: str) -> Kind:
-    """Returns the format of a file or a folder, by names alone.
-
-    Raises:
-        UserError: there is no such path, or it has none of the formats.
-    """
+    """Returns the format of a file or a folder, by names alone; a ``UserError`` if it has none."""
     if not os.path.exists(path):
         raise UserError(f"'{path}' does not exist")
     root = Path(path)
@@ -92,15 +88,10 @@ def find_kind(path: str) -> Kind:
 
 
 def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
-    """Returns where the images and boxes of a path are.
+    """Returns where the images and boxes of a path are, or raises a ``UserError``.
 
-    Args:
-        path: file or folder, see ``find_kind``.
-        image_root: folder of the images of a COCO json; empty searches beside it.
-        likely_root: where that search begins.
-
-    Raises:
-        UserError: as ``find_kind``, or the images of a COCO json are not found.
+    ``image_root`` is the folder of a COCO json's images; by default it is searched beside the file,
+    from ``likely_root`` on.
     """
     kind, root = find_kind(path), Path(path).absolute()
     if kind != "coco" and image_root:
@@ -191,11 +182,7 @@ def origin_of(source: Source) -> str:
 
 
 def read_annotations(source: Source) -> CocoFile:
-    """Reads and checks the boxes of a source; those of its whole, if it is a part of a split.
-
-    Raises:
-        UserError: nothing can be said about single entries, see ``CocoFile``.
-    """
+    """Reads and checks the boxes of a source; those of its whole, if it is a part of a split."""
     return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
 
 
@@ -222,13 +209,8 @@ def register_source(
 ) -> CocoFile | None:
     """Checks and registers a set, in place of another of the same name; returns its annotations.
 
-    Args:
-        name: is free to choose.
-        source: is kept as ``source`` of the metadata.
-        split: what is in the file of ``source["split"]``; None reads it.
-
-    Raises:
-        UserError: a file or folder is missing or broken.
+    ``split`` is what is in the file of ``source["split"]``, which is read by default. The source is
+    kept in the metadata.
     """
     forget_source(name)
     keep = annotations = None
@@ -288,11 +270,7 @@ def forget_source(name: str) -> None:
 
 
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
-    """Divides the images of a source, see ``split_names``; they are named relative to its folder.
-
-    Raises:
-        UserError: the source is broken, or has too few images.
-    """
+    """Divides the images of a source, named relative to its folder; see ``split_names``."""
     if "image_folders" in source:
         (folder,) = source["image_folders"]
         records, _ = load_image_folders([folder], labelled=True)

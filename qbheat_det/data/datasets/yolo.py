@@ -28,13 +28,9 @@ _LARGEST = 10_000_000  # bytes of a data.yaml
 
 @dataclass(frozen=True)
 class YoloConfig:
-    """What a ``data.yaml`` says.
+    """What a ``data.yaml`` says: its absolute path, classes, folders and lists of its subsets.
 
-    Attributes:
-        file: its path, absolute.
-        names: of the classes, in the order of their numbers.
-        subsets: of those among "train" and "val" that it names, folders and lists of images.
-        has_keypoints: whether lines go on with keypoints after the box.
+    ``has_keypoints`` is whether lines go on with keypoints after the box.
     """
 
     file: Path
@@ -44,11 +40,7 @@ class YoloConfig:
 
 
 def read_data_yaml(file: str | Path) -> YoloConfig:
-    """Reads a ``data.yaml``.
-
-    Raises:
-        UserError: it cannot be read, has no valid names, or names folders that do not exist.
-    """
+    """Reads a ``data.yaml``; a ``UserError`` if it, its names or its folders are not valid."""
     file = Path(file).absolute()
     try:
         if file.stat().st_size > _LARGEST:
@@ -67,11 +59,7 @@ def read_data_yaml(file: str | Path) -> YoloConfig:
 
 
 def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[DataError]]:
-    """Returns the paths of the images of a subset, without repetitions, and missing ones.
-
-    Raises:
-        UserError: a folder has no image, or a list cannot be read.
-    """
+    """Returns the paths of the images of a subset, without repetitions, and missing ones."""
     paths: dict[str, None] = {}
     errors = []
     for place in config.subsets[subset]:
@@ -91,11 +79,7 @@ def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[D
 
 
 def convert_yolo(file: str, subset: str) -> Converted:
-    """Returns a subset as the lists of a COCO file; file names are relative to the data.yaml.
-
-    Raises:
-        UserError: see ``read_data_yaml`` and ``list_yolo_images``.
-    """
+    """Returns a subset as the lists of a COCO file; file names are relative to the data.yaml."""
     config = read_data_yaml(file)
     paths, errors = list_yolo_images(config, subset)
     categories = [{"id": index, "name": name} for index, name in enumerate(config.names)]

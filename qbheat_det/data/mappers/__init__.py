@@ -15,14 +15,7 @@ from qbheat_det.data.checks import DataError
 
 from .classification import ClassificationMapper
 from .detr import DetrDatasetMapper, build_detr_crop
-from .fixed_views import (
-    VIEW_ROW,
-    CachedViews,
-    FixedViews,
-    Mapper,
-    PreparedMapper,
-    number_records,
-)
+from .fixed_views import VIEW_ROW, CachedViews, FixedViews, Mapper, PreparedMapper, number_records
 from .pretraining import PretrainingMapper, TwoViewMapper
 
 __all__ = [
@@ -61,12 +54,9 @@ MAPPERS_OF_CLASSES = {"classify"}
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
-    """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
+    """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names, or raises a ``UserError``.
 
-    On an image that cannot be read, or is not of the annotated size, it raises a ``UserError``.
-
-    Raises:
-        UserError: there is no mapper of that name.
+    It raises one too on an image that cannot be read, or is not of the annotated size.
     """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:

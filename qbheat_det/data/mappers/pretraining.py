@@ -145,13 +145,9 @@ class PretrainingMapper:
 class TwoViewMapper:
     """From a record with ``file_name`` to two views of the image.
 
-    Returns what ``PretrainingMapper`` returns, and in training beside ``image`` a second view,
-    ``image_key`` (3, S, S), uint8, drawn independently. In inference there is the one square in
-    the middle, and nothing is done to its colours. All that is drawn is drawn from torch's global
-    generator. An image that cannot be read is a ``DataError``.
-
-    An image that is not in memory is read from its file once for each view, each time only as
-    much of it as the view needs.
+    Returns what ``PretrainingMapper`` returns, and in training a second view, ``image_key`` (3, S,
+    S), uint8, drawn independently from torch's global generator. In inference there is one square
+    in the middle.
     """
 
     @configurable
@@ -165,10 +161,8 @@ class TwoViewMapper:
         blur_sigma: Sequence[float] = (0.1, 2.0),
         blur_probability: float = 0.5,
     ) -> None:
-        """
-        Args:
-            crop: draws the part and the flip of a view; whether it is that of training decides
-                whether there are two views, and anything is drawn.
+        """Args:
+            crop: draws the part and the flip of a view; there are two if it is that of training.
             jitter: how far brightness, contrast, saturation (factors) and hue (circle) may go.
             jitter_probability: that a view's colours are changed.
             grey_probability: that a view loses its colours.

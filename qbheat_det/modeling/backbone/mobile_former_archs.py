@@ -99,12 +99,7 @@ def arch_of_rows(
     expanded: int,
     head_dim: int = 0,
 ) -> MobileFormerArch:
-    """Returns widths from rows [kind, hidden, out, second hidden], as in configs.
-
-    Raises:
-        TypeError: a row is too long or too short.
-        ValueError: the rows are not a network.
-    """
+    """Returns widths from rows [kind, hidden, out, second hidden], or raises a ``ValueError``."""
     specs = tuple(BlockSpec(*row) for row in blocks)
     return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, head_dim)
 
@@ -210,11 +205,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
 
 
 def named_arch(variant: str) -> MobileFormerArch:
-    """Returns one of ``MOBILE_FORMER_ARCHS``.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """Returns one of ``MOBILE_FORMER_ARCHS``; a ``UserError`` if there is none of that name."""
     if variant not in MOBILE_FORMER_ARCHS:
         known = [*MOBILE_FORMER_ARCHS, "custom"]
         raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")
@@ -222,11 +213,7 @@ def named_arch(variant: str) -> MobileFormerArch:
 
 
 def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:
-    """Returns the shapes of some outputs, for the heads of LazyConfigs.
-
-    Raises:
-        ValueError: a network of these widths has no such output.
-    """
+    """Returns the shapes of some outputs, for LazyConfigs; a ``ValueError`` if one is unknown."""
     shapes = arch.output_shapes()
     if set(names) - set(shapes):
         raise ValueError(f"outputs of MobileFormer are {[*shapes]}, not {list(names)}")

@@ -41,13 +41,10 @@ class LinearDecoder(nn.Module):
         normalize: bool = False,
         in_feature: str = "s16_expanded",
     ) -> None:
-        """Args:
-        input_shape: the backbone's ``output_shape()``, with ``in_feature`` and optionally
-        "tokens".
-        num_classes: K.
-        normalize: BatchNorm without scale and offset before the linear layer, as in linear
+        """Takes the backbone's ``output_shape()``, K, and the name of the map to pool.
+
+        ``normalize`` puts a BatchNorm without scale and offset before the layer, as in linear
         probing.
-        in_feature: name of the map to pool.
         """
         super().__init__()
         self.pool = _pool(input_shape, in_feature)
@@ -156,8 +153,7 @@ class BatchMixing:
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """From images (N, 3, H, W), mixed in place, and labels (N,) to images and targets (N, K).
 
-        Raises:
-            UserError: the batch is mixed, and its number of images is odd.
+        Raises a ``UserError`` if the batch is mixed and its number of images is odd.
         """
         if self._mix is None:
             return images, mixup_target(labels, self.num_classes, smoothing=self.label_smoothing)
@@ -173,13 +169,11 @@ class BatchMixing:
 
 @META_ARCH_REGISTRY.register()
 class ImageClassifier(ImageModel):
-    """An encoder, a decoder to class scores, and cross-entropy.
+    """An encoder, a decoder to class scores, and cross-entropy, a mean over images.
 
-    Any Detectron2 backbone serves as encoder. Without trainable parameters it is frozen: it stays
-    in evaluation mode, without changes of statistics or dropped paths, and without gradients.
-
-    The loss is a mean over images; gradients of several processes are those of one with the joined
-    batch, except for random mixing and dropout, and for BatchNorm's statistics of each process.
+    An encoder without trainable parameters is frozen: it stays in evaluation mode. Gradients of
+    several processes are those of one with the joined batch, except for random mixing and dropout,
+    and for BatchNorm's statistics of each process.
     """
 
     pretrain_only_modules = ("decoder",)
@@ -194,13 +188,7 @@ class ImageClassifier(ImageModel):
         mixing: BatchMixing,
         **others: Any,
     ) -> None:
-        """As ``ImageModel``, and:
-
-        Args:
-            backbone: has the outputs that ``decoder`` reads.
-            decoder: from the backbone's outputs to logits of K classes.
-            mixing: from labels to targets, and optionally mixes images.
-        """
+        """As ``ImageModel``, with a decoder to logits (N, K), and what makes targets of labels."""
         pool = decoder.pool
         super().__init__(
             backbone=backbone,
@@ -260,14 +248,12 @@ class ImageClassifier(ImageModel):
         return self
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S), in training with "label"
-                from 0 on.
+        """Args:
+            batched_inputs: dicts of a mapper: "image" (3, S, S), in training with "label" from 0
+                on.
 
         Returns:
-            {"loss_cls"}, (), in training; else a list with a dict for each image: "scores" (K,),
-            which sum to one.
+            {"loss_cls"}, (), in training; else for each image {"scores"} (K,), which sum to one.
 
         Raises:
             UserError: an image has another size, or a label is missing or out of range.
@@ -290,11 +276,7 @@ class ImageClassifier(ImageModel):
         return logits.float()
 
     def prepare_labels(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns the labels (N,), checked on the CPU, so that nothing waits for the device.
-
-        Raises:
-            UserError: one is missing or out of range.
-        """
+        """Returns the labels (N,); a ``UserError`` if one is missing or out of range."""
         labels = [entry.get("label", -1) for entry in batched_inputs]
         for entry, label in zip(batched_inputs, labels, strict=True):
             if not 0 <= label < self.num_classes:

@@ -30,15 +30,8 @@ from qbheat_det.modeling.backbone import (
 class TimmMobileFormer(MobileFormer):
     """A Mobile-Former with class scores and timm's access to its stages.
 
-    The classifier is that of ``LinearDecoder``. timm's heads take one map, so ``forward_features``
-    concatenates the first token to every position, (N, C + D, H / 16, W / 16), which pooling over
-    positions does not change.
-
-    Attributes:
-        num_classes: K; 0 without a classifier.
-        num_features: C + D.
-        head_hidden_size: the same.
-        feature_info: "num_chs", "reduction" and "module" of the stages.
+    timm's heads take one map, so ``forward_features`` concatenates the first token to every
+    position, (N, C + D, H / 16, W / 16), which pooling over positions does not change.
     """
 
     def __init__(
@@ -107,11 +100,7 @@ class TimmMobileFormer(MobileFormer):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """As in timm: the maps of stages, after that of ``forward_features``.
-
-        Raises:
-            ValueError: another format.
-        """
+        """As in timm: the maps of stages, after that of ``forward_features``; only "NCHW"."""
         if output_fmt != "NCHW":
             raise ValueError(f"maps of Mobile-Former are NCHW, not {output_fmt}")
         taken, _ = feature_take_indices(len(self.stages), indices)
@@ -126,9 +115,8 @@ class TimmMobileFormer(MobileFormer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """As in timm: removes the layers after the stages in ``indices``, and returns these.
-
-        ``prune_norm`` removes the final convolution, the counterpart of other models' last norm.
+        """As in timm: removes layers after the stages in ``indices``; the final conv is the last
+        norm.
         """
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
@@ -161,10 +149,8 @@ class TimmMobileFormer(MobileFormer):
         return {"tokens"}
 
     def load_pretrained(self, path: str, prefix: str = "") -> None:
-        """Loads weights of any model of the package with this backbone, from a file or address.
-
-        Raises:
-            UserError: the file cannot be read, or its backbone is not this one.
+        """Loads weights of any model of the package with this backbone, see
+        ``load_into_timm_model``.
         """
         load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
 

@@ -40,12 +40,7 @@ class QueryGroups(nn.Module):
     prefix = "loss_group_"
 
     def __init__(self, *, num_groups: int, num_queries: int, dim: int, weight: float = 1.0) -> None:
-        """Args:
-        num_groups: G, without the decoder's own group; 1 to 99.
-        num_queries: Q, of each group.
-        dim: C, width of the decoder's queries.
-        weight: factor on the losses of each group; 1 is the weight of the decoder's own.
-        """
+        """Takes G from 1 to 99, Q of each group, C, and a factor on the groups' losses."""
         super().__init__()
         if not 1 <= num_groups < 100 or weight < 0:
             raise ValueError(
@@ -76,16 +71,10 @@ class QueryGroups(nn.Module):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """
-        Args:
-            logits: (L, N, E, K + 1), of the queries from ``forward``.
-            boxes: (L, N, E, 4), cxcywh in [0, 1] of the unpadded image.
-            targets: ground truth of the N images.
-            criterion: matches a group and computes its losses.
-            normalizers: (2,), of classes and of boxes.
+        """Returns ``SetCriterion.block_losses`` of each block and group.
 
-        Returns:
-            What ``SetCriterion.block_losses`` returns, of each block and group.
+        Logits (L, N, E, K + 1) and boxes (L, N, E, 4), cxcywh in [0, 1] of the unpadded image, are
+        of the queries from ``forward``; ``normalizers`` (2,) of classes and of boxes.
         """
         # A group of a block is matched as a block is: (L * G, N, Q, …).
         logits, boxes = (
@@ -95,7 +84,7 @@ class QueryGroups(nn.Module):
         return criterion.block_losses(logits, boxes, targets, normalizers)
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """As ``SetCriterion.normalizers``, of the boxes in each image: those of the own queries."""
+        """As ``SetCriterion.normalizers``, of the boxes in each image."""
         return criterion.normalizers(counts, self.num_queries)
 
 
@@ -169,15 +158,11 @@ class Denoising(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, targets: Targets, noise: Tensor | None = None) -> QuerySet:
-        """
-        Args:
-            targets: ground truth of the N images.
-            noise: (N, E, 6), in [0, 1), random if None: four numbers move the corners of a box,
-                the fifth selects labels to replace, the sixth their new values.
+        """Returns the queries of a batch, as many for each image as for the one with the most.
 
-        Returns:
-            The queries, as many for each image as for the one with the most; no query attends to
-            those beyond an image's own.
+        ``noise`` (N, E, 6) in [0, 1) is random by default: four numbers move the corners of a box,
+        the fifth selects labels to replace, the sixth their new values. No query attends to those
+        beyond an image's own.
         """
         device = targets.boxes.device
         layout = _Layout(*(field.to(device, non_blocking=True) for field in self._layout(targets)))
@@ -198,12 +183,9 @@ class Denoising(nn.Module):
         )
 
     def noised_boxes(self, boxes: Tensor, negative: Tensor, shift: Tensor) -> Tensor:
-        """Returns boxes (N, E, 4), cxcywh, with their corners moved within the image.
+        """Returns boxes (N, E, 4), cxcywh in [0, 1], with their corners moved within the image.
 
-        Args:
-            boxes: (N, E, 4), cxcywh in [0, 1] of the unpadded image.
-            negative: (N, E), True where a corner moves further.
-            shift: (N, E, 4), random numbers.
+        ``negative`` (N, E) is True where a corner moves further; ``shift`` (N, E, 4) is random.
         """
         signed = 2 * shift - 1
         further = torch.where(signed < 0, -1.0, 1.0) * negative[..., None]
@@ -270,8 +252,7 @@ class Denoising(nn.Module):
 def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
     """Returns the layout of a batch's queries, on the CPU: group by group, negatives last.
 
-    ``shapes`` has the number of groups of each image and of boxes in each; ``copies`` is 2 with
-    negatives, else 1.
+    ``shapes`` has for each image the number of groups and of boxes in each.
     """
     groups, used = torch.tensor(shapes).T[..., None]
     length = copies * used  # of a group, (N, 1)
@@ -317,12 +298,8 @@ class AuxiliaryQueries(nn.ModuleDict):
     ) -> dict[str, Tensor]:
         """Returns weighted losses by name, "loss_group_ce" and so on, summed over the blocks.
 
-        Args:
-            outputs: "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4), of the queries
-                from ``forward``.
-            targets: ground truth of the N images.
-            criterion: of the decoder's own queries.
-            normalizers: (P, 2), a row for each kind.
+        ``outputs`` are "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4) of the queries
+        from ``forward``; ``normalizers`` (P, 2) has a row for each kind.
         """
         logits, boxes = criterion.supervised(outputs)
         losses: dict[str, Tensor] = {}

@@ -47,10 +47,9 @@ class DecoderWidths:
 
 @dataclass(frozen=True)
 class LevelMap:
-    """The map of one level, between its blocks.
+    """The map of one level: ``x`` (N, HW, C) in row order, ``position`` (N or 1, HW, C), (H, W).
 
-    ``x`` is (N, HW, C) in row order, ``position`` (N or 1, HW, C), ``size`` is (H, W) and
-    ``padding`` (N, 1, H, W), True where there is no image, or None.
+    ``padding`` is (N, 1, H, W), True where there is no image, or None.
     """
 
     x: Tensor
@@ -103,14 +102,7 @@ class MaskedGroupNorm(nn.GroupNorm):
     """GroupNorm with statistics over the images of a padded batch, without the padding."""
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """
-        Args:
-            x: (N, C, H, W).
-            padding: (N, 1, H, W), True where there is no image, or None.
-
-        Returns:
-            (N, C, H, W), within each image the result of GroupNorm for it alone.
-        """
+        """(N, C, H, W) to the same; ``padding`` (N, 1, H, W) is True where there is no image."""
         if padding is None:
             return super().forward(x)
         valid = (~padding).to(x.dtype)[:, :, None]  # (N, 1, 1, H, W)
@@ -155,15 +147,9 @@ class QueryLayer(nn.Module):
     def forward(
         self, queries: Tensor, position: Tensor, level: LevelMap, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            queries: (N, Q, C).
-            position: (N, Q, C).
-            level: the map to attend to.
-            mask: (N * heads, Q, Q), True where a query (row) may not attend to another, or None.
+        """From queries and positions (N, Q, C), and the map to attend to, to the next of both.
 
-        Returns:
-            Queries and positions, (N, Q, C) each.
+        ``mask`` (N * heads, Q, Q) is True where a query (row) may not attend to another.
         """
         position = position + self.adapt_position(queries)
         gathered = self.cross_attention(
@@ -189,14 +175,7 @@ class TransformerMobile(nn.Module):
         self.dropout = Dropout(widths.dropout)
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """
-        Args:
-            level: the map.
-            queries: (N, Q, C), not used here.
-
-        Returns:
-            (N, HW, C).
-        """
+        """From the map of a level to (N, HW, C); ``queries`` (N, Q, C) are not used here."""
         x = level.x
         located = x + level.position
         exchanged = self.attention(located, located, x, key_padding_mask=level.ignored)
@@ -205,10 +184,7 @@ class TransformerMobile(nn.Module):
 
 
 class LiteMobile(nn.Module):
-    """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, plus its input.
-
-    Without norms, as the counts require; the first query drives the dynamic ReLU.
-    """
+    """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, without norms."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -234,15 +210,7 @@ class QueryToMap(nn.Module):
         self.value = nn.Linear(widths.dim, widths.dim)
 
     def forward(self, level: LevelMap, queries: Tensor, position: Tensor) -> Tensor:
-        """
-        Args:
-            level: the map.
-            queries: (N, Q, C).
-            position: (N, Q, C).
-
-        Returns:
-            (N, HW, C): the map plus the attention's output.
-        """
+        """From queries and positions (N, Q, C) to (N, HW, C): the map plus what it attends to."""
         query, key, value = (
             t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for t in (level.x + level.position, self.key(queries + position), self.value(queries))
@@ -276,16 +244,10 @@ class DecoderBlock(nn.Module):
         mask: Tensor | None = None,
         num_read: int | None = None,
     ) -> tuple[Tensor, Tensor, LevelMap]:
-        """
-        Args:
-            queries: (N, Q, C).
-            position: (N, Q, C).
-            level: the map.
-            mask: see ``QueryLayer.forward``.
-            num_read: number of first queries that the map attends to; all if None.
+        """Updates queries and positions (N, Q, C) and the map, which attends to the first
+        ``num_read``.
 
-        Returns:
-            Queries, positions and the map, updated.
+        For ``mask`` see ``QueryLayer.forward``.
         """
         queries, position = self.query_layer(queries, position, level, mask)
         if self.mobile is not None and self.query_to_map is not None:

@@ -31,15 +31,13 @@ class ClassificationLoss(ABC):
 
     @abstractmethod
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        """
+        """Returns (N, …), the loss of each query, before division by ``normalizer``.
+
         Args:
             logits: (N, …, K + 1), float32.
             wanted: (N, …), classes in [0, K], where K is "no object".
-            quality: (N, …), IoU in [0, 1] of a query's box with the one it is matched to, without
-                gradient; ignored where K is wanted, and unless ``reads_quality``.
-
-        Returns:
-            (N, …), the loss of each query, before division by ``normalizer``.
+            quality: (N, …), IoU of a query's box with the one it is matched to, without gradient;
+                ignored where K is wanted, and unless ``reads_quality``.
         """
 
     @abstractmethod
@@ -51,12 +49,7 @@ class ClassificationLoss(ABC):
         """From logits (…, K + 1) to probabilities of the classes (…, K)."""
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns (…, T), the loss if these classes were wanted, up to a constant.
-
-        Args:
-            logits: (…, K + 1), float32.
-            labels: (…, T), classes in [0, K).
-        """
+        """From logits (…, K + 1) and classes (…, T) to (…, T), the loss if wanted, shifted."""
         # -p stands for 1 - p.
         return -self.scores(logits).gather(-1, labels)
 

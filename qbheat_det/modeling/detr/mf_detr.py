@@ -38,8 +38,7 @@ class MFDETR(nn.Module):
 
     Any Detectron2 backbone with maps at strides 8 and 16 fits. If its ``forward`` takes
     ``image_sizes``, as ``MobileFormer``'s does, a padded batch gives what its images give one by
-    one; with other backbones it does not, and a warning is logged. In training, the statistics of
-    BatchNorm include the padding, as in Detectron2.
+    one; else a warning is logged. In training, BatchNorm's statistics include the padding.
     """
 
     train_only_modules = ("auxiliary_queries",)
@@ -152,15 +151,10 @@ class MFDETR(nn.Module):
         targets: Targets,
         normalizers: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """
-        Args:
-            features: maps at strides 8 and 16, (N, C, H, W) each.
-            padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
-            targets: ground truth of the N images.
-            normalizers: see ``forward``.
+        """Returns the losses of the criterion, then those of auxiliary queries.
 
-        Returns:
-            The losses of the criterion, then those of auxiliary queries.
+        Features are maps at strides 8 and 16, (N, C, H, W) each, ``padding`` (N, 1, H, W) at stride
+        8; for ``normalizers`` see ``forward``.
         """
         if normalizers is None:
             counts = self._loss_counts(targets.counts).to(self.device)
@@ -186,17 +180,13 @@ class MFDETR(nn.Module):
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns (P, 2): divisors of a batch's losses of classes and boxes, by itself.
 
-        The first row is of the object queries, the others of each kind of auxiliary queries. They
-        depend on the ground truth alone.
+        The first row is of the object queries, the others of each kind of auxiliary queries.
         """
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns (P, 2): divisors for each part of an effective batch, whose mean is its loss.
-
-        Args:
-            counts: (P, 2), sum of ``loss_counts`` over all parts.
-            parts: their number, over micro-batches and processes.
+        """Returns (P, 2), divisors of each part, from the sum (P, 2) of ``loss_counts`` of all
+        parts.
         """
         return self.criterion.mean_normalizers(counts, parts)
 
@@ -247,11 +237,8 @@ class MFDETR(nn.Module):
     def inference(
         self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Instances]:
-        """Brings the last block's predictions to absolute XYXY of the model's input images.
-
-        Args:
-            outputs: as ``MFDecoder.forward`` returns them.
-            image_sizes: (height, width) of each image in pixels, before padding.
+        """Brings the last block's predictions to absolute XYXY of the model's unpadded input
+        images.
         """
         probability = self.criterion.classification.scores(outputs["pred_logits"][-1].float())
         scores, classes = probability.max(dim=-1)  # (N, Q)

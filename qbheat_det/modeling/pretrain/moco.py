@@ -78,11 +78,7 @@ class FeatureQueue(nn.Module):
         self._held: list[Tensor] = []
 
     def hold(self, keys: Tensor) -> None:
-        """Keeps keys (M, D) until ``push_held``.
-
-        Raises:
-            RuntimeError: more keys are held than the queue has room for.
-        """
+        """Keeps keys (M, D) until ``push_held``; a ``RuntimeError`` if there are more than K."""
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(
@@ -104,10 +100,7 @@ class FeatureQueue(nn.Module):
 
 
 def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: int) -> Tensor:
-    """Returns (N, D) of images (N, 3, H, W), encoded in ``groups`` consecutive parts.
-
-    Sizes of parts differ by one image at most; no part is empty.
-    """
+    """Returns (N, D) of images (N, 3, H, W), encoded in ``groups`` parts of about equal size."""
     parts = images.tensor_split(min(groups, len(images)))
     return torch.cat([embed(part) for part in parts])
 
@@ -127,10 +120,9 @@ def embed_shuffled(
     """Encodes the images of all processes, distributed to them by ``order``.
 
     Args:
-        embed: from images (n, 3, H, W) to (n, D).
+        embed: from images (n, 3, H, W) to (n, D), in ``groups`` with batch statistics of their own.
         images: (N, 3, H, W), those of this process; equally many on each.
         order: (P N,), of the images of P processes; the first N go to the first process.
-        groups: parts of each process with batch statistics of their own.
 
     Returns:
         (P N, D), in the original order, the first process first.
@@ -176,12 +168,10 @@ class MoCo(PretrainingModel):
         norm_groups: int = 1,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, and:
+        """As ``PretrainingModel``, with a head to embeddings, a queue of keys as wide as these,
+        and:
 
         Args:
-            backbone: the encoder of queries.
-            head: from the backbone's outputs to embeddings.
-            queue: of keys as wide as the embeddings.
             temperature: divides similarities, above 0.
             momentum: see ``MomentumCopy``.
             norm_groups: parts of each process's batch with batch statistics of their own.
@@ -222,18 +212,14 @@ class MoCo(PretrainingModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], order: Tensor | None = None) -> Any:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S), the query's view, and in
-                training "image_key" (3, S, S), the key's.
+        """Args:
+            batched_inputs: dicts of a mapper: "image" (3, S, S), the query's view, and in training
+                "image_key" (3, S, S), the key's.
             order: of the images of all processes, see ``embed_shuffled``; random by default.
 
         Returns:
-            {"loss_contrastive"}, (), in training; else a list with a dict for each image:
-            "embedding" (D,), of length 1, by the encoder of queries.
-
-        Raises:
-            UserError: an image has another size, or there is one view.
+            {"loss_contrastive"}, (), in training; else for each image {"embedding"} (D,), of length
+            1.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -274,12 +260,9 @@ class MoCo(PretrainingModel):
 def check_batch(
     queue_size: int, groups: int, *, batch_size: int, processes: int, accumulate: int
 ) -> None:
-    """Checks that the queue holds whole batches, and that groups have two images or more.
+    """Raises a ``UserError`` unless the queue holds whole batches and groups have two images.
 
     A query and its key in a group of one would have the same batch statistics.
-
-    Raises:
-        UserError: one of these does not hold.
     """
     if queue_size < 1 or queue_size % batch_size:
         raise UserError(

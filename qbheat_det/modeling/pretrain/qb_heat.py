@@ -42,11 +42,7 @@ class VisibleQuarters:
 
     @classmethod
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
-        """Draws from torch's global generators.
-
-        ``visible`` is "corner", "centre", or "both" for half of the images each. The remainder of a
-        batch that cannot be shared equally gets random positions.
-        """
+        """Draws from torch's global generators; with "both", half of the images have corners."""
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
         counts = [at_corners // 4] * 4
@@ -99,10 +95,9 @@ def visible_positions(size: int) -> Tensor:
 class QBHeat(ReconstructionModel):
     """An encoder of a quarter of the image, linear predictions of the rest, a decoder to pixels.
 
-    Any Detectron2 backbone serves as encoder; it gets the visible quarter alone, at a quarter of
-    the cost. Its map has G x G positions over the image, G a multiple of 4.
-
-    The matrices of the paper are ``predictor.scales["corner"].matrices()["A1"]`` and so on.
+    The encoder gets the visible quarter alone. Its map has G x G positions over the image, G a
+    multiple of 4. The paper's matrices are ``predictor.scales["corner"].matrices()["A1"]`` and so
+    on.
     """
 
     predictor: HeatPredictor
@@ -138,16 +133,13 @@ class QBHeat(ReconstructionModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], quadrants: Sequence[str] | None = None
     ) -> Any:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, in some test sets,
-                "place", a name of ``QUADRANTS``.
-            quadrants: positions of the visible quarters, a name of ``QUADRANTS`` for each image.
-                By default random in training; else "place", or without it each in turn.
+        """Args:
+            batched_inputs: dicts of a mapper: "image" (3, S, S), in some test sets "place".
+            quadrants: positions of the visible quarters, a name of ``QUADRANTS`` for each image. By
+                default random in training; else "place", or without it each in turn.
 
         Returns:
-            A dict of losses in training; else what ``inference`` returns for each image, with its
-            "place".
+            A dict of losses in training; else for each image ``inference``'s, with its "place".
         """
         images = self.preprocess_image(batched_inputs)
         if quadrants is None and not self.training:
@@ -162,11 +154,7 @@ class QBHeat(ReconstructionModel):
         return self.in_order(quarters, self.inference(z, images, visible))
 
     def choose_quarters(self, num_images: int, quadrants: Sequence[str] | None) -> VisibleQuarters:
-        """Returns the visible quarter of each image, see ``forward``.
-
-        Raises:
-            ValueError: a quadrant is unknown, or the predictor has no models for it.
-        """
+        """Returns the visible quarter of each image; a ``ValueError`` if a quadrant is unknown."""
         known = QUADRANTS_OF[self.predictor.visible]
         if quadrants is None and self.training:
             return VisibleQuarters.draw(

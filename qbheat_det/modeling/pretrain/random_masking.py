@@ -32,10 +32,7 @@ class RandomMask:
     """Draws masks with the same number of visible positions, K of G x G, in each image."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
-        """
-        Raises:
-            ValueError: the ratio leaves no position visible, or masks none.
-        """
+        """Takes G and the masked share, of which both some and not all positions must be."""
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
         if not 0 < num_visible < positions:
@@ -80,13 +77,9 @@ class InterpolatedFeatures(nn.Module):
         self.y = nn.Parameter(torch.zeros(dim, dim))  # M_y
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """
-        Args:
-            z: (N, G, G, C); values at masked positions have no influence.
-            visible: (N, G, G), True where the encoder got the patch.
+        """From (N, G, G, C) to the same, with visible features as they are.
 
-        Returns:
-            (N, G, G, C), with visible features as they are.
+        ``visible`` (N, G, G) is True where the encoder got the patch.
         """
         along_x, any_x = interpolate(z, visible)
         along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
@@ -103,11 +96,7 @@ class InterpolatedFeatures(nn.Module):
 
 
 class MaskToken(nn.Module):
-    """All masked features are the same learned vector.
-
-    MAE's token has the decoder's width and comes after its first linear layer; this one comes
-    before it, like interpolated features.
-    """
+    """All masked features are the same learned vector, before the decoder's first linear layer."""
 
     def __init__(self, *, dim: int) -> None:
         """Takes C of the features."""
@@ -123,8 +112,8 @@ class MaskToken(nn.Module):
 def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Mixes the nearest visible features on both sides within a row, linearly by distance.
 
-    Takes (N, H, W, C) and (N, H, W); returns (N, H, W, C) in float32, with 0 in rows without
-    visible features, and (N, H, W), True in the other rows.
+    From (N, H, W, C) and (N, H, W) to (N, H, W, C), float32, 0 in rows without visible features,
+    and (N, H, W), True in the other rows.
     """
     width = visible.shape[-1]
     index = torch.arange(width, device=visible.device)
@@ -152,10 +141,7 @@ def mean_visible(z: Tensor, visible: Tensor) -> Tensor:
 
 
 class RandomMasking(ReconstructionModel):
-    """An encoder of an image with masked patches, predicted features of these, a decoder to pixels.
-
-    K of the G x G patches are visible, at random, as many in each image.
-    """
+    """An encoder of an image with masked patches, predicted features, a decoder to pixels."""
 
     predictor: InterpolatedFeatures | MaskToken
     predictor_class: type[InterpolatedFeatures] | type[MaskToken]
@@ -177,16 +163,13 @@ class RandomMasking(ReconstructionModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, for the mask in
-                evaluation, "image_id" or "file_name".
-            visible: (N, G, G), True where the encoder gets the patch. By default random in
-                training, and a function of the image's name in evaluation. As many in each image.
+        """Args:
+            batched_inputs: dicts of a mapper: "image" (3, S, S) and "image_id" or "file_name".
+            visible: (N, G, G), True where the encoder gets the patch, as many in each image. By
+                default random in training, and a function of the image's name in evaluation.
 
         Returns:
-            A dict of losses in training; else a list with a dict for each image, see
-            ``ReconstructionModel.inference``.
+            A dict of losses in training; else for each image ``ReconstructionModel.inference``'s.
         """
         images = self.preprocess_image(batched_inputs)
         num_visible = self.mask.num_visible if visible is None else int(visible[0].sum())

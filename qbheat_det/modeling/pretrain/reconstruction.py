@@ -29,9 +29,8 @@ class ReconstructionLoss(nn.Module):
     """Mean squared error over the pixels of patches, P = 3 * patch_size ** 2 in each."""
 
     def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
-        """Takes the patches to count, "masked" or "all", and whether targets are normalised.
-
-        Normalised patches have mean 0 and variance 1.
+        """Takes the patches to count, "masked" or "all", and whether targets have mean 0, variance
+        1.
         """
         super().__init__()
         if positions not in LOSS_POSITIONS:
@@ -40,14 +39,9 @@ class ReconstructionLoss(nn.Module):
         self.normalize_patches = normalize_patches
 
     def forward(self, predicted: Tensor, patches: Tensor, visible: Tensor) -> Tensor:
-        """
-        Args:
-            predicted: (N, L, P), of any precision.
-            patches: (N, L, P), the true ones.
-            visible: (N, L), True where the encoder got the patch, equally often in each image.
+        """From predicted and true patches (N, L, P) to the loss of each image, (N,).
 
-        Returns:
-            (N,), the loss of each image, whose mean is that of the batch.
+        ``visible`` (N, L) is True where the encoder got the patch, equally often in each image.
         """
         error = (predicted.float() - self.find_target(patches)).square().mean(dim=-1)
         if self.positions == "all":
@@ -187,11 +181,8 @@ class ReconstructionModel(PretrainingModel):
     ) -> dict[str, Tensor]:
         """Returns the mean loss, decoding only positions that count.
 
-        Args:
-            z: (N, G, G, C), features of all positions.
-            images: (N, 3, S, S), normalised.
-            visible: (N, G * G), True where the encoder got the patch, equally often in each image.
-            num_masked: number of positions of an image that are not visible.
+        From features (N, G, G, C), normalised images (N, 3, S, S), and where the encoder got the
+        patch, (N, G * G), all but ``num_masked`` in each image.
         """
         masked = None
         if self.loss.positions == "masked":
@@ -201,14 +192,11 @@ class ReconstructionModel(PretrainingModel):
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
-        """Decodes all features, compares them with the images, and brings patches to pixels.
+        """Returns for each image "reconstruction" (3, S, S), "visible" (S, S),
+        "loss_reconstruction".
 
-        Arguments are those of ``training_losses``.
-
-        Returns:
-            For each image "reconstruction" (3, S, S), predicted pixels in the mapper's format (with
-            normalised patches, mean and deviation of each patch are the image's); "visible" (S, S),
-            True where the encoder got the image; "loss_reconstruction" ().
+        Arguments are those of ``training_losses``. Reconstructions are in the mapper's pixels;
+        normalised patches get mean and deviation of the image's.
         """
         size, grid = self.decoder.patch_size, self.decoder.grid_size
         predicted, patches = self.decoder(z), patchify(images, size)

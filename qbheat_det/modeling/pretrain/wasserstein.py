@@ -71,17 +71,10 @@ class LipschitzCritic(nn.Module):
             return values + ((x @ self.interaction) * y).sum(dim=-1)
 
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
-        """Measures the critic's slope between pairs of the same image and of different images.
+        """Returns (N,), the critic's slope between pairs of the same image and of different images.
 
         The pairs are detached: the critic gets gradients of the slopes, the encoder none.
-
-        Args:
-            joint: pairs of the same image.
-            others: pairs of different images.
-            mixing: (N,), in [0, 1], the share of ``joint`` in the point on the line between them.
-
-        Returns:
-            (N,), norms of the gradient in (x, y), differentiable.
+        ``mixing`` (N,) in [0, 1] is the share of ``joint`` in the point on the line between them.
         """
         share = mixing[:, None]
         between = [
@@ -185,15 +178,13 @@ class WassersteinDependency(PretrainingModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
     ) -> Any:
-        """
-        Args:
+        """Args:
             batched_inputs: dicts of a dataset mapper: "image" (3, S, S).
             drawn: what is random in training; by default from ``draw``.
 
         Returns:
-            In training {"loss_dependency", "loss_penalty"}, () each, of which the former is in the
-            dual form the negative of the distance; else a list with a dict for each image:
-            "embedding" (D,), of length ``radius``, of the whole image.
+            In training {"loss_dependency", "loss_penalty"}, () each; else for each image
+            {"embedding"} (D,), of length ``radius``, of the whole image.
 
         Raises:
             UserError: images have another size, or there is only one in training.
@@ -240,8 +231,7 @@ class WassersteinDependency(PretrainingModel):
 def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gathers the pairs (N, D) of all processes, with gradients; N is equal on all.
 
-    Returns:
-        All x and all y, (M, D), and the indices of this process's among them, (N,).
+    Returns all x and all y, (M, D), and the indices of this process's among them, (N,).
     """
     own = torch.arange(len(x), device=x.device)
     if comm.get_world_size() == 1:
