@@ -131,6 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     hide_foreign_warnings()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("qbheat_det").setLevel(logging.INFO)
 
     from qbheat_det.core.errors import exit_on_user_error
 
