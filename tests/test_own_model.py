@@ -78,7 +78,7 @@ def test_the_page_trains_evaluates_tunes_probes_and_counts(
     files = str(data / "annotations.json"), str(data / "images")
     flags = ["--data", files[0], "--val", files[0], "--images", files[1]]
     for command in COMMANDS[1:]:  # train, evaluate, tune, probe
-        assert command[:2] == ["python", "tools/train_net.py"]
+        assert command[:2] == ["qbheat", "train"]
         forget_runs()
         fast = [word for pair in FAST.items() for word in pair]
         monkeypatch.setattr(sys, "argv", [*command[1:], *fast, *flags])

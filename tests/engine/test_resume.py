@@ -13,19 +13,25 @@ from typing import Any
 
 import pytest
 import torch
+from detectron2.modeling import build_model
 from torch.utils._pytree import tree_leaves_with_path
 
-from qbheat_det.checkpoint import ExactCheckpointer, read_weights
-from qbheat_det.config import get_cfg
+from qbheat_det.checkpoint import ExactCheckpointer, WeightsInfo, read_weights, save_weights
+from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, Trainer, build_config
-from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
+from qbheat_det.engine.resume import (
+    check_same_config,
+    check_same_images,
+    check_start,
+    warn_of_weights,
+)
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.modeling.contracts import train_only_modules
 
 from . import tiny_training
 from .conftest import TrainAfresh
-from .tiny_training import MF_DETR, losses, read_opts, state
+from .tiny_training import MF_DETR, TINY_ENCODER, losses, read_opts, state
 
 GROUPS = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
 AUXILIARY = {"MODEL.MF_DETR.DENOISING.GROUPS": "2", GROUPS: "2"}
@@ -282,3 +288,22 @@ def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
     assert not list(killed.glob(".*.incomplete"))
     assert losses(killed) == losses(whole)
     assert_same_bits(comparable(state(killed)), comparable(state(whole)))
+
+
+def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = get_config_path("quick_schedules/retinanet_285M_toy.yaml")
+    words = [word for pair in TINY_ENCODER.items() for word in pair]
+    cfg = load_config(path, [*words, "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.FREEZE_AT", "5"])
+    model, file = build_model(cfg), str(tmp_path / "weights.safetensors")
+    warn_of_weights(model, cfg)
+    assert "frozen with random weights" in caplog.text
+    caplog.clear()
+    save_weights(file, model.state_dict(), WeightsInfo.from_config(cfg, iteration=1, commit=""))
+    cfg.MODEL.WEIGHTS = file
+    warn_of_weights(model, cfg)
+    assert not caplog.messages
+    cfg.MODEL.PIXEL_STD = [128.0, 128.0, 128.0]
+    warn_of_weights(model, cfg)
+    assert "MODEL.PIXEL_STD" in caplog.text
