@@ -99,10 +99,16 @@ def transformer_core(variant: str, depth: int) -> int:
     return encoder + 196 * channels * dim + depth * block + 1000 * (dim + token_dim)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("1.0G", "3.7G")]
+def test_instantiated_components_have_the_exact_counts() -> None:
+    assert astuple(backbone_counts("285M")) == BACKBONES["285M"]
+    linear = classifier_counts("285M", 0)
+    assert (linear.params, linear.core, linear.ext) == LINEAR["285M"]
+    counts = mf_decoder_counts("285M", (2, 1, 1))
+    assert (counts.params, counts.core, counts.ext) == DECODERS["285M", (2, 1, 1)]
 
 
-@pytest.mark.parametrize("variant", ["285M", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["285M", "1.0G", "3.7G"])
 def test_all_components_have_the_exact_counts(variant: str) -> None:
     assert astuple(backbone_counts(variant)) == BACKBONES[variant]
     linear = classifier_counts(variant, 0)
