@@ -115,8 +115,7 @@ def _dump(keys: Mapping[str, Any]) -> str:
     for key, value in keys.items():
         *parents, name = key.split(".")
         functools.reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[name] = value
-    text: str = yaml.safe_dump(tree)
-    return text
+    return yaml.safe_dump(tree)
 
 
 Converted = tuple[dict[str, Tensor], str, dict[str, Any]]

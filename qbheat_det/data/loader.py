@@ -193,13 +193,12 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
     keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
-    dataset: Sequence[dict[str, Any]] = get_detection_dataset_dicts(
+    return get_detection_dataset_dicts(
         names,
         filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
         proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
     )
-    return dataset
 
 
 def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:

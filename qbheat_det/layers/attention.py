@@ -64,8 +64,7 @@ def attend(
             return _attend_by_image(query, key, value, masked)
         return _attend_fused(query, key, value, masked, dropout)
     kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
-    found: Tensor = _AttendInParts.apply(query, key, value, masked, kept, 1 - rounded(dropout))
-    return found
+    return _AttendInParts.apply(query, key, value, masked, kept, 1 - rounded(dropout))
 
 
 class MapAttention(nn.MultiheadAttention):

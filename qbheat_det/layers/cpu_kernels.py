@@ -168,8 +168,7 @@ class DepthwiseConv2d(NormedConv2d):
         """As the base class; gradients are computed in k turns."""
         if not self._goes_by_turns(x, weight, bias):
             return super().convolve(x, weight, bias)
-        found: Tensor = _ByTurns.apply(x, weight, bias, self.padding)
-        return found
+        return _ByTurns.apply(x, weight, bias, self.padding)
 
     def _goes_by_turns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         if not torch.is_grad_enabled() or x.device.type != "cpu" or x.numel() < _LARGE:
@@ -243,8 +242,7 @@ class DynamicReLU(nn.Module):
         if is_recorded() or x.dtype != low.dtype:
             return low * x + (high - low) * F.relu(x)  # compilers fuse it
         if torch.is_grad_enabled():
-            found: Tensor = _TwoSlopes.apply(x, low, high)
-            return found
+            return _TwoSlopes.apply(x, low, high)
         return _two_slopes(x, low, high)
 
     def bounds(self, token: Tensor) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,10 @@ def add_entry(
 
 def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
     """Writes the part beside a file, and the file anew from it, as ``fetch`` will."""
-    part, encoder_file = file.with_suffix(".part.safetensors"), sources.fetch(index.find_entry(encoder))
+    part, encoder_file = (
+        file.with_suffix(".part.safetensors"),
+        sources.fetch(index.find_entry(encoder)),
+    )
     write_part(file, encoder_file, part)
     write_whole(part, encoder_file, file)
     return SharedEncoder(encoder, hash_file(part), part.stat().st_size), part

@@ -179,8 +179,7 @@ def _find_strings(value: Any) -> Iterator[str]:
 
 def to_plain(entry: ZooEntry) -> dict[str, Any]:
     """Returns an entry as JSON data, the reverse of ``parse_entry``."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(entry)))
-    return plain
+    return json.loads(json.dumps(dataclasses.asdict(entry)))
 
 
 def file_of(name: str) -> str:

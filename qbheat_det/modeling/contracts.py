@@ -132,8 +132,7 @@ def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
         return {"image": ()}
-    views: Mapping[str, Sequence[str]] = model_class.views_from_config(cfg)
-    return views
+    return model_class.views_from_config(cfg)
 
 
 def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
@@ -198,8 +197,7 @@ def get_encoder(backbone: Backbone) -> Backbone:
     """Returns the network below a feature pyramid, or behind cached features (``encoder``)."""
     below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
     below = below if isinstance(below, Backbone) else backbone
-    encoder: Backbone = getattr(below, "encoder", below)
-    return encoder
+    return getattr(below, "encoder", below)
 
 
 def get_in_features(module: nn.Module) -> list[str] | None:

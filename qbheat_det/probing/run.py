@@ -220,8 +220,7 @@ class BackboneProbe:
         def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
             images = torch.stack([entry["image"] for entry in batch]).to(device)
             bar.update()
-            outputs: dict[str, Tensor] = backbone((images - mean) / std)
-            return outputs
+            return backbone((images - mean) / std)
 
         total = sum(map(len, self._images))
         with tqdm(total=total, desc=title[-40:], unit=" batches", delay=_DELAY) as bar:

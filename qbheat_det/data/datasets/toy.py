@@ -102,8 +102,7 @@ def register_toy_set(
 
     def load() -> list[dict[str, Any]]:
         prepare_toy_set(spec, cache)
-        dataset: list[dict[str, Any]] = load_coco_json(json_file, image_root, name)
-        return dataset
+        return load_coco_json(json_file, image_root, name)
 
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(

@@ -106,10 +106,9 @@ class TimmBackbone(Backbone):
         return dict(zip(self._out_features, self._maps(x, self._indices), strict=True))
 
     def _maps(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        maps: list[Tensor] = self.net.forward_intermediates(
+        return self.net.forward_intermediates(
             x, indices=list(indices), output_fmt="NCHW", intermediates_only=True
         )
-        return maps
 
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
@@ -225,15 +224,13 @@ class Teacher(ImageModel):
     @torch.inference_mode()
     def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
         """From dicts with "image" (3, S, S) to the maps by name, (N, C, S / stride, S / stride)."""
-        maps: dict[str, Tensor] = self.backbone(self.preprocess_image(batched_inputs))
-        return maps
+        return self.backbone(self.preprocess_image(batched_inputs))
 
 
 def find_teacher_maps(cfg: CfgNode) -> dict[str, ShapeSpec]:
     """Returns channels and stride of the teacher's maps, without memory for its weights."""
     with torch.device("meta"):
-        shapes: dict[str, ShapeSpec] = _build_teacher(cfg).output_shape()
-        return shapes
+        return _build_teacher(cfg).output_shape()
 
 
 def list_teacher_maps(cfg: CfgNode) -> list[str]:
@@ -256,8 +253,7 @@ class TraceableConv2dSame(Conv2dSame):
     def forward(self, x: Tensor) -> Tensor:
         """As ``Conv2dSame``."""
         if not torch.compiler.is_compiling():
-            output: Tensor = super().forward(x)
-            return output
+            return super().forward(x)
         height, width = (
             max(dilation * (kernel - 1) + 1 - stride, 0)
             for kernel, stride, dilation in zip(

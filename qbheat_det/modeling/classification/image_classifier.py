@@ -56,8 +56,7 @@ class LinearDecoder(nn.Module):
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to logits (N, K)."""
-        logits: Tensor = self.classifier(self.norm(self.pool(features)))
-        return logits
+        return self.classifier(self.norm(self.pool(features)))
 
 
 class TransformerDecoder(nn.Module):
@@ -103,8 +102,7 @@ class TransformerDecoder(nn.Module):
         positions = features[self.pool.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
         positions = self.norm(self.blocks(self.projection(positions)))
         pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)
-        logits: Tensor = self.classifier(self.pool.join_token(pooled, features))
-        return logits
+        return self.classifier(self.pool.join_token(pooled, features))
 
 
 def _pool(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> PooledFeatures:

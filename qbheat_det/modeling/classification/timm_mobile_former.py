@@ -89,8 +89,7 @@ class TimmMobileFormer(MobileFormer):
             pooled, token = x[:, :-token_dim], x[:, -token_dim:]
             x = self.neck(torch.cat([F.hardswish(pooled), token], dim=1))
         x = F.dropout(x, self.drop_rate, self.training)
-        logits: Tensor = x if pre_logits else self.classifier(x)
-        return logits
+        return x if pre_logits else self.classifier(x)
 
     def forward_intermediates(
         self,
@@ -195,7 +194,7 @@ def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
     num_maps = 1 + sum(block.halves for block in MOBILE_FORMER_ARCHS[size].blocks)
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        model: nn.Module = build_model_with_cfg(
+        return build_model_with_cfg(
             TimmMobileFormer,
             name,
             pretrained,
@@ -204,7 +203,6 @@ def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
             arch=MOBILE_FORMER_ARCHS[size],
             **kwargs,
         )
-        return model
 
     create.__name__ = name
     return create

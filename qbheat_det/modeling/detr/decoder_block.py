@@ -94,8 +94,7 @@ class SeparableConv(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """(N, C, H, W) to (N, C', ceil(H / stride), ceil(W / stride))."""
-        hidden: Tensor = self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
-        return hidden
+        return self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
 
 
 class MaskedGroupNorm(nn.GroupNorm):
@@ -125,8 +124,7 @@ class Lateral(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """(N, C, H, W) to (N, C', H, W)."""
-        normalised: Tensor = self.norm(self.conv(x), padding)
-        return normalised
+        return self.norm(self.conv(x), padding)
 
 
 class QueryLayer(nn.Module):

@@ -77,8 +77,7 @@ class BoxHead(nn.Module):
         for layer in self.hidden:
             queries = F.relu(layer(queries))
         # Float32 under autocast: half precision has too few steps for a pixel in [0, 1].
-        deltas: Tensor = self.last(queries).float()
-        return deltas
+        return self.last(queries).float()
 
 
 class MFDecoder(nn.Module):

@@ -242,13 +242,11 @@ class MoCo(PretrainingModel):
 
     def embed(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to embeddings (N, D), by the encoder of queries."""
-        embedded: Tensor = self.head(self.backbone(images))
-        return embedded
+        return self.head(self.backbone(images))
 
     def embed_keys(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to embeddings (N, D), by the momentum encoder."""
-        embedded: Tensor = self.momentum_head(self.momentum_backbone(images))
-        return embedded
+        return self.momentum_head(self.momentum_backbone(images))
 
     def after_step(self) -> None:
         """Puts the step's keys into the queue and updates the momentum encoder."""

@@ -24,8 +24,7 @@ class DecoderBlock(Block):
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
         """From (N, L, D) to the same, or to (N, K, D) for the indices (N, K) of ``positions``."""
         if positions is None:
-            whole: Tensor = super().forward(x, **kwargs)
-            return whole
+            return super().forward(x, **kwargs)
         memory = self.norm1(x)
         x = take(x, positions) + self._attend(take(memory, positions), memory)
         return x + self.mlp(self.norm2(x))
@@ -41,8 +40,7 @@ class DecoderBlock(Block):
         pairs = linear(memory, weight_kv, bias_kv).unflatten(2, (2, *heads))
         key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value)
-        projected: Tensor = attention.proj(attended.transpose(1, 2).flatten(2))
-        return projected
+        return attention.proj(attended.transpose(1, 2).flatten(2))
 
 
 class ReconstructionDecoder(nn.Module):

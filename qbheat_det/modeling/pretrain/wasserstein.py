@@ -224,8 +224,7 @@ class WassersteinDependency(PretrainingModel):
 
     def embed(self, images: Tensor) -> Tensor:
         """From images or areas of them, (N, 3, H, W), to embeddings (N, D)."""
-        embedded: Tensor = self.radius * self.head(self.backbone(images))
-        return embedded
+        return self.radius * self.head(self.backbone(images))
 
 
 def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
