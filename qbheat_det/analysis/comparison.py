@@ -158,8 +158,7 @@ class _Pool:
             "seconds": time.time() - began,
             "versions": list_versions(),
         }
-        content = json.dumps(to_json(record), indent=1).encode()
-        write_atomically(job.record_file, lambda stream: stream.write(content))
+        write_atomically(job.record_file, json.dumps(to_json(record), indent=1).encode())
         return ""
 
 
@@ -204,7 +203,7 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
     files = {"json": json.dumps(to_json(content), indent=1).encode(), "md": text.encode()}
     for suffix, data in files.items():
         path = comparison.output_dir / f"comparison.{suffix}"
-        write_atomically(path, lambda stream, data=data: stream.write(data))  # type: ignore[misc]
+        write_atomically(path, data)
     return text
 
 

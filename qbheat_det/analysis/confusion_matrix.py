@@ -64,8 +64,7 @@ def draw_confusion(classification_json: Path, output_png: Path) -> None:
     """Draws the confusion matrix of an evaluation."""
     names, counts = read_confusions(classification_json)
     figure = plot_confusion(counts, names, title=classification_json.parent.name)
-    image = chart_image(figure, format="png")
-    write_atomically(output_png, lambda stream: stream.write(image.content))
+    write_atomically(output_png, chart_image(figure, format="png").content)
 
 
 def read_confusions(classification_json: Path) -> tuple[list[str], Counts]:

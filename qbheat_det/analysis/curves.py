@@ -94,8 +94,8 @@ def draw_training_curves(
         for key, (title, label) in find_quantities(records).items()
     }
     if panels:
-        image = plotting.chart_image(plot_curves(panels, [""], "iteration"), format="png")
-        write_atomically(output_png, lambda stream: stream.write(image.content))
+        chart = plot_curves(panels, [""], "iteration")
+        write_atomically(output_png, plotting.chart_image(chart, format="png").content)
     return bool(panels)
 
 

@@ -165,8 +165,8 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in state_dict.items()
     }
-    content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(info.to_dict())})
-    write_atomically(path, lambda stream: stream.write(content))
+    metadata = {_METADATA_KEY: json.dumps(info.to_dict())}
+    write_atomically(path, safetensors.torch.save(tensors, metadata))
 
 
 def info_of(path: str) -> WeightsInfo | None:

@@ -145,7 +145,7 @@ class FeatureStore:
         about = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": abouts}
         content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(about)})
         try:
-            write_atomically(self.path_of(file), lambda stream: stream.write(content))
+            write_atomically(self.path_of(file), content)
         except UserError as error:
             raise UserError(f"{error}: {_OTHER_FOLDER}") from error
         self._files.pop(file, None)

@@ -151,9 +151,8 @@ class ClassificationEvaluator(DatasetEvaluator):
                 {"class": one, "taken_for": other, "images": n} for one, other, n in confusions
             ],
         }
-        text = json.dumps(content, indent=1).encode()
         path = Path(self.output_dir) / "classification.json"
-        write_atomically(path, lambda stream: stream.write(text))
+        write_atomically(path, json.dumps(content, indent=1).encode())
 
 
 def predict(scores: Tensor) -> Tensor:

@@ -193,8 +193,7 @@ class BackboneProbe:
         rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
         self.results["rows"] = [*rows, row]
         if self._file is not None:
-            text = json.dumps(self.results, indent=1).encode()
-            write_atomically(self._file, lambda stream: stream.write(text))
+            write_atomically(self._file, json.dumps(self.results, indent=1).encode())
 
     def _recalibrate(self, backbone: Backbone) -> int:
         """Returns the number of images; 0 for a backbone without BatchNorm."""
