@@ -137,17 +137,13 @@ def draw_attention(
     )
     found = results.found
     blocks = {label: [block.number for block in one.drawn[0]] for label, one in found.items()}
-    return Figure(
-        "attention",
-        "Attention between tokens and pixels",
-        results.explain(*_EXPLANATION),
-        {
-            f"{bridge}_{index + 1}": _draw_image(found, bridge, index, attention_heads)
-            for bridge in _BRIDGES
-            for index in range(len(results.files))
-        },
-        results.describe(size=size, blocks=blocks),
-    )
+    images = {
+        f"{bridge}_{index + 1}": _draw_image(found, bridge, index, attention_heads)
+        for bridge in _BRIDGES
+        for index in range(len(results.files))
+    }
+    title = "Attention between tokens and pixels"
+    return results.draw("attention", title, _EXPLANATION, images, size=size, blocks=blocks)
 
 
 def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:

@@ -144,13 +144,7 @@ def draw_heat(
             {"class": one.name, "score": one.score,
              "correlation": correlate_inside(one.activation, one.steady)} for one in found
         ]  # fmt: skip
-    return Figure(
-        "heat",
-        "Class activation and steady heat",
-        results.explain(*_EXPLANATION),
-        images,
-        results.describe(runs=data),
-    )
+    return results.draw("heat", "Class activation and steady heat", _EXPLANATION, images, runs=data)
 
 
 def _compute(run: Run, files: Sequence[str], wanted: str | None, size: int | None) -> list[_Heat]:

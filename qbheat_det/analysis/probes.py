@@ -99,8 +99,8 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     if len({result.images_seen for result in chosen if result.images_seen}) > 1:
         caption = "Top-1 by images seen in pre-training; random backbones are level lines."
         images["images_seen"] = plotting.chart_image(plot_by_images(chosen), caption=caption)
-    text, title = files.explain(*_EXPLANATION), "Probes of frozen backbones"
-    return Figure("probes", title, text, images, files.describe(runs=data), _tabulate(everything))
+    title, table = "Probes of frozen backbones", _tabulate(everything)
+    return files.draw("probes", title, _EXPLANATION, images, table, runs=data)
 
 
 def plot_probes(content: Mapping[str, Any]) -> MplFigure:

@@ -140,13 +140,7 @@ def draw_beyond(
     data = {
         label: {"scale": one.scale, "offset": one.offset} for label, one in results.found.items()
     }
-    return Figure(
-        "beyond",
-        "Propagation beyond the image",
-        results.explain(*_EXPLANATION),
-        images,
-        results.describe(runs=data),
-    )
+    return results.draw("beyond", "Propagation beyond the image", _EXPLANATION, images, runs=data)
 
 
 @torch.no_grad()

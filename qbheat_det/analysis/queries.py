@@ -102,13 +102,9 @@ def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: in
         ]
         for label, one in results.found.items()
     }
-    return Figure(
-        "queries",
-        "Cross-attention of object queries",
-        results.explain(*_EXPLANATION),
-        {f"image_{i + 1}": _draw_image(results.found, i) for i in range(len(results.files))},
-        results.describe(runs=data),
-    )
+    images = {f"image_{i + 1}": _draw_image(results.found, i) for i in range(len(results.files))}
+    title = "Cross-attention of object queries"
+    return results.draw("queries", title, _EXPLANATION, images, runs=data)
 
 
 def _detect(run: Run, files: Sequence[str], count: int) -> _Detected:
