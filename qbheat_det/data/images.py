@@ -1,12 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Image files: reading a part with no more pixels than are needed, and checking whole sets.
 
-The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2,
-1/4 or 1/8 of its size (Pillow's ``draft``). Resized to S x S, such a part differs from that of the
-whole image by 1.0 to 2.5 of 255 grey levels on average; bilinear and box resizing differ by 2.3.
-
-A small set can be decoded once and kept in memory, where forked workers share it. An image keeps
-no more pixels than its smallest crop can use, and its crops are those of its file.
+The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2, 1/4
+or 1/8 of its size (Pillow's ``draft``), which differs no more than bilinear and box resizing do. A
+small set can be decoded once and kept in memory, where forked workers share it.
 
 A check trusts a JPEG by its header and its last bytes. What looks wrong, and any other format, is
 decoded by the function that training calls. Damage in the middle of a JPEG is not found.

@@ -52,14 +52,10 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     Results are ``{"classification": {"top1", "top5", "balanced", and each with
     "_standard_error"}}`` in per cent, nan without images. Of equal scores the first class counts as
-    the highest, and an image with a score of nan as wrong.
-
-    ``classification.json`` in ``output_dir`` adds the accuracy of each class and the confusions.
-    Results do not depend on the number of processes.
-
-    Attributes:
-        confusion: after ``evaluate``, on the main process: (K, K), images of class i that were
-            classified as class j; images with nan are in none.
+    the highest, and an image with a score of nan as wrong. ``classification.json`` in
+    ``output_dir`` adds the accuracy of each class and the confusions. After ``evaluate``,
+    ``confusion`` (K, K) has the images of class i that were classified as class j, on the main
+    process.
     """
 
     confusion: Counts

@@ -1,17 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Detectron2's RetinaNet and FCOS, with losses normalised over all processes.
 
-Papers: "Focal Loss for Dense Object Detection", arXiv:1708.02002, and "FCOS: A Simple and Strong
-Anchor-free Object Detector", arXiv:2006.09214.
+Papers: arXiv:1708.02002 and arXiv:2006.09214. Detectron2 divides the losses by a running mean of
+the number of positive anchors, which each process keeps for its own images and loses on resume.
+Here it is of all processes together, updated once a step, and a buffer in checkpoints.
 
-Detectron2 divides the losses by a running mean of the number of positive anchors, which each
-process keeps for its own images and loses on resume. Gradients then depend on the number of
-processes. Here the running mean is of all processes together, is updated once a step, and is a
-buffer in checkpoints.
-
-Detectron2 builds its FCOS from LazyConfigs only; here it is registered and built from
-``MODEL.FCOS`` too. Two bugs of v0.6, fixed on main, are fixed here: labels of images without boxes,
-and heads with GroupNorm on a recent PyTorch. All else is Detectron2's, parameter names included.
+FCOS is registered and built from ``MODEL.FCOS`` too. Two bugs of v0.6, fixed on main, are fixed
+here: labels of images without boxes, and GroupNorm heads on a recent PyTorch.
 """
 
 import math

@@ -38,16 +38,12 @@ def recalibrate_bn(
 
     Args:
         backbone: changed in place.
-        images: (3, H, W) each, pixels as a dataset mapper gives them.
-        pixel_mean: mean of each channel.
-        pixel_std: standard deviation of each channel.
+        images: (3, H, W) each, pixels as a dataset mapper gives them; at least one.
+        pixel_mean: of each channel, as ``pixel_std``.
         batch_size: the most images of a batch.
 
     Returns:
         The number of BatchNorms.
-
-    Raises:
-        UserError: there are no images.
     """
     if not images:
         raise UserError("BatchNorm is recalibrated on images, and there are none")

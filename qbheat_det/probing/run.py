@@ -79,24 +79,18 @@ class BackboneProbe:
         memory_gb: float = 8.0,
         on_row: Callable[[Row], None] = lambda row: None,
     ) -> None:
-        """
-        Args:
-            cfg: of backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED``, of
-                all that the probes draw, are read.
-            train_folder: class folders whose images the probes learn from.
-            val_folder: class folders whose images are classified, once for each row.
-            probes: names as in ``PROBES``; "tran-k:width" for another width than
-                ``MODEL.CLASSIFIER.WIDTH``.
-            num_recalibrated: images of ``train_folder`` to recalibrate BatchNorm on, after which
-                each backbone is probed a second time; 0 for no second time.
-            feature: name of the feature map; by default the backbone's coarsest, of several the
-                last.
-            json_file: rewritten after each row; rows that it holds are not computed again.
-            memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
-            on_row: called with each row as it comes, those of ``json_file`` included.
-
-        Raises:
-            UserError: images, ``json_file`` or a name are not sound.
+        """Args:
+        cfg: of backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED`` are
+            read.
+        train_folder: class folders whose images the probes learn from.
+        val_folder: class folders whose images are classified, once for each row.
+        probes: names as in ``PROBES``.
+        num_recalibrated: images of ``train_folder`` to recalibrate BatchNorm on, after which
+            each backbone is probed a second time; 0 for no second time.
+        feature: name of the feature map, see ``find_feature``.
+        json_file: rewritten after each row; rows that it holds are not computed again.
+        memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
+        on_row: called with each row as it comes, those of ``json_file`` included.
         """
         check_probes(probes)
         records = load_class_folders(train_folder, val_folder)

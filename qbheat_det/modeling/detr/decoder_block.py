@@ -1,14 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The blocks of MF-DETR's decoder: queries and a map that update each other.
 
-Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows "End-to-End Object
-Detection with Transformers", arXiv:2005.12872 (post-norm), the adapted query positions and the
-bridge back to the map follow "Mobile-Former", arXiv:2108.05895.
-
-Not printed in the paper but determined by its counts of parameters and multiply-adds: full
-projections on the query side, hidden width 1024, expansion 6 in M-F-. Not determined by any count
-and chosen here: 8 heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a
-block's start.
+Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows DETR,
+arXiv:2005.12872 (post-norm), the rest Mobile-Former, arXiv:2108.05895. Determined by the paper's
+counts: full projections on the query side, hidden width 1024, expansion 6 in M-F-. Chosen here: 8
+heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a block's start.
 """
 
 from collections.abc import Sequence
