@@ -208,10 +208,7 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns top-1 of each probe in percent, "images seen", "ms an image" and "minutes" of a row.
-
-    What no finished job has measured is missing.
-    """
+    """Returns top-1 of each probe in percent and the costs of a row, those that were measured."""
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}
     if "probes" in done:

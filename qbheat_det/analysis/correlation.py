@@ -52,10 +52,7 @@ _EXPLANATION = (
 
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
-    """From maps (N, C, H, W) to the mean |correlation| between two positions, (N,), in [0, 1].
-
-    A position whose features are all equal is correlated with none.
-    """
+    """From maps (N, C, H, W) to the mean |correlation| between two positions, (N,), in [0, 1]."""
     vectors = features.float().flatten(2).transpose(1, 2)
     centred = vectors - vectors.mean(dim=-1, keepdim=True)
     # Of features that are all equal only rounding is left, which is no direction.
@@ -88,11 +85,7 @@ def draw_correlation(
     size: int | None = None,
     map: str | None = None,
 ) -> Figure:
-    """Draws a histogram of spatial correlation for each run, in one chart a map.
-
-    ``size`` is the side of the images, by default of the first run; ``map`` by default what each
-    model reads.
-    """
+    """Draws a histogram of spatial correlation for each run, in one chart a map."""
     side = size or find_size(runs, _PAPER_SIZE)
     results = run_on_images(
         runs,

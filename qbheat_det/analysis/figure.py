@@ -108,10 +108,7 @@ def run_on_images(
     nothing: str,
     number: int | None = None,
 ) -> RunResults[Found]:
-    """Calls a function for each run and the same image files, as ``run_each`` does.
-
-    These are ``number`` images, by default those that are drawn, see ``choose_images``.
-    """
+    """Calls ``run_each`` with the same ``number`` image files, by default those drawn, for all."""
     entries = choose_images(runs, number or options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
     results = run_each(runs, lambda run: compute(run, files), nothing=nothing)

@@ -136,10 +136,7 @@ def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
 def find_image_errors(
     dataset_dicts: Sequence[dict[str, Any]], *, num_threads: int = 8
 ) -> list[DataError]:
-    """Returns what is missing, no image, cut short or of another size than annotated, in order.
-
-    A bar on stderr shows the time left if it takes more than two seconds.
-    """
+    """Returns what is missing, no image, cut short or of another size than annotated, in order."""
     with ThreadPoolExecutor(num_threads) as pool:
         found = pool.map(_find_image_error, dataset_dicts)
         bar = tqdm(found, desc="Checking image files", total=len(dataset_dicts), delay=2)
@@ -244,10 +241,7 @@ class DecodedImages(dict[str, ImageInMemory]):
 def decode_if_small(
     file_names: Sequence[str], *, shorter_side: int, budget: float
 ) -> DecodedImages | None:
-    """Decodes images, scaled down to ``shorter_side`` pixels, if they are small enough.
-
-    ``budget`` is bytes that all processes of this machine may take; each holds its own copy.
-    """
+    """Decodes images, scaled down to ``shorter_side``, if all take at most ``budget`` bytes."""
     if budget <= 0 or not file_names:
         return None
     budget /= comm.get_local_size()

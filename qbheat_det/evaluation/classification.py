@@ -74,10 +74,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._seen = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Takes "image_id" and "label" of a batch in, and "scores" (K,) of each image.
-
-        Raises a ``UserError`` if the model gives no scores of these classes.
-        """
+        """Takes "image_id" and "label" of a batch in, and "scores" (K,) of each image."""
         if any("scores" not in output for output in outputs):
             raise UserError(
                 f"dataset '{self._dataset_name}' has class labels, but the model gives no 'scores':"

@@ -65,10 +65,7 @@ def attend(
 
 
 class MapAttention(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies.
-
-    Parameters are the same.
-    """
+    """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies."""
 
     def __init__(
         self, *, dim: int, num_heads: int, dropout: float = 0.0, fused: bool = False

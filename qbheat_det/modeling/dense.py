@@ -46,11 +46,7 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """As in the detector; in training ``normalizers`` are ``loss_normalizers`` of the whole
-        batch.
-
-        By default they are of the batches of all processes in this call.
-        """
+        """As in the detector; ``normalizers`` are by default those of all processes' batches."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs

@@ -147,10 +147,7 @@ def adamw(
     betas: Sequence[float] = (0.9, 0.999),
     max_norm: float = 0.0,
 ) -> Optimizer:
-    """AdamW for LazyConfigs, with a state of plain numbers, which is read without unpickling.
-
-    ``params`` is what ``parameter_groups`` gives; with a ``max_norm`` of 0 nothing is clipped.
-    """
+    """AdamW over ``parameter_groups`` for LazyConfigs; its state is read without unpickling."""
     first, second = betas
     built = build_fused(
         torch.optim.AdamW,
@@ -191,10 +188,7 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
 def build_fused(
     optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], **arguments: Any
 ) -> Optimizer:
-    """Builds an optimizer with fused kernels, or without them where PyTorch has none.
-
-    What it loads may come from a run without them, or of another memory layout.
-    """
+    """Builds an optimizer with fused kernels where PyTorch has them; it loads any other's state."""
     groups = [{**group, "params": list(group["params"])} for group in groups]
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     arguments = {**arguments, "fused": devices <= {"cpu", "cuda"}}
@@ -212,11 +206,7 @@ def build_fused(
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Makes each step of ``optimizer`` first clip the norm of all its gradients together.
-
-    The norm before clipping is then ``optimizer.gradient_norm``. A gradient scaler that skips a
-    step leaves the norm of the step before.
-    """
+    """Makes each step clip the norm of all gradients, before that ``optimizer.gradient_norm``."""
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]

@@ -24,10 +24,7 @@ from .prefixes import accept_prefixes
 
 
 class StridedLevels(nn.Module):
-    """Coarser pyramid levels: consecutive 3x3 convolutions of stride 2.
-
-    As in RetinaNet, a ReLU precedes P7 and coarser levels (P6 -> ReLU -> P7).
-    """
+    """Coarser levels by 3x3 convolutions of stride 2, as in RetinaNet (P6 -> ReLU -> P7)."""
 
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
         """Takes C of all levels, the level to start from, such as "p4", and how many to add."""

@@ -193,10 +193,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """A timm network and the maps of it that are the targets of ``FeatureDistillation``.
-
-    It has an image size and pixel statistics of its own, those of ``MODEL.TEACHER``.
-    """
+    """A timm network, frozen, whose maps ``FeatureDistillation`` predicts; ``MODEL.TEACHER``."""
 
     mapper_name = "pretrain"
 

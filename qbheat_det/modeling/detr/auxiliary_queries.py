@@ -236,10 +236,7 @@ class Denoising(nn.Module):
 
 @lru_cache(maxsize=1)  # the losses of a batch use the layout of its queries again
 def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
-    """Returns the layout of a batch's queries, on the CPU: group by group, negatives last.
-
-    ``shapes`` has for each image the number of groups and of boxes in each.
-    """
+    """Returns the layout of queries, on the CPU, from groups and boxes in each of each image."""
     groups, used = torch.tensor(shapes).T[..., None]
     length = copies * used  # of a group, (N, 1)
     total = groups * length

@@ -168,11 +168,7 @@ class SetCriterion(nn.Module):
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Returns (…, 2): divisors for each part of an effective batch, whose mean is its loss.
-
-        ``totals`` (…, 2) are sums of ``normalizers`` over all ``parts``, micro-batches and
-        processes.
-        """
+        """From sums (…, 2) of ``normalizers`` over all parts to the divisors of each, (…, 2)."""
         # The least divisors of the whole batch.
         least = totals.new_tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least) / parts

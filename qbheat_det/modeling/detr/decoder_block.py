@@ -43,10 +43,7 @@ class DecoderWidths:
 
 @dataclass(frozen=True)
 class LevelMap:
-    """The map of one level: ``x`` (N, HW, C) in row order, ``position`` (N or 1, HW, C), (H, W).
-
-    ``padding`` is (N, 1, H, W), True where there is no image, or None.
-    """
+    """The map (N, HW, C) of one level, in row order, its position code, (H, W) and padding."""
 
     x: Tensor
     position: Tensor
@@ -238,11 +235,7 @@ class DecoderBlock(nn.Module):
         mask: Tensor | None = None,
         num_read: int | None = None,
     ) -> tuple[Tensor, Tensor, LevelMap]:
-        """Updates queries and positions (N, Q, C) and the map, which attends to the first
-        ``num_read``.
-
-        For ``mask`` see ``QueryLayer.forward``.
-        """
+        """Updates queries and positions (N, Q, C), and the map by the first ``num_read`` ones."""
         queries, position = self.query_layer(queries, position, level, mask)
         if self.mobile is not None and self.query_to_map is not None:
             read = queries[:, :num_read]
