@@ -56,6 +56,7 @@ class RunResults(Generic[Found]):
         explanation: Sequence[str],
         images: Mapping[str, Image],
         table: Table | None = None,
+        /,
         **data: Any,
     ) -> Figure:
         """Returns a figure of the results that says which images and runs were left out."""
