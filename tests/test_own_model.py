@@ -83,7 +83,7 @@ def _in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _run(command: list[str], data: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    assert command[:2] == ["python", "tools/train_net.py"]
+    assert command[:2] == ["qbheat", "train"]
     forget_runs()
     tool = load_tool("train_net")
     results: list[Any] = []

@@ -76,7 +76,7 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
     def read(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
         if run.probe_file is None:
-            flag = "tools/probe_backbone.py --json"
+            flag = "qbheat probe --json"
             raise NotApplicable(f"'{run.label}' has no {PROBE_FILES[0]} ({flag})")
         setting, results = read_probes(run.probe_file)
         tasks.append(json.dumps([setting.get(key) for key in ("contents", "num_classes")]))

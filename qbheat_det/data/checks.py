@@ -43,7 +43,7 @@ class DataError:
 def raise_first(errors: Sequence[DataError]) -> None:
     """Raises a ``UserError`` with the first error and the number of the others, if any."""
     if errors:
-        others = f" (and {len(errors) - 1} more: tools/inspect_dataset.py lists them all)"
+        others = f" (and {len(errors) - 1} more: qbheat inspect lists them all)"
         raise UserError(errors[0].message + (others if len(errors) > 1 else ""))
 
 

@@ -54,7 +54,7 @@ from .failure import report_failure
 from .feature_cache import use_cached_features
 from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average
 from .launch import distribute
-from .resume import check_same_config, check_same_images, warn_of_random_encoder
+from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import BatchedInputs, StepTrainer, choose_precision
 from .teacher_features import TeacherFeatures
 from .token_monitor import build_token_monitor
@@ -142,7 +142,7 @@ class Trainer(DefaultTrainer):
         if not (resume and self.checkpointer.has_checkpoint()):
             if resume:
                 logger.warning(f"There is no run in '{self.cfg.OUTPUT_DIR}': a new one begins")
-            warn_of_random_encoder(self.bare_model, self.cfg.MODEL.WEIGHTS)
+            warn_of_weights(self.bare_model, self.cfg)
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
             if self._average:
                 self._average.set(self.bare_model)

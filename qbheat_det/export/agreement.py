@@ -5,6 +5,7 @@ PyTorch computes each image alone, as everywhere in the package: detectors with 
 ``DefaultPredictor``, classifiers with their mapper's crop; both with Pillow's resize.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from qbheat_det.core.errors import UserError
 from .formats import Task
 from .runtime import ExportedModel, Images, Outputs, to_instances
 
+logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 8)
 Reference = Callable[[Images], Outputs]
 """From one image (H, W, 3), in the file's pixel format, to the outputs of ``ExportInfo``, N = 1."""
@@ -100,6 +102,7 @@ def measure_agreement(
     """
     rows = []
     for size in BATCH_SIZES:
+        logger.info("Comparing with PyTorch on %d images, in batches of %d …", len(images), size)
         row = Agreement(size)
         for batch in _make_batches(images, size):
             outputs = model.run(batch)

@@ -9,6 +9,7 @@ libraries. PyTorch still evaluates expressions and looks up functions that the f
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.records import parse_record
 
+logger = logging.getLogger(__name__)
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
 """The entry of ONNX's ``metadata_props`` that holds the description, as JSON."""
@@ -106,6 +108,7 @@ def write_onnx(
         raise UserError(
             f"ONNX needs {error.name}, which is not installed: pip install 'qbheat_det[export]'"
         ) from error
+    logger.info("Converting the trace to ONNX …")
     with quiet("onnxscript", "onnx_ir", "torch.onnx"):
         written = torch.onnx.export(
             program,

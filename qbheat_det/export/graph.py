@@ -7,6 +7,7 @@ are computed as tensors, so that they stay symbolic in the graph.
 """
 
 import importlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +26,7 @@ from qbheat_det.modeling.contracts import get_backbone
 from .formats import ExportInfo
 from .heads import Head, Suppress, build_head, suppress_overlaps
 
+logger = logging.getLogger(__name__)
 _HALF = 2.0**11
 """Pillow's weights are integers over the square of this."""
 
@@ -221,6 +223,7 @@ def trace(
 
 def trace_images(module: nn.Module) -> ExportedProgram:
     """Returns a module of (N, H, W, 3), uint8, as a program for any N, H and W."""
+    logger.info("Tracing the model, for images of any size …")
     shape = {0: Dim("batch", min=1), 1: Dim("height"), 2: Dim("width")}
     return trace(module, (example_images(),), (shape,))
 

@@ -252,5 +252,5 @@ def find_entry(name: str) -> ZooEntry:
     if name in entries:
         return entries[name]
     nearest = difflib.get_close_matches(name, entries, n=2, cutoff=0.6)
-    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see tools/zoo.py list"
+    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see qbheat zoo list"
     raise UserError(f"the model zoo has no '{name}': {hint}")

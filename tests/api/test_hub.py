@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import qbheat_det
-from qbheat_det.api import Detector
+from qbheat_det.api import Detector, Encoder
 from qbheat_det.core.errors import UserError
 
 NAME, REPO = "retinanet/285M_bccd", "someone/cells"
@@ -53,7 +53,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         content = FILES.get(self.path.rpartition("/")[2])
-        if content is None or not self.path.startswith(f"/{REPO}/resolve/"):
+        revisions = (f"/{REPO}/resolve/main/", f"/{REPO}/resolve/v1/")
+        if content is None or not self.path.startswith(revisions):
             self.send_error(404)
             return
         etag = hashlib.sha256(content).hexdigest()
@@ -89,10 +90,20 @@ def test_a_detector_comes_back_from_the_hub(hub: None) -> None:
     assert yaml.safe_load(header)["pipeline_tag"] == "object-detection"
     assert f'qbheat_det.load("hf://{REPO}")' in body
     assert "RBC, WBC, Platelets" in body
-    back = qbheat_det.load(f"hf://{REPO}", device="cpu")
-    assert isinstance(back, Detector)
-    assert back.class_names == ["RBC", "WBC", "Platelets"]
-    torch.testing.assert_close(back.model.state_dict(), detector.model.state_dict(), rtol=0, atol=0)
+    for back in (
+        qbheat_det.load(f"hf://{REPO}", device="cpu"),
+        Detector.from_pretrained(REPO, revision="v1", device="cpu"),
+    ):
+        assert isinstance(back, Detector)
+        assert back.class_names == ["RBC", "WBC", "Platelets"]
+        assert back.model is not None
+        torch.testing.assert_close(
+            back.model.state_dict(), detector.model.state_dict(), rtol=0, atol=0
+        )
+    with pytest.raises(UserError, match=rf"{REPO}.* Detector\.from_pretrained"):
+        Encoder.from_pretrained(REPO, device="cpu")
+    with pytest.raises(UserError, match=f"{REPO}@v2"):
+        Detector.from_pretrained(REPO, revision="v2", device="cpu")
 
 
 @pytest.mark.parametrize("address", ["hf://nobody/nothing", "hf://../../etc", "hf://one"])
@@ -105,6 +116,6 @@ def test_a_saved_encoder_is_opened_again(tmp_path: Path) -> None:
     encoder = qbheat_det.load("qb_heat/285M_caltech101", device="cpu")
     encoder.save_pretrained(tmp_path)
     image = torch.rand(3, 64, 96)
-    again = qbheat_det.load(tmp_path, device="cpu")
+    again = Encoder.from_pretrained(tmp_path, device="cpu")
     torch.testing.assert_close(again(image), encoder(image), rtol=0, atol=0)
     assert "image-feature-extraction" in (tmp_path / "README.md").read_text("utf-8")

@@ -3,12 +3,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from detectron2.modeling import build_model
 
-from qbheat_det.checkpoint import SafeCheckpointer, info_of
+from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, info_of, save_weights
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import register_image_folders
+from qbheat_det.engine.resume import warn_of_weights
 from qbheat_det.modeling.contracts import get_backbone, get_encoder, pretrain_only_modules
 
 from .conftest import forget_runs
@@ -43,3 +45,22 @@ def test_every_detector_starts_from_what_a_pre_training_run_writes(tmp_path: Pat
             encoder = get_encoder(get_backbone(model)).state_dict()
             expected = {key: averaged[key] for key in encoder}  # a pyramid reads no expanded map
             torch.testing.assert_close(dict(encoder), expected, rtol=0, atol=0)
+
+
+def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = get_config_path("quick_schedules/retinanet_285M_toy.yaml")
+    words = [word for pair in TINY_ENCODER.items() for word in pair]
+    cfg = load_config(path, [*words, "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.FREEZE_AT", "5"])
+    model, file = build_model(cfg), str(tmp_path / "weights.safetensors")
+    warn_of_weights(model, cfg)
+    assert "frozen with random weights" in caplog.text
+    caplog.clear()
+    save_weights(file, model.state_dict(), WeightsInfo.from_config(cfg, iteration=1, commit=""))
+    cfg.MODEL.WEIGHTS = file
+    warn_of_weights(model, cfg)
+    assert not caplog.messages
+    cfg.MODEL.PIXEL_STD = [128.0, 128.0, 128.0]
+    warn_of_weights(model, cfg)
+    assert "MODEL.PIXEL_STD" in caplog.text

@@ -23,7 +23,7 @@ def test_the_file_of_the_repository_has_the_entries_of_the_package(
     text = ZOO_FILE.read_text(encoding="utf-8")
     (tmp_path / "ZOO.md").write_text(text, encoding="utf-8")
     updated = write_table(tmp_path / "ZOO.md").read_text(encoding="utf-8")
-    assert text == updated, "run: python tools/zoo.py table"
+    assert text == updated, "run: qbheat zoo table"
     links = re.findall(r"\]\(configs/([^)]+)\)", text)
     assert len(links) > 27  # of the paper's results
     for link in links:
