@@ -24,7 +24,7 @@ from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
 
-from qbheat_det.modeling.image_model import find_cached_images
+from qbheat_det.modeling.image_model import find_cached_images, pick_outputs
 
 _COUNT = "num_positives"  # key that ``losses`` adds to the losses
 
@@ -123,13 +123,7 @@ class SyncFCOS(SyncNormalizer, FCOS):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node, backbone = cfg.MODEL.FCOS, build_backbone(cfg)
-        shapes = backbone.output_shape()
-        if set(node.IN_FEATURES) - set(shapes):
-            raise ValueError(
-                f"MODEL.FCOS.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
-                f"backbone's outputs {list(shapes)}"
-            )
-        input_shape = [shapes[name] for name in node.IN_FEATURES]
+        input_shape = pick_outputs(backbone, node.IN_FEATURES, "MODEL.FCOS.IN_FEATURES")
         return {
             "backbone": backbone,
             "head": build_fcos_head(

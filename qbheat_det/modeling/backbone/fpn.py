@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.modeling.contracts import get_encoder
+from qbheat_det.modeling.image_model import pick_outputs
 
 from .prefixes import accept_prefixes
 
@@ -78,12 +79,7 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     for each in (own.MODEL.MOBILE_FORMER, own.MODEL.TIMM, own.MODEL.RESNETS):
         each.OUT_FEATURES = wanted
     bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
-    shapes = bottom_up.output_shape()
-    if not wanted or set(wanted) - set(shapes):
-        raise ValueError(
-            f"MODEL.FPN.IN_FEATURES {wanted} are not all among the outputs of '{name}', {[*shapes]}"
-        )
-    stride = shapes[wanted[-1]].stride
+    stride = pick_outputs(bottom_up, wanted, "MODEL.FPN.IN_FEATURES")[-1].stride
     return pyramid_on(
         bottom_up=bottom_up,
         in_features=node.IN_FEATURES,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
-from qbheat_det.modeling.image_model import find_cached_images
+from qbheat_det.modeling.image_model import find_cached_images, pick_outputs
 
 from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
 from .criterion import SetCriterion, Targets
@@ -86,16 +86,11 @@ class MFDETR(nn.Module):
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node = cfg.MODEL.MF_DETR
         backbone = build_backbone(cfg)
-        shapes = backbone.output_shape()
-        if set(node.IN_FEATURES) - set(shapes):
-            raise ValueError(
-                f"MODEL.MF_DETR.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
-                f"backbone's outputs {list(shapes)}"
-            )
+        shapes = pick_outputs(backbone, node.IN_FEATURES, "MODEL.MF_DETR.IN_FEATURES")
         return {
             "backbone": backbone,
             "criterion": _build_criterion(node),
-            "decoder": _build_decoder(node, [shapes[name] for name in node.IN_FEATURES]),
+            "decoder": _build_decoder(node, shapes),
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
