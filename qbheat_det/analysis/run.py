@@ -161,9 +161,7 @@ class Run:
         return name
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
-        """Returns mapped images of the folder ``images``, else of the run's test, else training
-        set.
-        """
+        """Returns mapped images of the folder ``images``, or of the run's test or training set."""
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"
         else:

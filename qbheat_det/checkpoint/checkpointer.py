@@ -71,9 +71,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             remove_leftovers(self.save_dir)
 
     def save(self, name: str, **kwargs: Any) -> None:
-        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``, or raises a
-        ``UserError``.
-        """
+        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``."""
         if not self.save_dir or not self.save_to_disk:
             return
         content = {"model": self.model.state_dict()}

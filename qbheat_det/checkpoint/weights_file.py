@@ -155,8 +155,7 @@ def local_weights(path: str) -> str:
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
-    """Writes weights with their description as ``.safetensors``, atomically, or raises a
-    ``UserError``.
+    """Writes weights with their description as ``.safetensors``, atomically.
 
     Tensors are dense, on any device, and may share memory; the folder is made.
     """
@@ -170,9 +169,7 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns a file's description, or None, without reading its tensors; may raise a
-    ``UserError``.
-    """
+    """Returns a file's description, or None, without reading its tensors."""
     check_weights_file(path)
     path = local_weights(path)
     if _is_safetensors(path):

@@ -60,9 +60,7 @@ class ImageFile:
         self.width, self.height = self._image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """Returns the part in a box, (h, w, 3), uint8, RGB, of ``at_least`` h and w; to be called
-        once.
-        """
+        """Returns the part in a box, (h, w, 3), uint8, RGB, of ``at_least`` h and w; once."""
         side = min(box[2] - box[0], box[3] - box[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
         width, height = self._image.size

@@ -241,8 +241,7 @@ def scaled_prelu(
 def convolve(
     convolution: NormedConv2d, x: Tensor, factor: Tensor | None = None, order: Tensor | None = None
 ) -> Tensor:
-    """Applies a pointwise or depthwise convolution and its norm to a map (1, C, H, W) times a
-    factor.
+    """Applies a pointwise or depthwise convolution and its norm to a map (1, C, H, W).
 
     ``order`` (C,) says which input channel of the convolution each channel of ``x`` is.
     """

@@ -70,9 +70,7 @@ class MapAttention(nn.MultiheadAttention):
     def __init__(
         self, *, dim: int, num_heads: int, dropout: float = 0.0, fused: bool = False
     ) -> None:
-        """Takes C, divisible by ``num_heads``, the rate of dropped weights, and ``fused`` of
-        ``attend``.
-        """
+        """Takes C, divisible by ``num_heads``, the rate of dropped weights, and ``fused``."""
         super().__init__(dim, num_heads, dropout=dropout, batch_first=True)
         self.fused = fused
         self.watchers: list[Watcher] = []

@@ -52,9 +52,7 @@ class Dropout(nn.Dropout):
 
 
 def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
-    """Returns int8 zeros, with probability ``rounded(rate)``, and ones; 7 times ``bernoulli_``'s
-    speed.
-    """
+    """Returns int8 zeros, with probability ``rounded(rate)``, and ones; fast."""
     count = torch.Size(shape).numel()
     generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
     words = torch.from_numpy(generator.random_raw(-(-count // 4)).view(np.int16))

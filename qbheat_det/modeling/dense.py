@@ -78,9 +78,7 @@ class SyncNormalizer(DenseDetector):
         return self._count_positives(labels)
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Updates the running mean by the positive anchors (1,); returns the divisor (1,) of each
-        part.
-        """
+        """Updates the running mean by the positive anchors (1,); returns each part's divisor."""
         momentum = 0.9  # Detectron2's
         self.loss_normalizer.mul_(momentum).add_(counts[0].clamp(min=1), alpha=1 - momentum)
         return self.loss_normalizer[None] / parts

@@ -31,8 +31,8 @@ _FLOOR = 1e-2  # added to the variances along the axes, of which the mean is 1
 class Whitening:
     """Whitens C channels; a principal axis of variance s gets the variance s / (s + 0.01)."""
 
-    mean: Tensor
-    matrix: Tensor
+    mean: Tensor  # (C,)
+    matrix: Tensor  # (C, C), of the difference to the mean
 
     @classmethod
     def of(cls, maps: Tensor) -> "Whitening":

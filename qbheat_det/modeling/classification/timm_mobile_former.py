@@ -114,9 +114,7 @@ class TimmMobileFormer(MobileFormer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """As in timm: removes layers after the stages in ``indices``; the final conv is the last
-        norm.
-        """
+        """As in timm: removes layers after the stages in ``indices``; "norm" is the expansion."""
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm:
@@ -148,9 +146,7 @@ class TimmMobileFormer(MobileFormer):
         return {"tokens"}
 
     def load_pretrained(self, path: str, prefix: str = "") -> None:
-        """Loads weights of any model of the package with this backbone, see
-        ``load_into_timm_model``.
-        """
+        """Loads weights of any model with this backbone, see ``load_into_timm_model``."""
         load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
 
     def _last_map(self, x: Tensor, tokens: Tensor) -> Tensor:

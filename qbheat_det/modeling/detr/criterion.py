@@ -84,8 +84,7 @@ class SetCriterion(nn.Module):
     def forward(
         self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
     ) -> dict[str, Tensor]:
-        """Returns weighted "loss_ce", "loss_bbox", "loss_giou" of the last block; "…_0" of the
-        first.
+        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou"; of inner blocks with "_0" ….
 
         Args:
             outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
@@ -146,9 +145,7 @@ class SetCriterion(nn.Module):
         normalizers: Tensor,
         matches: Matches | None = None,
     ) -> dict[str, Tensor]:
-        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou", (L,) each; arguments as
-        ``forward``'s.
-        """
+        """Returns weighted "loss_ce", "loss_bbox", "loss_giou", (L,), as ``forward``."""
         if matches is None:
             matches = self.match(logits, boxes, targets)
         classes, num_boxes = normalizers
@@ -159,9 +156,7 @@ class SetCriterion(nn.Module):
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
-        """Returns the divisors of a batch's sums, of classes and of boxes, from the boxes of each
-        image.
-        """
+        """Returns the divisors of a batch's sums, of classes and boxes, from its boxes."""
         # The same for every block, which all have as many matches.
         matched = sum(min(count, num_queries) for count in counts)
         unmatched = len(counts) * num_queries - matched

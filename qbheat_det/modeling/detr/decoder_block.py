@@ -43,12 +43,12 @@ class DecoderWidths:
 
 @dataclass(frozen=True)
 class LevelMap:
-    """The map (N, HW, C) of one level, in row order, its position code, (H, W) and padding."""
+    """The map of one level, in row order, with its position code, size and padding."""
 
-    x: Tensor
-    position: Tensor
-    size: Sequence[int]
-    padding: Tensor | None
+    x: Tensor  # (N, HW, C)
+    position: Tensor  # (N or 1, HW, C)
+    size: Sequence[int]  # (H, W)
+    padding: Tensor | None  # (N, 1, H, W), True where there is no image
 
     @property
     def ignored(self) -> Tensor | None:

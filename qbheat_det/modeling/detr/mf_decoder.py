@@ -159,12 +159,11 @@ class MFDecoder(nn.Module):
         padding: Tensor | None = None,
         extra: QuerySet | None = None,
     ) -> dict[str, Any]:
-        """Returns "pred_logits" (L, N, Q + E, K + 1) and "pred_boxes" (L, N, Q + E, 4), cxcywh in
-        [0, 1].
+        """Returns "pred_logits" (L, N, Q + E, K + 1) and "pred_boxes" (L, N, Q + E, 4).
 
-        L counts the blocks while training and is 1, the last block, otherwise. Boxes are of the
-        unpadded image, further queries last. With a ``selection``, in training, also "proposals",
-        what it chose from.
+        L counts the blocks while training and is 1, the last block, otherwise. Boxes are cxcywh in
+        [0, 1] of the unpadded image, further queries last. With a ``selection``, in training, also
+        "proposals", what it chose from.
 
         Args:
             features: the backbone's maps, finest first, (N, C, H, W) each.

@@ -177,9 +177,7 @@ class MFDETR(nn.Module):
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns (P, 2), divisors of each part, from the sum (P, 2) of ``loss_counts`` of all
-        parts.
-        """
+        """Returns (P, 2), divisors of each part, from the sum of all ``loss_counts``."""
         return self.criterion.mean_normalizers(counts, parts)
 
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:
@@ -229,9 +227,7 @@ class MFDETR(nn.Module):
     def inference(
         self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Instances]:
-        """Brings the last block's predictions to absolute XYXY of the model's unpadded input
-        images.
-        """
+        """Brings the last block's predictions to absolute XYXY of the unpadded inputs."""
         probability = self.criterion.classification.scores(outputs["pred_logits"][-1].float())
         scores, classes = probability.max(dim=-1)  # (N, Q)
         corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")

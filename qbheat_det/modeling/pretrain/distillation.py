@@ -119,8 +119,7 @@ class FeatureDistillation(PretrainingModel):
         return QBHeat.views_from_config(cfg) or {"image": ()}
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """From dicts with "image" (3, S, S), the teacher's maps (T, G, G) as "targets", and
-        "place".
+        """From dicts with "image" (3, S, S), a teacher's maps (T, G, G) as "targets", "place".
 
         Returns the losses, () each, in training; else for each image {"loss_feature"}, of all maps
         together, with its "place" if it has one. Without targets {"target"} in evaluation, the main

@@ -166,8 +166,7 @@ class MoCo(PretrainingModel):
         norm_groups: int = 1,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, with a head to embeddings, a queue of keys as wide as these,
-        and:
+        """As ``PretrainingModel``, with a head to embeddings, a queue of as wide keys, and:
 
         Args:
             temperature: divides similarities, above 0.

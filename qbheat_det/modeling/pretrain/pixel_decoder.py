@@ -103,8 +103,7 @@ class ReconstructionDecoder(nn.Module):
         return self.grid_size * self.patch_size
 
     def forward(self, z: Tensor, positions: Tensor | None = None) -> Tensor:
-        """From (N, G, G, C) to (N, G * G, 3 * patch_size ** 2), pixels in the order of
-        ``patchify``.
+        """From (N, G, G, C) to pixels as of ``patchify``, (N, G * G, 3 * patch_size ** 2).
 
         With indices (N, K) of ``positions`` only these are reconstructed, (N, K, …).
         """
@@ -117,9 +116,7 @@ class ReconstructionDecoder(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -> Tensor:
-    """Cuts (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2), or some of
-    them.
-    """
+    """Cuts (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2), or some."""
     squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # One copy, after which the values of a patch are contiguous.
     patches = squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

@@ -158,8 +158,7 @@ class RandomMasking(ReconstructionModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
-        """From dicts with "image" (3, S, S) and "image_id" or "file_name" to losses or
-        ``inference``'s.
+        """From dicts with "image" (3, S, S) and a name to losses or ``inference``'s results.
 
         ``visible`` (N, G, G) is True where the encoder gets the patch, as many in each image: by
         default random in training, and a function of the image's name in evaluation.

@@ -26,9 +26,7 @@ class ReconstructionLoss(nn.Module):
     """Mean squared error over the pixels of patches, P = 3 * patch_size ** 2 in each."""
 
     def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
-        """Takes the patches to count, "masked" or "all", and whether targets have mean 0, variance
-        1.
-        """
+        """Takes what counts, "masked" or "all", and whether targets are normalised patches."""
         super().__init__()
         if positions not in LOSS_POSITIONS:
             raise ValueError(f"LOSS_ON is one of {LOSS_POSITIONS}, not '{positions}'")
@@ -183,8 +181,7 @@ class ReconstructionModel(PretrainingModel):
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
-        """Returns for each image "reconstruction" (3, S, S), "visible" (S, S),
-        "loss_reconstruction".
+        """Returns of each image "reconstruction" (3, S, S), "visible" (S, S) and its loss.
 
         Arguments are those of ``training_losses``. Reconstructions are in the mapper's pixels;
         normalised patches get mean and deviation of the image's.

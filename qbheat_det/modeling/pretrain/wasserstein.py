@@ -133,8 +133,7 @@ class WassersteinDependency(PretrainingModel):
         radius: float = 1.0,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, with a head to embeddings (N, D) of length 1 and a critic of
-        pairs.
+        """As ``PretrainingModel``, with a head to embeddings (N, D) and a critic of pairs.
 
         ``form`` is "dual" or "contrastive". ``penalty_weight`` is of the squared excess of slopes
         over 1: at the optimum of the dual form for a distance W, the slope is 1 + W / (2 weight).
@@ -172,8 +171,7 @@ class WassersteinDependency(PretrainingModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
     ) -> Any:
-        """From dicts with "image" (3, S, S) to {"loss_dependency", "loss_penalty"}, () each, in
-        training.
+        """From dicts with "image" (3, S, S) to "loss_dependency" and "loss_penalty", ().
 
         Else for each image {"embedding"} (D,), of length ``radius``, of the whole image. ``drawn``
         is what is random in training. Less than two images in training are a ``UserError``.
