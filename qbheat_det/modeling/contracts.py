@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from torch import Tensor, nn
 
@@ -204,6 +205,15 @@ def get_in_features(module: nn.Module) -> list[str] | None:
     """Returns names of the backbone's outputs that a model or pyramid reads; None if unknown."""
     names = getattr(module, "head_in_features", None) or getattr(module, "in_features", None)
     return list(names) if names else None
+
+
+def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:
+    """Returns the shapes of a backbone's outputs; a ``ValueError`` names the key of a wrong one."""
+    shapes = backbone.output_shape()
+    if not names or set(names) - set(shapes):
+        known = list(shapes)
+        raise ValueError(f"{key} {list(names)} are not all among the backbone's outputs {known}")
+    return [shapes[name] for name in names]
 
 
 def get_freeze_all(backbone: Backbone) -> int:

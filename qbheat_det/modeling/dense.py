@@ -24,7 +24,8 @@ from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
 
-from qbheat_det.modeling.image_model import find_cached_images, pick_outputs
+from qbheat_det.modeling.contracts import pick_outputs
+from qbheat_det.modeling.image_model import find_cached_images
 
 _COUNT = "num_positives"  # key that ``losses`` adds to the losses
 

@@ -83,15 +83,6 @@ def find_cached_images(
     return ImageList(images, padded.image_sizes)
 
 
-def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:
-    """Returns the shapes of a backbone's outputs; a ``ValueError`` names the key of a wrong one."""
-    shapes = backbone.output_shape()
-    if not names or set(names) - set(shapes):
-        known = list(shapes)
-        raise ValueError(f"{key} {list(names)} are not all among the backbone's outputs {known}")
-    return [shapes[name] for name in names]
-
-
 class ImageModel(nn.Module):
     """A backbone that reads images of one size.
 

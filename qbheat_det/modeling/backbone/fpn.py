@@ -18,8 +18,7 @@ from fvcore.nn import weight_init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.modeling.contracts import get_encoder
-from qbheat_det.modeling.image_model import pick_outputs
+from qbheat_det.modeling.contracts import get_encoder, pick_outputs
 
 from .prefixes import accept_prefixes
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
-from qbheat_det.modeling.image_model import find_cached_images, pick_outputs
+from qbheat_det.modeling.contracts import pick_outputs
+from qbheat_det.modeling.image_model import find_cached_images
 
 from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
 from .criterion import SetCriterion, Targets
