@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> None:
     print_closing(result)
     if args.plot is not None:
         chart = chart_image(plot_probes(result), format=args.plot.suffix[1:])
-        write_atomically(args.plot, lambda stream: stream.write(chart.content))
+        write_atomically(args.plot, chart.content)
 
 
 if __name__ == "__main__":

@@ -227,8 +227,7 @@ def write_json(
             "unreadable": [asdict(fault) for fault in report.skipped.values()],
         }
     )
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(path, lambda stream: stream.write(text.encode()))
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

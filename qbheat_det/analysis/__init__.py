@@ -6,11 +6,10 @@ from importlib import import_module
 
 from qbheat_det.core.figures import FIGURES, Figure
 
-from .complexity import CountingRule, MAdds, count_detector_madds, count_madds, count_parameters
+from .complexity import CountingRule, count_detector_madds, count_madds, count_parameters
 
 __all__ = [
     "CountingRule",
-    "MAdds",
     "count_detector_madds",
     "count_madds",
     "count_parameters",

@@ -7,7 +7,7 @@ blocks it names 10 and 12; 3 and 6 end strides 4 and 8 in Table 8.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -116,11 +116,8 @@ def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
     return max(tops)
 
 
-class _Attention(NamedTuple):
-    """Of one run, by image: the drawn blocks and the pixels."""
-
-    drawn: list[list[BlockAttention]]
-    images: list[plotting.RGBImage]
+_Attention = list[tuple[plotting.RGBImage, list[BlockAttention]]]
+"""Of one run, for each image the pixels and the drawn blocks."""
 
 
 @register_figure("attention")
@@ -136,18 +133,14 @@ def draw_attention(
         nothing="no attention of tokens",
     )
     found = results.found
-    blocks = {label: [block.number for block in one.drawn[0]] for label, one in found.items()}
-    return Figure(
-        "attention",
-        "Attention between tokens and pixels",
-        results.explain(*_EXPLANATION),
-        {
-            f"{bridge}_{index + 1}": _draw_image(found, bridge, index, attention_heads)
-            for bridge in _BRIDGES
-            for index in range(len(results.files))
-        },
-        results.describe(size=size, blocks=blocks),
-    )
+    blocks = {label: [block.number for block in one[0][1]] for label, one in found.items()}
+    images = {
+        f"{bridge}_{index + 1}": _draw_image(found, bridge, index, attention_heads)
+        for bridge in _BRIDGES
+        for index in range(len(results.files))
+    }
+    title = "Attention between tokens and pixels"
+    return results.draw("attention", title, _EXPLANATION, images, size=size, blocks=blocks)
 
 
 def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
@@ -161,20 +154,20 @@ def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
     for entry in tqdm(entries, unit="image", desc=f"attention, {run.label}", delay=2, leave=False):
         # One by one: all maps of all blocks of a batch would be much memory for large images.
         (image,) = batch_images(run.model, [entry], "")
-        drawn.append([one for one in read_bridges(backbone, image) if one.number in numbers])
-    pixels = [
-        plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8) for entry in entries
-    ]
-    return _Attention(drawn, pixels)
+        found = [one for one in read_bridges(backbone, image) if one.number in numbers]
+        pixels = plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
+        drawn.append((pixels, found))
+    return drawn
 
 
 def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, heads: Heads) -> Image:
     """Draws one image, the rows of all runs below each other."""
     grid, names = [], []
     for label, one in found.items():
-        image = plotting.shrink(one.images[index], _CELL)
-        factor = image.shape[1] / one.images[index].shape[1]
-        for block in one.drawn[index]:
+        pixels, blocks = one[index]
+        image = plotting.shrink(pixels, _CELL)
+        factor = image.shape[1] / pixels.shape[1]
+        for block in blocks:
             for name, maps, stride in _list_maps(block, bridge, heads):
                 # Uniform attention is the middle of the colours, not the last one.
                 top = min(1.0, 2 / len(maps))

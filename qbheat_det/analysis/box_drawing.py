@@ -35,11 +35,7 @@ def get_class_color(index: int) -> Color:
 def draw_instances(
     image: RGBImage, instances: Instances, class_names: Sequence[str], *, min_side: int = 384
 ) -> RGBImage:
-    """Draws predictions (``pred_boxes``) or ground truth (``gt_boxes``) of an image (H, W, 3), RGB.
-
-    Masks are shaded. A class beyond ``class_names`` is called "class 7". For ``min_side`` see
-    ``draw_boxes``.
-    """
+    """Draws ``pred_boxes`` or ``gt_boxes``, masks and scores on an image (H, W, 3), RGB."""
     instances = instances.to("cpu")
     fields = instances.get_fields()
     kind = "pred" if "pred_boxes" in fields else "gt"
@@ -70,10 +66,7 @@ def draw_boxes(
     *,
     min_side: int = 384,
 ) -> RGBImage:
-    """Draws boxes (n, 4) XYXY, in pixels of the image, with their n labels above them.
-
-    An image with a side below ``min_side`` is enlarged first, so that labels are legible.
-    """
+    """Draws boxes (n, 4) XYXY in pixels and labels on an image, enlarged to ``min_side``."""
     height, width = image.shape[:2]
     scale = max(1.0, min_side / min(height, width))
     width, height = round(width * scale), round(height * scale)

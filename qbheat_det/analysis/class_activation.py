@@ -49,10 +49,7 @@ class ClassActivation(NamedTuple):
 def compute_class_activation(
     model: ImageClassifier, images: Tensor, chosen: int | None = None
 ) -> ClassActivation:
-    """Returns the map of each image (N, 3, S, S), of class ``chosen`` or of the predicted one.
-
-    The model has a ``LinearDecoder`` and is in eval mode; the images are normalised.
-    """
+    """Returns the map of each normalised image (N, 3, S, S), by default of the predicted class."""
     decoder = cast(LinearDecoder, model.decoder)
     features = model.backbone(images)
     logits = decoder(features).float()
@@ -83,10 +80,7 @@ def _fold_normalization(decoder: LinearDecoder) -> tuple[Tensor, Tensor]:
 
 
 def solve_steady_heat(values: npt.ArrayLike) -> FloatMap:
-    """Solves Laplace's equation inside the border of maps (..., H, W), by the five-point stencil.
-
-    Raises ``NotApplicable`` if a map has nothing inside its border.
-    """
+    """Solves Laplace's equation inside the border of maps (..., H, W), by five-point stencil."""
     maps = np.array(values, dtype=np.float64)
     height, width = maps.shape[-2:]
     if height < 3 or width < 3:
@@ -144,13 +138,7 @@ def draw_heat(
             {"class": one.name, "score": one.score,
              "correlation": correlate_inside(one.activation, one.steady)} for one in found
         ]  # fmt: skip
-    return Figure(
-        "heat",
-        "Class activation and steady heat",
-        results.explain(*_EXPLANATION),
-        images,
-        results.describe(runs=data),
-    )
+    return results.draw("heat", "Class activation and steady heat", _EXPLANATION, images, runs=data)
 
 
 def _compute(run: Run, files: Sequence[str], wanted: str | None, size: int | None) -> list[_Heat]:

@@ -158,8 +158,7 @@ class _Pool:
             "seconds": time.time() - began,
             "versions": list_versions(),
         }
-        content = json.dumps(to_json(record), indent=1).encode()
-        write_atomically(job.record_file, lambda stream: stream.write(content))
+        write_atomically(job.record_file, json.dumps(to_json(record), indent=1).encode())
         return ""
 
 
@@ -204,15 +203,12 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
     files = {"json": json.dumps(to_json(content), indent=1).encode(), "md": text.encode()}
     for suffix, data in files.items():
         path = comparison.output_dir / f"comparison.{suffix}"
-        write_atomically(path, lambda stream, data=data: stream.write(data))  # type: ignore[misc]
+        write_atomically(path, data)
     return text
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns top-1 of each probe in percent, "images seen", "ms an image" and "minutes" of a row.
-
-    What no finished job has measured is missing.
-    """
+    """Returns top-1 of each probe in percent and the costs of a row, those that were measured."""
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}
     if "probes" in done:

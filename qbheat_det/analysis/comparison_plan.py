@@ -107,10 +107,7 @@ class Row:
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
-    """Returns objectives by name or config file; all of the package, random first, by default.
-
-    Raises a ``UserError`` if one is unknown, named twice, or of another encoder or image size.
-    """
+    """Returns objectives of one encoder, by name or config file; all of the package by default."""
     folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
     files = {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
     known = {RANDOM: files.pop("Base-Objective"), **files}

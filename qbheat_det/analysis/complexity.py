@@ -64,11 +64,7 @@ class MAdds:
 
 
 def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
-    """Traces ``model(*inputs)`` in evaluation mode and counts it; the mode is restored.
-
-    Forward takes and returns tensors, or tuples, lists and dictionaries of them. The trace runs the
-    model for real: torch cannot trace on meta tensors.
-    """
+    """Counts ``model(*inputs)``, of tensors or containers of them, in evaluation mode."""
     analysis = FlopCountAnalysis(model, inputs)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")

@@ -38,6 +38,7 @@ from .figure import (
 from .plotting import chart_image, list_styles, start_chart, themed, to_text
 from .run import Run
 
+_TITLE = "Spatial correlation of feature maps"
 _NUM_IMAGES = 64
 _PAPER_SIZE = 224
 _BINS = 24
@@ -51,10 +52,7 @@ _EXPLANATION = (
 
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
-    """From maps (N, C, H, W) to the mean |correlation| between two positions, (N,), in [0, 1].
-
-    A position whose features are all equal is correlated with none.
-    """
+    """From maps (N, C, H, W) to the mean |correlation| between two positions, (N,), in [0, 1]."""
     vectors = features.float().flatten(2).transpose(1, 2)
     centred = vectors - vectors.mean(dim=-1, keepdim=True)
     # Of features that are all equal only rounding is left, which is no direction.
@@ -87,11 +85,7 @@ def draw_correlation(
     size: int | None = None,
     map: str | None = None,
 ) -> Figure:
-    """Draws a histogram of spatial correlation for each run, in one chart a map.
-
-    ``size`` is the side of the images, by default of the first run; ``map`` by default what each
-    model reads.
-    """
+    """Draws a histogram of spatial correlation for each run, in one chart a map."""
     side = size or find_size(runs, _PAPER_SIZE)
     results = run_on_images(
         runs,
@@ -111,14 +105,10 @@ def draw_correlation(
     for label, one in found.items():
         means = (f"{fmean(one.values):.3f}", f"{pstdev(one.values):.3f}")
         rows.append((label, one.map, *means, "untrained" if one.is_control else ""))
-    return Figure(
-        "correlation",
-        "Spatial correlation of feature maps",
-        results.explain(*_EXPLANATION, note),
-        images,
-        results.describe(size=side, runs={k: asdict(one) for k, one in found.items()}),
-        Table(("Run", "map", "mean", "standard deviation", "control"), rows),
-    )
+    table = Table(("Run", "map", "mean", "standard deviation", "control"), rows)
+    data = {k: asdict(one) for k, one in found.items()}
+    text = (*_EXPLANATION, note)
+    return results.draw("correlation", _TITLE, text, images, table, size=side, runs=data)
 
 
 @register_figure("correlation", training=True)
@@ -135,12 +125,8 @@ def measure_in_training(
     values = torch.cat(found).tolist()
     return Figure(
         "correlation",
-        "Spatial correlation of feature maps",
-        data={
-            "map": name,
-            "images": [entry.get("file_name", "") for entry in entries],
-            "values": values,
-        },
+        _TITLE,
+        data={"map": name, "images": [e.get("file_name", "") for e in entries], "values": values},
         scalars={"correlation/mean": fmean(values)},
     )
 

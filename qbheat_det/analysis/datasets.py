@@ -97,10 +97,7 @@ def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
 
 
 def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
-    """Checks the annotations, the records and every image file of a dataset.
-
-    Raises a ``UserError`` if there is no such dataset, annotation file or image folder.
-    """
+    """Checks the annotations, the records and every image file of a dataset."""
     named = source.source or _locate(source)
     origin = origin_of(named)
     forget_annotations()

@@ -96,9 +96,8 @@ def draw_detections(
     for index, run in enumerate(found, start=1):
         name = f"errors_{index}" if len(found) > 1 else "errors"
         images |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
-    text, numbers = results.explain(*_explain(found)), _collect(dataset, found)
-    numbers["left_out"] = results.left_out
-    return Figure("detections", "Detections", text, images, numbers, _tabulate(found))
+    numbers, table = _collect(dataset, found), _tabulate(found)
+    return results.draw("detections", "Detections", _explain(found), images, table, **numbers)
 
 
 def read_set(name: str) -> DetectionSet:

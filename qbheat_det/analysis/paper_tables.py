@@ -212,8 +212,7 @@ def _compare(table: int, name: str, printed: str, unit: str, count: int, rule: s
 
 def _build_backbone(variant: str) -> MobileFormer:
     outputs = ("s8", "s16_expanded", "tokens")
-    backbone: MobileFormer = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=outputs)
-    return backbone
+    return MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=outputs)
 
 
 def _count(model: nn.Module, inputs: object) -> Counts:

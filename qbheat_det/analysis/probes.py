@@ -99,8 +99,8 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     if len({result.images_seen for result in chosen if result.images_seen}) > 1:
         caption = "Top-1 by images seen in pre-training; random backbones are level lines."
         images["images_seen"] = plotting.chart_image(plot_by_images(chosen), caption=caption)
-    text, title = files.explain(*_EXPLANATION), "Probes of frozen backbones"
-    return Figure("probes", title, text, images, files.describe(runs=data), _tabulate(everything))
+    title, table = "Probes of frozen backbones", _tabulate(everything)
+    return files.draw("probes", title, _EXPLANATION, images, table, runs=data)
 
 
 def plot_probes(content: Mapping[str, Any]) -> MplFigure:
@@ -137,10 +137,7 @@ def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
 
 @plotting.themed
 def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws top-1 under each decoder of the backbones that saw most images of each series.
-
-    Results of one series under one decoder are averaged, and their standard errors.
-    """
+    """Draws mean top-1 under each decoder of the backbones that saw most images of each series."""
     decoders = sorted({result.decoder for result in results})
     series = _group(results, lambda result: result.series)
     figure, axes = plotting.start_chart(height=3.2, width=5.2)
@@ -167,11 +164,7 @@ def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
 
 @plotting.themed
 def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws top-1 over images seen in pre-training, one chart per decoder.
-
-    A line joins the checkpoints of a series; random backbones are level lines. Backbones that do
-    not record how many images they have seen are left out.
-    """
+    """Draws top-1 over images seen, where known, one chart per decoder, a line a series."""
     known = [result for result in results if result.images_seen is not None]
     names = list(dict.fromkeys(result.series for result in known))
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))

@@ -8,7 +8,7 @@ paper stops at the border. Chosen here: A1 goes to the right, A2 to the left, B1
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import cv2
 import numpy as np
@@ -54,10 +54,7 @@ def propagate(z: Tensor, a: Tensor, x: float) -> Tensor:
 
 
 def extend_map(z: Tensor, generators: Generators, margin: int) -> Tensor:
-    """Propagates the outermost features (N, G, G, C) by ``margin`` positions on all sides.
-
-    Beyond a corner, features go along y and then along x, as in Eq. 3.
-    """
+    """Propagates the outermost features (N, G, G, C) by ``margin`` positions, along y, then x."""
     a = {way: generators[name] for way, name in DIRECTIONS.items()}
     tall = _extend_axis(z.transpose(1, 2), a["down"], a["up"], margin)
     wide = _extend_axis(tall.transpose(1, 2), a["right"], a["left"], margin)
@@ -106,12 +103,6 @@ def restore_pixels(
     return made
 
 
-class _Propagation(NamedTuple):
-    columns: Mapping[str, Sequence[RGBImage]]
-    scale: str
-    offset: float
-
-
 @register_figure("beyond")
 def draw_beyond(
     runs: Sequence[Run],
@@ -120,10 +111,7 @@ def draw_beyond(
     scale: Literal["corner", "centre"] = "corner",
     distances: Sequence[float] = (0.25, 0.5, 1.0),
 ) -> Figure:
-    """Propagates the features of whole images by ``distances`` beyond their borders, and decodes.
-
-    ``scale`` says whose linear models are used.
-    """
+    """Propagates the features of images by ``distances`` beyond their borders, and decodes."""
     results = run_on_images(
         runs,
         lambda run, files: _compute(run, files, scale, distances),
@@ -131,28 +119,21 @@ def draw_beyond(
         nothing="no propagation",
     )
     images = {}
-    for index, (label, one) in enumerate(results.found.items(), 1):
-        rows = list(zip(*one.columns.values(), strict=True))
-        note = f"Models of the {one.scale}, Δx = {one.offset:g} W"
-        chart = plot_grid(rows, column_names=list(one.columns), note=note)
+    for index, (label, (columns, used, offset)) in enumerate(results.found.items(), 1):
+        rows = list(zip(*columns.values(), strict=True))
+        note = f"Models of the {used}, Δx = {offset:g} W"
+        chart = plot_grid(rows, column_names=list(columns), note=note)
         caption = f"{label}: images and their surroundings."
         images[f"{index}_images"] = chart_image(chart, caption=caption, format="jpg")
-    data = {
-        label: {"scale": one.scale, "offset": one.offset} for label, one in results.found.items()
-    }
-    return Figure(
-        "beyond",
-        "Propagation beyond the image",
-        results.explain(*_EXPLANATION),
-        images,
-        results.describe(runs=data),
-    )
+    data = {k: {"scale": one[1], "offset": one[2]} for k, one in results.found.items()}
+    return results.draw("beyond", "Propagation beyond the image", _EXPLANATION, images, runs=data)
 
 
 @torch.no_grad()
 def _compute(
     run: Run, files: Sequence[str], scale: str, distances: Sequence[float]
-) -> _Propagation:
+) -> tuple[dict[str, list[RGBImage]], str, float]:
+    """Returns images by the title of their column, whose linear models they are, and Δx."""
     models = read_linear_models(run.weights, run.label)
     scale = scale if scale in models else next(iter(models))
     offset, matrices = models[scale]
@@ -172,7 +153,7 @@ def _compute(
     columns = {"image": draw(unchanged, 0)}
     columns |= {f"{margin / size:g} W beyond": draw(generators, margin) for margin in margins}
     columns[f"A = 0, {margins[-1] / size:g} W"] = draw(unchanged, margins[-1])
-    return _Propagation(columns, scale, offset)
+    return columns, scale, offset
 
 
 def decode_beyond(

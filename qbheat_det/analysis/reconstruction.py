@@ -85,13 +85,10 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
         data[label] = {"losses": one.losses, "mean_losses": one.mean_losses, "note": one.note}
         means = one.mean_losses
         rows.append((label, *(f"{means[view]:.3f}" if view in means else "-" for view in views)))
-    return Figure(
-        "reconstructions",
-        "Reconstructions",
-        results.explain(*_EXPLANATION),
-        {f"grid_{i}": _draw_grid(*run) for i, run in enumerate(found.items(), 1)},
-        results.describe(runs=data),
-        Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows),
+    images = {f"grid_{i}": _draw_grid(*run) for i, run in enumerate(found.items(), 1)}
+    table = Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows)
+    return results.draw(
+        "reconstructions", "Reconstructions", _EXPLANATION, images, table, runs=data
     )
 
 

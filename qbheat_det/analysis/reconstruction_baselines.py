@@ -54,10 +54,7 @@ class ReconstructionTask:
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "ReconstructionTask":
-        """
-        Raises:
-            UserError: the config is not one of QB-Heat, or not valid.
-        """
+        """Raises a ``UserError`` if the config is not one of QB-Heat, or not valid."""
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
         for key, value, known in (
             ("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, ("QBHeat",)),

@@ -140,10 +140,7 @@ class Run:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
     def find_set(self, split: Split = "test") -> str:
-        """Returns the registered name of the run's first data set of a split, see ``run.json``.
-
-        Raises ``NotApplicable`` if the run had none, or they are not on this machine.
-        """
+        """Returns the registered name of the run's first data set of a split, see ``run.json``."""
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
             raise NotApplicable(f"'{self.label}' has no {split} set: use --images")
@@ -164,10 +161,7 @@ class Run:
         return name
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
-        """Returns entries of the run's mapper in inference, spread evenly over all images.
-
-        These are of the folder ``images``, else of the run's test set, else of its training set.
-        """
+        """Returns mapped images of the folder ``images``, or of the run's test or training set."""
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"
         else:

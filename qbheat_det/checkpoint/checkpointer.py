@@ -71,9 +71,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             remove_leftovers(self.save_dir)
 
     def save(self, name: str, **kwargs: Any) -> None:
-        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``, or raises a
-        ``UserError``.
-        """
+        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``."""
         if not self.save_dir or not self.save_to_disk:
             return
         content = {"model": self.model.state_dict()}
@@ -88,7 +86,7 @@ class SafeCheckpointer(DetectionCheckpointer):
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Names the file that ``resume_or_load`` resumes from."""
         tag = Path(self.save_dir) / "last_checkpoint"
-        write_atomically(tag, lambda stream: stream.write(last_filename_basename.encode()))
+        write_atomically(tag, last_filename_basename.encode())
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path leaves the model as it is.

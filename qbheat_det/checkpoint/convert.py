@@ -61,14 +61,11 @@ def convert_weights(
             those of its authors; ``EFFICIENTNET_LITE`` and a number, for those of the package
             "efficientnet_lite_pytorch".
         overwrite: whether ``output`` may exist.
-        pixel_mean: of the training images, RGB in [0, 255]; empty for those of the encoder.
-        pixel_std: as ``pixel_mean``.
+        pixel_mean: of the training images, RGB in [0, 255], as ``pixel_std``; by default the
+            encoder's.
 
     Returns:
         The account of the tensors, and the keys of a config that build the encoder.
-
-    Raises:
-        UserError: the file cannot be read, is of another network, or cannot be written.
     """
     if output.suffix != ".safetensors" or output.is_dir():
         raise UserError(f"'{output}' is no name for the new file: it must end in .safetensors")
@@ -115,8 +112,7 @@ def _dump(keys: Mapping[str, Any]) -> str:
     for key, value in keys.items():
         *parents, name = key.split(".")
         functools.reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[name] = value
-    text: str = yaml.safe_dump(tree)
-    return text
+    return yaml.safe_dump(tree)
 
 
 Converted = tuple[dict[str, Tensor], str, dict[str, Any]]

@@ -155,8 +155,7 @@ def local_weights(path: str) -> str:
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
-    """Writes weights with their description as ``.safetensors``, atomically, or raises a
-    ``UserError``.
+    """Writes weights with their description as ``.safetensors``, atomically.
 
     Tensors are dense, on any device, and may share memory; the folder is made.
     """
@@ -165,14 +164,12 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in state_dict.items()
     }
-    content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(info.to_dict())})
-    write_atomically(path, lambda stream: stream.write(content))
+    metadata = {_METADATA_KEY: json.dumps(info.to_dict())}
+    write_atomically(path, safetensors.torch.save(tensors, metadata))
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns a file's description, or None, without reading its tensors; may raise a
-    ``UserError``.
-    """
+    """Returns a file's description, or None, without reading its tensors."""
     check_weights_file(path)
     path = local_weights(path)
     if _is_safetensors(path):

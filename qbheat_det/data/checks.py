@@ -53,10 +53,7 @@ def join_messages(errors: Iterable[DataError], limit: int = 10) -> str:
 
 
 def check_input_keys(*rows: tuple[str, object, bool, str]) -> None:
-    """Raises a ``UserError`` for the first row that is not valid.
-
-    Rows are key of ``INPUT``, value, whether it is valid, and what it must be.
-    """
+    """Checks rows of key of ``INPUT``, value, whether it is valid, and what it must be."""
     for key, value, is_valid, must in rows:
         if not is_valid:
             raise UserError(f"INPUT.{key} must be {must}, but is {value!r}")

@@ -96,10 +96,7 @@ class FeatureStore:
         return missing
 
     def read(self, view_index: int) -> Stored:
-        """Returns a view, in memory of its own, or what the mapper gave in its place.
-
-        Raises a ``UserError`` if its file is gone, damaged or of another cache.
-        """
+        """Returns a view, in memory of its own, or what the mapper gave in its place."""
         if not 0 <= view_index < self.num_views:
             raise IndexError(f"view {view_index} of {self.num_views}")
         views, tensors = self._open(view_index // VIEWS_PER_FILE)
@@ -145,7 +142,7 @@ class FeatureStore:
         about = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": abouts}
         content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(about)})
         try:
-            write_atomically(self.path_of(file), lambda stream: stream.write(content))
+            write_atomically(self.path_of(file), content)
         except UserError as error:
             raise UserError(f"{error}: {_OTHER_FOLDER}") from error
         self._files.pop(file, None)

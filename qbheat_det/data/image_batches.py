@@ -86,10 +86,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
 def build_image_batches(
     cfg: CfgNode, dataset_name: str, *, mapper: Mapper | None = None
 ) -> ImageBatches:
-    """Builds the batches of a registered set, each image once for each view of the model.
-
-    ``mapper``, by default the config's, gets records with their index, see ``number_records``.
-    """
+    """Builds the batches of a registered set, each image once for each view of the model."""
     records = number_records(DatasetCatalog.get(dataset_name))
     return _build(cfg, with_views(records, get_views(cfg).values()), mapper)
 

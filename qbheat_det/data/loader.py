@@ -58,21 +58,16 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         seed: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """
-        Args:
-            dataset: Detectron2's dicts of images.
-            mapper: from a dict to what the model takes; None or an error skips an image, and
-                another, drawn under the same seed, takes its place.
-            build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
-            batch_size: images of one step over all processes. Shares may differ by one.
-            aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
-                padding; every dict then needs "width" and "height".
-            num_workers: loading processes; 0 loads in this one.
-            seed: of order and augmentation.
-            pin_memory: give tensors in memory that a GPU copies from by itself.
-
-        Raises:
-            UserError: there are no images, or fewer in a batch than processes.
+        """Args:
+        dataset: Detectron2's dicts of images.
+        mapper: from a dict to what the model takes; None or an error skips an image, and
+            another, drawn under the same seed, takes its place.
+        build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
+        batch_size: images of one step over all processes. Shares may differ by one.
+        aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
+            padding; every dict then needs "width" and "height".
+        seed: of order and augmentation.
+        pin_memory: give tensors in memory that a GPU copies from by itself.
         """
         if len(dataset) == 0:
             raise UserError("the training set has no images")
@@ -193,13 +188,12 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
     keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
-    dataset: Sequence[dict[str, Any]] = get_detection_dataset_dicts(
+    return get_detection_dataset_dicts(
         names,
         filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
         proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
     )
-    return dataset
 
 
 def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:

@@ -126,8 +126,7 @@ class PartPrograms:
         try:
             program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
             aoti_compile_and_package(program, package_path=str(fresh), inductor_configs=options)
-            content = fresh.read_bytes()
-            write_atomically(path, lambda stream: stream.write(content))
+            write_atomically(path, fresh.read_bytes())
         finally:
             self._part._compiled_call_impl = self
             fresh.unlink(missing_ok=True)

@@ -101,7 +101,6 @@ class FusedMobile(nn.Module):
         self.plain = plain
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """As ``Mobile.forward``."""
         block = self.plain
         if padding is not None or not _can_fuse(x, block.expand):
             return block(x, token, padding)
@@ -122,7 +121,6 @@ class FusedDownMobile(nn.Module):
         self.plain = plain
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """As ``DownMobile.forward``."""
         block = self.plain
         if padding is not None or not _can_fuse(x, block.down):
             return block(x, token, padding)
@@ -142,7 +140,6 @@ class FusedLiteBottleneck(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As ``LiteBottleneck.forward``."""
         depthwise = self.plain.depthwise
         has_norm = depthwise.norm is not None
         is_plain = padding is not None or has_norm or not self.plain.has_identity
@@ -166,7 +163,6 @@ class FusedLiteMobile(nn.Module):
         self.plain = plain
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """As ``LiteMobile.forward``."""
         depthwise = self.plain.depthwise
         has_norm = depthwise.norm is not None
         if level.padding is not None or has_norm or not _can_fuse(level.x, depthwise):
@@ -188,7 +184,6 @@ class CachedPositionEncoding(nn.Module):
         self._encodings: dict[tuple[object, ...], Tensor] = {}
 
     def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
-        """As ``SinePositionEncoding.forward``."""
         if padding is not None or torch.is_grad_enabled() or is_recorded():
             return self.plain(size, padding)
         frequency = self.plain.frequency
@@ -202,7 +197,6 @@ class CachedPositionEncoding(nn.Module):
         return encoding
 
     def wave(self, position: Tensor) -> Tensor:
-        """As ``SinePositionEncoding.wave``."""
         return self.plain.wave(position)
 
 
@@ -247,8 +241,7 @@ def scaled_prelu(
 def convolve(
     convolution: NormedConv2d, x: Tensor, factor: Tensor | None = None, order: Tensor | None = None
 ) -> Tensor:
-    """Applies a pointwise or depthwise convolution and its norm to a map (1, C, H, W) times a
-    factor.
+    """Applies a pointwise or depthwise convolution and its norm to a map (1, C, H, W).
 
     ``order`` (C,) says which input channel of the convolution each channel of ``x`` is.
     """

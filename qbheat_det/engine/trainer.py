@@ -179,7 +179,7 @@ class Trainer(DefaultTrainer):
             self.teacher.prepare(self.data_loader)
         if comm.is_main_process():
             path, text = Path(self.cfg.OUTPUT_DIR) / "config.yaml", dump_config(self.cfg)
-            write_atomically(path, lambda stream: stream.write(text.encode()))
+            write_atomically(path, text.encode())
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
         finally:  # otherwise workers wait for the garbage collector

@@ -52,14 +52,10 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     Results are ``{"classification": {"top1", "top5", "balanced", and each with
     "_standard_error"}}`` in per cent, nan without images. Of equal scores the first class counts as
-    the highest, and an image with a score of nan as wrong.
-
-    ``classification.json`` in ``output_dir`` adds the accuracy of each class and the confusions.
-    Results do not depend on the number of processes.
-
-    Attributes:
-        confusion: after ``evaluate``, on the main process: (K, K), images of class i that were
-            classified as class j; images with nan are in none.
+    the highest, and an image with a score of nan as wrong. ``classification.json`` in
+    ``output_dir`` adds the accuracy of each class and the confusions. After ``evaluate``,
+    ``confusion`` (K, K) has the images of class i that were classified as class j, on the main
+    process.
     """
 
     confusion: Counts
@@ -78,10 +74,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._seen = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Takes "image_id" and "label" of a batch in, and "scores" (K,) of each image.
-
-        Raises a ``UserError`` if the model gives no scores of these classes.
-        """
+        """Takes "image_id" and "label" of a batch in, and "scores" (K,) of each image."""
         if any("scores" not in output for output in outputs):
             raise UserError(
                 f"dataset '{self._dataset_name}' has class labels, but the model gives no 'scores':"
@@ -151,9 +144,8 @@ class ClassificationEvaluator(DatasetEvaluator):
                 {"class": one, "taken_for": other, "images": n} for one, other, n in confusions
             ],
         }
-        text = json.dumps(content, indent=1).encode()
         path = Path(self.output_dir) / "classification.json"
-        write_atomically(path, lambda stream: stream.write(text))
+        write_atomically(path, json.dumps(content, indent=1).encode())
 
 
 def predict(scores: Tensor) -> Tensor:

@@ -126,8 +126,7 @@ def measure_agreement(
 
 
 def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Reference:
-    """Returns the model in PyTorch as a function of one image (H, W, 3), uint8, in
-    ``INPUT.FORMAT``.
+    """Returns the model in PyTorch as a function of one image (H, W, 3), uint8.
 
     Its outputs are those of a batch of one by name.
     """

@@ -74,8 +74,7 @@ def export_model(
             exported, reference, examples, tolerance=tolerance, source=source
         )
         report.check()
-        content = written.read_bytes()
-        write_atomically(output, lambda stream: stream.write(content))
+        write_atomically(output, written.read_bytes())
     return report
 
 

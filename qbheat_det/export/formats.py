@@ -96,8 +96,7 @@ def write_onnx(
     outputs: Sequence[str],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a program of ``trace`` as one ONNX file, with metadata and names of inputs and
-    outputs.
+    """Writes a program of ``trace`` as one ONNX file, with metadata.
 
     Raises a ``UserError`` if a package of the extra ``export`` is missing.
     """

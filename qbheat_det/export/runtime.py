@@ -65,14 +65,9 @@ class ExportedModel:
     def __call__(self, images: Images) -> Any:
         """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
 
-        Returns:
-            Of a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
-            pixels of the image), ``scores`` and ``pred_classes``, the best first; of a classifier
-            scores (N, K); of a backbone its maps and tokens by name.
-
-        Raises:
-            ValueError: the images have another shape or type, or no pixels.
-            UserError: the program fails.
+        Returns of a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
+        pixels of the image), ``scores`` and ``pred_classes``, the best first; of a classifier
+        scores (N, K); of a backbone its maps and tokens by name. Other images are a ``ValueError``.
         """
         return _format(self.run(images), self.info, images)
 

@@ -9,9 +9,8 @@ import copy
 import hashlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import torch
 from detectron2.config import CfgNode
@@ -164,12 +163,8 @@ def export_shared_encoder(
             )
             reports[name].check()
         for path in sorted(Path(temporary).iterdir()):
-            write_atomically(folder / path.name, partial(_copy, path))
+            write_atomically(folder / path.name, path.read_bytes())
     return reports
-
-
-def _copy(path: Path, stream: BinaryIO) -> None:
-    stream.write(path.read_bytes())
 
 
 def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> None:

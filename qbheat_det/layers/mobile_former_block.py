@@ -77,9 +77,7 @@ class FormerToMobile(nn.Module):
         self.value = nn.Linear(token_dim, channels)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """From (N, C, H, W) and tokens (N, M, D) to (N, C, H, W): the map plus the attention's
-        output.
-        """
+        """From (N, C, H, W) and tokens (N, M, D) to (N, C, H, W): the map plus the attention."""
         key = self.key(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         key = key * key.shape[-1] ** -0.5
         value = self.value(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
@@ -272,9 +270,7 @@ class MobileFormerBlock(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """From (N, C, H, W) and (N, M, D) to (N, C', H', W') and (N, M, D); ``padding`` as in
-        ``Mobile``.
-        """
+        """(N, C, H, W) and (N, M, D) to (N, C', H', W') and (N, M, D), as in ``Mobile``."""
         tokens = self.former(self.mobile_to_former(tokens, x, padding))
         x = self.mobile(x, tokens[:, 0], padding)
         return self.former_to_mobile(x, tokens), tokens

@@ -45,8 +45,7 @@ def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
 def resize_bilinear(
     x: Tensor, size: Sequence[int], padding: Tensor | None = None, padding_out: Tensor | None = None
 ) -> Tensor:
-    """Resizes (N, C, H, W) to (N, C, H', W') bilinearly, each image of a batch as it would be
-    alone.
+    """Resizes (N, C, H, W) to (N, C, H', W') bilinearly, each image as it would be alone.
 
     ``padding`` (N, 1, H, W) is the mask of ``x``, ``padding_out`` (N, 1, H', W') that of the
     result; None where no image is padded.
@@ -88,8 +87,7 @@ class SinePositionEncoding(nn.Module):
         self.frequency: Tensor  # (C / 4,)
 
     def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
-        """Returns (N, HW, C) of a map of ``size`` (H, W); (1, HW, C) without ``padding`` (N, 1, H,
-        W).
+        """Returns (N, HW, C) of a map of (H, W); (1, HW, C) without ``padding`` (N, 1, H, W).
 
         Positions are normalised to (0, 1] within the unpadded image.
         """

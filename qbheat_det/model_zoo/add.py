@@ -98,9 +98,8 @@ def add_entry(
         entry = dataclasses.replace(entry, fingerprint=fingerprint)
         content = index.render_index([*others, entry], index_file)
         check_writable(index_file)
-        weights_content = stored.read_bytes()
-        write_atomically(folder / entry.stored.file, lambda stream: stream.write(weights_content))
-        write_atomically(index_file, lambda stream: stream.write(content))
+        write_atomically(folder / entry.stored.file, stored.read_bytes())
+        write_atomically(index_file, content)
     return entry
 
 

@@ -24,10 +24,7 @@ from .sources import fetch
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in evaluation mode, filled exactly from a file; a bare backbone if it holds no more.
-
-    ``report`` is None if the weights were not loaded.
-    """
+    """A model or bare backbone in evaluation mode, filled from a file if there is a ``report``."""
 
     model: nn.Module
     cfg: CfgNode
@@ -45,10 +42,7 @@ def get_config_file(name: str) -> str:
 
 
 def get_config(name: str, *, trained: bool = True) -> CfgNode:
-    """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to them.
-
-    Without ``trained``, the recipe as shipped, without what the entry's command overrides.
-    """
+    """Returns the config inside an entry's weights; without ``trained``, the recipe as shipped."""
     return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
 
 

@@ -62,10 +62,7 @@ def draw_images() -> list[npt.NDArray[np.uint8]]:
 
 
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
-    """Runs a detector, classifier, pre-training objective or backbone on the synthetic images.
-
-    Mode and random state are the same afterwards. A ``UserError`` if there are no outputs, or NaN.
-    """
+    """Runs a model on the synthetic images; its mode and the random state stay."""
     batch = _read_images(cfg)
     was_training = model.training
     model.eval()
@@ -176,8 +173,7 @@ def _normalise(model: Backbone, cfg: CfgNode, batch: Sequence[Mapping[str, Any]]
         for values in (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
     )
     images = [(entry["image"].to(device) - mean) / std for entry in batch]
-    padded: Tensor = ImageList.from_tensors(images, model.size_divisibility).tensor
-    return padded
+    return ImageList.from_tensors(images, model.size_divisibility).tensor
 
 
 def _record(name: str, raw: dict[str, list[OutputStats]]) -> Callable[..., None]:

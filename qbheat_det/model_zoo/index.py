@@ -24,10 +24,7 @@ TASKS = ("pretraining", "detection", "classification")
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A measured number, such as "AP" of 21.3 "%" on the data "Aquarium test".
-
-    ``spread`` is such as "±0.4, over 3 seeds"; ``unit``, ``spread`` and ``note`` may be empty.
-    """
+    """A measured number, such as "AP" of 21.3 "%", ±0.4, on the data "Aquarium test"."""
 
     name: str
     value: float
@@ -179,8 +176,7 @@ def _find_strings(value: Any) -> Iterator[str]:
 
 def to_plain(entry: ZooEntry) -> dict[str, Any]:
     """Returns an entry as JSON data, the reverse of ``parse_entry``."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(entry)))
-    return plain
+    return json.loads(json.dumps(dataclasses.asdict(entry)))
 
 
 def file_of(name: str) -> str:
@@ -235,10 +231,7 @@ def zoo_folders() -> tuple[Path, ...]:
 
 
 def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
-    """Returns the entries whose name matches a shell pattern, sorted by name.
-
-    Those of the package, and of each ``index.json`` in a folder of ``$QBHEAT_ZOO``.
-    """
+    """Returns the entries, ``$QBHEAT_ZOO``'s too, whose name matches a shell pattern, sorted."""
     entries: dict[str, tuple[ZooEntry, Path]] = {}
     own = [folder / INDEX_FILE.name for folder in zoo_folders()]
     for path in (INDEX_FILE, *(path for path in own if path.is_file())):

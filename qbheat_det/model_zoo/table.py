@@ -33,8 +33,7 @@ def write_table(path: Path = ZOO_FILE) -> Path:
     if not (begin and end):
         raise UserError(f"'{path}' has no section between '{_BEGIN}' and '{_END}'")
     section = render_entries(index.load_index())
-    content = f"{head}{begin}\n\n{section}\n\n{end}{tail}".encode()
-    write_atomically(path, lambda stream: stream.write(content))
+    write_atomically(path, f"{head}{begin}\n\n{section}\n\n{end}{tail}".encode())
     return path
 
 

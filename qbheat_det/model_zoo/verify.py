@@ -23,10 +23,7 @@ _STEPS = ("file and hash", "tensors loaded", "index", "fingerprint")
 
 
 def verify_entry(entry: ZooEntry) -> dict[str, str]:
-    """Fetches an entry, fills its model, and compares costs and outputs with the index.
-
-    Returns "name"; the result of each step, "-" for one that was not reached; and "error".
-    """
+    """Returns "name", the result of each step ("-" if not reached) and "error" of an entry."""
     verdict = {"name": entry.name, **dict.fromkeys(_STEPS, "-"), "error": ""}
     try:
         get_config_path(entry.config)

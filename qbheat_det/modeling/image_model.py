@@ -34,8 +34,7 @@ class CachedImages:
     device: torch.device
 
     def batch(self, name: str, stride: int | None, layout: torch.memory_format) -> Tensor:
-        """Returns one output of all images, in float32 on the device: a map, or (N, M, D) without
-        stride.
+        """Returns one output of all images, float32, on the device: a map, or tokens (N, M, D).
 
         Maps are (N, C, ceil(H / stride), ceil(W / stride)), zero at the right and the bottom of
         smaller images; a ``UserError`` if one is larger than its image allows.

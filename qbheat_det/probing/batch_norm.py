@@ -38,16 +38,12 @@ def recalibrate_bn(
 
     Args:
         backbone: changed in place.
-        images: (3, H, W) each, pixels as a dataset mapper gives them.
-        pixel_mean: mean of each channel.
-        pixel_std: standard deviation of each channel.
+        images: (3, H, W) each, pixels as a dataset mapper gives them; at least one.
+        pixel_mean: of each channel, as ``pixel_std``.
         batch_size: the most images of a batch.
 
     Returns:
         The number of BatchNorms.
-
-    Raises:
-        UserError: there are no images.
     """
     if not images:
         raise UserError("BatchNorm is recalibrated on images, and there are none")
@@ -89,10 +85,7 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
 def read_whole_images(
     cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int
 ) -> list[Tensor]:
-    """Returns random images (3, H, W), always the same, as the config's model sees them.
-
-    What cannot be read is left out and named in the log; a ``UserError`` if nothing is left.
-    """
+    """Returns random images (3, H, W), always the same, as the config's model sees them."""
     chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)
     workers = cfg.DATALOADER.NUM_WORKERS

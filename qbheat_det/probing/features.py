@@ -97,10 +97,7 @@ def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
 
 
 def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns rising indices of the images that remain, and of a fifth of each class held out.
-
-    Of a class of at least two images, at least one is on either side.
-    """
+    """Returns rising indices of the images that remain, and of a fifth of each class held out."""
     draw = random.Random(seed)
     aside: list[int] = []
     for label in labels.unique().tolist():

@@ -79,24 +79,18 @@ class BackboneProbe:
         memory_gb: float = 8.0,
         on_row: Callable[[Row], None] = lambda row: None,
     ) -> None:
-        """
-        Args:
-            cfg: of backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED``, of
-                all that the probes draw, are read.
-            train_folder: class folders whose images the probes learn from.
-            val_folder: class folders whose images are classified, once for each row.
-            probes: names as in ``PROBES``; "tran-k:width" for another width than
-                ``MODEL.CLASSIFIER.WIDTH``.
-            num_recalibrated: images of ``train_folder`` to recalibrate BatchNorm on, after which
-                each backbone is probed a second time; 0 for no second time.
-            feature: name of the feature map; by default the backbone's coarsest, of several the
-                last.
-            json_file: rewritten after each row; rows that it holds are not computed again.
-            memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
-            on_row: called with each row as it comes, those of ``json_file`` included.
-
-        Raises:
-            UserError: images, ``json_file`` or a name are not sound.
+        """Args:
+        cfg: of backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED`` are
+            read.
+        train_folder: class folders whose images the probes learn from.
+        val_folder: class folders whose images are classified, once for each row.
+        probes: names as in ``PROBES``.
+        num_recalibrated: images of ``train_folder`` to recalibrate BatchNorm on, after which
+            each backbone is probed a second time; 0 for no second time.
+        feature: name of the feature map, see ``find_feature``.
+        json_file: rewritten after each row; rows that it holds are not computed again.
+        memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
+        on_row: called with each row as it comes, those of ``json_file`` included.
         """
         check_probes(probes)
         records = load_class_folders(train_folder, val_folder)
@@ -193,8 +187,7 @@ class BackboneProbe:
         rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
         self.results["rows"] = [*rows, row]
         if self._file is not None:
-            text = json.dumps(self.results, indent=1).encode()
-            write_atomically(self._file, lambda stream: stream.write(text))
+            write_atomically(self._file, json.dumps(self.results, indent=1).encode())
 
     def _recalibrate(self, backbone: Backbone) -> int:
         """Returns the number of images; 0 for a backbone without BatchNorm."""
@@ -220,8 +213,7 @@ class BackboneProbe:
         def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
             images = torch.stack([entry["image"] for entry in batch]).to(device)
             bar.update()
-            outputs: dict[str, Tensor] = backbone((images - mean) / std)
-            return outputs
+            return backbone((images - mean) / std)
 
         total = sum(map(len, self._images))
         with tqdm(total=total, desc=title[-40:], unit=" batches", delay=_DELAY) as bar:

@@ -29,13 +29,10 @@ _FLOOR = 1e-2  # added to the variances along the axes, of which the mean is 1
 
 @dataclass(frozen=True)
 class Whitening:
-    """Standardises channels and whitens them; a principal axis of variance s gets s / (s + 0.01).
+    """Whitens C channels; a principal axis of variance s gets the variance s / (s + 0.01)."""
 
-    ``mean`` is (C,), ``matrix`` (C, C) multiplies the difference to it.
-    """
-
-    mean: Tensor
-    matrix: Tensor
+    mean: Tensor  # (C,)
+    matrix: Tensor  # (C, C), of the difference to the mean
 
     @classmethod
     def of(cls, maps: Tensor) -> "Whitening":

@@ -47,15 +47,9 @@ _HEAD = "<head>"  # stands for a parameter that no pattern matches
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
 
-    Its step is fused if PyTorch has kernels for the device, see ``build_fused``.
-
     Besides Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model": it clips
-    the norm over all parameters together, as DETR does. The optimizer's attribute
-    ``gradient_norm`` is then this norm before clipping in the last step, a 0-d tensor; it is None
-    before the first step and with other clipping.
-
-    Raises:
-        UserError: a setting is invalid, or no parameter is trainable.
+    the norm over all parameters together, as DETR does; the optimizer's ``gradient_norm`` is then
+    this norm before clipping in the last step, a 0-d tensor, and else None.
     """
     clip = cfg.SOLVER.CLIP_GRADIENTS
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
@@ -106,22 +100,16 @@ def parameter_groups(
     """Groups the trainable parameters by learning rate and weight decay, each in one group.
 
     A parameter of the backbone that lies k layers below the head, 1 in the backbone's last, has the
-    learning rate ``lr * backbone_multiplier * layer_decay ** k``, every other one ``lr``. There are
-    as many groups as there are different pairs of learning rate and weight decay.
+    learning rate ``lr * backbone_multiplier * layer_decay ** k``, every other one ``lr``.
 
     Args:
         model: a meta-architecture; its child ``backbone`` may have learning rates of its own.
-        lr: learning rate.
-        backbone_multiplier: the backbone's learning rate relative to ``lr``.
         weight_decay: of weights; the global tokens of a Mobile-Former and a [MASK] token have none.
         weight_decay_norm: of the affine parameters of norms.
         weight_decay_bias: of biases; None for that of weights.
         layer_decay: see above, and ``layers_above``.
         token_multiplier: further factor on the learning rate of the backbone's token path.
         bias_lr_factor: the learning rate of biases relative to that of weights.
-
-    Raises:
-        UserError: ``layer_decay`` is not 1, and the backbone does not say what its layers are.
     """
     overrides = {name: {"weight_decay": 0.0} for name in ("tokens", "token")}
     # Detectron2 knows biases by the name "bias" alone.
@@ -159,10 +147,7 @@ def adamw(
     betas: Sequence[float] = (0.9, 0.999),
     max_norm: float = 0.0,
 ) -> Optimizer:
-    """AdamW for LazyConfigs, with a state of plain numbers, which is read without unpickling.
-
-    ``params`` is what ``parameter_groups`` gives; with a ``max_norm`` of 0 nothing is clipped.
-    """
+    """AdamW over ``parameter_groups`` for LazyConfigs; its state is read without unpickling."""
     first, second = betas
     built = build_fused(
         torch.optim.AdamW,
@@ -203,10 +188,7 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
 def build_fused(
     optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], **arguments: Any
 ) -> Optimizer:
-    """Builds an optimizer with fused kernels, or without them where PyTorch has none.
-
-    What it loads may come from a run without them, or of another memory layout.
-    """
+    """Builds an optimizer with fused kernels where PyTorch has them; it loads any other's state."""
     groups = [{**group, "params": list(group["params"])} for group in groups]
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     arguments = {**arguments, "fused": devices <= {"cpu", "cuda"}}
@@ -224,11 +206,7 @@ def build_fused(
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Makes each step of ``optimizer`` first clip the norm of all its gradients together.
-
-    The norm before clipping is then ``optimizer.gradient_norm``. A gradient scaler that skips a
-    step leaves the norm of the step before.
-    """
+    """Makes each step clip the norm of all gradients, before that ``optimizer.gradient_norm``."""
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]

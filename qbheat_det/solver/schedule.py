@@ -156,10 +156,7 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-    """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
-
-    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out; Detectron2 fails on them.
-    """
+    """Builds ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config, without steps after its end."""
     _check_iterations(cfg)
     pruned = cfg.clone()
     pruned.defrost()

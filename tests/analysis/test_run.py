@@ -104,7 +104,7 @@ def test_broken_runs_are_left_out_with_their_label(
     results = run_each([new, cut, whole], compute, nothing="nothing")
     assert list(results.found) == ["untrained"]
     assert [label in text for label, text in zip(("'new'", "'cut'"), results.left_out, strict=True)]
-    assert len(results.explain()) == 1
+    assert len(results.draw("name", "Title", (), {}).explanation) == 1
     warnings = [r.getMessage() for r in caplog.records if "left out" in r.msg]
     assert warnings == [f"left out: {results.left_out[1]}"]  # a missing checkpoint is no error
     with pytest.raises(UserError, match=r"nothing: .*'new'.*'cut'"):

@@ -21,10 +21,7 @@ PathLike = str | os.PathLike[str]
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
-    """Registers an annotation file, which is read when the set is first loaded, with Detectron2.
-
-    Does nothing for a name with the same files; a ``UserError`` if it is taken by others.
-    """
+    """Registers an annotation file with Detectron2; another one of its name is a ``UserError``."""
     paths = os.path.abspath(json_file), os.path.abspath(image_root)
     if not _is_registered(name, *paths):
         register_coco_instances(name, {}, *paths)
@@ -37,10 +34,7 @@ def register_coco_images(
     *,
     prepare: Callable[[], object] | None = None,
 ) -> None:
-    """Registers the images of an annotation file without their annotations, for pre-training.
-
-    As ``register_coco_json``; ``prepare`` makes the files when the set is first loaded.
-    """
+    """As ``register_coco_json``, without annotations; ``prepare`` makes the files when needed."""
     paths = os.path.abspath(json_file), os.path.abspath(image_root)
     if _is_registered(name, *paths, unlabelled=True):
         return
@@ -61,10 +55,7 @@ def register_coco_images(
 
 
 def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
-    """Returns ``file_name`` and ``image_id`` of every image, in the order of the ids.
-
-    Raises a ``UserError`` for the first error of ``CocoFile``.
-    """
+    """Returns ``file_name`` and ``image_id`` of every image, in the order of the ids."""
     file = CocoFile(str(json_file), str(image_root), needed=("images",))
     raise_first(file.errors)
     return [

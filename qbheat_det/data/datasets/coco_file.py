@@ -55,16 +55,10 @@ _RULES: dict[str, dict[str, Rule]] = {
 class CocoFile:
     """An annotation file, separated into what is valid and what is not.
 
-    What stops a run, or silently spoils it, is an error that names the file and the id. What
-    Detectron2 copes with, and COCO's own files contain, is a warning with a count.
-
-    Attributes:
-        json_file: the file.
-        image_root: folder that file names are relative to.
-        images, annotations: entries without an error, as they are in the file.
-        categories: those without an error, in contiguous order: by id, as Detectron2 sorts them.
-        errors: one for each thing that is wrong.
-        warnings: messages about what is odd but can be worked with.
+    What stops a run, or silently spoils it, is one of ``errors``, which names the file and the id.
+    What Detectron2 copes with is one of ``warnings``. ``images`` and ``annotations`` are the
+    entries without an error, ``categories`` those in contiguous order: by id, as Detectron2 sorts
+    them.
     """
 
     def __init__(

@@ -85,10 +85,7 @@ def load_image_folders(
 
 
 def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
-    """Returns labelled records of two folders of class folders, in the classes of the first.
-
-    As ``load_image_folders``; a ``UserError`` too if there is one class, or the second has others.
-    """
+    """Returns labelled records of two folders of class folders, in the classes of the first."""
     names = os.fspath(train_folder), os.fspath(val_folder)
     return _label_both(_list_labelled(names[0]), _list_labelled(names[1]), names=names)
 
@@ -117,10 +114,7 @@ def list_classes(sets: Sequence[str]) -> list[str]:
 
 
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
-    """Returns the records of registered sets, one after another, with "label" as in a list.
-
-    Raises a ``UserError`` if a set has no labels, or images of a class that is not in the list.
-    """
+    """Returns the records of registered sets, one after another, with "label" as in a list."""
     return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 
 

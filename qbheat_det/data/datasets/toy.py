@@ -37,10 +37,7 @@ _JPEG_QUALITY = 95
 
 @dataclass(frozen=True)
 class ToySpec:
-    """What determines a toy set, down to the byte on one machine.
-
-    ``name``, such as ``"train"``, makes two sets of the same seed differ; images are square.
-    """
+    """What determines a set of square images, down to the byte; names make sets differ."""
 
     name: str
     num_images: int
@@ -69,10 +66,7 @@ def get_cache_dir() -> Path:
 
 
 def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the folder of a toy set, drawn now if the cache does not hold it.
-
-    Other processes wait for the first. A set appears under its name when it is complete.
-    """
+    """Returns the folder of a toy set, drawn now, by one process, if the cache lacks it."""
     cache = get_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = cache / spec.folder_name
     if folder.is_dir():
@@ -102,8 +96,7 @@ def register_toy_set(
 
     def load() -> list[dict[str, Any]]:
         prepare_toy_set(spec, cache)
-        dataset: list[dict[str, Any]] = load_coco_json(json_file, image_root, name)
-        return dataset
+        return load_coco_json(json_file, image_root, name)
 
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(

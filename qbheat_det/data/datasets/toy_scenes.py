@@ -119,8 +119,7 @@ class Scene:
             image_part, patch_part = _overlap(item, len(image))
             mask = item.mask[patch_part]
             image[image_part][mask] = item.texture[patch_part][mask]
-        noisy: ByteArray = np.clip(image + self.noise, 0, 255).astype(np.uint8)
-        return noisy
+        return np.clip(image + self.noise, 0, 255).astype(np.uint8)
 
 
 def sample_scene(rng: np.random.Generator, size: int) -> Scene:

@@ -28,10 +28,7 @@ _LARGEST = 10_000_000  # bytes of a data.yaml
 
 @dataclass(frozen=True)
 class YoloConfig:
-    """What a ``data.yaml`` says: its absolute path, classes, folders and lists of its subsets.
-
-    ``has_keypoints`` is whether lines go on with keypoints after the box.
-    """
+    """What a ``data.yaml`` says: its path, classes, folders and lists, and if it has keypoints."""
 
     file: Path
     names: list[str]

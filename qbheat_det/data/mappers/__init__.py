@@ -54,10 +54,7 @@ MAPPERS_OF_CLASSES = {"classify"}
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
-    """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names, or raises a ``UserError``.
-
-    It raises one too on an image that cannot be read, or is not of the annotated size.
-    """
+    """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names, which names broken images."""
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:
         raise UserError(

@@ -212,7 +212,6 @@ class TwoViewMapper:
         }
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """See ``PretrainingMapper.prepare``."""
         self._crop.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
@@ -236,5 +235,4 @@ class TwoViewMapper:
         sigma = float(torch.empty(()).uniform_(*self._sigma))
         # The time of a blur grows with the square of this; no farther than a mirror image reaches.
         radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
-        blurred: Tensor = F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
-        return blurred
+        return F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)

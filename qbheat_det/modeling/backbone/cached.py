@@ -36,9 +36,7 @@ class CachedBackbone(Backbone):
     def __init__(
         self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
     ) -> None:
-        """Takes a frozen encoder, the names of the outputs that are read, and the layout of its
-        maps.
-        """
+        """Takes a frozen encoder, the outputs that are read, and the layout of its maps."""
         super().__init__()
         self.outputs = list(outputs)
         self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
@@ -80,8 +78,7 @@ class CachedBackbone(Backbone):
     def forward(
         self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """From images with features, or pixels (N, 3, H, W) within ``encode``, to the outputs by
-        name.
+        """From images with features, or pixels within ``encode``, to the outputs by name.
 
         Maps are (N, C, ceil(H / s), ceil(W / s)), "tokens" (N, M, D), float32; ``image_sizes`` (N,
         2) is for encoders that mask padding.
@@ -112,8 +109,7 @@ class CachedBackbone(Backbone):
             self.encoder.to("cpu")
 
     def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Returns the encoder's outputs by name, where ``model`` in its present mode runs it on a
-        batch.
+        """Returns the encoder's outputs by name, where ``model`` runs it on a batch.
 
         The model itself prepares the images, so that they are normalised, padded and masked as
         without a cache; its forward pass ends behind the encoder.

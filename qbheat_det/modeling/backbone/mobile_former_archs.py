@@ -105,12 +105,15 @@ def arch_of_rows(
 
 
 # fmt: off
-_SMALLEST = [
-    ("lite_down", 24, 12), ("plain", 36, 12),                                         # 1/4
-    ("down", 72, 24, 96), ("plain", 72, 24),                                          # 1/8
-    ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),                   # 1/16
-    ("down", 384, 96, 384), ("plain", 576, 96),                                       # 1/32
-]
+_SMALLEST = arch_of_rows(
+    num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024,
+    blocks=[
+        ("lite_down", 24, 12), ("plain", 36, 12),                                     # 1/4
+        ("down", 72, 24, 96), ("plain", 72, 24),                                      # 1/8
+        ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),               # 1/16
+        ("down", 384, 96, 384), ("plain", 576, 96),                                   # 1/32
+    ],
+)
 MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
     "285M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=16, expanded=720,
@@ -193,13 +196,8 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 528, 128, 512), ("plain", 768, 128),
         ],
     ),
-    "52M": arch_of_rows(
-        num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024, blocks=_SMALLEST
-    ),
-    # Grouped convolutions and their shuffles are dense weights here.
-    "26M": arch_of_rows(
-        num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024, blocks=_SMALLEST
-    ),
+    # Grouped convolutions of "26M" and their shuffles are dense weights here.
+    **dict.fromkeys(("52M", "26M"), _SMALLEST),
 }
 # fmt: on
 

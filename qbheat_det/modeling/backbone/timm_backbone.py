@@ -45,18 +45,15 @@ class TimmBackbone(Backbone):
     def __init__(
         self, *, name: str, out_features: Sequence[str], freeze_at: int = 0, in_channels: int = 3
     ) -> None:
-        """
-        Args:
+        """Args:
             name: as timm lists it.
             out_features: names of the outputs.
             freeze_at: 0 trains everything; k freezes all layers that maps of stride 2^k and less
-                depend on (2 in a ResNet: stem and first stage, as in Detectron2), and 5 the whole
-                network. Frozen BatchNorms keep their statistics.
-            in_channels: channels of the image.
+                depend on, as in Detectron2, and 5 the whole network, with its BatchNorms.
+            in_channels: of the image.
 
         Raises:
             UserError: timm has no such model, or it has no maps for images of any size.
-            ValueError: an unknown output name, or a ``freeze_at`` out of range.
         """
         super().__init__()
         if not 0 <= freeze_at <= _FREEZE_ALL:
@@ -106,10 +103,9 @@ class TimmBackbone(Backbone):
         return dict(zip(self._out_features, self._maps(x, self._indices), strict=True))
 
     def _maps(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        maps: list[Tensor] = self.net.forward_intermediates(
+        return self.net.forward_intermediates(
             x, indices=list(indices), output_fmt="NCHW", intermediates_only=True
         )
-        return maps
 
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
@@ -197,10 +193,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """A timm network and the maps of it that are the targets of ``FeatureDistillation``.
-
-    It has an image size and pixel statistics of its own, those of ``MODEL.TEACHER``.
-    """
+    """A timm network, frozen, whose maps ``FeatureDistillation`` predicts; ``MODEL.TEACHER``."""
 
     mapper_name = "pretrain"
 
@@ -225,15 +218,13 @@ class Teacher(ImageModel):
     @torch.inference_mode()
     def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
         """From dicts with "image" (3, S, S) to the maps by name, (N, C, S / stride, S / stride)."""
-        maps: dict[str, Tensor] = self.backbone(self.preprocess_image(batched_inputs))
-        return maps
+        return self.backbone(self.preprocess_image(batched_inputs))
 
 
 def find_teacher_maps(cfg: CfgNode) -> dict[str, ShapeSpec]:
     """Returns channels and stride of the teacher's maps, without memory for its weights."""
     with torch.device("meta"):
-        shapes: dict[str, ShapeSpec] = _build_teacher(cfg).output_shape()
-        return shapes
+        return _build_teacher(cfg).output_shape()
 
 
 def list_teacher_maps(cfg: CfgNode) -> list[str]:
@@ -254,10 +245,8 @@ class TraceableConv2dSame(Conv2dSame):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``Conv2dSame``."""
         if not torch.compiler.is_compiling():
-            output: Tensor = super().forward(x)
-            return output
+            return super().forward(x)
         height, width = (
             max(dilation * (kernel - 1) + 1 - stride, 0)
             for kernel, stride, dilation in zip(

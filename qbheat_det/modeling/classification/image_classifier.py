@@ -1,14 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """An image classifier: linear probing, decoder probing and fine-tuning of any encoder.
 
-Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12. Its
-two classifiers are linear ("lin") and transformer ("tran-1", "tran-4"). As in its Table 8, the
-pooled map is joined with the first token if the backbone has tokens. Its parameter counts (Tables 6
-and 15) show that the transformer has no position embedding; heads of width 64 are chosen here.
+QB-Heat, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12: a linear ("lin") and a transformer decoder
+("tran-1", "tran-4"), which by its counts (Tables 6 and 15) has no position embedding; heads of
+width 64 are chosen here. The pooled map is joined with the first token, if any (Table 8).
 
-Mixup and CutMix are timm's: "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412;
-"CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features",
-arXiv:1905.04899; label smoothing: "Rethinking the Inception Architecture for Computer Vision",
+Mixup, arXiv:1710.09412, and CutMix, arXiv:1905.04899, are timm's; label smoothing:
 arXiv:1512.00567.
 """
 
@@ -56,8 +53,7 @@ class LinearDecoder(nn.Module):
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to logits (N, K)."""
-        logits: Tensor = self.classifier(self.norm(self.pool(features)))
-        return logits
+        return self.classifier(self.norm(self.pool(features)))
 
 
 class TransformerDecoder(nn.Module):
@@ -103,8 +99,7 @@ class TransformerDecoder(nn.Module):
         positions = features[self.pool.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
         positions = self.norm(self.blocks(self.projection(positions)))
         pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)
-        logits: Tensor = self.classifier(self.pool.join_token(pooled, features))
-        return logits
+        return self.classifier(self.pool.join_token(pooled, features))
 
 
 def _pool(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> PooledFeatures:
@@ -248,15 +243,11 @@ class ImageClassifier(ImageModel):
         return self
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """Args:
-            batched_inputs: dicts of a mapper: "image" (3, S, S), in training with "label" from 0
-                on.
+        """From dicts of a mapper with "image" (3, S, S), in training with "label" from 0 on.
 
-        Returns:
-            {"loss_cls"}, (), in training; else for each image {"scores"} (K,), which sum to one.
-
-        Raises:
-            UserError: an image has another size, or a label is missing or out of range.
+        Returns {"loss_cls"}, (), in training; else for each image {"scores"} (K,), which sum to
+        one. An image of another size, or a label that is missing or out of range, is a
+        ``UserError``.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:

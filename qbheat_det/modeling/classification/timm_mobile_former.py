@@ -89,8 +89,7 @@ class TimmMobileFormer(MobileFormer):
             pooled, token = x[:, :-token_dim], x[:, -token_dim:]
             x = self.neck(torch.cat([F.hardswish(pooled), token], dim=1))
         x = F.dropout(x, self.drop_rate, self.training)
-        logits: Tensor = x if pre_logits else self.classifier(x)
-        return logits
+        return x if pre_logits else self.classifier(x)
 
     def forward_intermediates(
         self,
@@ -115,9 +114,7 @@ class TimmMobileFormer(MobileFormer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """As in timm: removes layers after the stages in ``indices``; the final conv is the last
-        norm.
-        """
+        """As in timm: removes layers after the stages in ``indices``; "norm" is the expansion."""
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm:
@@ -149,9 +146,7 @@ class TimmMobileFormer(MobileFormer):
         return {"tokens"}
 
     def load_pretrained(self, path: str, prefix: str = "") -> None:
-        """Loads weights of any model of the package with this backbone, see
-        ``load_into_timm_model``.
-        """
+        """Loads weights of any model with this backbone, see ``load_into_timm_model``."""
         load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
 
     def _last_map(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -195,7 +190,7 @@ def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
     num_maps = 1 + sum(block.halves for block in MOBILE_FORMER_ARCHS[size].blocks)
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        model: nn.Module = build_model_with_cfg(
+        return build_model_with_cfg(
             TimmMobileFormer,
             name,
             pretrained,
@@ -204,7 +199,6 @@ def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
             arch=MOBILE_FORMER_ARCHS[size],
             **kwargs,
         )
-        return model
 
     create.__name__ = name
     return create

@@ -1,21 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Queries that pass through MF-DETR's decoder beside its own in training, and their losses.
 
-They attend to the map and are refined by the same weights, but neither the object queries nor the
-map read them. Two kinds:
+They are refined by the same weights, but neither the object queries nor the map read them. Groups
+of object queries are matched one-to-one each: "Group DETR", arXiv:2207.13085; the first group is
+the decoder's own, and the map reads it alone (a deviation). Denoising queries are ground truth with
+noise: "DN-DETR", arXiv:2203.01305, and for the negatives "DINO", arXiv:2203.03605, Sec. 3.3.
 
-Groups of object queries, each matched one-to-one: "Group DETR: Fast DETR Training with Group-Wise
-One-to-Many Assignment", arXiv:2207.13085. Each box then trains as many queries as there are groups;
-the first group is the decoder's own and the only one in inference. Deviation: the map, which the
-paper's decoder does not change, reads the first group alone.
-
-Denoising queries, ground truth with noise added that is to be reconstructed: "DN-DETR: Accelerate
-DETR Training by Introducing Query DeNoising", arXiv:2203.01305, and for the negatives "DINO: DETR
-with Improved DeNoising Anchor Boxes", arXiv:2203.03605, Sec. 3.3. Deviations: MF-DETR's queries are
-no boxes, so a two-layer network over the sine code of a noised box gives the query's position, as
-in DAB-DETR; there is no indicator beside the embedded label, since the content of MF-DETR's own
-queries is zero; the number of groups depends on the image's own boxes, so that an image gives the
-same alone as beside a crowded one.
+Deviations: as in DAB-DETR, a two-layer network over the sine code of a noised box gives a query's
+position; there is no indicator beside the embedded label; the number of groups depends on the
+image's own boxes, so that an image gives the same alone as beside a crowded one.
 """
 
 import math
@@ -114,20 +107,15 @@ class Denoising(nn.Module):
         max_queries: int = 200,
         weight: float = 1.0,
     ) -> None:
-        """
-        Args:
-            num_classes: K.
-            dim: C, width of the decoder's queries.
-            groups: noised copies of each box, at most; queries of one copy attend to each other.
-            box_noise: largest shift of a corner, relative to half the side of its box, in [0, 2];
-                that of a negative is one to two times as large.
-            label_noise: probability that a random class replaces a label.
-            negatives: whether each copy has a second one, with more noise, that is no object.
-            max_queries: of one image, which reduces its groups, and then its boxes.
-            weight: factor on the losses.
-
-        Raises:
-            ValueError: a number is out of its range.
+        """Args:
+        num_classes: K; ``dim`` is C, width of the decoder's queries.
+        groups: noised copies of each box, at most; queries of one copy attend to each other.
+        box_noise: largest shift of a corner, relative to half the side of its box, in [0, 2];
+            that of a negative is one to two times as large.
+        label_noise: probability that a random class replaces a label.
+        negatives: whether each copy has a second one, with more noise, that is no object.
+        max_queries: of one image, which reduces its groups, and then its boxes.
+        weight: factor on the losses.
         """
         super().__init__()
         ranges = {
@@ -204,7 +192,6 @@ class Denoising(nn.Module):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """As ``QueryGroups.losses``, for the queries of the same targets."""
         layout, device = self._layout(targets), logits.device
         # Indices come from the counts on the host, so that nothing waits for the device: the
         # queries of all images in one row, without gaps.
@@ -234,7 +221,6 @@ class Denoising(nn.Module):
         )
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """As ``SetCriterion.normalizers``, of the boxes in each image."""
         kept = sum(groups * used for groups, used in map(self._shape_of, counts))
         return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
 
@@ -250,10 +236,7 @@ class Denoising(nn.Module):
 
 @lru_cache(maxsize=1)  # the losses of a batch use the layout of its queries again
 def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
-    """Returns the layout of a batch's queries, on the CPU: group by group, negatives last.
-
-    ``shapes`` has for each image the number of groups and of boxes in each.
-    """
+    """Returns the layout of queries, on the CPU, from groups and boxes in each of each image."""
     groups, used = torch.tensor(shapes).T[..., None]
     length = copies * used  # of a group, (N, 1)
     total = groups * length

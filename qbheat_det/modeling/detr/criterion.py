@@ -66,17 +66,10 @@ class SetCriterion(nn.Module):
         giou_weight: float = 2.0,
         deep_supervision: bool = True,
     ) -> None:
-        """
-        Args:
-            num_classes: K, without the no-object class.
-            classification: DETR's by default.
-            class_weight: weight of the class, in the loss and in matching.
-            l1_weight: weight of the L1 distance of cxcywh boxes.
-            giou_weight: weight of 1 - GIoU.
-            deep_supervision: whether every block has losses, or the last one only.
+        """Takes K, DETR's classification by default, and weights of the loss and of matching.
 
-        Raises:
-            ValueError: all weights are zero.
+        The weights are those of the class, of the L1 distance of cxcywh boxes and of 1 - GIoU. With
+        ``deep_supervision`` every block has losses, else the last one only.
         """
         super().__init__()
         if not (class_weight or l1_weight or giou_weight):
@@ -91,8 +84,7 @@ class SetCriterion(nn.Module):
     def forward(
         self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
     ) -> dict[str, Tensor]:
-        """Returns weighted "loss_ce", "loss_bbox", "loss_giou" of the last block; "…_0" of the
-        first.
+        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou"; of inner blocks with "_0" ….
 
         Args:
             outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
@@ -153,9 +145,7 @@ class SetCriterion(nn.Module):
         normalizers: Tensor,
         matches: Matches | None = None,
     ) -> dict[str, Tensor]:
-        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou", (L,) each; arguments as
-        ``forward``'s.
-        """
+        """Returns weighted "loss_ce", "loss_bbox", "loss_giou", (L,), as ``forward``."""
         if matches is None:
             matches = self.match(logits, boxes, targets)
         classes, num_boxes = normalizers
@@ -166,20 +156,14 @@ class SetCriterion(nn.Module):
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
-        """Returns the divisors of a batch's sums, of classes and of boxes, from the boxes of each
-        image.
-        """
+        """Returns the divisors of a batch's sums, of classes and boxes, from its boxes."""
         # The same for every block, which all have as many matches.
         matched = sum(min(count, num_queries) for count in counts)
         unmatched = len(counts) * num_queries - matched
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Returns (…, 2): divisors for each part of an effective batch, whose mean is its loss.
-
-        ``totals`` (…, 2) are sums of ``normalizers`` over all ``parts``, micro-batches and
-        processes.
-        """
+        """From sums (…, 2) of ``normalizers`` over all parts to the divisors of each, (…, 2)."""
         # The least divisors of the whole batch.
         least = totals.new_tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least) / parts

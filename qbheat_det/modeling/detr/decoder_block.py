@@ -1,14 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The blocks of MF-DETR's decoder: queries and a map that update each other.
 
-Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows "End-to-End Object
-Detection with Transformers", arXiv:2005.12872 (post-norm), the adapted query positions and the
-bridge back to the map follow "Mobile-Former", arXiv:2108.05895.
-
-Not printed in the paper but determined by its counts of parameters and multiply-adds: full
-projections on the query side, hidden width 1024, expansion 6 in M-F-. Not determined by any count
-and chosen here: 8 heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a
-block's start.
+Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows DETR,
+arXiv:2005.12872 (post-norm), the rest Mobile-Former, arXiv:2108.05895. Determined by the paper's
+counts: full projections on the query side, hidden width 1024, expansion 6 in M-F-. Chosen here: 8
+heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a block's start.
 """
 
 from collections.abc import Sequence
@@ -47,15 +43,12 @@ class DecoderWidths:
 
 @dataclass(frozen=True)
 class LevelMap:
-    """The map of one level: ``x`` (N, HW, C) in row order, ``position`` (N or 1, HW, C), (H, W).
+    """The map of one level, in row order, with its position code, size and padding."""
 
-    ``padding`` is (N, 1, H, W), True where there is no image, or None.
-    """
-
-    x: Tensor
-    position: Tensor
-    size: Sequence[int]
-    padding: Tensor | None
+    x: Tensor  # (N, HW, C)
+    position: Tensor  # (N or 1, HW, C)
+    size: Sequence[int]  # (H, W)
+    padding: Tensor | None  # (N, 1, H, W), True where there is no image
 
     @property
     def ignored(self) -> Tensor | None:
@@ -94,8 +87,7 @@ class SeparableConv(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """(N, C, H, W) to (N, C', ceil(H / stride), ceil(W / stride))."""
-        hidden: Tensor = self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
-        return hidden
+        return self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
 
 
 class MaskedGroupNorm(nn.GroupNorm):
@@ -125,8 +117,7 @@ class Lateral(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """(N, C, H, W) to (N, C', H, W)."""
-        normalised: Tensor = self.norm(self.conv(x), padding)
-        return normalised
+        return self.norm(self.conv(x), padding)
 
 
 class QueryLayer(nn.Module):
@@ -244,11 +235,7 @@ class DecoderBlock(nn.Module):
         mask: Tensor | None = None,
         num_read: int | None = None,
     ) -> tuple[Tensor, Tensor, LevelMap]:
-        """Updates queries and positions (N, Q, C) and the map, which attends to the first
-        ``num_read``.
-
-        For ``mask`` see ``QueryLayer.forward``.
-        """
+        """Updates queries and positions (N, Q, C), and the map by the first ``num_read`` ones."""
         queries, position = self.query_layer(queries, position, level, mask)
         if self.mobile is not None and self.query_to_map is not None:
             read = queries[:, :num_read]

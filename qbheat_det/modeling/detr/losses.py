@@ -66,17 +66,14 @@ class SoftmaxClassification(ClassificationLoss):
         self.no_object_weight = no_object_weight
 
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        """See ``ClassificationLoss.loss``: weighted cross-entropy."""
         weight = logits.new_ones(logits.shape[-1])
         weight[-1] = self.no_object_weight
         return F.cross_entropy(logits.movedim(-1, 1), wanted, weight, reduction="none")
 
     def normalizer(self, matched: int, unmatched: int) -> float:
-        """See ``ClassificationLoss.normalizer``: the sum of all queries' weights."""
         return matched + self.no_object_weight * unmatched
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See ``ClassificationLoss.scores``; no-object takes part in the softmax."""
         return logits.softmax(dim=-1)[..., :-1]
 
 
@@ -98,15 +95,9 @@ class FocalClassification(ClassificationLoss):
         iou_target: float = 1.0,
         prior: float = 0.01,
     ) -> None:
-        """
-        Args:
-            gamma: exponent of the distance between target and prediction.
-            alpha: weight of the wanted class; 1 - alpha of the others.
-            iou_target: share of the IoU in the target of a match; with 0 the target is 1.
-            prior: probability of each class before training.
+        """Takes gamma, the weight alpha of the wanted class, and the first probability of a class.
 
-        Raises:
-            ValueError: a number is out of its range.
+        ``iou_target`` is the share of the IoU in the target of a match; with 0 the target is 1.
         """
         keys = "MODEL.MF_DETR.FOCAL."
         if gamma < 0 or 0 < gamma < 1:
@@ -125,7 +116,6 @@ class FocalClassification(ClassificationLoss):
         self.initial_bias = -math.log((1 - prior) / prior)
 
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        """See ``ClassificationLoss.loss``."""
         logits = logits[..., :-1]
         is_wanted = wanted[..., None] == torch.arange(logits.shape[-1], device=logits.device)
         target = (1 - self.iou_target * (1 - quality))[..., None] * is_wanted
@@ -135,11 +125,9 @@ class FocalClassification(ClassificationLoss):
         return (balance * distance.pow(self.gamma) * entropy).sum(dim=-1)
 
     def normalizer(self, matched: int, unmatched: int) -> float:
-        """See ``ClassificationLoss.normalizer``: the matches."""
         return float(matched)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See ``ClassificationLoss.scores``."""
         return logits[..., :-1].sigmoid()
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:

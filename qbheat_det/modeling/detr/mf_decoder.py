@@ -77,8 +77,7 @@ class BoxHead(nn.Module):
         for layer in self.hidden:
             queries = F.relu(layer(queries))
         # Float32 under autocast: half precision has too few steps for a pixel in [0, 1].
-        deltas: Tensor = self.last(queries).float()
-        return deltas
+        return self.last(queries).float()
 
 
 class MFDecoder(nn.Module):
@@ -95,22 +94,16 @@ class MFDecoder(nn.Module):
         norm: str = "BN",
         selection: QuerySelection | None = None,
     ) -> None:
-        """
-        Args:
-            input_shape: shapes of the backbone's maps at strides 8 and 16, in this order, and if it
-                has one of the map at stride 32, which is added to that of stride 16 taken down.
-            num_classes: K, without the no-object class.
-            num_queries: Q.
-            num_blocks: blocks at strides 32 (M-F+), 16 and 8 (M-F-); (5, 2, 2) and (2, 1, 1) are
-                the paper's.
-            widths: sizes of the blocks, the paper's by default.
-            norm: name for ``detectron2.layers.get_norm``, of the down- and up-convolutions.
-            selection: makes the queries of the maps; by default they are learned, the same for all
-                images.
-
-        Raises:
-            ValueError: the input strides are not 8, 16 and perhaps 32, or there is no query, or a
-                level has no block.
+        """Args:
+        input_shape: shapes of the backbone's maps at strides 8, 16 and, if it has one, 32,
+            which is added to that of stride 16 taken down.
+        num_classes: K, without the no-object class; ``num_queries`` is Q.
+        num_blocks: blocks at strides 32 (M-F+), 16 and 8 (M-F-); the paper's are (5, 2, 2) and
+            (2, 1, 1).
+        widths: sizes of the blocks, the paper's by default.
+        norm: name for ``detectron2.layers.get_norm``, of the down- and up-convolutions.
+        selection: makes the queries of the maps; by default they are learned, the same for all
+            images.
         """
         super().__init__()
         strides = [shape.stride for shape in input_shape]
@@ -166,12 +159,11 @@ class MFDecoder(nn.Module):
         padding: Tensor | None = None,
         extra: QuerySet | None = None,
     ) -> dict[str, Any]:
-        """Returns "pred_logits" (L, N, Q + E, K + 1) and "pred_boxes" (L, N, Q + E, 4), cxcywh in
-        [0, 1].
+        """Returns "pred_logits" (L, N, Q + E, K + 1) and "pred_boxes" (L, N, Q + E, 4).
 
-        L counts the blocks while training and is 1, the last block, otherwise. Boxes are of the
-        unpadded image, further queries last. With a ``selection``, in training, also "proposals",
-        what it chose from.
+        L counts the blocks while training and is 1, the last block, otherwise. Boxes are cxcywh in
+        [0, 1] of the unpadded image, further queries last. With a ``selection``, in training, also
+        "proposals", what it chose from.
 
         Args:
             features: the backbone's maps, finest first, (N, C, H, W) each.

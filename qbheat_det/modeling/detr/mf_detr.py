@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
+from qbheat_det.modeling.contracts import pick_outputs
 from qbheat_det.modeling.image_model import find_cached_images
 
 from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
@@ -55,15 +56,12 @@ class MFDETR(nn.Module):
         pixel_std: Sequence[float],
         auxiliary_queries: AuxiliaryQueries | None = None,
     ) -> None:
-        """
-        Args:
-            backbone: has the outputs ``in_features``.
-            decoder: from these maps to predictions.
-            criterion: from predictions and ground truth to losses.
-            in_features: names of the backbone's maps at strides 8 and 16.
-            pixel_mean: mean of each channel, in the mapper's pixel format.
-            pixel_std: standard deviation of each channel.
-            auxiliary_queries: further queries in training, with losses of their own.
+        """Args:
+        backbone: has the outputs ``in_features``, at strides 8 and 16.
+        decoder: from these maps to predictions.
+        criterion: from predictions and ground truth to losses.
+        pixel_mean: of each channel, in the mapper's pixel format, as ``pixel_std``.
+        auxiliary_queries: further queries in training, with losses of their own.
         """
         super().__init__()
         self.backbone = backbone
@@ -89,16 +87,11 @@ class MFDETR(nn.Module):
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node = cfg.MODEL.MF_DETR
         backbone = build_backbone(cfg)
-        shapes = backbone.output_shape()
-        if set(node.IN_FEATURES) - set(shapes):
-            raise ValueError(
-                f"MODEL.MF_DETR.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
-                f"backbone's outputs {list(shapes)}"
-            )
+        shapes = pick_outputs(backbone, node.IN_FEATURES, "MODEL.MF_DETR.IN_FEATURES")
         return {
             "backbone": backbone,
             "criterion": _build_criterion(node),
-            "decoder": _build_decoder(node, [shapes[name] for name in node.IN_FEATURES]),
+            "decoder": _build_decoder(node, shapes),
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
@@ -185,9 +178,7 @@ class MFDETR(nn.Module):
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns (P, 2), divisors of each part, from the sum (P, 2) of ``loss_counts`` of all
-        parts.
-        """
+        """Returns (P, 2), divisors of each part, from the sum of all ``loss_counts``."""
         return self.criterion.mean_normalizers(counts, parts)
 
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:
@@ -237,9 +228,7 @@ class MFDETR(nn.Module):
     def inference(
         self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Instances]:
-        """Brings the last block's predictions to absolute XYXY of the model's unpadded input
-        images.
-        """
+        """Brings the last block's predictions to absolute XYXY of the unpadded inputs."""
         probability = self.criterion.classification.scores(outputs["pred_logits"][-1].float())
         scores, classes = probability.max(dim=-1)  # (N, Q)
         corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")

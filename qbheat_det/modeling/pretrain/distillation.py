@@ -119,15 +119,11 @@ class FeatureDistillation(PretrainingModel):
         return QBHeat.views_from_config(cfg) or {"image": ()}
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """Args:
-            batched_inputs: dicts of a mapper: "image" (3, S, S); "targets", the teacher's maps (T,
-                G, G) of the same view by name; and, in some test sets, "place" of the visible
-                quarter.
+        """From dicts with "image" (3, S, S), a teacher's maps (T, G, G) as "targets", "place".
 
-        Returns:
-            The losses, () each, in training; else for each image {"loss_feature"}, of all maps
-            together, with its "place" if it has one. Without targets {"target"} in evaluation, the
-            main map predicted from the whole image, of vectors of mean 0 and variance 1.
+        Returns the losses, () each, in training; else for each image {"loss_feature"}, of all maps
+        together, with its "place" if it has one. Without targets {"target"} in evaluation, the main
+        map predicted from the whole image, of vectors of mean 0 and variance 1.
         """
         images = self.preprocess_image(batched_inputs)
         if not (self.training or "targets" in batched_inputs[0]):

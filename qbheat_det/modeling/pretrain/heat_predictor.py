@@ -110,8 +110,7 @@ class HeatPredictor(nn.Module):
 
 
 def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
-    """Predicts in the three directions that lead away from a corner, (N, H, W, C) to (N, 2H, 2W,
-    C).
+    """Predicts from (N, H, W, C) away from a corner, to (N, 2H, 2W, C).
 
     The index of the ``corner`` where the block lies is twice its row plus its column; ``models``
     are (C, C) for each of ``DIRECTIONS``.

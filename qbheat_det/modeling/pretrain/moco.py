@@ -1,15 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """MoCo-v2: pre-training by contrast of two views of an image with views of other images.
 
-Papers: "Momentum Contrast for Unsupervised Visual Representation Learning", He et al.,
-arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive Learning", Chen et al.,
-arXiv:2003.04297. Differences: keys enter the queue and the momentum encoder is updated at the end
-of a step, which gives the same numbers; a process can normalise its batch in groups.
+Papers: "Momentum Contrast", arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive
+Learning", arXiv:2003.04297. Keys enter the queue and the momentum encoder is updated at the end of
+a step, which gives the same numbers.
 
 Shuffled BatchNorm (the first paper, Sec. 3.3): with shared batch statistics the encoder could
 recognise the right key by these. So the images of all processes are redistributed for the encoder
-of keys. With few processes, groups within each, with batch statistics of their own, have the same
-effect.
+of keys; with few processes, groups within each have the same effect.
 """
 
 import copy
@@ -168,8 +166,7 @@ class MoCo(PretrainingModel):
         norm_groups: int = 1,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, with a head to embeddings, a queue of keys as wide as these,
-        and:
+        """As ``PretrainingModel``, with a head to embeddings, a queue of as wide keys, and:
 
         Args:
             temperature: divides similarities, above 0.
@@ -242,13 +239,11 @@ class MoCo(PretrainingModel):
 
     def embed(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to embeddings (N, D), by the encoder of queries."""
-        embedded: Tensor = self.head(self.backbone(images))
-        return embedded
+        return self.head(self.backbone(images))
 
     def embed_keys(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to embeddings (N, D), by the momentum encoder."""
-        embedded: Tensor = self.momentum_head(self.momentum_backbone(images))
-        return embedded
+        return self.momentum_head(self.momentum_backbone(images))
 
     def after_step(self) -> None:
         """Puts the step's keys into the queue and updates the momentum encoder."""

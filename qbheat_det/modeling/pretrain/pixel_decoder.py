@@ -24,8 +24,7 @@ class DecoderBlock(Block):
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
         """From (N, L, D) to the same, or to (N, K, D) for the indices (N, K) of ``positions``."""
         if positions is None:
-            whole: Tensor = super().forward(x, **kwargs)
-            return whole
+            return super().forward(x, **kwargs)
         memory = self.norm1(x)
         x = take(x, positions) + self._attend(take(memory, positions), memory)
         return x + self.mlp(self.norm2(x))
@@ -41,8 +40,7 @@ class DecoderBlock(Block):
         pairs = linear(memory, weight_kv, bias_kv).unflatten(2, (2, *heads))
         key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value)
-        projected: Tensor = attention.proj(attended.transpose(1, 2).flatten(2))
-        return projected
+        return attention.proj(attended.transpose(1, 2).flatten(2))
 
 
 class ReconstructionDecoder(nn.Module):
@@ -59,19 +57,13 @@ class ReconstructionDecoder(nn.Module):
         num_heads: int = 16,
         mlp_ratio: float = 4.0,
     ) -> None:
-        """
-        Args:
-            in_channels: C of the features; a linear layer brings them to ``dim`` if it differs.
-            grid_size: G, rows and columns of the features.
-            patch_size: rows and columns of pixels that a position reconstructs.
-            dim: width of the blocks.
-            depth: number of blocks.
-            num_heads: of the attention.
-            mlp_ratio: hidden width of the feed-forward networks, in widths.
-
-        Raises:
-            ValueError: ``dim`` is not divisible by the number of heads and by 4, or a number is not
-                positive.
+        """Args:
+        in_channels: C of the features; a linear layer brings them to ``dim`` if it differs.
+        grid_size: G, rows and columns of the features.
+        patch_size: rows and columns of pixels that a position reconstructs.
+        dim: width of the blocks; ``depth`` is their number, ``num_heads`` that of attention
+            heads.
+        mlp_ratio: hidden width of the feed-forward networks, in widths.
         """
         super().__init__()
         if min(dim, num_heads) < 1 or dim % num_heads or dim % 4:
@@ -111,8 +103,7 @@ class ReconstructionDecoder(nn.Module):
         return self.grid_size * self.patch_size
 
     def forward(self, z: Tensor, positions: Tensor | None = None) -> Tensor:
-        """From (N, G, G, C) to (N, G * G, 3 * patch_size ** 2), pixels in the order of
-        ``patchify``.
+        """From (N, G, G, C) to pixels as of ``patchify``, (N, G * G, 3 * patch_size ** 2).
 
         With indices (N, K) of ``positions`` only these are reconstructed, (N, K, …).
         """
@@ -125,9 +116,7 @@ class ReconstructionDecoder(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -> Tensor:
-    """Cuts (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2), or some of
-    them.
-    """
+    """Cuts (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2), or some."""
     squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # One copy, after which the values of a patch are contiguous.
     patches = squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

@@ -1,16 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Random masking: pre-training by reconstruction of patches masked all over the image.
 
-Two objectives that differ in one part, the features of masked positions: interpolated from visible
-ones, or one learned [MASK] token as in "Masked Autoencoders Are Scalable Vision Learners" (MAE),
-arXiv:2111.06377.
-
-The former applies the assumption of QB-Heat, that neighbouring features differ by a linear map, to
-positions with visible neighbours on both sides; no paper fixes the details, see the class.
-Deviations from MAE: the encoder is convolutional, so it takes the whole image with zeros at masked
-patches, at the cost of the whole image (four times QB-Heat's), and visible positions see visible
-neighbours through their receptive fields. Its output at masked positions is discarded. Decoder,
-target and their config keys, ``MODEL.QB_HEAT``, are QB-Heat's.
+Two objectives that differ in the features of masked positions: one learned [MASK] token as in MAE,
+arXiv:2111.06377, or interpolated from visible ones, which applies QB-Heat's assumption that
+neighbouring features differ by a linear map. Deviations from MAE: the encoder is convolutional, so
+it takes the whole image with zeros at masked patches, at its full cost, and visible positions see
+visible neighbours. Its output at masked positions is discarded. Decoder, target and their config
+keys, ``MODEL.QB_HEAT``, are QB-Heat's.
 """
 
 import zlib
@@ -105,7 +101,6 @@ class MaskToken(nn.Module):
         self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))  # as in MAE
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """As ``InterpolatedFeatures.forward``."""
         return torch.where(visible.unsqueeze(-1), z, self.token.to(z.dtype))
 
 
@@ -163,13 +158,10 @@ class RandomMasking(ReconstructionModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
-        """Args:
-            batched_inputs: dicts of a mapper: "image" (3, S, S) and "image_id" or "file_name".
-            visible: (N, G, G), True where the encoder gets the patch, as many in each image. By
-                default random in training, and a function of the image's name in evaluation.
+        """From dicts with "image" (3, S, S) and a name to losses or ``inference``'s results.
 
-        Returns:
-            A dict of losses in training; else for each image ``ReconstructionModel.inference``'s.
+        ``visible`` (N, G, G) is True where the encoder gets the patch, as many in each image: by
+        default random in training, and a function of the image's name in evaluation.
         """
         images = self.preprocess_image(batched_inputs)
         num_visible = self.mask.num_visible if visible is None else int(visible[0].sum())

@@ -2,11 +2,8 @@
 """What objectives that reconstruct masked pixels share: QB-Heat and random masking.
 
 They differ in which part of the image the encoder gets and in how the features of the rest are
-predicted. Projection, decoder, target and their config keys are the same: all of them read
-``MODEL.QB_HEAT.FEATURE_DIM``, ``DECODER_*``, ``LOSS_ON``, ``NORM_PIXEL_LOSS`` and ``IN_FEATURE``.
-
-Papers: QB-Heat, arXiv:2211.13228, Sec. 4; normalised patches are those of MAE, arXiv:2111.06377.
-The former does not say which positions count; here, as in MAE, masked ones do.
+predicted; all read ``MODEL.QB_HEAT``. QB-Heat, arXiv:2211.13228, Sec. 4; normalised patches, and
+that masked positions count, are MAE's, arXiv:2111.06377.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +26,7 @@ class ReconstructionLoss(nn.Module):
     """Mean squared error over the pixels of patches, P = 3 * patch_size ** 2 in each."""
 
     def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
-        """Takes the patches to count, "masked" or "all", and whether targets have mean 0, variance
-        1.
-        """
+        """Takes what counts, "masked" or "all", and whether targets are normalised patches."""
         super().__init__()
         if positions not in LOSS_POSITIONS:
             raise ValueError(f"LOSS_ON is one of {LOSS_POSITIONS}, not '{positions}'")
@@ -109,18 +104,12 @@ class ReconstructionModel(PretrainingModel):
         in_feature: str,
         **statistics: Any,
     ) -> None:
-        """
-        Args:
-            backbone: has the output ``in_feature``.
-            predictor: from the features of what is visible to those of the image.
-            decoder: from features to pixels; its grid and patch size give the image size.
-            loss: compares patches.
-            in_feature: name of the backbone's map.
-            statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
-
-        Raises:
-            ValueError: the backbone has no such map, or its stride is not the decoder's patch size,
-                or the map cannot be divided by ``grid_multiple``.
+        """Args:
+        backbone: has the output ``in_feature``.
+        predictor: from the features of what is visible to those of the image.
+        decoder: from features to pixels; its grid and patch size give the image size.
+        loss: compares patches.
+        statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
         """
         size, multiple = decoder.image_size, self.grid_multiple
         shape = find_map(backbone.output_shape(), in_feature, size, multiple=multiple)
@@ -192,8 +181,7 @@ class ReconstructionModel(PretrainingModel):
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
-        """Returns for each image "reconstruction" (3, S, S), "visible" (S, S),
-        "loss_reconstruction".
+        """Returns of each image "reconstruction" (3, S, S), "visible" (S, S) and its loss.
 
         Arguments are those of ``training_losses``. Reconstructions are in the mapper's pixels;
         normalised patches get mean and deviation of the image's.

@@ -109,11 +109,9 @@ def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
 class WassersteinDependency(PretrainingModel):
     """An encoder of two quarters of each image, and a critic of pairs of quarters.
 
-    Every area is compared with every other of the batch, over all processes. With BatchNorm's
-    statistics fixed or synchronised, the loss is that of one process with the joined batch, but for
-    areas and mixing, which each process draws. Several processes need a ``NORM`` that synchronises:
-    by statistics of each process, the right pairs could be recognised. The critic's layers have
-    N x N x ``CRITIC_DIM`` values for N images.
+    Every area is compared with every other of the batch, over all processes, which need a ``NORM``
+    that synchronises: by statistics of each process, the right pairs could be recognised. The
+    critic's layers have N x N x ``CRITIC_DIM`` values for N images.
 
     The dual form of the loss is E f(x, y) over the joint distribution minus E f(x, y') over the
     product of the marginals. The contrastive form, which the paper trains, has log-sum-exp over all
@@ -135,16 +133,11 @@ class WassersteinDependency(PretrainingModel):
         radius: float = 1.0,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, and:
+        """As ``PretrainingModel``, with a head to embeddings (N, D) and a critic of pairs.
 
-        Args:
-            backbone: encodes quarters of images.
-            head: from the backbone's outputs to embeddings (N, D) of length 1.
-            critic: of pairs of embeddings.
-            form: "dual" or "contrastive".
-            penalty_weight: of the squared excess of slopes over 1, above 0. At the optimum of the
-                dual form for a distance W, the slope is 1 + W / (2 weight).
-            radius: length that embeddings are scaled to, above 0.
+        ``form`` is "dual" or "contrastive". ``penalty_weight`` is of the squared excess of slopes
+        over 1: at the optimum of the dual form for a distance W, the slope is 1 + W / (2 weight).
+        ``radius`` is the length that embeddings are scaled to.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
@@ -178,16 +171,10 @@ class WassersteinDependency(PretrainingModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
     ) -> Any:
-        """Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S).
-            drawn: what is random in training; by default from ``draw``.
+        """From dicts with "image" (3, S, S) to "loss_dependency" and "loss_penalty", ().
 
-        Returns:
-            In training {"loss_dependency", "loss_penalty"}, () each; else for each image
-            {"embedding"} (D,), of length ``radius``, of the whole image.
-
-        Raises:
-            UserError: images have another size, or there is only one in training.
+        Else for each image {"embedding"} (D,), of length ``radius``, of the whole image. ``drawn``
+        is what is random in training. Less than two images in training are a ``UserError``.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -224,8 +211,7 @@ class WassersteinDependency(PretrainingModel):
 
     def embed(self, images: Tensor) -> Tensor:
         """From images or areas of them, (N, 3, H, W), to embeddings (N, D)."""
-        embedded: Tensor = self.radius * self.head(self.backbone(images))
-        return embedded
+        return self.radius * self.head(self.backbone(images))
 
 
 def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
