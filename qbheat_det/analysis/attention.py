@@ -124,7 +124,14 @@ _Attention = list[tuple[plotting.RGBImage, list[BlockAttention]]]
 def draw_attention(
     runs: Sequence[Run], options: FigureOptions, *, attention_heads: Heads = "mean"
 ) -> Figure:
-    """Draws both bridges of the blocks of ``choose_blocks`` over images, the mean or each head."""
+    """Draws both bridges of the blocks of ``choose_blocks`` over images.
+
+    ``attention_heads`` are their mean, or a row for each.
+
+    Raises:
+        NotApplicable: no run has a Mobile-Former with tokens.
+        UserError: no run is left, one because of an error.
+    """
     size = find_size(runs, _PAPER_SIZE)
     results = run_on_images(
         runs,

@@ -107,7 +107,12 @@ class Row:
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
-    """Returns objectives of one encoder, by name or config file; all of the package by default."""
+    """Returns objectives by name or config file; all of the package, random first, by default.
+
+    Raises:
+        UserError: an objective is unknown or named twice, a config is not valid, or two have
+            different encoders or image sizes.
+    """
     folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
     files = {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
     known = {RANDOM: files.pop("Base-Objective"), **files}
@@ -128,7 +133,11 @@ def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Obj
 
 
 def list_rows(comparison: Comparison) -> list[Row]:
-    """Returns all rows with their jobs, the first seed of every objective first."""
+    """Returns all rows with their jobs, the first seed of every objective first.
+
+    Raises:
+        UserError: a folder of images or a config is not valid.
+    """
     rows = []
     for seed in comparison.seeds:
         for objective in comparison.objectives:

@@ -42,7 +42,11 @@ _EXPLANATION = (
 
 @register_figure("curves")
 def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "epochs") -> Figure:
-    """Draws each logged quantity, one line per run."""
+    """Draws each logged quantity, one line per run.
+
+    Raises:
+        NotApplicable: no run has a log with positions on the axis.
+    """
     logged = [run for run in runs if _find_length(run, axis)]
     left_out = [f"'{run.label}' has no metrics.json with {AXES[axis]}"
                 for run in runs if run not in logged]  # fmt: skip
@@ -87,7 +91,14 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
 def draw_training_curves(
     metrics_json: str | os.PathLike[str], output_png: str | os.PathLike[str]
 ) -> bool:
-    """Draws losses, AP, learning rate and norm of the gradients of one run, if there are any."""
+    """Draws losses, AP, learning rate and norm of the gradients of one run.
+
+    Returns:
+        Whether there was something to draw; otherwise no image is written.
+
+    Raises:
+        UserError: the image cannot be written.
+    """
     records = read_metrics(Path(metrics_json)) if os.path.isfile(metrics_json) else []
     panels = {
         title: (label, {"": read_series(records, key)})

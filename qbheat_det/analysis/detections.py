@@ -69,8 +69,13 @@ def draw_detections(
     Args:
         runs: that are no detectors, or have another test set, are left out.
         options: ``images`` is the folder of a COCO json's images, if they are not beside it.
-        data: annotated images, as ``--data`` names them; None takes the test set of each run.
+        data: annotated images, as ``--data`` names them, of which those to evaluate on are taken if
+            there are such; None takes the test set of each run.
         threshold: lowest score that is drawn and counted as an error; None takes the best F1.
+
+    Raises:
+        NotApplicable: there is no detector whose test set is on this machine.
+        UserError: ``data`` are not valid, or have no boxes.
     """
     if data:
         source = open_source(data, str(options.images or ""))
@@ -101,7 +106,11 @@ def draw_detections(
 
 
 def read_set(name: str) -> DetectionSet:
-    """Reads the annotation file of a registered dataset; ``NotApplicable`` if it has no boxes."""
+    """Reads the annotation file of a registered dataset.
+
+    Raises:
+        NotApplicable: the dataset has no annotation file in COCO's format, or no boxes.
+    """
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
     # The file was checked when the set was registered.

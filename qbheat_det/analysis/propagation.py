@@ -35,10 +35,13 @@ _EXPLANATION = (
 
 
 def find_generator(step: Tensor, offset: float) -> Tensor:
-    """Returns A = log(I + M) / Δx (C, C), float64, of a learned step z(x + Δx) = (I + M) z(x).
+    """Returns A = log(I + M) / Δx (C, C), float64, of a learned step M (C, C).
 
-    It is complex where an eigenvalue of I + M is negative: no real A reverses a direction within
-    one step. Raises ``NotApplicable`` if I + M is singular.
+    Its exponential over Δx is the learned step z(x + Δx) = (I + M) z(x). It is complex where an
+    eigenvalue of I + M is negative: no real A reverses a direction within one step.
+
+    Raises:
+        NotApplicable: I + M is singular and has no logarithm.
     """
     step = step.detach().cpu().double()
     whole = torch.eye(len(step), dtype=step.dtype) + step
@@ -111,7 +114,14 @@ def draw_beyond(
     scale: Literal["corner", "centre"] = "corner",
     distances: Sequence[float] = (0.25, 0.5, 1.0),
 ) -> Figure:
-    """Propagates the features of images by ``distances`` beyond their borders, and decodes."""
+    """Propagates the features of whole images by ``distances`` beyond their borders, and decodes.
+
+    ``scale`` says whose linear models are used.
+
+    Raises:
+        NotApplicable: no run has the linear models of QB-Heat, or there are no images.
+        UserError: no run is left, one because of an error.
+    """
     results = run_on_images(
         runs,
         lambda run, files: _compute(run, files, scale, distances),

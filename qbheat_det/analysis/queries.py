@@ -76,7 +76,12 @@ _Detected = list[tuple[RGBImage, QueryAttention, list[str]]]
 
 @register_figure("queries")
 def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: int = 3) -> Figure:
-    """Draws the attention of the queries of the most confident ``query_boxes`` of each image."""
+    """Draws the attention of the queries of the most confident ``query_boxes`` of each image.
+
+    Raises:
+        NotApplicable: no run is an MF-DETR.
+        UserError: no run is left, one because of an error.
+    """
     results = run_on_images(
         runs,
         lambda run, files: _detect(run, files, query_boxes),

@@ -67,9 +67,13 @@ def build_report(
 
     Args:
         names: keys of ``FIGURES``, in the order of the page.
-        runs: with different labels; ``options`` are of all figures.
+        runs: with different labels.
+        options: of all figures.
         keywords: arguments of single figures, by name.
         output: the page, ``.html``; ``command`` makes it again.
+
+    Raises:
+        UserError: a file cannot be written, which is found before the first figure is drawn.
     """
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
@@ -124,7 +128,11 @@ def describe_runs(runs: Iterable[Run]) -> Table:
 def write_page(
     path: Path, title: str, runs: Table, results: Sequence[FigureResult], command: str
 ) -> None:
-    """Writes the table of runs, all figures, and the reasons of those that are missing."""
+    """Writes the table of runs, all figures, and the reasons of those that are missing.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     figures = [result.figure for result in results if result.figure is not None]
     missing = [(result.name, result.reason) for result in results if result.figure is None]
     sections = [Figure("runs", "Runs", table=runs), *figures]

@@ -73,6 +73,9 @@ class Run:
             config_file: YAML of the model; None takes the one in or beside the checkpoint.
             device: "cpu" or "cuda"; None takes the GPU if there is one.
             opts: alternating keys and values that override the config.
+
+        Raises:
+            UserError: no such file, a failed download, or a folder that is not a run's.
         """
         if "://" in str(path):
             address = str(path)
@@ -140,7 +143,11 @@ class Run:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
     def find_set(self, split: Split = "test") -> str:
-        """Returns the registered name of the run's first data set of a split, see ``run.json``."""
+        """Returns the registered name of the run's first data set of a split, see ``run.json``.
+
+        Raises:
+            NotApplicable: the run had none, or they are not on this machine.
+        """
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
             raise NotApplicable(f"'{self.label}' has no {split} set: use --images")
@@ -161,7 +168,14 @@ class Run:
         return name
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
-        """Returns mapped images of the folder ``images``, or of the run's test or training set."""
+        """Returns entries of the run's mapper in inference, spread evenly over all images.
+
+        These are of the folder ``images``, else of the run's test set, else of its training set.
+
+        Raises:
+            NotApplicable: no folder is given, and the run's data are not on this machine.
+            UserError: the folder has no image, or none can be read.
+        """
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"
         else:

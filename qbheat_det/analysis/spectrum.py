@@ -111,7 +111,12 @@ def list_linear_models(predictor: HeatPredictor) -> Models:
 
 
 def read_linear_models(path: Path, label: str) -> Models:
-    """Reads the linear models of a checkpoint; ``NotApplicable`` if there are none."""
+    """Reads the linear models of a checkpoint.
+
+    Raises:
+        NotApplicable: the file has no linear models.
+        UserError: the file cannot be read, or its linear models are incomplete.
+    """
     weights, _ = read_weights(str(path))
     state = {
         key.removeprefix(_PREFIX): value

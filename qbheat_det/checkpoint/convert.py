@@ -61,11 +61,14 @@ def convert_weights(
             those of its authors; ``EFFICIENTNET_LITE`` and a number, for those of the package
             "efficientnet_lite_pytorch".
         overwrite: whether ``output`` may exist.
-        pixel_mean: of the training images, RGB in [0, 255], as ``pixel_std``; by default the
-            encoder's.
+        pixel_mean: of the training images, RGB in [0, 255]; empty for those of the encoder.
+        pixel_std: as ``pixel_mean``.
 
     Returns:
         The account of the tensors, and the keys of a config that build the encoder.
+
+    Raises:
+        UserError: the file cannot be read, is of another network, or cannot be written.
     """
     if output.suffix != ".safetensors" or output.is_dir():
         raise UserError(f"'{output}' is no name for the new file: it must end in .safetensors")

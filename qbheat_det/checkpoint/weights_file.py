@@ -157,7 +157,13 @@ def local_weights(path: str) -> str:
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
     """Writes weights with their description as ``.safetensors``, atomically.
 
-    Tensors are dense, on any device, and may share memory; the folder is made.
+    Args:
+        path: the file; its folder is made.
+        state_dict: dense tensors by name, on any device; they may share memory.
+        info: the description, written as JSON into the file's metadata.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     # Clones, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {
@@ -169,7 +175,11 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns a file's description, or None, without reading its tensors."""
+    """Returns a file's description, or None, without reading its tensors.
+
+    Raises:
+        UserError: the file is missing, damaged or could run code.
+    """
     check_weights_file(path)
     path = local_weights(path)
     if _is_safetensors(path):

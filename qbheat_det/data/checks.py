@@ -53,7 +53,11 @@ def join_messages(errors: Iterable[DataError], limit: int = 10) -> str:
 
 
 def check_input_keys(*rows: tuple[str, object, bool, str]) -> None:
-    """Checks rows of key of ``INPUT``, value, whether it is valid, and what it must be."""
+    """Checks values of ``INPUT``: rows of key, value, whether it is valid, and what it must be.
+
+    Raises:
+        UserError: names the key of the first that is not valid.
+    """
     for key, value, is_valid, must in rows:
         if not is_valid:
             raise UserError(f"INPUT.{key} must be {must}, but is {value!r}")

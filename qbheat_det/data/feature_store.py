@@ -96,7 +96,12 @@ class FeatureStore:
         return missing
 
     def read(self, view_index: int) -> Stored:
-        """Returns a view, in memory of its own, or what the mapper gave in its place."""
+        """Returns a view, in memory of its own, or what the mapper gave in its place.
+
+        Raises:
+            IndexError: there is no such view.
+            UserError: its file is gone, damaged or of another cache.
+        """
         if not 0 <= view_index < self.num_views:
             raise IndexError(f"view {view_index} of {self.num_views}")
         views, tensors = self._open(view_index // VIEWS_PER_FILE)

@@ -92,7 +92,11 @@ def build_image_batches(
 
 
 def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says."""
+    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says.
+
+    Raises:
+        UserError: see ``load_classes``.
+    """
     return _build(cfg, load_classes([dataset_name], cfg.MODEL.CLASS_NAMES))
 
 

@@ -58,16 +58,21 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         seed: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """Args:
-        dataset: Detectron2's dicts of images.
-        mapper: from a dict to what the model takes; None or an error skips an image, and
-            another, drawn under the same seed, takes its place.
-        build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
-        batch_size: images of one step over all processes. Shares may differ by one.
-        aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
-            padding; every dict then needs "width" and "height".
-        seed: of order and augmentation.
-        pin_memory: give tensors in memory that a GPU copies from by itself.
+        """
+        Args:
+            dataset: Detectron2's dicts of images.
+            mapper: from a dict to what the model takes; None or an error skips an image, and
+                another, drawn under the same seed, takes its place.
+            build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
+            batch_size: images of one step over all processes. Shares may differ by one.
+            aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
+                padding; every dict then needs "width" and "height".
+            num_workers: loading processes; 0 loads in this one.
+            seed: of order and augmentation.
+            pin_memory: give tensors in memory that a GPU copies from by itself.
+
+        Raises:
+            UserError: there are no images, or fewer in a batch than processes.
         """
         if len(dataset) == 0:
             raise UserError("the training set has no images")
@@ -163,7 +168,11 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 
 
 def build_train_stream(cfg: CfgNode) -> TrainStream:
-    """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``."""
+    """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``.
+
+    Raises:
+        UserError: no image is left to train on, or the sampler is not known.
+    """
     dataset = _load_training_set(cfg)
     naming = build_mapper(cfg, is_train=True)
     mapper: Mapper = naming

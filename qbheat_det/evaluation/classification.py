@@ -74,7 +74,15 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._seen = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Takes "image_id" and "label" of a batch in, and "scores" (K,) of each image."""
+        """Takes a batch in.
+
+        Args:
+            inputs: "image_id" and "label".
+            outputs: "scores" (K,), the higher the likelier.
+
+        Raises:
+            UserError: the model gives no scores of these classes.
+        """
         if any("scores" not in output for output in outputs):
             raise UserError(
                 f"dataset '{self._dataset_name}' has class labels, but the model gives no 'scores':"
@@ -207,6 +215,9 @@ def rank_true_classes(
 
     Of equally similar images the first vote, of classes with equal votes the lower label comes
     first, and a class without votes comes last.
+
+    Raises:
+        ValueError: ``k`` or ``temperature`` is not positive, or nobody can vote.
     """
     (train_features, train_labels), (features, labels) = train, val
     if min(k, temperature, len(train_features)) <= 0:

@@ -25,7 +25,15 @@ class CocoEvaluator(COCOEvaluator):
     """
 
     def __init__(self, dataset_name: str, *, library: str = "auto", **arguments: Any) -> None:
-        """``library`` is "auto", "faster-coco-eval" or "pycocotools"; others are Detectron2's."""
+        """
+        Args:
+            dataset_name: registered name, whose metadata has ``json_file``.
+            library: "auto", "faster-coco-eval" or "pycocotools".
+            arguments: of Detectron2's evaluator, such as ``output_dir``.
+
+        Raises:
+            UserError: the library is unknown or not installed.
+        """
         self._library = resolve_coco_library(library)
         super().__init__(dataset_name, use_fast_impl=False, **arguments)
         to_contiguous = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
@@ -111,7 +119,11 @@ def complete_annotations(dataset: dict[str, Any]) -> None:
 
 
 def resolve_coco_library(choice: str) -> str:
-    """Returns "faster-coco-eval" or "pycocotools" for a value of ``TEST.COCO_EVAL_LIBRARY``."""
+    """Returns "faster-coco-eval" or "pycocotools" for a value of ``TEST.COCO_EVAL_LIBRARY``.
+
+    Raises:
+        UserError: the name is unknown, or the library is not installed.
+    """
     has_fast = importlib.util.find_spec("faster_coco_eval") is not None
     known = ("auto", "pycocotools", *(["faster-coco-eval"] if has_fast else []))
     if choice not in known:

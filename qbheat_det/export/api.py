@@ -94,7 +94,11 @@ def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
 
 
 def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
-    """Reads a few images (H, W, 3), in the config's pixel format, and says where they are from."""
+    """Reads a few images (H, W, 3), in the config's pixel format, and says where they are from.
+
+    Raises:
+        UserError: no image can be read.
+    """
     source = ", ".join(paths) or _TOY_SET
     if paths:
         files = [file.path for file in find_inputs(paths)]

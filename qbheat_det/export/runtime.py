@@ -72,7 +72,12 @@ class ExportedModel:
         return _format(self.run(images), self.info, images)
 
     def run(self, images: Images) -> Outputs:
-        """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``."""
+        """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``.
+
+        Raises:
+            ValueError: the images have another shape or type, or no pixels.
+            UserError: the program fails.
+        """
         contiguous = _check_images(images)
         try:
             return self._run(contiguous)
@@ -82,7 +87,11 @@ class ExportedModel:
             ) from error
 
     def load_config(self) -> CfgNode:
-        """Returns the config of the model, with the classes that the file names."""
+        """Returns the config of the model, with the classes that the file names.
+
+        Raises:
+            UserError: the config in the file is not valid.
+        """
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
         cfg.MODEL.CATEGORY_IDS = list(self.info.category_ids)

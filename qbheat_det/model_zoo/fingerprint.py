@@ -62,7 +62,15 @@ def draw_images() -> list[npt.NDArray[np.uint8]]:
 
 
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
-    """Runs a model on the synthetic images; its mode and the random state stay."""
+    """Runs a detector, classifier, pre-training objective or backbone on the synthetic images.
+
+    Args:
+        model: on any device; its mode and the random state are the same afterwards.
+        cfg: the model's own, which says how images are resized and in which format.
+
+    Raises:
+        UserError: the model has no outputs to compare, or gives NaN.
+    """
     batch = _read_images(cfg)
     was_training = model.training
     model.eval()
@@ -86,6 +94,9 @@ def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Devi
     """Returns the deviation of each output of either fingerprint, in the order of computation.
 
     Tolerances are at most those of ``found``, so that an index cannot ask for larger ones.
+
+    Raises:
+        UserError: they are of other synthetic images.
     """
     if expected.version != found.version:
         raise UserError(

@@ -43,7 +43,11 @@ def cache_folder(entry: ZooEntry) -> Path:
 
 
 def fetch(entry: ZooEntry) -> Path:
-    """Returns the local file of an entry, its hash checked; downloads it if necessary."""
+    """Returns the local file of an entry, its hash checked; downloads it if necessary.
+
+    Raises:
+        UserError: a source has another file of this name, or none has it.
+    """
     found = find_local(entry)
     if found is not None:
         return check_hash(found, entry)
@@ -76,7 +80,11 @@ def fetch(entry: ZooEntry) -> Path:
 
 
 def find_local(entry: ZooEntry) -> Path | None:
-    """Returns the first file of that name on this machine, unchecked, or None."""
+    """Returns the first file of that name on this machine, unchecked, or None.
+
+    Raises:
+        UserError: ``$QBHEAT_ZOO`` names what is no folder.
+    """
     folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
     files = (folder / entry.file for folder in folders)
     return next((file for file in files if file.is_file()), None)

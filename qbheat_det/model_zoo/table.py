@@ -23,7 +23,11 @@ network, and `qbheat zoo verify` and the tests check that code and weights agree
 
 
 def write_table(path: Path = ZOO_FILE) -> Path:
-    """Replaces the entries in ``MODEL_ZOO.md`` by the package's index; returns its path."""
+    """Replaces the entries in ``MODEL_ZOO.md`` by those of the package's index; returns its path.
+
+    Raises:
+        UserError: there is no such file with the marks of the section.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         head, begin, rest = text.partition(_BEGIN)

@@ -38,12 +38,16 @@ def recalibrate_bn(
 
     Args:
         backbone: changed in place.
-        images: (3, H, W) each, pixels as a dataset mapper gives them; at least one.
-        pixel_mean: of each channel, as ``pixel_std``.
+        images: (3, H, W) each, pixels as a dataset mapper gives them.
+        pixel_mean: mean of each channel.
+        pixel_std: standard deviation of each channel.
         batch_size: the most images of a batch.
 
     Returns:
         The number of BatchNorms.
+
+    Raises:
+        UserError: there are no images.
     """
     if not images:
         raise UserError("BatchNorm is recalibrated on images, and there are none")
@@ -85,7 +89,19 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
 def read_whole_images(
     cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int
 ) -> list[Tensor]:
-    """Returns random images (3, H, W), always the same, as the config's model sees them."""
+    """Returns images as the config's model would see them in evaluation.
+
+    Args:
+        cfg: names the mapper.
+        records: dicts with ``file_name``, for that mapper.
+        num_images: how many, always the same random ones; all where there are fewer.
+
+    Returns:
+        (3, H, W) each, in pixels. What cannot be read is left out and named in the log.
+
+    Raises:
+        UserError: no image can be read.
+    """
     chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)
     workers = cfg.DATALOADER.NUM_WORKERS

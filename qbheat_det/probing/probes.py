@@ -182,10 +182,15 @@ def fit_penalised(
 
     Args:
         features: (N, D), standardised here.
-        labels: (N,), in [0, K); ``num_classes`` is K.
+        labels: (N,).
+        num_classes: K.
         l2: the penalty, positive.
         start: weights (K, D + 1) to begin from; 0 by default.
         tolerance: of the largest entry of the gradient, along the axes.
+        dtype: to compute in.
+
+    Raises:
+        ValueError: there are no images, or the penalty is not positive.
     """
     if not len(labels) or not l2 > 0:
         raise ValueError(f"{len(labels)} images and a penalty of {l2}: both must be positive")

@@ -79,18 +79,24 @@ class BackboneProbe:
         memory_gb: float = 8.0,
         on_row: Callable[[Row], None] = lambda row: None,
     ) -> None:
-        """Args:
-        cfg: of backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED`` are
-            read.
-        train_folder: class folders whose images the probes learn from.
-        val_folder: class folders whose images are classified, once for each row.
-        probes: names as in ``PROBES``.
-        num_recalibrated: images of ``train_folder`` to recalibrate BatchNorm on, after which
-            each backbone is probed a second time; 0 for no second time.
-        feature: name of the feature map, see ``find_feature``.
-        json_file: rewritten after each row; rows that it holds are not computed again.
-        memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
-        on_row: called with each row as it comes, those of ``json_file`` included.
+        """
+        Args:
+            cfg: of backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED``, of
+                all that the probes draw, are read.
+            train_folder: class folders whose images the probes learn from.
+            val_folder: class folders whose images are classified, once for each row.
+            probes: names as in ``PROBES``; "tran-k:width" for another width than
+                ``MODEL.CLASSIFIER.WIDTH``.
+            num_recalibrated: images of ``train_folder`` to recalibrate BatchNorm on, after which
+                each backbone is probed a second time; 0 for no second time.
+            feature: name of the feature map; by default the backbone's coarsest, of several the
+                last.
+            json_file: rewritten after each row; rows that it holds are not computed again.
+            memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
+            on_row: called with each row as it comes, those of ``json_file`` included.
+
+        Raises:
+            UserError: images, ``json_file`` or a name are not sound.
         """
         check_probes(probes)
         records = load_class_folders(train_folder, val_folder)
@@ -243,7 +249,11 @@ def _place(row: Row) -> tuple[str, bool, str]:
 
 
 def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a file holds, and results without rows where there is none."""
+    """Returns what a file holds, and results without rows where there is none.
+
+    Raises:
+        UserError: the file holds something else, or scores of another setting.
+    """
     setting = json.loads(json.dumps(setting))
     if file is None or not file.exists():
         return {"setting": setting, "skipped_images": 0, "rows": []}
@@ -264,7 +274,14 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
-    """Fills a backbone from the weights of any model that has it, or from a bare one, exactly."""
+    """Fills a backbone from the weights of any model that has it, or from a bare one.
+
+    Returns:
+        The metadata of the file.
+
+    Raises:
+        UserError: the tensors of the file's backbone are not exactly those of this one.
+    """
     state, info = read_weights(weights)
     names = bare_backbone(state)
     bare = {short: state[name] for name, short in names.items()} if names else state
@@ -285,7 +302,11 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
 
 
 def find_feature(backbone: Backbone, wanted: str = "") -> str:
-    """Returns the name of the map to probe: the wanted one, or the last of the coarsest."""
+    """Returns the name of the map to probe: the coarsest, of several the last.
+
+    Raises:
+        UserError: the backbone has no map of the wanted name.
+    """
     strides = {
         name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
     }

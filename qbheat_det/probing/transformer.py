@@ -162,9 +162,20 @@ def fit_transformer_probe(
 ) -> tuple[Callable[[FrozenFeatures], Tensor], dict[str, Any]]:
     """Chooses dropout and length on a part of the images, then trains on all of them with these.
 
-    Returns the classifier, from features with maps to logits (N, K) on the CPU; and "dropout",
-    "epochs", "converged" (whether it stopped before ``max_epochs``), and "trials", the accuracy in
-    per cent on the part held out after each epoch, by dropout as text.
+    Args:
+        features: with maps.
+        num_classes: K.
+        settings: what is tried.
+        seed: of the part, of the initial weights and of the order of images.
+        device: that trains.
+
+    Raises:
+        ValueError: there are no maps.
+
+    Returns:
+        The classifier, from features with maps to logits (N, K) on the CPU; and "dropout",
+        "epochs", "converged" (whether it stopped before ``max_epochs``), and "trials", the
+        accuracy in per cent on the part held out after each epoch, by dropout as text.
     """
     if features.maps is None or not len(features):
         raise ValueError("a tran-k probe learns from maps, and there are none")

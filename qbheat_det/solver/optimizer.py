@@ -47,9 +47,15 @@ _HEAD = "<head>"  # stands for a parameter that no pattern matches
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
 
+    Its step is fused if PyTorch has kernels for the device, see ``build_fused``.
+
     Besides Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model": it clips
-    the norm over all parameters together, as DETR does; the optimizer's ``gradient_norm`` is then
-    this norm before clipping in the last step, a 0-d tensor, and else None.
+    the norm over all parameters together, as DETR does. The optimizer's attribute
+    ``gradient_norm`` is then this norm before clipping in the last step, a 0-d tensor; it is None
+    before the first step and with other clipping.
+
+    Raises:
+        UserError: a setting is invalid, or no parameter is trainable.
     """
     clip = cfg.SOLVER.CLIP_GRADIENTS
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
@@ -100,16 +106,22 @@ def parameter_groups(
     """Groups the trainable parameters by learning rate and weight decay, each in one group.
 
     A parameter of the backbone that lies k layers below the head, 1 in the backbone's last, has the
-    learning rate ``lr * backbone_multiplier * layer_decay ** k``, every other one ``lr``.
+    learning rate ``lr * backbone_multiplier * layer_decay ** k``, every other one ``lr``. There are
+    as many groups as there are different pairs of learning rate and weight decay.
 
     Args:
         model: a meta-architecture; its child ``backbone`` may have learning rates of its own.
+        lr: learning rate.
+        backbone_multiplier: the backbone's learning rate relative to ``lr``.
         weight_decay: of weights; the global tokens of a Mobile-Former and a [MASK] token have none.
         weight_decay_norm: of the affine parameters of norms.
         weight_decay_bias: of biases; None for that of weights.
         layer_decay: see above, and ``layers_above``.
         token_multiplier: further factor on the learning rate of the backbone's token path.
         bias_lr_factor: the learning rate of biases relative to that of weights.
+
+    Raises:
+        UserError: ``layer_decay`` is not 1, and the backbone does not say what its layers are.
     """
     overrides = {name: {"weight_decay": 0.0} for name in ("tokens", "token")}
     # Detectron2 knows biases by the name "bias" alone.

@@ -156,7 +156,14 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-    """Builds ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config, without steps after its end."""
+    """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
+
+    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out; Detectron2 alone fails on a
+    step that is exactly at the end.
+
+    Raises:
+        UserError: there is no scheduler of that name, or a setting of it is invalid.
+    """
     _check_iterations(cfg)
     pruned = cfg.clone()
     pruned.defrost()

@@ -34,7 +34,20 @@ def register_coco_images(
     *,
     prepare: Callable[[], object] | None = None,
 ) -> None:
-    """As ``register_coco_json``, without annotations; ``prepare`` makes the files when needed."""
+    """Registers the images of an annotation file without their annotations, for pre-training.
+
+    The file is read when the set is first loaded. Registering a name again with the same files
+    does nothing.
+
+    Args:
+        name: of the new data set.
+        json_file: annotations, or a list of images alone.
+        image_root: folder that its file names are relative to.
+        prepare: makes the files if they do not exist yet.
+
+    Raises:
+        UserError: the name is taken by other data.
+    """
     paths = os.path.abspath(json_file), os.path.abspath(image_root)
     if _is_registered(name, *paths, unlabelled=True):
         return
@@ -55,7 +68,12 @@ def register_coco_images(
 
 
 def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
-    """Returns ``file_name`` and ``image_id`` of every image, in the order of the ids."""
+    """Returns ``file_name`` and ``image_id`` of every image, in the order of the ids.
+
+    Raises:
+        UserError: the file is not COCO's, an image has no id of its own, or its file is not in
+            the folder.
+    """
     file = CocoFile(str(json_file), str(image_root), needed=("images",))
     raise_first(file.errors)
     return [
@@ -65,7 +83,11 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
 
 def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
-    """Returns what an annotation file holds, see ``check_coco_file``."""
+    """Checks an annotation file, returns what it holds, and logs what is odd.
+
+    Raises:
+        UserError: the first error of ``CocoFile``, with the number of the others.
+    """
     content = CocoFile(str(json_file), str(image_root))
     check_coco_file(content)
     return content

@@ -85,7 +85,11 @@ def load_image_folders(
 
 
 def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
-    """Returns labelled records of two folders of class folders, in the classes of the first."""
+    """Returns labelled records of two folders of class folders, in the classes of the first.
+
+    Raises:
+        UserError: as ``load_image_folders``, or there is one class, or ``val_folder`` has others.
+    """
     names = os.fspath(train_folder), os.fspath(val_folder)
     return _label_both(_list_labelled(names[0]), _list_labelled(names[1]), names=names)
 
@@ -103,23 +107,43 @@ def list_images(folder: PathLike) -> list[str]:
 
 
 def check_image_folder(folder: PathLike) -> None:
-    """As ``list_images``, but stops at the first image."""
+    """Searches for one image in a folder, which takes no time if there are any.
+
+    Raises:
+        UserError: as ``list_images``.
+    """
     if not any(_walk(os.fspath(folder))):
         list_images(folder)
 
 
 def list_classes(sets: Sequence[str]) -> list[str]:
-    """Returns the sorted names of all classes that registered sets have images of."""
+    """Returns the sorted names of all classes that registered sets have images of.
+
+    Raises:
+        UserError: a set has no labels, or cannot be listed.
+    """
     return sorted({class_name for name in sets for _, class_name in _load(name)})
 
 
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
-    """Returns the records of registered sets, one after another, with "label" as in a list."""
+    """Returns the records of registered sets, one after another, with "label" as in a list.
+
+    Args:
+        sets: names of sets; "image_id" is the number of an image among all of them.
+        class_names: of label 0, 1, 2, …
+
+    Raises:
+        UserError: a set has no labels, or images of a class that is not in the list.
+    """
     return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 
 
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
-    """Returns the labelled records of registered sets, see ``load_class_folders``."""
+    """Returns the labelled records of registered sets, in the classes of the first.
+
+    Raises:
+        UserError: a set has no labels, ``train`` has one class, or ``val`` has others.
+    """
     pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
     return _label_both(pairs[0], pairs[1], names=(" and ".join(train), " and ".join(val)))
 

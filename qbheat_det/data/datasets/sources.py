@@ -182,7 +182,11 @@ def origin_of(source: Source) -> str:
 
 
 def read_annotations(source: Source) -> CocoFile:
-    """Reads and checks the boxes of a source; those of its whole, if it is a part of a split."""
+    """Reads and checks the boxes of a source; those of its whole, if it is a part of a split.
+
+    Raises:
+        UserError: nothing can be said about single entries, see ``CocoFile``.
+    """
     return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
 
 
@@ -209,8 +213,13 @@ def register_source(
 ) -> CocoFile | None:
     """Checks and registers a set, in place of another of the same name; returns its annotations.
 
-    ``split`` is what is in the file of ``source["split"]``, which is read by default. The source is
-    kept in the metadata.
+    Args:
+        name: is free to choose.
+        source: is kept as ``source`` of the metadata.
+        split: what is in the file of ``source["split"]``; None reads it.
+
+    Raises:
+        UserError: a file or folder is missing or broken.
     """
     forget_source(name)
     keep = annotations = None
@@ -270,7 +279,11 @@ def forget_source(name: str) -> None:
 
 
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
-    """Divides the images of a source, named relative to its folder; see ``split_names``."""
+    """Divides the images of a source, see ``split_names``; they are named relative to its folder.
+
+    Raises:
+        UserError: the source is broken, or has too few images.
+    """
     if "image_folders" in source:
         (folder,) = source["image_folders"]
         records, _ = load_image_folders([folder], labelled=True)

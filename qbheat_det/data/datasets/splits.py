@@ -53,7 +53,11 @@ def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
 def split_names(
     names: Sequence[str], groups: Sequence[Hashable], *, fraction: float, seed: int
 ) -> dict[str, Any]:
-    """Returns what ``split.json`` lists: "seed", "fraction", and the names in "train" and "val"."""
+    """Returns what ``split.json`` lists: "seed", "fraction", and the names in "train" and "val".
+
+    Raises:
+        UserError: there are too few images to hold one out.
+    """
     chosen = choose_val(groups, fraction=fraction, seed=seed)
     if not chosen or len(chosen) == len(names):
         raise UserError(

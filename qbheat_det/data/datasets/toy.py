@@ -66,7 +66,14 @@ def get_cache_dir() -> Path:
 
 
 def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the folder of a toy set, drawn now, by one process, if the cache lacks it."""
+    """Returns the folder of a toy set, drawn now if the cache does not hold it.
+
+    Processes that ask at the same time wait for the first of them. A set appears under its
+    name only when it is complete.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+    """
     cache = get_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = cache / spec.folder_name
     if folder.is_dir():

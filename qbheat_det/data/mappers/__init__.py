@@ -54,7 +54,13 @@ MAPPERS_OF_CLASSES = {"classify"}
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
-    """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names, which names broken images."""
+    """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
+
+    On an image that cannot be read, or is not of the annotated size, it raises a ``UserError``.
+
+    Raises:
+        UserError: there is no mapper of that name.
+    """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:
         raise UserError(

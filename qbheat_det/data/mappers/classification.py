@@ -45,11 +45,13 @@ class ClassificationMapper:
         pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
         pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
     ) -> None:
-        """Args:
+        """
+        Args:
             crop: draws the part and the flip; images are augmented where it is that of training.
-            rand_augment: magnitude, a whole number from 0 to 10, and its standard deviation; or ().
-            random_erasing: probability that a rectangle becomes normal noise, clipped to bytes, of
-                mean ``pixel_mean`` and deviation ``pixel_std``.
+            rand_augment: magnitude, a whole number from 0 to 10, and its standard deviation;
+                none if empty.
+            random_erasing: probability that a rectangle becomes noise, in [0, 1]. The noise is
+                normal, of mean ``pixel_mean`` and deviation ``pixel_std``, clipped to bytes.
             pixel_mean: of the three channels, in the order of the crop's pixel format.
             pixel_std: as ``pixel_mean``.
 

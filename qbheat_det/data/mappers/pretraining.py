@@ -161,8 +161,10 @@ class TwoViewMapper:
         blur_sigma: Sequence[float] = (0.1, 2.0),
         blur_probability: float = 0.5,
     ) -> None:
-        """Args:
-            crop: draws the part and the flip of a view; there are two if it is that of training.
+        """
+        Args:
+            crop: draws the part and the flip of a view; whether it is that of training decides
+                whether there are two views, and anything is drawn.
             jitter: how far brightness, contrast, saturation (factors) and hue (circle) may go.
             jitter_probability: that a view's colours are changed.
             grey_probability: that a view loses its colours.

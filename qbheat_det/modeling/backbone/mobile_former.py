@@ -63,14 +63,18 @@ class MobileFormer(Backbone):
         freeze_at: int = 0,
         in_channels: int = 3,
     ) -> None:
-        """Args:
-        arch: widths; ``MOBILE_FORMER_ARCHS`` holds the papers'.
-        out_features: names of the outputs.
-        norm: name for ``detectron2.layers.get_norm``.
-        drop_path: drop rate of residual branches at the last block, rising linearly from 0.
-        freeze_at: 0 trains everything, 1 freezes stem and tokens, 2 also the first stage, and
-            so on; number of stages + 1 freezes the whole network.
-        in_channels: of the image.
+        """
+        Args:
+            arch: widths; ``MOBILE_FORMER_ARCHS`` holds the papers'.
+            out_features: names of the outputs.
+            norm: name for ``detectron2.layers.get_norm``.
+            drop_path: drop rate of residual branches at the last block, rising linearly from 0.
+            freeze_at: 0 trains everything, 1 freezes stem and tokens, 2 also the first stage, and
+                so on; number of stages + 1 freezes the whole network.
+            in_channels: channels of the image.
+
+        Raises:
+            ValueError: an unknown output name, or a ``freeze_at`` or ``drop_path`` out of range.
         """
         super().__init__()
         groups = _split_into_stages(arch.blocks)

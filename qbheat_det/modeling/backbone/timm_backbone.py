@@ -45,15 +45,18 @@ class TimmBackbone(Backbone):
     def __init__(
         self, *, name: str, out_features: Sequence[str], freeze_at: int = 0, in_channels: int = 3
     ) -> None:
-        """Args:
+        """
+        Args:
             name: as timm lists it.
             out_features: names of the outputs.
             freeze_at: 0 trains everything; k freezes all layers that maps of stride 2^k and less
-                depend on, as in Detectron2, and 5 the whole network, with its BatchNorms.
-            in_channels: of the image.
+                depend on (2 in a ResNet: stem and first stage, as in Detectron2), and 5 the whole
+                network. Frozen BatchNorms keep their statistics.
+            in_channels: channels of the image.
 
         Raises:
             UserError: timm has no such model, or it has no maps for images of any size.
+            ValueError: an unknown output name, or a ``freeze_at`` out of range.
         """
         super().__init__()
         if not 0 <= freeze_at <= _FREEZE_ALL:

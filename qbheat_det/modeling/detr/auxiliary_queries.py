@@ -107,15 +107,20 @@ class Denoising(nn.Module):
         max_queries: int = 200,
         weight: float = 1.0,
     ) -> None:
-        """Args:
-        num_classes: K; ``dim`` is C, width of the decoder's queries.
-        groups: noised copies of each box, at most; queries of one copy attend to each other.
-        box_noise: largest shift of a corner, relative to half the side of its box, in [0, 2];
-            that of a negative is one to two times as large.
-        label_noise: probability that a random class replaces a label.
-        negatives: whether each copy has a second one, with more noise, that is no object.
-        max_queries: of one image, which reduces its groups, and then its boxes.
-        weight: factor on the losses.
+        """
+        Args:
+            num_classes: K.
+            dim: C, width of the decoder's queries.
+            groups: noised copies of each box, at most; queries of one copy attend to each other.
+            box_noise: largest shift of a corner, relative to half the side of its box, in [0, 2];
+                that of a negative is one to two times as large.
+            label_noise: probability that a random class replaces a label.
+            negatives: whether each copy has a second one, with more noise, that is no object.
+            max_queries: of one image, which reduces its groups, and then its boxes.
+            weight: factor on the losses.
+
+        Raises:
+            ValueError: a number is out of its range.
         """
         super().__init__()
         ranges = {

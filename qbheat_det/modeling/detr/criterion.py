@@ -66,10 +66,17 @@ class SetCriterion(nn.Module):
         giou_weight: float = 2.0,
         deep_supervision: bool = True,
     ) -> None:
-        """Takes K, DETR's classification by default, and weights of the loss and of matching.
+        """
+        Args:
+            num_classes: K, without the no-object class.
+            classification: DETR's by default.
+            class_weight: weight of the class, in the loss and in matching.
+            l1_weight: weight of the L1 distance of cxcywh boxes.
+            giou_weight: weight of 1 - GIoU.
+            deep_supervision: whether every block has losses, or the last one only.
 
-        The weights are those of the class, of the L1 distance of cxcywh boxes and of 1 - GIoU. With
-        ``deep_supervision`` every block has losses, else the last one only.
+        Raises:
+            ValueError: all weights are zero.
         """
         super().__init__()
         if not (class_weight or l1_weight or giou_weight):

@@ -95,9 +95,15 @@ class FocalClassification(ClassificationLoss):
         iou_target: float = 1.0,
         prior: float = 0.01,
     ) -> None:
-        """Takes gamma, the weight alpha of the wanted class, and the first probability of a class.
+        """
+        Args:
+            gamma: exponent of the distance between target and prediction.
+            alpha: weight of the wanted class; 1 - alpha of the others.
+            iou_target: share of the IoU in the target of a match; with 0 the target is 1.
+            prior: probability of each class before training.
 
-        ``iou_target`` is the share of the IoU in the target of a match; with 0 the target is 1.
+        Raises:
+            ValueError: a number is out of its range.
         """
         keys = "MODEL.MF_DETR.FOCAL."
         if gamma < 0 or 0 < gamma < 1:

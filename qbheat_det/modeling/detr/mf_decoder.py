@@ -94,16 +94,22 @@ class MFDecoder(nn.Module):
         norm: str = "BN",
         selection: QuerySelection | None = None,
     ) -> None:
-        """Args:
-        input_shape: shapes of the backbone's maps at strides 8, 16 and, if it has one, 32,
-            which is added to that of stride 16 taken down.
-        num_classes: K, without the no-object class; ``num_queries`` is Q.
-        num_blocks: blocks at strides 32 (M-F+), 16 and 8 (M-F-); the paper's are (5, 2, 2) and
-            (2, 1, 1).
-        widths: sizes of the blocks, the paper's by default.
-        norm: name for ``detectron2.layers.get_norm``, of the down- and up-convolutions.
-        selection: makes the queries of the maps; by default they are learned, the same for all
-            images.
+        """
+        Args:
+            input_shape: shapes of the backbone's maps at strides 8 and 16, in this order, and if it
+                has one of the map at stride 32, which is added to that of stride 16 taken down.
+            num_classes: K, without the no-object class.
+            num_queries: Q.
+            num_blocks: blocks at strides 32 (M-F+), 16 and 8 (M-F-); (5, 2, 2) and (2, 1, 1) are
+                the paper's.
+            widths: sizes of the blocks, the paper's by default.
+            norm: name for ``detectron2.layers.get_norm``, of the down- and up-convolutions.
+            selection: makes the queries of the maps; by default they are learned, the same for all
+                images.
+
+        Raises:
+            ValueError: the input strides are not 8, 16 and perhaps 32, or there is no query, or a
+                level has no block.
         """
         super().__init__()
         strides = [shape.stride for shape in input_shape]

@@ -56,12 +56,15 @@ class MFDETR(nn.Module):
         pixel_std: Sequence[float],
         auxiliary_queries: AuxiliaryQueries | None = None,
     ) -> None:
-        """Args:
-        backbone: has the outputs ``in_features``, at strides 8 and 16.
-        decoder: from these maps to predictions.
-        criterion: from predictions and ground truth to losses.
-        pixel_mean: of each channel, in the mapper's pixel format, as ``pixel_std``.
-        auxiliary_queries: further queries in training, with losses of their own.
+        """
+        Args:
+            backbone: has the outputs ``in_features``.
+            decoder: from these maps to predictions.
+            criterion: from predictions and ground truth to losses.
+            in_features: names of the backbone's maps at strides 8 and 16.
+            pixel_mean: mean of each channel, in the mapper's pixel format.
+            pixel_std: standard deviation of each channel.
+            auxiliary_queries: further queries in training, with losses of their own.
         """
         super().__init__()
         self.backbone = backbone

@@ -71,12 +71,16 @@ class QuerySelection(nn.Module):
         positions_per_box: int = 6,
         weight: float = 1.0,
     ) -> None:
-        """Args:
-        num_classes: K.
-        num_queries: Q.
-        dim: C, of maps and queries.
-        positions_per_box: positions that each box is assigned to in training.
-        weight: factor on the dense head's losses.
+        """
+        Args:
+            num_classes: K.
+            num_queries: Q.
+            dim: C, of maps and queries.
+            positions_per_box: positions that each box is assigned to in training.
+            weight: factor on the dense head's losses.
+
+        Raises:
+            ValueError: a number is out of its range.
         """
         super().__init__()
         if positions_per_box < 1 or weight < 0:

@@ -77,8 +77,11 @@ def embedding_from_config(
 ) -> dict[str, Any]:
     """Returns arguments of objectives that compare embeddings: ``PretrainingModel``'s and "head".
 
-    ``node`` has the keys ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``; for ``multiple`` see
-    ``find_map``.
+    ``node`` has the objective's keys ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``; for ``multiple``
+    see ``find_map``.
+
+    Raises:
+        ValueError: the backbone has no such map, or a width is not positive.
     """
     backbone, size = build_backbone(cfg), cfg.INPUT.PRETRAIN.SIZE
     shapes = backbone.output_shape()

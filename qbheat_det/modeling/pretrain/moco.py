@@ -209,14 +209,18 @@ class MoCo(PretrainingModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], order: Tensor | None = None) -> Any:
-        """Args:
-            batched_inputs: dicts of a mapper: "image" (3, S, S), the query's view, and in training
-                "image_key" (3, S, S), the key's.
+        """
+        Args:
+            batched_inputs: dicts of a dataset mapper: "image" (3, S, S), the query's view, and in
+                training "image_key" (3, S, S), the key's.
             order: of the images of all processes, see ``embed_shuffled``; random by default.
 
         Returns:
-            {"loss_contrastive"}, (), in training; else for each image {"embedding"} (D,), of length
-            1.
+            {"loss_contrastive"}, (), in training; else a list with a dict for each image:
+            "embedding" (D,), of length 1, by the encoder of queries.
+
+        Raises:
+            UserError: an image has another size, or there is one view.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:

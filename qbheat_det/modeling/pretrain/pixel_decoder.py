@@ -57,13 +57,19 @@ class ReconstructionDecoder(nn.Module):
         num_heads: int = 16,
         mlp_ratio: float = 4.0,
     ) -> None:
-        """Args:
-        in_channels: C of the features; a linear layer brings them to ``dim`` if it differs.
-        grid_size: G, rows and columns of the features.
-        patch_size: rows and columns of pixels that a position reconstructs.
-        dim: width of the blocks; ``depth`` is their number, ``num_heads`` that of attention
-            heads.
-        mlp_ratio: hidden width of the feed-forward networks, in widths.
+        """
+        Args:
+            in_channels: C of the features; a linear layer brings them to ``dim`` if it differs.
+            grid_size: G, rows and columns of the features.
+            patch_size: rows and columns of pixels that a position reconstructs.
+            dim: width of the blocks.
+            depth: number of blocks.
+            num_heads: of the attention.
+            mlp_ratio: hidden width of the feed-forward networks, in widths.
+
+        Raises:
+            ValueError: ``dim`` is not divisible by the number of heads and by 4, or a number is not
+                positive.
         """
         super().__init__()
         if min(dim, num_heads) < 1 or dim % num_heads or dim % 4:

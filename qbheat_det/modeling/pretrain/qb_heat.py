@@ -133,13 +133,16 @@ class QBHeat(ReconstructionModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], quadrants: Sequence[str] | None = None
     ) -> Any:
-        """Args:
-            batched_inputs: dicts of a mapper: "image" (3, S, S), in some test sets "place".
-            quadrants: positions of the visible quarters, a name of ``QUADRANTS`` for each image. By
-                default random in training; else "place", or without it each in turn.
+        """
+        Args:
+            batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, in some test sets,
+                "place", a name of ``QUADRANTS``.
+            quadrants: positions of the visible quarters, a name of ``QUADRANTS`` for each image.
+                By default random in training; else "place", or without it each in turn.
 
         Returns:
-            A dict of losses in training; else for each image ``inference``'s, with its "place".
+            A dict of losses in training; else what ``inference`` returns for each image, with its
+            "place".
         """
         images = self.preprocess_image(batched_inputs)
         if quadrants is None and not self.training:

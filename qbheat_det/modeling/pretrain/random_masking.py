@@ -28,7 +28,10 @@ class RandomMask:
     """Draws masks with the same number of visible positions, K of G x G, in each image."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
-        """Takes G and the masked share, of which both some and not all positions must be."""
+        """
+        Raises:
+            ValueError: the ratio leaves no position visible, or masks none.
+        """
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
         if not 0 < num_visible < positions:

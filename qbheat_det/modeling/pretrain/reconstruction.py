@@ -104,12 +104,18 @@ class ReconstructionModel(PretrainingModel):
         in_feature: str,
         **statistics: Any,
     ) -> None:
-        """Args:
-        backbone: has the output ``in_feature``.
-        predictor: from the features of what is visible to those of the image.
-        decoder: from features to pixels; its grid and patch size give the image size.
-        loss: compares patches.
-        statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
+        """
+        Args:
+            backbone: has the output ``in_feature``.
+            predictor: from the features of what is visible to those of the image.
+            decoder: from features to pixels; its grid and patch size give the image size.
+            loss: compares patches.
+            in_feature: name of the backbone's map.
+            statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
+
+        Raises:
+            ValueError: the backbone has no such map, or its stride is not the decoder's patch size,
+                or the map cannot be divided by ``grid_multiple``.
         """
         size, multiple = decoder.image_size, self.grid_multiple
         shape = find_map(backbone.output_shape(), in_feature, size, multiple=multiple)
