@@ -1,7 +1,8 @@
 # The command `qbheat` in a container. PyTorch comes with CUDA, or from the index in TORCH_INDEX,
 # such as PyTorch's own for CPUs:
 #   docker build -t qbheat [--build-arg TORCH_INDEX=ADDRESS] .
-#   docker run --rm [--gpus all] -v "$PWD:/work" qbheat predict --weights … --images … --output …
+#   docker run --rm [--gpus all] --user "$(id -u):$(id -g)" -v "$PWD:/work" qbheat \
+#       predict --weights … --images … --output …
 ARG PYTHON=3.11
 FROM python:${PYTHON}-slim
 
@@ -23,7 +24,9 @@ COPY qbheat_det ./qbheat_det
 RUN PIP_BUILD_CONSTRAINT=/tmp/constraints.txt \
     pip install --constraint /tmp/constraints.txt '.[eval,export,opencv]'
 
-RUN useradd --create-home user
+# Any user may run it (`--user`), so that the files written to /work belong to who started it.
+RUN useradd --create-home user && chmod 777 /home/user
+ENV HOME=/home/user USER=user
 USER user
 WORKDIR /work
 ENTRYPOINT ["qbheat"]

@@ -69,7 +69,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Points links at the pages of the site, and shows what a command needs."""
     if page.file.src_uri in COPIES:
-        markdown = markdown.replace("](docs/", "](").replace('"docs/', '"')
+        markdown = markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")
     sources = COPIES | {"config.md": DEFAULTS.relative_to(ROOT).as_posix()}
     for target, source in sources.items():
@@ -90,7 +90,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def _say(mark: re.Match[str], said: set[str]) -> str:
     """Shows what commands need, where the page says so for the first time."""
-    text = "" if mark[1] in said else f"*{mark[1].capitalize()}:*"
+    text = "" if mark[1] in said else f"*{mark[1][0].upper()}{mark[1][1:]}:*"
     said.add(mark[1])
     return text
 

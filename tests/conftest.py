@@ -3,6 +3,7 @@
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,3 +43,15 @@ def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from qbheat_det.engine import block_modes
 
     monkeypatch.setattr(block_modes, "keep_freed_memory", lambda: True)
+
+
+@pytest.fixture(autouse=True)
+def _sets() -> Iterator[None]:
+    """Forgets the data sets that a test registers."""
+    from detectron2.data import DatasetCatalog, MetadataCatalog
+
+    before = set(DatasetCatalog.list())
+    yield
+    for name in set(DatasetCatalog.list()) - before:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.pop(name, None)

@@ -46,10 +46,7 @@ COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}
 def area_of(module: str) -> str | None:
     """Returns the key of ``ALLOWED`` that a dotted module of the package belongs to."""
     parts = module.split(".")
-    return next(
-        (area for end in (3, 2) if (area := ".".join(parts[1:end])) in ALLOWED),
-        None,
-    )
+    return next((area for end in (3, 2) if (area := ".".join(parts[1:end])) in ALLOWED), None)
 
 
 def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:

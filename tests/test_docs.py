@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What docs/ say of tests and config keys exists, and no objective is left out."""
+"""What docs/ say exists and runs: tests, config keys, links, examples, tutorials."""
 
 import json
 import re
@@ -11,9 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cv2
 import pytest
+import timm
 
 from qbheat_det.config import defaults, get_cfg
+from qbheat_det.data import ToySpec, prepare_toy_set
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS
+from qbheat_det.modeling.classification import TIMM_NAMES
+from tests.data.pictures import draw, save
+
+from .tool_modules import load_tool
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -98,3 +106,84 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "qbheat_det" in (tmp_path / "api.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", load_tool("figure_flags").FIGURES)
+def test_a_figure_is_explained_and_listed(name: str) -> None:
+    page = (ROOT / "docs" / "visualize.md").read_text(encoding="utf-8")
+    assert f"\n### {name}\n" in page
+    assert f"| [`{name}`](#{name}) |" in page
+
+
+INTEROP = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
+
+
+def test_the_code_of_the_page_on_other_tools_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", INTEROP, flags=re.DOTALL)
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), "docs/interop.md", "exec"), {})
+
+
+def test_its_table_has_the_widths_of_all_sizes() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(\S+)` \| ([\d, ]+) \| (\d+) \|$", INTEROP, flags=re.MULTILINE
+    )
+    assert {size: name for name, size, _, _ in rows} == TIMM_NAMES
+    for _, size, widths, num_features in rows:
+        arch = MOBILE_FORMER_ARCHS[size]
+        *maps, _, _ = arch.output_shapes().values()
+        assert widths == ", ".join(str(shape.channels) for shape in maps)
+        assert int(num_features) == arch.expanded + arch.token_dim
+    assert {name for name, *_ in rows} <= set(timm.list_models("mobile_former*"))
+
+
+PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PYTHON, flags=re.DOTALL)
+QUICK = {
+    "SOLVER.IMS_PER_BATCH": 4,
+    "DATALOADER.NUM_WORKERS": 0,
+    "INPUT.MIN_SIZE_TRAIN": (64,),
+    "INPUT.MIN_SIZE_TEST": 64,
+}
+
+
+def _prepare(folder: Path) -> None:
+    (folder / "photos").mkdir()
+    for name in ("photo.jpg", "photos/a.jpg", "photos/b.jpg"):
+        save(folder / name, draw(120, 90, seed=len(name)))
+    writer = cv2.VideoWriter(
+        str(folder / "video.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 5, (96, 64)
+    )
+    for index in range(2):
+        writer.write(draw(96, 64, seed=index))
+    writer.release()
+    toy = prepare_toy_set(ToySpec("train", num_images=20, image_size=64), folder)
+    (folder / "train.json").write_bytes((toy / "annotations.json").read_bytes())
+    (toy / "images").rename(folder / "images")
+
+
+def _run(blocks: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("supervision")
+    _prepare(folder)
+    monkeypatch.chdir(folder)
+    code = "\n".join(blocks)
+    # The page's data and settings are of hours; the same call with those of seconds.
+    code = code.replace('"data.yaml"', '"train.json"').replace(
+        '{"SOLVER.BASE_LR": 0.005}', repr({"SOLVER.BASE_LR": 0.005, **QUICK})
+    )
+    exec(compile(code, "docs/python.md", "exec"), {})
+
+
+def test_predicting_of_the_page_on_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(BLOCKS) == 8
+    _run(BLOCKS[:4], tmp_path, monkeypatch)
+    for name in ("drawn.jpg", "tasks.json", "cvat.json"):
+        assert (tmp_path / name).stat().st_size
+
+
+@pytest.mark.slow
+def test_the_whole_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(BLOCKS, tmp_path, monkeypatch)
+    assert (tmp_path / "output" / "mine" / "model_final.safetensors").is_file()

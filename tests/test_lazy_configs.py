@@ -4,6 +4,8 @@
 import math
 import re
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,96 @@ import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode, LazyConfig, instantiate
+from detectron2.config import LazyCall as L
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine import SimpleTrainer, hooks
 from detectron2.modeling import build_model
 from detectron2.structures import Instances
 from omegaconf import DictConfig
 from torch import nn
 
+from qbheat_det.config import load_config
 from qbheat_det.data import register_coco_images, register_coco_json
+from qbheat_det.engine.setup import use_classes_of
+from qbheat_det.modeling.backbone import arch_of_rows
 from qbheat_det.solver import build_lr_scheduler, build_optimizer, resolve_schedule
 
-from .engine.conftest import forget_runs
+from .engine.gradient_cases import BLOCKS
 from .engine.tiny_training import make_data
-from .lazy_cases import CONFIGS, LAZY, RUN, TOYS, load_small_twins, load_twins, name
 from .modeling.tiny_pretraining import make_inputs
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+LAZY = sorted((CONFIGS / "lazy").rglob("*.py"))
+TOYS = [path for path in LAZY if path.parent.name == "quick_schedules"]
+
+# Of the toy recipes, those that are run, one of each family.
+RUN = [path for path in TOYS if path.name.startswith(("retinanet", "mf_detr", "qb_heat"))]
+_ARCH = {"num_tokens": 2, "token_dim": 16, "stem": 8, "blocks": BLOCKS, "expanded": 32}
+# What makes each model small: keys of the LazyConfig, and the same keys of the YAML config.
+_SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "retinanet": (
+        {
+            "backbone.out_channels": 32,
+            "head.conv_dims": [32],
+            "test_score_thresh": 0.0,
+            "max_detections_per_image": 5,
+        },
+        {"FPN.OUT_CHANNELS": 32, "RETINANET.NUM_CONVS": 1, "RETINANET.SCORE_THRESH_TEST": 0.0},
+    ),
+    "mf_detr": (
+        {
+            "decoder.num_blocks": [1, 1, 1],
+            "decoder.num_queries": 5,
+            "decoder.widths.dim": 16,
+            "decoder.widths.num_heads": 2,
+            "decoder.widths.hidden": 16,
+        },
+        {
+            "MF_DETR.NUM_BLOCKS": [1, 1, 1],
+            "MF_DETR.NUM_OBJECT_QUERIES": 5,
+            "MF_DETR.HIDDEN_DIM": 16,
+            "MF_DETR.NHEADS": 2,
+            "MF_DETR.DIM_FEEDFORWARD": 16,
+        },
+    ),
+    "qb_heat": (
+        {"predictor.dim": 16, "decoder.dim": 16, "decoder.grid_size": 4, "decoder.depth": 1},
+        {"QB_HEAT.FEATURE_DIM": 16, "QB_HEAT.DECODER_DIM": 16, "QB_HEAT.DECODER_DEPTH": 1},
+    ),
+}
+
+
+def name(path: Path) -> str:
+    """Returns what a LazyConfig is called: the path of its twin, without ``.yaml``."""
+    return path.relative_to(CONFIGS / "lazy").with_suffix("").as_posix()
+
+
+def load_twins(path: Path) -> tuple[DictConfig, CfgNode]:
+    """Returns a LazyConfig and the YAML config of the same name, with the toy set's classes."""
+    twin = load_config(CONFIGS / f"{name(path)}.yaml", ["MODEL.DEVICE", "cpu"])
+    if path in TOYS and twin.MODEL.META_ARCHITECTURE != "QBHeat":
+        use_classes_of(twin, "qbheat_toy_train")
+    return LazyConfig.load(str(path)), twin
+
+
+def load_small_twins(path: Path) -> tuple[DictConfig, CfgNode]:
+    """As ``load_twins``, of a toy recipe, with a small network."""
+    lazy, twin = load_twins(path)
+    kind = path.name.removesuffix("_285M_toy.py").removesuffix("_211")
+    for root, keys in zip((lazy.model, twin.MODEL), _SMALL[kind], strict=True):
+        for key, value in keys.items():
+            *parents, leaf = key.split(".")
+            reduce(getitem, parents, root)[leaf] = value
+    bottom = lazy.model.backbone.get("bottom_up", lazy.model.backbone)
+    bottom.arch = L(arch_of_rows)(**_ARCH)
+    mobile_former = twin.MODEL.MOBILE_FORMER
+    mobile_former.VARIANT, mobile_former.BLOCKS = "custom", BLOCKS
+    mobile_former.STEM_CHANNELS, mobile_former.EXPANDED_CHANNELS = 8, 32
+    mobile_former.NUM_TOKENS, mobile_former.TOKEN_DIM = 2, 16
+    twin.TEST.DETECTIONS_PER_IMAGE = 5
+    twin.INPUT.PRETRAIN.SIZE = 64
+    return lazy, twin
+
 
 DETECTORS = [path for path in RUN if not path.name.startswith("qb_heat")]
 TRAIN, VAL, IMAGES = "lazy_train", "lazy_val", "lazy_images"
@@ -37,7 +116,9 @@ def _tiny_sets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         register_coco_json(registered, *files)
     register_coco_images(IMAGES, *files)
     yield
-    forget_runs(TRAIN, VAL, IMAGES)
+    for registered in (TRAIN, VAL, IMAGES):
+        DatasetCatalog.remove(registered)
+        MetadataCatalog.remove(registered)
 
 
 def _on_meta(lazy: DictConfig, twin: CfgNode) -> tuple[nn.Module, nn.Module]:
@@ -53,8 +134,9 @@ def _resolved(path: Path, twin: CfgNode) -> CfgNode:
 
 
 @pytest.mark.parametrize("path", LAZY, ids=name)
-def test_parameters_and_their_optimizer_are_those_of_the_yaml_twin(path: Path) -> None:
+def test_parameters_optimizer_and_schedule_are_those_of_the_yaml_twin(path: Path) -> None:
     lazy, twin = load_twins(path)
+    _check_schedule(path, lazy, _resolved(path, twin))
     ours, theirs = _on_meta(lazy, twin)
     assert [*_shapes(ours).items()] == [*_shapes(theirs).items()]  # in the same order, too
     trained = [{key for key, p in m.named_parameters() if p.requires_grad} for m in (ours, theirs)]
@@ -69,24 +151,7 @@ def test_parameters_and_their_optimizer_are_those_of_the_yaml_twin(path: Path) -
     assert lazy.optimizer.get("max_norm", 0.0) == float(clipped)
 
 
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {key: value.shape for key, value in model.state_dict().items()}
-
-
-def _settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    names = {parameter: key for key, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}: {key}": float(group[key])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for key in ("lr", "weight_decay")
-    }
-
-
-@pytest.mark.parametrize("path", LAZY, ids=name)
-def test_schedule_and_batch_are_those_of_the_yaml_twin(path: Path) -> None:
-    lazy, twin = load_twins(path)
-    cfg = _resolved(path, twin)
+def _check_schedule(path: Path, lazy: DictConfig, cfg: CfgNode) -> None:
     train, solver = lazy.train, cfg.SOLVER
     assert train.max_iter == solver.MAX_ITER
     assert lazy.dataloader.train.total_batch_size == solver.IMS_PER_BATCH
@@ -101,6 +166,20 @@ def test_schedule_and_batch_are_those_of_the_yaml_twin(path: Path) -> None:
         for near in (step - 1, step, step + 1):
             where = min(max(near, 0), solver.MAX_ITER - 1) / solver.MAX_ITER
             assert ours(where) == pytest.approx(expected(where))
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in model.state_dict().items()}
+
+
+def _settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    names = {parameter: key for key, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}: {key}": float(group[key])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key in ("lr", "weight_decay")
+    }
 
 
 def _assert_same(ours: Instances, theirs: Instances) -> None:
@@ -173,23 +252,6 @@ def test_detectron2s_own_loop_trains_and_resumes_it(path: Path, tmp_path: Path) 
     assert (resumed.start_iter, resumed.iter) == (2, 3)
     content = torch.load(tmp_path / "model_final.pth", weights_only=True)
     assert math.isfinite(sum(float(value.sum()) for value in content["model"].values()))
-
-
-@pytest.mark.parametrize("path", DETECTORS, ids=name)
-def test_detectron2s_checkpointer_loads_the_whole_pre_trained_backbone(
-    path: Path, tmp_path: Path
-) -> None:
-    (qb_heat,) = set(RUN) - set(DETECTORS)
-    pretrained = instantiate(load_small_twins(qb_heat)[0].model)
-    file = str(tmp_path / "model_final.pth")
-    torch.save({"model": pretrained.state_dict()}, file)
-    model = instantiate(load_small_twins(path)[0].model)
-    DetectionCheckpointer(model).load(file)
-    backbone = getattr(model.backbone, "bottom_up", model.backbone)
-    expected = pretrained.backbone.state_dict()
-    assert len(backbone.state_dict()) > 100
-    for key, value in backbone.state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
 
 
 def test_the_page_on_lazy_configs_lists_them_and_its_example_runs() -> None:

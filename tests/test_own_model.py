@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
 from qbheat_det.core.environment import import_own_modules
 from qbheat_det.modeling.pretrain import QBHeat
 
-from .engine.conftest import forget_runs
 from .engine.tiny_pretraining import TINY_ENCODER
-from .engine.tiny_training import make_data
+from .engine.tiny_training import forget_runs, make_data, read_opts
 from .modeling.tiny_pretraining import make_tiny_config
 from .tool_modules import load_tool
 
@@ -37,43 +35,30 @@ COMMANDS = [
 ]
 FAST = {
     **TINY_ENCODER,
-    "SOLVER.EPOCHS": "0.0",
-    "SOLVER.MAX_ITER": "2",
-    "SOLVER.IMS_PER_BATCH": "2",
-    "DATALOADER.NUM_WORKERS": "0",
-    "INPUT.MIN_SIZE_TRAIN": "(64,)",
-    "INPUT.MIN_SIZE_TEST": "64",
-    "TEST.EVAL_EPOCHS": "0.0",
-    "MODEL.DEVICE": "cpu",
+    **read_opts("""
+SOLVER.EPOCHS 0.0 SOLVER.MAX_ITER 2 SOLVER.IMS_PER_BATCH 2 DATALOADER.NUM_WORKERS 0
+INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64 TEST.EVAL_EPOCHS 0.0 MODEL.DEVICE cpu
+"""),
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the page's reader works: their two files, the configs, and pre-trained weights."""
-    folder = tmp_path_factory.mktemp("reader")
-    (folder / "mine").mkdir()
-    (folder / "configs").symlink_to(ROOT / "configs")
-    (folder / "mine" / "centres.py").write_text(MODEL, encoding="utf-8")
-    (folder / "mine" / "centres.yaml").write_text(RECIPE, encoding="utf-8")
+@pytest.fixture
+def _reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's reader at work: their two files, registered as every tool does, and weights."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "mine" / "centres.py").write_text(MODEL, encoding="utf-8")
+    (tmp_path / "mine" / "centres.yaml").write_text(RECIPE, encoding="utf-8")
     cfg = make_tiny_config()
     cfg.merge_from_list([word for pair in TINY_ENCODER.items() for word in pair])
-    state, info = (
-        build_model(cfg).state_dict(),
-        WeightsInfo(pretrain_only_modules=QBHeat.pretrain_only_modules),
-    )
-    (folder / "output" / "pretraining").mkdir(parents=True)
-    save_weights(str(folder / "output/pretraining/model_final.safetensors"), state, info)
-    return folder
-
-
-@pytest.fixture
-def _in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The folder is the current one, and the model registered as every tool does it."""
+    info = WeightsInfo(pretrain_only_modules=QBHeat.pretrain_only_modules)
+    (tmp_path / "output" / "pretraining").mkdir(parents=True)
+    weights = str(tmp_path / "output/pretraining/model_final.safetensors")
+    save_weights(weights, build_model(cfg).state_dict(), info)
     variables = dict(word.split("=") for word in COMMANDS[0][1:])
     assert COMMANDS[0][0] == "export"
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder / variables["PYTHONPATH"]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / variables["PYTHONPATH"]))
     monkeypatch.setenv("QBHEAT_IMPORT", variables["QBHEAT_IMPORT"])
     import_own_modules()
     yield
@@ -82,42 +67,30 @@ def _in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     META_ARCH_REGISTRY._obj_map.pop("CentrePoints")
 
 
-def _run(command: list[str], data: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    assert command[:2] == ["python", "tools/train_net.py"]
-    forget_runs()
-    tool = load_tool("train_net")
-    results: list[Any] = []
+@pytest.mark.slow
+@pytest.mark.usefixtures("_reader")
+def test_the_page_trains_evaluates_tunes_probes_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, tool, results = make_data(tmp_path), load_tool("train_net"), []
     run = lambda main, args: results.append(main(args))  # noqa: E731
     monkeypatch.setattr("qbheat_det.engine.run_distributed", run)
     files = str(data / "annotations.json"), str(data / "images")
     flags = ["--data", files[0], "--val", files[0], "--images", files[1]]
-    fast = [word for pair in FAST.items() for word in pair]
-    monkeypatch.setattr(sys, "argv", [*command[1:], *fast, *flags])
-    tool.invoke_main()
-    return results[0]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_in_place")
-def test_the_page_trains_evaluates_tunes_probes_and_counts(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    data = make_data(tmp_path)
-    train, evaluate, tune, probe = COMMANDS[1:]
-    trained = _run(train, data, monkeypatch)
-    assert json.dumps(_run(evaluate, data, monkeypatch)) == json.dumps(trained)
-    assert "AP" in trained["bbox"]
-    _run(tune, data, monkeypatch)
-    _run(probe, data, monkeypatch)
+    for command in COMMANDS[1:]:  # train, evaluate, tune, probe
+        assert command[:2] == ["qbheat", "train"]
+        forget_runs()
+        fast = [word for pair in FAST.items() for word in pair]
+        monkeypatch.setattr(sys, "argv", [*command[1:], *fast, *flags])
+        tool.invoke_main()
+    assert json.dumps(results[0]) == json.dumps(results[1])
+    assert "AP" in results[0]["bbox"]
     before, _ = read_weights("output/pretraining/model_final.safetensors")
     after, _ = read_weights("output/probe/model_final.safetensors")
-    backbone = [key for key in after if key.startswith("backbone.")]
-    assert backbone
-    for key in backbone:  # taken whole, and frozen
-        torch.testing.assert_close(after[key], before[key], rtol=0, atol=0)
+    backbone = {key: value for key, value in after.items() if key.startswith("backbone.")}
+    assert backbone  # taken whole, and frozen
+    expected = {key: before[key] for key in backbone}
+    torch.testing.assert_close(backbone, expected, rtol=0, atol=0)
     records = json.loads((data / "annotations.json").read_text())["images"]
     name = str(data / "images" / records[0]["file_name"])
     monkeypatch.setattr(DatasetCatalog, "get", lambda _: [{"file_name": name}])

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The wheel: what is inside, and that its configs are found without the checkout."""
+"""The wheel and the weights in it, and the Detectron2 versions that it runs with."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +9,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import Backbone, build_model
+
+from qbheat_det.config import get_config_path, load_config
+from qbheat_det.model_zoo import ZooEntry, load_index
+from qbheat_det.model_zoo.add import MAX_SHIPPED
+from qbheat_det.model_zoo.sources import SHIPPED
+from qbheat_det.model_zoo.verify import verify_entry
 
 ROOT = Path(__file__).resolve().parents[1]
 # main's model_zoo still imports pkg_resources; v0.6 imports _C unguarded, main guards it.
@@ -96,3 +106,59 @@ def test_unpacked_it_imports_without_what_one_detectron2_has_alone_and_finds_a_c
     package, config = map(Path, run.stdout.split())
     assert package.samefile(tmp_path / "qbheat_det")
     assert config.samefile(package / "configs" / name)
+
+
+ENTRIES = [entry for entry in load_index() if entry.distribution is None]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_shipped_entry_is_verified_on_this_machine(
+    entry: ZooEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QBHEAT_ZOO", raising=False)
+    assert (SHIPPED / entry.stored.file).is_file()
+    assert verify_entry(entry)["error"] == ""
+
+
+def test_every_shipped_file_is_an_entrys_and_all_together_are_small() -> None:
+    files = {path.name: path.stat().st_size for path in SHIPPED.iterdir()}
+    stored = [entry.stored for entry in ENTRIES]
+    assert files == {entry.file: entry.size for entry in stored}
+    assert sum(files.values()) <= MAX_SHIPPED
+
+
+def small(name: str) -> CfgNode:
+    """Returns a shipped config on the CPU with the smallest decoder."""
+    cfg = load_config(get_config_path(name), ["MODEL.DEVICE", "cpu"])
+    cfg.MODEL.MF_DETR.NUM_BLOCKS = [1, 1, 1]
+    return cfg
+
+
+@pytest.mark.parametrize(
+    "name", ["coco/mf_detr_211_285M_probe.yaml", "coco/retinanet_285M_probe.yaml"]
+)
+def test_detectors_work_with_and_without_padding_constraints(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # main's detectors read this property of the backbone, v0.6 has none.
+    batch = [{"image": torch.rand(3, 70, 96) * 255}, {"image": torch.rand(3, 64, 50) * 255}]
+    model = build_model(small(name)).eval()
+    monkeypatch.delattr(Backbone, "padding_constraints", raising=False)
+    with torch.no_grad():
+        without = model.preprocess_image(batch).tensor
+        outputs = model(batch)
+    monkeypatch.setattr(Backbone, "padding_constraints", property(lambda _: {}), raising=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model.preprocess_image(batch).tensor, without)
+        for one, other in zip(model(batch), outputs, strict=True):
+            boxes, expected = one["instances"].pred_boxes, other["instances"].pred_boxes
+            torch.testing.assert_close(boxes.tensor, expected.tensor)
+
+
+def test_without_detectron2_the_error_names_the_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qbheat_det.core.environment import require_detectron2
+
+    require_detectron2()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"tools/install_detectron2\.py.*pip install.*git\+"):
+        require_detectron2()

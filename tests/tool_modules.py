@@ -3,8 +3,12 @@
 
 import importlib.util
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import pytest
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 sys.path.append(str(TOOLS))  # tools share modules there
@@ -19,3 +23,16 @@ def load_tool(name: str) -> ModuleType:
     sys.modules[module.__name__] = module  # where dataclasses look for their annotations
     spec.loader.exec_module(module)
     return module
+
+
+def refuse(
+    main: Callable[[Sequence[str]], object],
+    words: Sequence[str],
+    capsys: pytest.CaptureFixture[Any],
+) -> str:
+    """Runs a tool that is to end with exit code 2; returns what it says on stderr."""
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    err: str = capsys.readouterr().err
+    return err

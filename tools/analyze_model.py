@@ -69,7 +69,7 @@ def report_paper(path: Path | None) -> None:
     print(format_cells(cells))
     if path is not None:
         text = json.dumps([asdict(cell) for cell in cells], indent=2) + "\n"
-        write_atomically(path, lambda stream: stream.write(text.encode()))
+        write_atomically(path, text.encode())
 
 
 def format_cells(cells: "Sequence[PaperCell]") -> str:

@@ -10,6 +10,10 @@ import os
 import sys
 import warnings
 
+# Waiting threads sleep: by default they spin, and two threads beside other programs then take 30
+# times as long (docs/performance.md). To be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _FOREIGN = (
     "torch|torchvision|torchgen|detectron2|fvcore|iopath|timm|pycocotools|faster_coco_eval|onnx.*|"
     "openvino|matplotlib|PIL|numpy|scipy|sklearn|yaml|tensorboard|pkg_resources|huggingface_hub"

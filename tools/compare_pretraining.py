@@ -8,15 +8,15 @@ stopped: repeat this command to go on. OUTPUT/comparison.md and .json are rewrit
 
 examples:
   # the commands, and which are done
-  python tools/compare_pretraining.py --data flowers/train --val flowers/val \\
+  qbheat compare --data flowers/train --val flowers/val \\
       --epochs 20 --seeds 1 2 3 --output output/comparison --plan
 
   # all objectives, the random encoder first; two commands at a time
-  python tools/compare_pretraining.py --data flowers/train --val flowers/val \\
+  qbheat compare --data flowers/train --val flowers/val \\
       --epochs 20 --seeds 1 2 3 --output output/comparison --jobs 2
 
   # two objectives and a config file
-  python tools/compare_pretraining.py --data flowers/train --val flowers/val \\
+  qbheat compare --data flowers/train --val flowers/val \\
       --objectives qb_heat moco_v2 mine.yaml --epochs 20 --output output/comparison
 """
 

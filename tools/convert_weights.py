@@ -16,7 +16,7 @@ timm's own files need no conversion: MODEL.WEIGHTS takes them for the encoder ti
 
 examples:
   # torchvision's ResNet-50, saved with torch.save(model.state_dict(), "resnet50.pth")
-  python tools/convert_weights.py --weights resnet50.pth --to detectron2:resnet50 \\
+  qbheat convert --weights resnet50.pth --to detectron2:resnet50 \\
       --output resnet50.safetensors
 """
 

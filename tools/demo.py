@@ -146,7 +146,7 @@ def write_report(paths: dict[str, str], page: Path, device: str) -> Path:
     load_figures()
     runs = [Run.open(path, label=label, device=device) for label, path in paths.items()]
     words = [f"{label}={path}" for label, path in paths.items()]
-    command = shlex.join(["python", "tools/report.py", *words, "--only", *FIGURES])
+    command = shlex.join(["qbheat", "report", *words, "--only", *FIGURES])
     build_report(FIGURES, runs, FigureOptions(), {}, output=page, command=command)
     return page
 

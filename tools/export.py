@@ -8,25 +8,25 @@ PyTorch at batch sizes 1, 2 and 8 on real images; the differences are printed. S
 
 examples:
   # a detector for onnxruntime, compared on your own images
-  python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
+  qbheat export --weights output/run/model_final.safetensors --images photos/ \\
       --output detector.onnx
-  python tools/predict.py --weights detector.onnx --images photos/ --output output/pictures
+  qbheat predict --weights detector.onnx --images photos/ --output output/pictures
 
   # as a program of torch.export
-  python tools/export.py --weights output/run/model_final.safetensors --images photos/ \\
+  qbheat export --weights output/run/model_final.safetensors --images photos/ \\
       --format torch_export --output detector.pt2
 
   # with smaller test images: less accurate, faster
-  python tools/export.py --weights output/run/model_final.safetensors --output small.onnx \\
+  qbheat export --weights output/run/model_final.safetensors --output small.onnx \\
       INPUT.MIN_SIZE_TEST 480
 
   # the feature maps of a pre-trained backbone
-  python tools/export.py --weights output/pretraining/model_final.safetensors \\
+  qbheat export --weights output/pretraining/model_final.safetensors \\
       --images photos/ --output backbone.onnx
 
   # several heads on one frozen backbone: encoder.onnx, head_fish.onnx and head_boats.onnx, so that
   # the encoder runs once per image
-  python tools/export.py --shared-encoder --output output/shared --images photos/ \\
+  qbheat export --shared-encoder --output output/shared --images photos/ \\
       --weights fish=output/fish/model_final.safetensors \\
       --weights boats=output/boats/model_final.safetensors
 """
@@ -131,6 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     hide_foreign_warnings()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("qbheat_det").setLevel(logging.INFO)
 
     from qbheat_det.core.errors import exit_on_user_error
 

@@ -10,8 +10,8 @@ examples:
   # from a pre-training run; then train a detector on it
   python tools/export_backbone.py --weights output/pretraining/model_final.safetensors \\
       --output backbone.safetensors
-  python tools/train_net.py --config-file configs/coco/retinanet_285M_finetune.yaml \\
-      MODEL.WEIGHTS backbone.safetensors
+  qbheat train --config-file coco/retinanet_285M_finetune.yaml \\
+      --weights backbone.safetensors
 
   # BatchNorm statistics from 1000 whole images of your own, without labels
   python tools/export_backbone.py --weights output/pretraining/model_final.safetensors \\

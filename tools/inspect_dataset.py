@@ -7,10 +7,10 @@ that are in training and in evaluation. Prints a summary, and writes errors.txt,
 error, and samples.jpg, training images after the augmentation of the config.
 
 examples:
-  python tools/inspect_dataset.py --config-file configs/demo/toy_retinanet.yaml
-  python tools/inspect_dataset.py --config-file configs/custom/mf_detr_211_285M_scratch.yaml \\
+  qbheat inspect --config-file demo/toy_retinanet.yaml
+  qbheat inspect --config-file custom/mf_detr_211_285M_scratch.yaml \\
       --data train.json --val val.json --images images
-  python tools/inspect_dataset.py --data train.json
+  qbheat inspect --data train.json
 
 exit code: 0 if nothing is wrong; 1 if there are errors; 2 if a file or key does not exist.
 Warnings are no errors: training can handle what they name.

@@ -4,28 +4,28 @@
 
 examples:
   # the weights of a run hold the config and the names of the classes
-  python tools/predict.py --weights output/demo/training/model_final.safetensors \\
+  qbheat predict --weights output/demo/training/model_final.safetensors \\
       --images photo.jpg --output output/pictures
 
   # a folder, searched recursively; boxes as a COCO results file, too
-  python tools/predict.py --weights output/run/model_final.pth \\
+  qbheat predict --weights output/run/model_final.pth \\
       --images photos/ --output output/pictures --json output/boxes.json
 
   # config keys can be overridden: here, larger test images
-  python tools/predict.py --weights output/run/model_final.pth --images photo.jpg \\
+  qbheat predict --weights output/run/model_final.pth --images photo.jpg \\
       --output output/pictures INPUT.MIN_SIZE_TEST 1000
 
   # the fastest equal form; MODEL.DEPLOY.IMAGE_SIZES [[H,W]] at the end compiles for that size
-  python tools/predict.py --weights output/run/model_final.pth --images photos/ \\
+  qbheat predict --weights output/run/model_final.pth --images photos/ \\
       --json output/boxes.json --fast
 
   # with the weights of a classifier: the five likeliest classes of each image
-  python tools/predict.py --weights output/run/model_final.pth --images photos/ \\
+  qbheat predict --weights output/run/model_final.pth --images photos/ \\
       --json output/classes.json
 
-  # a file of tools/export.py: ONNX (run by onnxruntime) or torch.export, which is a
+  # a file of qbheat export: ONNX (run by onnxruntime) or torch.export, which is a
   # program: open only files that you trust
-  python tools/predict.py --weights output/model.onnx --images photos/ --output output/pictures
+  qbheat predict --weights output/model.onnx --images photos/ --output output/pictures
 
 exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could be done.
 """

@@ -11,17 +11,17 @@ gathers them on quarters.
 
 examples:
   # the checkpoints of a run beside two random backbones; the config is the one in the weights
-  python tools/probe_backbone.py --weights output/pretraining/model_*.pth --random-seeds 1 2 \\
+  qbheat probe --weights output/pretraining/model_*.pth --random-seeds 1 2 \\
       --data flowers/train --val flowers/val --recalibrate-bn 1024 \\
       --json probes.json --plot probes.svg
 
   # any backbone of any config on larger images, by two probes only
-  python tools/probe_backbone.py --config-file configs/custom/qb_heat_285M_cpu.yaml --random \\
+  qbheat probe --config-file custom/qb_heat_285M_cpu.yaml --random \\
       --data flowers/train --val flowers/val --probes knn linear \\
       INPUT.PRETRAIN.SIZE 224
 
-  # wider decoders; tools/visualize.py probes draws the results as Fig. 8 of the paper
-  python tools/probe_backbone.py --weights output/pretraining/model_final.pth \\
+  # wider decoders; qbheat visualize probes draws the results as Fig. 8 of the paper
+  qbheat probe --weights output/pretraining/model_final.pth \\
       --data flowers/train --val flowers/val --probes tran-1:192 tran-1:384 \\
       --json output/pretraining/probes.json
 
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> None:
     print_closing(result)
     if args.plot is not None:
         chart = chart_image(plot_probes(result), format=args.plot.suffix[1:])
-        write_atomically(args.plot, lambda stream: stream.write(chart.content))
+        write_atomically(args.plot, chart.content)
 
 
 if __name__ == "__main__":

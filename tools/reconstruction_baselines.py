@@ -16,7 +16,7 @@ centre squares and, where INPUT.RANDOM_FLIP has it, these mirrored. With normali
 is the share of the variance that is not explained.
 
 examples:
-  python tools/reconstruction_baselines.py --config-file configs/custom/qb_heat_285M_cpu.yaml \\
+  python tools/reconstruction_baselines.py --config-file custom/qb_heat_285M_cpu.yaml \\
       --images photos/train --val-images photos/val
 
   # beside checkpoints of a run, with the config that is inside them or in their folder
@@ -227,8 +227,7 @@ def write_json(
             "unreadable": [asdict(fault) for fault in report.skipped.values()],
         }
     )
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(path, lambda stream: stream.write(text.encode()))
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

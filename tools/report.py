@@ -4,15 +4,15 @@
 
 examples:
   # a pre-training, and a detector on its frozen encoder, beside one on random weights
-  python tools/report.py output/pretraining output/probe output/probe_random \\
+  qbheat report output/pretraining output/probe output/probe_random \\
       --output output/report.html
 
   # with labels, on other images
-  python tools/report.py ours=output/pretraining random=output/random \\
+  qbheat report ours=output/pretraining random=output/random \\
       --images photos/ --output output/report.html
 
-  # some figures only (tools/visualize.py --list has them all)
-  python tools/report.py output/pretraining --only curves spectrum --output output/report.html
+  # some figures only (qbheat visualize --list has them all)
+  qbheat report output/pretraining --only curves spectrum --output output/report.html
 
 Beside report.html, the folder report/ has each image as a file and the numbers behind it as JSON.
 Figures that do not exist for these runs are named at the end of the page with the reason. The page
@@ -62,7 +62,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    args.command = shlex.join(["python", "tools/report.py", *(argv or sys.argv[1:])])
+    args.command = shlex.join(["qbheat", "report", *(argv or sys.argv[1:])])
     from qbheat_det.core.errors import exit_on_user_error
 
     return exit_on_user_error(write_report)(args)

@@ -9,7 +9,7 @@ examples:
   # boxes, scores and class names of each image, one line of JSON per image
   python tools/run_onnx.py output/model.onnx photo.jpg other.jpg
 
-  # a folder of tools/export.py --shared-encoder: the encoder runs once, then every head
+  # a folder of qbheat export --shared-encoder: the encoder runs once, then every head
   python tools/run_onnx.py output/shared photo.jpg --threshold 0.5
 
 exit code: 0; 1 if an image was skipped, with the reason on stderr; 2 if the model cannot be run.
@@ -74,7 +74,7 @@ class OnnxModel:
             if own != shared:
                 raise InputError(
                     f"'{file}' was exported with another encoder than the one beside it: export "
-                    "both again in one call of tools/export.py --shared-encoder"
+                    "both again in one call of qbheat export --shared-encoder"
                 )
             name = file.stem[len("head_") :]
             self._sessions[name], self.heads[name] = session, description
@@ -127,7 +127,7 @@ def open_file(
     except (ValueError, TypeError, KeyError):
         is_valid = False
     if not is_valid:
-        raise InputError(f"'{path}' is not a file of tools/export.py, or does not fit its metadata")
+        raise InputError(f"'{path}' is not a file of qbheat export, or does not fit its metadata")
     return session, description, metadata.get("qbheat_det_shared_encoder", "")
 
 

@@ -4,24 +4,24 @@
 
 Examples:
   Train on the built-in toy set:
-    tools/train_net.py --config-file configs/demo/toy_retinanet.yaml
+    qbheat train --config-file demo/toy_retinanet.yaml
   Train on a custom dataset (class names and count come from the file):
-    tools/train_net.py --config-file configs/custom/retinanet_lite0_finetune.yaml \\
+    qbheat train --config-file custom/retinanet_lite0_finetune.yaml \\
         --data train.json --val val.json --images images/ --output output/mine
   Evaluate with the config inside the weights:
-    tools/train_net.py --eval-only --weights output/mine/model_best.safetensors --data val.json
+    qbheat evaluate --weights output/mine/model_best.safetensors --data val.json
   Pre-train on custom images, and log the loss on held-out images:
-    tools/train_net.py --config-file configs/custom/qb_heat_285M_cpu.yaml --images photos/ \\
+    qbheat pretrain --config-file custom/qb_heat_285M_cpu.yaml --images photos/ \\
         --val-images others/ TEST.EVAL_EPOCHS 5
   Train a classifier on class folders, here on a frozen encoder:
-    tools/train_net.py --config-file configs/custom/tran1_285M_probe.yaml \\
+    qbheat train --config-file custom/tran1_285M_probe.yaml \\
         --data train/ --val val/ --weights output/model_final.safetensors
   Check whether a run will work, and how long it will take:
-    tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --dry-run
+    qbheat train --config-file demo/toy_retinanet.yaml --dry-run
   Continue a run that was stopped, to the same bits:
-    tools/train_net.py --config-file configs/demo/toy_retinanet.yaml --resume
+    qbheat train --config-file demo/toy_retinanet.yaml --resume
   Eight GPUs, or two processes on the CPU:
-    tools/train_net.py --config-file configs/coco/mf_detr_211_285M_probe.yaml --num-gpus 8
+    qbheat train --config-file coco/mf_detr_211_285M_probe.yaml --num-gpus 8
     torchrun --nproc-per-node 2 tools/train_net.py --config-file configs/demo/toy_retinanet.yaml
 """
 

@@ -4,13 +4,13 @@
 
 examples:
   # all figures
-  python tools/visualize.py --list
+  qbheat visualize --list
 
   # losses, AP and learning rate of two runs on one axis
-  python tools/visualize.py curves output/run_a output/run_b --axis images --output output/figures
+  qbheat visualize curves output/run_a output/run_b --axis images --output output/figures
 
   # the flags of one figure
-  python tools/visualize.py curves --help
+  qbheat visualize curves --help
 
 A run is the folder that a training wrote (OUTPUT_DIR), or a checkpoint (.safetensors, .pth).
 Several runs are drawn side by side; LABEL=PATH sets a label. --images names a folder of images;

@@ -7,32 +7,32 @@ the file if necessary; "fetch" is for machines without a network.
 
 examples:
   # names with metrics, size, and the source of each file
-  python tools/zoo.py list
-  python tools/zoo.py list 'retinanet/*'
-  python tools/zoo.py list --json
+  qbheat zoo list
+  qbheat zoo list 'retinanet/*'
+  qbheat zoo list --json
 
   # download weights, check their SHA-256, and print their paths
-  python tools/zoo.py fetch 'retinanet/*'
+  qbheat zoo fetch 'retinanet/*'
 
   # collect files for a machine without a network, and use them there
-  python tools/zoo.py fetch '*' --output zoo_weights
-  QBHEAT_ZOO=zoo_weights python tools/zoo.py list
+  qbheat zoo fetch '*' --output zoo_weights
+  QBHEAT_ZOO=zoo_weights qbheat zoo list
 
   # check that weights, pre-processing and code agree on this machine
-  python tools/zoo.py verify
+  qbheat zoo verify
 
   # add an entry: the file in half precision, its fingerprint, costs and hash
-  python tools/zoo.py add --weights output/model_final.safetensors --name retinanet/285M_shapes \\
+  qbheat zoo add --weights output/model_final.safetensors --name retinanet/285M_shapes \\
       --config custom/retinanet_285M_probe.yaml --summary 'Frozen RetinaNet on drawn shapes' \\
-      --data 'drawn shapes' --data-licence CC0-1.0 --command 'python tools/train_net.py …' \\
+      --data 'drawn shapes' --data-licence CC0-1.0 --command 'qbheat train …' \\
       --metric AP 41.2±0.6 % 'shapes val'
 
   # an entry in a folder of your own, for $QBHEAT_ZOO or for the hub ("hf upload me/zoo my_zoo")
-  python tools/zoo.py add --output my_zoo --weights … --name … --config … --summary … --data … \\
+  qbheat zoo add --output my_zoo --weights … --name … --config … --summary … --data … \\
       --data-licence … --command …
 
   # update MODEL_ZOO.md from the index
-  python tools/zoo.py table
+  qbheat zoo table
 
 sources of weights, in this order: the folders in $QBHEAT_ZOO, the files shipped with the package,
 earlier downloads, and $QBHEAT_ZOO_URL; see docs/zoo.md.

@@ -6,11 +6,10 @@ from importlib import import_module
 
 from qbheat_det.core.figures import FIGURES, Figure
 
-from .complexity import CountingRule, MAdds, count_detector_madds, count_madds, count_parameters
+from .complexity import CountingRule, count_detector_madds, count_madds, count_parameters
 
 __all__ = [
     "CountingRule",
-    "MAdds",
     "count_detector_madds",
     "count_madds",
     "count_parameters",
@@ -33,10 +32,7 @@ _MODULES = (
 
 
 def load_figures() -> dict[str, Callable[..., Figure]]:
-    """Imports all modules that draw figures, which registers them, and returns ``FIGURES``.
-
-    A training that is to be visualized calls it too.
-    """
+    """Imports all modules that draw figures, which registers them, and returns ``FIGURES``."""
     for module in _MODULES:
         import_module(f"{__name__}.{module}")
     return FIGURES

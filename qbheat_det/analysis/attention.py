@@ -7,7 +7,7 @@ blocks it names 10 and 12; 3 and 6 end strides 4 and 8 in Table 8.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,7 @@ from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
 
 from . import plotting
-from .figure import (
-    FigureOptions,
-    batch_images,
-    crop_squares,
-    find_size,
-    run_on_images,
-)
+from .figure import FigureOptions, batch_images, crop_squares, find_size, run_on_images
 from .run import Run
 
 Bridge = Literal["to_former", "to_mobile"]
@@ -66,11 +60,7 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Returns by number the name of each block with tokens, and the strides before and after it.
-
-    Returns:
-        By number, from 1: dotted name in the backbone, stride of its input, stride of its output.
-    """
+    """Returns by number, from 1, name and strides before and after of each block with tokens."""
     found = {}
     stride = 2  # of the stem
     blocks = [
@@ -95,15 +85,7 @@ def choose_blocks(backbone: MobileFormer) -> list[int]:
 
 @torch.no_grad()
 def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]:
-    """Returns the attention of all bridges of a backbone for images (N, 3, H, W), on the CPU.
-
-    Args:
-        backbone: in the mode in which it is to be read; it is run once, without gradients.
-        images: normalised, on the device of the backbone.
-
-    Returns:
-        One entry for each block with tokens, from the image upwards.
-    """
+    """Returns the attention of each block with tokens, on the CPU, for images (N, 3, H, W)."""
     blocks = list_blocks(backbone)
     bridges = [
         f"{name}.{bridge}"
@@ -134,19 +116,13 @@ def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
     return max(tops)
 
 
-class _Attention(NamedTuple):
-    """Of one run, by image: the drawn blocks and the pixels."""
-
-    drawn: list[list[BlockAttention]]
-    images: list[plotting.RGBImage]
+_Attention = list[tuple[plotting.RGBImage, list[BlockAttention]]]
+"""Of one run, for each image the pixels and the drawn blocks."""
 
 
 @register_figure("attention")
 def draw_attention(
-    runs: Sequence[Run],
-    options: FigureOptions,
-    *,
-    attention_heads: Heads = "mean",
+    runs: Sequence[Run], options: FigureOptions, *, attention_heads: Heads = "mean"
 ) -> Figure:
     """Draws both bridges of the blocks of ``choose_blocks`` over images.
 
@@ -164,18 +140,14 @@ def draw_attention(
         nothing="no attention of tokens",
     )
     found = results.found
-    blocks = {label: [block.number for block in one.drawn[0]] for label, one in found.items()}
-    return Figure(
-        "attention",
-        "Attention between tokens and pixels",
-        results.explain(*_EXPLANATION),
-        {
-            f"{bridge}_{index + 1}": _draw_image(found, bridge, index, attention_heads)
-            for bridge in _BRIDGES
-            for index in range(len(results.files))
-        },
-        results.describe(size=size, blocks=blocks),
-    )
+    blocks = {label: [block.number for block in one[0][1]] for label, one in found.items()}
+    images = {
+        f"{bridge}_{index + 1}": _draw_image(found, bridge, index, attention_heads)
+        for bridge in _BRIDGES
+        for index in range(len(results.files))
+    }
+    title = "Attention between tokens and pixels"
+    return results.draw("attention", title, _EXPLANATION, images, size=size, blocks=blocks)
 
 
 def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
@@ -189,20 +161,20 @@ def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
     for entry in tqdm(entries, unit="image", desc=f"attention, {run.label}", delay=2, leave=False):
         # One by one: all maps of all blocks of a batch would be much memory for large images.
         (image,) = batch_images(run.model, [entry], "")
-        drawn.append([one for one in read_bridges(backbone, image) if one.number in numbers])
-    pixels = [
-        plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8) for entry in entries
-    ]
-    return _Attention(drawn, pixels)
+        found = [one for one in read_bridges(backbone, image) if one.number in numbers]
+        pixels = plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
+        drawn.append((pixels, found))
+    return drawn
 
 
 def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, heads: Heads) -> Image:
     """Draws one image, the rows of all runs below each other."""
     grid, names = [], []
     for label, one in found.items():
-        image = plotting.shrink(one.images[index], _CELL)
-        factor = image.shape[1] / one.images[index].shape[1]
-        for block in one.drawn[index]:
+        pixels, blocks = one[index]
+        image = plotting.shrink(pixels, _CELL)
+        factor = image.shape[1] / pixels.shape[1]
+        for block in blocks:
             for name, maps, stride in _list_maps(block, bridge, heads):
                 # Uniform attention is the middle of the colours, not the last one.
                 top = min(1.0, 2 / len(maps))

@@ -35,20 +35,7 @@ def get_class_color(index: int) -> Color:
 def draw_instances(
     image: RGBImage, instances: Instances, class_names: Sequence[str], *, min_side: int = 384
 ) -> RGBImage:
-    """Draws predictions (``pred_boxes``) or ground truth (``gt_boxes``) of one image.
-
-    Masks are shaded where there are some. ``class_names`` are in contiguous order; see
-    ``draw_boxes`` for ``min_side``.
-
-    Args:
-        image: (H, W, 3), RGB; it is not drawn on.
-        instances: with boxes (n, 4) in pixels of the image, on any device.
-        class_names: a class beyond them is called "class 7", after its index.
-        min_side: in pixels; smaller images are enlarged.
-
-    Returns:
-        (H', W', 3), RGB.
-    """
+    """Draws ``pred_boxes`` or ``gt_boxes``, masks and scores on an image (H, W, 3), RGB."""
     instances = instances.to("cpu")
     fields = instances.get_fields()
     kind = "pred" if "pred_boxes" in fields else "gt"
@@ -79,10 +66,7 @@ def draw_boxes(
     *,
     min_side: int = 384,
 ) -> RGBImage:
-    """Draws boxes (n, 4) XYXY, in pixels of the image, with their n labels above them.
-
-    An image with a side below ``min_side`` is enlarged first, so that labels are legible.
-    """
+    """Draws boxes (n, 4) XYXY in pixels and labels on an image, enlarged to ``min_side``."""
     height, width = image.shape[:2]
     scale = max(1.0, min_side / min(height, width))
     width, height = round(width * scale), round(height * scale)
@@ -114,13 +98,7 @@ def draw_boxes(
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
-    """Returns one image of several, at least one, row by row, each centered in an equal cell.
-
-    Args:
-        images: (H, W, 3), RGB, of any sizes.
-        columns: the most images in a row.
-        gap: between cells, in pixels.
-    """
+    """Returns one image of several of any sizes, row by row, each centered in an equal cell."""
     cell_height = max(image.shape[0] for image in images)
     cell_width = max(image.shape[1] for image in images)
     columns = min(columns, len(images))

@@ -49,17 +49,7 @@ class ClassActivation(NamedTuple):
 def compute_class_activation(
     model: ImageClassifier, images: Tensor, chosen: int | None = None
 ) -> ClassActivation:
-    """Returns the map of each image (N, 3, S, S), of class ``chosen`` or of the predicted one.
-
-    Args:
-        model: with a ``LinearDecoder``, in eval mode.
-        images: normalised, on the device of the model.
-        chosen: index of the class, the same for all images.
-
-    Returns:
-        Maps (N, H, W) at the resolution of the decoder's feature map, in logits, and with them the
-        softmax scores (N,) and the indices (N,) of their classes.
-    """
+    """Returns the map of each normalised image (N, 3, S, S), by default of the predicted class."""
     decoder = cast(LinearDecoder, model.decoder)
     features = model.backbone(images)
     logits = decoder(features).float()
@@ -140,14 +130,7 @@ def draw_heat(
     heat_class: str | None = None,
     heat_size: int | None = None,
 ) -> Figure:
-    """Draws CAM and steady heat of images ``heat_size`` pixels a side.
-
-    Args:
-        runs: that are no classifiers with a linear decoder are left out.
-        options: of all figures.
-        heat_class: name of the class; None takes the predicted one of each image.
-        heat_size: side of the images in pixels; None takes that of the run.
-    """
+    """Draws CAM and steady heat of images ``heat_size`` pixels a side."""
     results = run_on_images(
         runs,
         lambda run, files: _compute(run, files, heat_class, heat_size),
@@ -161,13 +144,7 @@ def draw_heat(
             {"class": one.name, "score": one.score,
              "correlation": correlate_inside(one.activation, one.steady)} for one in found
         ]  # fmt: skip
-    return Figure(
-        "heat",
-        "Class activation and steady heat",
-        results.explain(*_EXPLANATION),
-        images,
-        results.describe(runs=data),
-    )
+    return results.draw("heat", "Class activation and steady heat", _EXPLANATION, images, runs=data)
 
 
 def _compute(run: Run, files: Sequence[str], wanted: str | None, size: int | None) -> list[_Heat]:

@@ -44,11 +44,8 @@ Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
 def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, str]]:
     """Runs the jobs that are not done, several at once, and rewrites the report after each.
 
-    Returns:
-        The tables, and the reason of each job that failed, by title.
-
-    Raises:
-        UserError: data or a config is not valid, or the folder has results of other settings.
+    Returns the tables, and the reason of each job that failed, by title. Raises a ``UserError`` if
+    data or a config is not valid, or the folder has results of other settings.
     """
     rows = list_rows(comparison)
     for row in rows:
@@ -65,11 +62,7 @@ def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, st
 
 
 def is_done(job: Job) -> bool:
-    """Whether the job has a complete result.
-
-    Raises:
-        UserError: it was made with other settings or inputs, or is not a result.
-    """
+    """Whether the job has a complete result; a ``UserError`` if it is of other settings."""
     if not job.record_file.is_file():
         return False
     try:
@@ -165,8 +158,7 @@ class _Pool:
             "seconds": time.time() - began,
             "versions": list_versions(),
         }
-        content = json.dumps(to_json(record), indent=1).encode()
-        write_atomically(job.record_file, lambda stream: stream.write(content))
+        write_atomically(job.record_file, json.dumps(to_json(record), indent=1).encode())
         return ""
 
 
@@ -215,17 +207,12 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
     files = {"json": json.dumps(to_json(content), indent=1).encode(), "md": text.encode()}
     for suffix, data in files.items():
         path = comparison.output_dir / f"comparison.{suffix}"
-        write_atomically(path, lambda stream, data=data: stream.write(data))  # type: ignore[misc]
+        write_atomically(path, data)
     return text
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns what the finished jobs of a row measured: top-1 in percent by probe, and costs.
-
-    Returns:
-        By title: top-1 of each probe, in percent, "images seen", "ms an image" and "minutes". What
-        no finished job has measured is missing.
-    """
+    """Returns top-1 of each probe in percent and the costs of a row, those that were measured."""
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}
     if "probes" in done:

@@ -13,11 +13,7 @@ from detectron2.config import CfgNode
 
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    MAPPERS_OF_IMAGES,
-    fingerprint_records,
-    load_class_folders,
-)
+from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_folders
 
 RANDOM = "random"
 WEIGHTS = "model_final.safetensors"
@@ -42,15 +38,8 @@ class Objective:
 class Comparison:
     """What is compared on images of class folders.
 
-    Attributes:
-        epochs: of pre-training, over the images of ``train_folder``.
-        train_folder: for pre-training, and to train probes on.
-        val_folder: that probes classify.
-        output_dir: for everything.
-        tools: folder of the scripts.
-        probes: their names.
-        num_recalibrated: whole training images for BatchNorm's statistics.
-        opts: config overrides of all objectives.
+    ``epochs`` are those of pre-training, over ``train_folder``, which probes are trained on too;
+    ``tools`` is the folder of the scripts, ``opts`` overrides the config of all objectives.
     """
 
     objectives: Sequence[Objective]
@@ -66,11 +55,7 @@ class Comparison:
 
     @cached_property
     def images(self) -> dict[str, list[dict[str, Any]]]:
-        """The records of "train" and "val".
-
-        Raises:
-            UserError: a folder has no images, or ``val_folder`` other classes.
-        """
+        """The records of "train" and "val"; a ``UserError`` if there are none."""
         train, val = load_class_folders(self.train_folder, self.val_folder)
         return {"train": train, "val": val}
 
@@ -84,14 +69,9 @@ class Comparison:
 class Job:
     """One command of a comparison, which continues where it was stopped when it is repeated.
 
-    Attributes:
-        title: objective, seed and stage.
-        stage: "pretraining" or "probes".
-        folder: of the row; gets ``<stage>.json`` when the command ended well, and ``<stage>.log``.
-        command: the arguments.
-        settings: that decide the result; a result of other settings is refused.
-        inputs: files that must exist, and not change afterwards.
-        wanted: parts of the result; if some are missing, the command is repeated.
+    ``folder`` gets ``<stage>.json`` when the command ended well. A result of other ``settings``, or
+    of ``inputs`` that changed, is refused; if parts that are ``wanted`` are missing, it is
+    repeated.
     """
 
     title: str

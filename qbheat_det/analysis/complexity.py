@@ -64,18 +64,7 @@ class MAdds:
 
 
 def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
-    """Traces ``model(*inputs)`` in evaluation mode and counts it; the mode is restored.
-
-    Forward takes and returns tensors, or tuples, lists and dictionaries of them. The trace runs the
-    model for real: torch cannot trace on meta tensors.
-
-    Args:
-        model: on any device but "meta".
-        inputs: positional arguments of its forward.
-
-    Returns:
-        Counts of all modules, for all inputs of the batch together.
-    """
+    """Counts ``model(*inputs)``, of tensors or containers of them, in evaluation mode."""
     analysis = FlopCountAnalysis(model, inputs)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
@@ -101,13 +90,7 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
 
 
 def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
-    """Counts a Detectron2 model on the CPU, from one image (H, W) to its predictions.
-
-    The model pads the image to its backbone's size divisibility, and padding counts.
-
-    Returns:
-        Counts under the names of the model's modules, "" for the whole.
-    """
+    """Counts a Detectron2 model on the CPU, from one image (H, W), padded, to its predictions."""
     image = torch.zeros(3, height, width)
     counts = count_madds(_TensorsInTensorsOut(model), image).by_module
     names = [name for name, _ in model.named_modules()]  # from the whole to the parts

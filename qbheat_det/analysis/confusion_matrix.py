@@ -26,7 +26,7 @@ _MOST_LISTED = 30
 _EXPLANATION = (
     "A row is a class, a column the class that its images were assigned; the color is the share "
     "of the row. Blue cells are correct and red ones wrong. Small shares are drawn stronger than "
-    "they are."
+    "they are.",
 )
 
 
@@ -54,14 +54,8 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
         images[name] = chart_image(plot_confusion(counts, names, title=title), caption=title)
         rows.append((label, f"{top1:.2f}", f"{balanced:.2f}", f"{totals.sum():,}", f"{used.sum()}"))
         data[label] = {"classes": names, "matrix": counts}
-    return Figure(
-        "classes",
-        "Confusion of classes",
-        results.explain(_EXPLANATION),
-        images,
-        results.describe(runs=data),
-        Table(("Run", "top-1 (%)", "balanced (%)", "images", "classes"), rows),
-    )
+    table = Table(("Run", "top-1 (%)", "balanced (%)", "images", "classes"), rows)
+    return results.draw("classes", "Confusion of classes", _EXPLANATION, images, table, runs=data)
 
 
 def draw_confusion(classification_json: Path, output_png: Path) -> None:
@@ -72,8 +66,7 @@ def draw_confusion(classification_json: Path, output_png: Path) -> None:
     """
     names, counts = read_confusions(classification_json)
     figure = plot_confusion(counts, names, title=classification_json.parent.name)
-    image = chart_image(figure, format="png")
-    write_atomically(output_png, lambda stream: stream.write(image.content))
+    write_atomically(output_png, chart_image(figure, format="png").content)
 
 
 def read_confusions(classification_json: Path) -> tuple[list[str], Counts]:

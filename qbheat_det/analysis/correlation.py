@@ -38,6 +38,7 @@ from .figure import (
 from .plotting import chart_image, list_styles, start_chart, themed, to_text
 from .run import Run
 
+_TITLE = "Spatial correlation of feature maps"
 _NUM_IMAGES = 64
 _PAPER_SIZE = 224
 _BINS = 24
@@ -118,14 +119,10 @@ def draw_correlation(
     for label, one in found.items():
         means = (f"{fmean(one.values):.3f}", f"{pstdev(one.values):.3f}")
         rows.append((label, one.map, *means, "untrained" if one.is_control else ""))
-    return Figure(
-        "correlation",
-        "Spatial correlation of feature maps",
-        results.explain(*_EXPLANATION, note),
-        images,
-        results.describe(size=side, runs={k: asdict(one) for k, one in found.items()}),
-        Table(("Run", "map", "mean", "standard deviation", "control"), rows),
-    )
+    table = Table(("Run", "map", "mean", "standard deviation", "control"), rows)
+    data = {k: asdict(one) for k, one in found.items()}
+    text = (*_EXPLANATION, note)
+    return results.draw("correlation", _TITLE, text, images, table, size=side, runs=data)
 
 
 @register_figure("correlation", training=True)
@@ -151,12 +148,8 @@ def measure_in_training(
     values = torch.cat(found).tolist()
     return Figure(
         "correlation",
-        "Spatial correlation of feature maps",
-        data={
-            "map": name,
-            "images": [entry.get("file_name", "") for entry in entries],
-            "values": values,
-        },
+        _TITLE,
+        data={"map": name, "images": [e.get("file_name", "") for e in entries], "values": values},
         scalars={"correlation/mean": fmean(values)},
     )
 

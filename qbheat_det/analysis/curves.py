@@ -105,8 +105,8 @@ def draw_training_curves(
         for key, (title, label) in find_quantities(records).items()
     }
     if panels:
-        image = plotting.chart_image(plot_curves(panels, [""], "iteration"), format="png")
-        write_atomically(output_png, lambda stream: stream.write(image.content))
+        chart = plot_curves(panels, [""], "iteration")
+        write_atomically(output_png, plotting.chart_image(chart, format="png").content)
     return bool(panels)
 
 
@@ -114,10 +114,7 @@ def draw_training_curves(
 def plot_curves(
     panels: Mapping[str, tuple[str, Mapping[str, Curve]]], names: Sequence[str], axis: str
 ) -> Chart:
-    """Draws a panel for each title, with the label of its values and a line for each name.
-
-    A name of ``names`` has one colour in all panels.
-    """
+    """Draws a panel for each title, with the label of its values and a line for each name."""
     columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
     figure = plotting.start_figure(height=3 * rows, width=5.2 * columns)
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))

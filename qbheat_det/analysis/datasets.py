@@ -50,10 +50,7 @@ _COCO_SIZES = (32.0, 96.0)  # sides of squares between small, medium and large b
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A registered dataset in COCO's format, or where annotated images are.
-
-    ``role`` is what the config does with it.
-    """
+    """A registered dataset in COCO's format, or annotated images; ``role`` is its use."""
 
     name: str
     role: Role
@@ -62,16 +59,7 @@ class DatasetSource:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in one dataset.
-
-    Attributes:
-        source: of the dataset.
-        records: those of valid entries, as Detectron2 loads them.
-        class_names: (K,), in contiguous order.
-        errors: everything that is wrong.
-        warnings: what is unusual but does no harm.
-        summary: of the annotation file, if there is one and it can be read.
-    """
+    """What was found in one dataset: records of valid entries, classes, errors and warnings."""
 
     source: DatasetSource
     records: list[dict[str, Any]]
@@ -296,12 +284,9 @@ def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
 
 
 def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage | None:
-    """Draws random images of a dataset after the config's training mapper, on one sheet.
+    """Draws random images of a dataset after the config's training mapper, on one (H, W, 3), RGB.
 
     Images without boxes, and those that cannot be read, are left out; None if no image is left.
-    ``SEED`` decides which images are drawn and how each is augmented.
-    Returns:
-        (H, W, 3), RGB.
     """
     seed = max(cfg.SEED, 0)
     records = [record for record in inspection.records if list_objects(record)]

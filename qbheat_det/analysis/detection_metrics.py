@@ -41,12 +41,9 @@ _BACKGROUND_IOU = 0.1
 class DetectionScores:
     """COCO's metrics of a set of detections; nan where there are no boxes of ground truth.
 
-    Attributes:
-        summary: "AP", "AP50", "AP75", "APs", "APm", "APl", in percent.
-        class_ap: (K,), averaged over all IoU thresholds, in percent.
-        num_boxes: (K,), boxes of ground truth, without crowds.
-        recall: (R,), in [0, 1].
-        precision: (2, R), mean of the classes at ``CURVE_IOUS``, in [0, 1].
+    ``summary`` has "AP", "AP50", "AP75", "APs", "APm", "APl" in percent, ``class_ap`` is (K,),
+    ``num_boxes`` (K,) without crowds, ``precision`` (2, R) the mean of the classes at
+    ``CURVE_IOUS``, over ``recall`` (R,).
     """
 
     summary: dict[str, float]
@@ -58,13 +55,7 @@ class DetectionScores:
 
 @dataclass(frozen=True)
 class Boxes:
-    """B boxes of one dataset.
-
-    Attributes:
-        image_ids: (B,).
-        classes: (B,), contiguous, in the order of the category ids.
-        xyxy: (B, 4), pixels.
-    """
+    """B boxes of one dataset: (B,) ids, (B,) contiguous classes, (B, 4) pixels, XYXY."""
 
     image_ids: Indices
     classes: Indices
@@ -75,13 +66,9 @@ class Boxes:
 class DetectionErrors:
     """D detections with their error types, and the B boxes of ground truth that are no crowds.
 
-    Attributes:
-        found: the detections.
-        scores: (D,).
-        types: (D,), keys of ``ERROR_TYPES``, or ``IGNORED`` for a detection that COCO does not
-            count: on a crowd of its class, or beyond the 100 highest scores of image and class.
-        truth: the boxes.
-        matches: (B,), the correct detection of each box, whatever its score; -1 if there is none.
+    ``types`` (D,) are keys of ``ERROR_TYPES``, or ``IGNORED`` for what COCO does not count: on a
+    crowd of its class, or beyond the 100 highest scores of image and class. ``matches`` (B,) is the
+    correct detection of each box, whatever its score; -1 if there is none.
     """
 
     found: Boxes
@@ -92,17 +79,10 @@ class DetectionErrors:
 
 
 def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
-    """Matches detections with ground truth as COCO does.
+    """Matches detections, COCO's results, with ground truth, which may lack "iscrowd" and "area".
 
-    Args:
-        ground_truth: content of an annotation file, which is not changed. It may lack what the
-            evaluation can do without: "iscrowd", "area", "info".
-        detections: COCO's results: "image_id", "category_id" of the file, "bbox" (XYWH, pixels)
-            and "score" each.
-
-    Returns:
-        An accumulated ``pycocotools.cocoeval.COCOeval``. Its annotations and detections are
-        numbered from 1 in their order, since id 0 means "unmatched" to pycocotools.
+    Returns an accumulated ``COCOeval``, whose annotations and detections are numbered from 1 in
+    their order, since id 0 means "unmatched" to pycocotools.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         coco = _index(ground_truth)
@@ -199,10 +179,9 @@ def _find_overlaps(found: Boxes, truth: Boxes) -> Array:
 
 
 def choose_threshold(errors: DetectionErrors) -> float:
-    """Returns the score threshold with the highest F1 over all classes, at IoU 0.50.
+    """Returns the highest score threshold with the highest F1 over all classes, at IoU 0.50.
 
-    Of equal F1 the highest threshold is taken. If no detection is correct, it is the threshold
-    that keeps as many detections as there are boxes; 0.5 without detections.
+    If no detection is correct, it keeps as many detections as there are boxes; 0.5 without any.
     """
     counted = errors.types != IGNORED
     scores, correct = errors.scores[counted], errors.types[counted] == "correct"

@@ -101,9 +101,8 @@ def draw_detections(
     for index, run in enumerate(found, start=1):
         name = f"errors_{index}" if len(found) > 1 else "errors"
         images |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
-    text, numbers = results.explain(*_explain(found)), _collect(dataset, found)
-    numbers["left_out"] = results.left_out
-    return Figure("detections", "Detections", text, images, numbers, _tabulate(found))
+    numbers, table = _collect(dataset, found), _tabulate(found)
+    return results.draw("detections", "Detections", _explain(found), images, table, **numbers)
 
 
 def read_set(name: str) -> DetectionSet:
@@ -200,19 +199,7 @@ def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) 
 def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
-    """Draws ground truth and the detections of each run on so many images of the dataset.
-
-    They are spread over its ids.
-
-    Args:
-        dataset: with its image files.
-        runs: at least one; the ground truth is read from the first.
-        number: the most images.
-
-    Returns:
-        For each image a sheet, the ground truth first, then the boxes of each run from its score
-        threshold upwards.
-    """
+    """Draws ground truth and detections on sheets, of so many images spread over the dataset."""
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
     number = min(number, len(records))
     truth = runs[0].errors.truth
@@ -242,10 +229,7 @@ def draw_predictions(
 
 
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
-    """Draws crops of the largest missed boxes, and of the false alarms with the highest scores.
-
-    None if there are no errors.
-    """
+    """Draws crops of the largest missed boxes, and of the highest false alarms, if any."""
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}
     crops = [

@@ -3,7 +3,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import NotApplicable
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table
 from qbheat_det.core.text import join_first
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
 from qbheat_det.engine.data_sources import SpreadEntries, read_spread
@@ -33,10 +33,7 @@ _BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """What every figure takes: a folder of images, how many are drawn, and a seed of controls.
-
-    Without a folder the images are those of the run's own data.
-    """
+    """What every figure takes: a folder of images, by default the run's data, how many, a seed."""
 
     images: Path | None = None
     num_images: int = 6
@@ -52,17 +49,24 @@ class RunResults(Generic[Found]):
     files: Sequence[str] = ()
     unreadable: Sequence[str] = ()
 
-    def explain(self, *paragraphs: str) -> list[str]:
-        """Returns the paragraphs and what was left out."""
-        found = list(paragraphs)
+    def draw(
+        self,
+        name: str,
+        title: str,
+        explanation: Sequence[str],
+        images: Mapping[str, Image],
+        table: Table | None = None,
+        /,
+        **data: Any,
+    ) -> Figure:
+        """Returns a figure of the results that says which images and runs were left out."""
+        text = list(explanation)
         if self.unreadable:
             names = join_first(Path(name).name for name in self.unreadable)
-            found.append(f"Unreadable and replaced by the next image: {names}.")
-        return [*found, f"Left out: {'; '.join(self.left_out)}."] if self.left_out else found
-
-    def describe(self, **data: Any) -> dict[str, Any]:
-        """Returns the data of a figure with the images and the runs that were left out."""
-        return {"images": self.files, **data, "left_out": self.left_out}
+            text.append(f"Unreadable and replaced by the next image: {names}.")
+        text += [f"Left out: {'; '.join(self.left_out)}."] if self.left_out else []
+        data = {"images": self.files, **data, "left_out": self.left_out}
+        return Figure(name, title, text, images, data, table)
 
 
 def run_each(
@@ -74,17 +78,8 @@ def run_each(
 ) -> RunResults[Found]:
     """Calls a function for each run, and leaves out the runs for which it fails.
 
-    ``nothing`` begins the message if no run is left, such as "no reconstructions".
-
-    Args:
-        runs: with different labels.
-        compute: raises ``NotApplicable`` or ``UserError`` for a run that is to be left out.
-        nothing: beginning of the message.
-        needs_weights: whether runs without a checkpoint are left out too.
-
-    Raises:
-        NotApplicable: all runs were left out, none because of an error.
-        UserError: all runs were left out, one because of an error.
+    If no run is left, the message begins with ``nothing``, such as "no reconstructions"; it is a
+    ``UserError`` if a run failed by one, else ``NotApplicable``.
     """
     found: dict[str, Found] = {}
     left_out, errors = [], []
@@ -114,11 +109,7 @@ def run_on_images(
     nothing: str,
     number: int | None = None,
 ) -> RunResults[Found]:
-    """Calls a function for each run and the same image files, as ``run_each`` does.
-
-    These are ``number`` images, by default those that are drawn, of the folder of the options, else
-    of the data of the first run that has any.
-    """
+    """Calls ``run_each`` with the same ``number`` image files, by default those drawn, for all."""
     entries = choose_images(runs, number or options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
     results = run_each(runs, lambda run: compute(run, files), nothing=nothing)
@@ -143,13 +134,7 @@ def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> Spre
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's.
-
-    Args:
-        cfg: of a run; it is not changed.
-        files: of images.
-        size: S in pixels; None takes ``INPUT.PRETRAIN.SIZE``.
-    """
+    """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's."""
     cfg = cfg.clone()
     cfg.defrost()
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:

@@ -102,10 +102,7 @@ def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
 
 @cache
 def retinanet_counts(variant: str) -> Counts:
-    """Counts pyramid and head of RetinaNet in closed form, without P6's multiply-adds.
-
-    Sizes are those of an 800x1333 image, which Detectron2 would pad.
-    """
+    """Counts pyramid and head of RetinaNet in closed form, unpadded, without P6's multiply-adds."""
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     cfg.MODEL.MOBILE_FORMER.VARIANT = variant
@@ -215,8 +212,7 @@ def _compare(table: int, name: str, printed: str, unit: str, count: int, rule: s
 
 def _build_backbone(variant: str) -> MobileFormer:
     outputs = ("s8", "s16_expanded", "tokens")
-    backbone: MobileFormer = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=outputs)
-    return backbone
+    return MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=outputs)
 
 
 def _count(model: nn.Module, inputs: object) -> Counts:

@@ -119,16 +119,9 @@ def plot_grid(
 
 @themed
 def chart_image(
-    figure: Figure,
-    *,
-    alt: str = "",
-    caption: str = "",
-    format: Format = "svg",
+    figure: Figure, *, alt: str = "", caption: str = "", format: Format = "svg"
 ) -> Image:
-    """Encodes a matplotlib figure, the same figure as the same bytes; ``alt`` is the caption's.
-
-    SVG is for pages, PNG for TensorBoard, JPEG for photographs.
-    """
+    """Encodes a matplotlib figure, the same figure as the same bytes; ``alt`` is the caption's."""
     buffer = io.BytesIO()
     options: dict[str, Any] = {"dpi": _DPI[format]}
     if format == "svg":
@@ -175,18 +168,8 @@ def overlay_map(
 ) -> RGBImage:
     """Returns an image in grey with a feature map (h, w) in colours over it, interpolated.
 
-    Positions are ``stride`` pixels apart, the first half a stride from the corner.
-
-    Args:
-        image: (H, W, 3), RGB.
-        values: (h, w).
-        stride: of the map in pixels of the image; it need not be whole.
-        low: value of the first colour.
-        high: value of the last colour.
-        colors: name of a matplotlib colour map.
-
-    Returns:
-        (H, W, 3), RGB.
+    Positions are ``stride`` pixels apart, which need not be whole, the first half a stride from the
+    corner.
     """
     x, y = (
         (np.arange(length, dtype=np.float32) + 0.5) / np.float32(stride) - np.float32(0.5)

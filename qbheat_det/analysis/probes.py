@@ -53,16 +53,11 @@ class Decoder(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One probe of one backbone.
+    """One probe of one backbone: ``top1`` and its standard ``error`` in percent.
 
-    Attributes:
-        series: one run with its checkpoints, one objective with its seeds, or all random backbones.
-        backbone: file of the weights, or "random, seed 1".
-        images_seen: in training; 0 for a random backbone, None where unknown.
-        recalibrated: whether BatchNorm's statistics are of whole images.
-        decoder: of the probe.
-        top1: in percent.
-        error: standard error of ``top1`` over the images.
+    A series is one run with its checkpoints, one objective with its seeds, or all random backbones;
+    ``images_seen`` is 0 for a random backbone, None where unknown; ``recalibrated`` whether
+    BatchNorm's statistics are of whole images.
     """
 
     series: str
@@ -86,7 +81,7 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
     def read(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
         if run.probe_file is None:
-            flag = "tools/probe_backbone.py --json"
+            flag = "qbheat probe --json"
             raise NotApplicable(f"'{run.label}' has no {PROBE_FILES[0]} ({flag})")
         setting, results = read_probes(run.probe_file)
         tasks.append(json.dumps([setting.get(key) for key in ("contents", "num_classes")]))
@@ -109,8 +104,8 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     if len({result.images_seen for result in chosen if result.images_seen}) > 1:
         caption = "Top-1 by images seen in pre-training; random backbones are level lines."
         images["images_seen"] = plotting.chart_image(plot_by_images(chosen), caption=caption)
-    text, title = files.explain(*_EXPLANATION), "Probes of frozen backbones"
-    return Figure("probes", title, text, images, files.describe(runs=data), _tabulate(everything))
+    title, table = "Probes of frozen backbones", _tabulate(everything)
+    return files.draw("probes", title, _EXPLANATION, images, table, runs=data)
 
 
 def plot_probes(content: Mapping[str, Any]) -> MplFigure:
@@ -151,11 +146,7 @@ def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
 
 @plotting.themed
 def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws top-1 under each decoder of the backbones that saw most images of each series.
-
-    Results of one series under one decoder are averaged, such as those of several seeds. Bars are
-    the mean of their standard errors.
-    """
+    """Draws mean top-1 under each decoder of the backbones that saw most images of each series."""
     decoders = sorted({result.decoder for result in results})
     series = _group(results, lambda result: result.series)
     figure, axes = plotting.start_chart(height=3.2, width=5.2)
@@ -182,11 +173,7 @@ def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
 
 @plotting.themed
 def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws top-1 over images seen in pre-training, one chart per decoder.
-
-    A line joins the checkpoints of a series; random backbones are level lines. Backbones that do
-    not record how many images they have seen are left out.
-    """
+    """Draws top-1 over images seen, where known, one chart per decoder, a line a series."""
     known = [result for result in results if result.images_seen is not None]
     names = list(dict.fromkeys(result.series for result in known))
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))

@@ -8,7 +8,7 @@ paper stops at the border. Chosen here: A1 goes to the right, A2 to the left, B1
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import cv2
 import numpy as np
@@ -51,22 +51,13 @@ def find_generator(step: Tensor, offset: float) -> Tensor:
 
 
 def propagate(z: Tensor, a: Tensor, x: float) -> Tensor:
-    """Returns e^{Ax} z for features z (..., C), in the wider type of A (C, C) and z.
-
-    Args:
-        z: real or complex features.
-        a: generator, per side of the image.
-        x: distance in sides of the image; negative goes back.
-    """
+    """Returns e^{Ax} z for features z (..., C), in the wider type of A (C, C) and z."""
     wide = torch.promote_types(a.dtype, z.dtype)
     return z.to(wide) @ torch.matrix_exp(a * x).to(wide).mT
 
 
 def extend_map(z: Tensor, generators: Generators, margin: int) -> Tensor:
-    """Propagates the outermost features (N, G, G, C) by ``margin`` positions on all sides.
-
-    Beyond a corner, features go along y and then along x, as in Eq. 3.
-    """
+    """Propagates the outermost features (N, G, G, C) by ``margin`` positions, along y, then x."""
     a = {way: generators[name] for way, name in DIRECTIONS.items()}
     tall = _extend_axis(z.transpose(1, 2), a["down"], a["up"], margin)
     wide = _extend_axis(tall.transpose(1, 2), a["right"], a["left"], margin)
@@ -115,12 +106,6 @@ def restore_pixels(
     return made
 
 
-class _Propagation(NamedTuple):
-    columns: Mapping[str, Sequence[RGBImage]]
-    scale: str
-    offset: float
-
-
 @register_figure("beyond")
 def draw_beyond(
     runs: Sequence[Run],
@@ -144,28 +129,21 @@ def draw_beyond(
         nothing="no propagation",
     )
     images = {}
-    for index, (label, one) in enumerate(results.found.items(), 1):
-        rows = list(zip(*one.columns.values(), strict=True))
-        note = f"Models of the {one.scale}, Δx = {one.offset:g} W"
-        chart = plot_grid(rows, column_names=list(one.columns), note=note)
+    for index, (label, (columns, used, offset)) in enumerate(results.found.items(), 1):
+        rows = list(zip(*columns.values(), strict=True))
+        note = f"Models of the {used}, Δx = {offset:g} W"
+        chart = plot_grid(rows, column_names=list(columns), note=note)
         caption = f"{label}: images and their surroundings."
         images[f"{index}_images"] = chart_image(chart, caption=caption, format="jpg")
-    data = {
-        label: {"scale": one.scale, "offset": one.offset} for label, one in results.found.items()
-    }
-    return Figure(
-        "beyond",
-        "Propagation beyond the image",
-        results.explain(*_EXPLANATION),
-        images,
-        results.describe(runs=data),
-    )
+    data = {k: {"scale": one[1], "offset": one[2]} for k, one in results.found.items()}
+    return results.draw("beyond", "Propagation beyond the image", _EXPLANATION, images, runs=data)
 
 
 @torch.no_grad()
 def _compute(
     run: Run, files: Sequence[str], scale: str, distances: Sequence[float]
-) -> _Propagation:
+) -> tuple[dict[str, list[RGBImage]], str, float]:
+    """Returns images by the title of their column, whose linear models they are, and Δx."""
     models = read_linear_models(run.weights, run.label)
     scale = scale if scale in models else next(iter(models))
     offset, matrices = models[scale]
@@ -185,25 +163,16 @@ def _compute(
     columns = {"image": draw(unchanged, 0)}
     columns |= {f"{margin / size:g} W beyond": draw(generators, margin) for margin in margins}
     columns[f"A = 0, {margins[-1] / size:g} W"] = draw(unchanged, margins[-1])
-    return _Propagation(columns, scale, offset)
+    return columns, scale, offset
 
 
 def decode_beyond(
     model: ReconstructionModel, images: Tensor, z: Tensor, generators: Generators, margin: int
 ) -> Tensor:
-    """Returns normalised images (N, 3, S, S) with features (N, G, G, C) decoded around them.
+    """Returns images (N, 3, L, L) in the mapper's pixels, L of S plus twice ``margin`` patches.
 
-    The result is in the mapper's pixels, with so many positions of ``margin`` on each side.
-
-    Args:
-        model: of the run, in eval mode.
-        images: on the device of the model.
-        z: what ``model.encode`` makes of the images.
-        generators: of the four directions; zeros continue features unchanged.
-        margin: positions beyond each border.
-
-    Returns:
-        (N, 3, L, L), where L is S plus twice ``margin`` patches.
+    The normalised images (N, 3, S, S) have the features (N, G, G, C) decoded around them;
+    generators of zeros continue features unchanged.
     """
     size, patch = model.decoder.grid_size, model.decoder.patch_size
     whole = size * math.ceil(margin / size)  # whole windows, the one in the middle is the image

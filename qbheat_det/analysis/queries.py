@@ -40,8 +40,7 @@ _EXPLANATION = (
 class QueryAttention:
     """The n most confident predictions of one image, and the attention of their queries.
 
-    ``found`` has absolute XYXY boxes of the model's input; ``maps`` by stride (n, heads, H, W), of
-    the last block at it, which sum to 1 over the pixels.
+    Boxes are of the model's input; ``maps`` by stride (n, heads, H, W) sum to 1 over the pixels.
     """
 
     found: Instances
@@ -50,13 +49,7 @@ class QueryAttention:
 
 @torch.no_grad()
 def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAttention:
-    """Returns the attention of the ``count`` most confident queries in one mapped image.
-
-    Args:
-        model: in eval mode.
-        entry: of the model's mapper, with "image" (3, H, W).
-        count: of predictions; all of them if there are fewer.
-    """
+    """Returns the attention of the ``count`` most confident queries in one mapped image."""
     names = {
         _COARSEST >> i: f"levels.{i}.{len(cast(nn.ModuleList, level)) - 1}.query_layer"
         ".cross_attention"
@@ -77,13 +70,8 @@ def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAt
     return QueryAttention(found=found[chosen].to("cpu"), maps=maps)
 
 
-@dataclass(frozen=True)
-class _Detected:
-    """Of one run, for each image: pixels, attention, names of the predicted classes."""
-
-    images: list[RGBImage]
-    attention: list[QueryAttention]
-    classes: list[list[str]]
+_Detected = list[tuple[RGBImage, QueryAttention, list[str]]]
+"""Of one run, for each image: pixels, attention, names of the predicted classes."""
 
 
 @register_figure("queries")
@@ -103,24 +91,18 @@ def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: in
     data = {
         label: [
             [
-                {
-                    "class": name,
-                    "score": float(attention.found.scores[i]),
-                    "box": attention.found.pred_boxes.tensor[i],
-                }
-                for i, name in enumerate(names)
+                {"class": name, "score": float(score), "box": box}
+                for name, score, box in zip(
+                    names, attention.found.scores, attention.found.pred_boxes.tensor, strict=True
+                )
             ]
-            for names, attention in zip(one.classes, one.attention, strict=True)
+            for _, attention, names in one
         ]
         for label, one in results.found.items()
     }
-    return Figure(
-        "queries",
-        "Cross-attention of object queries",
-        results.explain(*_EXPLANATION),
-        {f"image_{i + 1}": _draw_image(results.found, i) for i in range(len(results.files))},
-        results.describe(runs=data),
-    )
+    images = {f"image_{i + 1}": _draw_image(results.found, i) for i in range(len(results.files))}
+    title = "Cross-attention of object queries"
+    return results.draw("queries", title, _EXPLANATION, images, runs=data)
 
 
 def _detect(run: Run, files: Sequence[str], count: int) -> _Detected:
@@ -131,23 +113,22 @@ def _detect(run: Run, files: Sequence[str], count: int) -> _Detected:
     entries = read_spread(records, build_mapper(cfg, is_train=False), len(records))
     model = cast(MFDETR, run.model)
     bar = tqdm(entries, unit="image", desc=f"queries, {run.label}", delay=2, leave=False)
-    attention = [read_queries(model, entry, count) for entry in bar]
-    names = dict(enumerate(cfg.MODEL.CLASS_NAMES))
-    classes = [one.found.pred_classes.tolist() for one in attention]
-    return _Detected(
-        [to_rgb(entry["image"], cfg.INPUT.FORMAT).astype(np.uint8) for entry in entries],
-        attention,
-        [[names.get(number, f"class {number}") for number in row] for row in classes],
-    )
+    names, detected = dict(enumerate(cfg.MODEL.CLASS_NAMES)), []
+    for entry in bar:
+        attention = read_queries(model, entry, count)
+        classes = [names.get(k, f"class {k}") for k in attention.found.pred_classes.tolist()]
+        pixels = to_rgb(entry["image"], cfg.INPUT.FORMAT).astype(np.uint8)
+        detected.append((pixels, attention, classes))
+    return detected
 
 
 def _draw_image(found: Mapping[str, _Detected], index: int) -> Image:
     """Draws the boxes of one image, those of all runs below each other."""
     grid, names = [], []
     for label, one in found.items():
-        attention, classes = one.attention[index], one.classes[index]
-        image = shrink(one.images[index], _CELL)
-        factor = image.shape[1] / one.images[index].shape[1]
+        pixels, attention, classes = one[index]
+        image = shrink(pixels, _CELL)
+        factor = image.shape[1] / pixels.shape[1]
         for i, name in enumerate(classes):
             box = attention.found.pred_boxes.tensor[i] * factor
             row = [_draw_box(image, box)]

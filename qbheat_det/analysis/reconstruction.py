@@ -43,13 +43,7 @@ class Reconstructions:
 def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
-    """Reconstructs images from every view; images take the quadrants of a view in turn.
-
-    Args:
-        model: in eval mode.
-        entries: of the run's mapper, with "image" (3, S, S).
-        pixel_format: order of the entries' channels, "RGB" or "BGR".
-    """
+    """Reconstructs mapped images from every view; images take the quadrants of a view in turn."""
     inputs = [to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
     losses: dict[str, list[dict[str, Any]]] = {}
@@ -91,13 +85,10 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
         data[label] = {"losses": one.losses, "mean_losses": one.mean_losses, "note": one.note}
         means = one.mean_losses
         rows.append((label, *(f"{means[view]:.3f}" if view in means else "-" for view in views)))
-    return Figure(
-        "reconstructions",
-        "Reconstructions",
-        results.explain(*_EXPLANATION),
-        {f"grid_{i}": _draw_grid(*run) for i, run in enumerate(found.items(), 1)},
-        results.describe(runs=data),
-        Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows),
+    images = {f"grid_{i}": _draw_grid(*run) for i, run in enumerate(found.items(), 1)}
+    table = Table(("Mean loss of these images", *(f"from the {view}" for view in views)), rows)
+    return results.draw(
+        "reconstructions", "Reconstructions", _EXPLANATION, images, table, runs=data
     )
 
 

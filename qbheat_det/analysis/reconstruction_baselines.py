@@ -54,10 +54,7 @@ class ReconstructionTask:
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "ReconstructionTask":
-        """
-        Raises:
-            UserError: the config is not one of QB-Heat, or not valid.
-        """
+        """Raises a ``UserError`` if the config is not one of QB-Heat, or not valid."""
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
         for key, value, known in (
             ("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, ("QBHeat",)),
@@ -215,10 +212,8 @@ def compute_baselines(
     *Zero* predicts the mean of every normalised patch, or ``MODEL.PIXEL_MEAN`` for raw pixels;
     *mean image* the mean target. *Ridge* predicts the pixels of every counted patch from the
     visible quarter, averaged to 16 x 16 pixels: one regression for each place of the quarter, with
-    a penalty for each patch that a fifth of the training images choose.
-
-    Raises:
-        UserError: an image is in both sets, too few can be read, or the config is not valid.
+    a penalty for each patch that a fifth of the training images choose. Raises a ``UserError`` if
+    an image is in both sets, too few can be read, or the config is not valid.
     """
     task = ReconstructionTask.from_config(cfg)
     known = {os.path.realpath(record["file_name"]) for record in train}

@@ -141,8 +141,7 @@ def write_page(
         sections.append(Figure("missing", "Missing figures", table=table))
     text = _load_template().render(title=title, lead=_LEAD, sections=sections, command=command)
     # Names of files may hold bytes that are no text.
-    content = text.encode(errors="backslashreplace")
-    write_atomically(path, lambda stream: stream.write(content))
+    write_atomically(path, text.encode(errors="backslashreplace"))
 
 
 @functools.cache

@@ -63,10 +63,7 @@ _EXPLANATION = (
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Of each scale: Δx, and eigenvalues (C,) of A by matrix, by falling magnitude.
-
-    ``summary`` has the numbers of a row of the table, by name.
-    """
+    """Of each scale Δx, and eigenvalues (C,) of A by matrix, falling; numbers of a table's row."""
 
     offsets: Mapping[str, float]
     eigenvalues: Mapping[str, Mapping[str, Tensor]]
@@ -142,12 +139,7 @@ def read_linear_models(path: Path, label: str) -> Models:
 
 
 def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
-    """Returns so many checkpoints of a run's folder, spread over training, by their steps.
-
-    Args:
-        folder: with files such as ``model_0000999.pth``, which was saved after 1000 steps.
-        number: the most checkpoints; the last one is always among them.
-    """
+    """Returns so many checkpoints of a run's folder by step, spread over training, the last too."""
     found = {}
     for path in sorted(folder.glob("model_*.pth")):
         if match := re.fullmatch(r"model_(\d+)", path.resolve().stem):  # others may be links

@@ -2,10 +2,10 @@
 """``Detector`` and ``Encoder``: trained weights as objects that are called with images."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Protocol, TypeVar, overload
 
 import numpy as np
 import PIL.Image
@@ -27,14 +27,14 @@ from qbheat_det.engine.pictures import (
 )
 from qbheat_det.engine.predict import build_predictor, check_elongation
 from qbheat_det.engine.video import Image, UnreadableImage
-from qbheat_det.export import ExportedModel, ExportedPredictor, ExportReport, export_model
-from qbheat_det.modeling.contracts import get_backbone
+from qbheat_det.export import ExportedModel, ExportReport, export_model
 
-from .hub import push_to_hub, save_pretrained
+from .hub import HUB_PREFIX, push_to_hub, save_pretrained
 from .results import Detections
 from .training import find_run_weights, train_detector
 
 T = TypeVar("T")
+Opened = TypeVar("Opened", bound="Trained")
 
 
 class Predictor(Protocol):
@@ -49,6 +49,7 @@ class Trained:
 
     cfg: CfgNode
     model: nn.Module | None
+    _load: ClassVar[Callable[..., "Trained"]]  # ``load`` itself, which knows both classes
 
     @property
     def weights(self) -> str:
@@ -67,6 +68,28 @@ class Trained:
             parts += [f"{count / 1e6:.1f} M parameters", node.DEVICE]
         parts += ["deployed"] * isinstance(self.model, DeployedModel)
         return f"{type(self).__name__}({', '.join([*parts, repr(self.weights)])})"
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Opened], name: str | Path, *, revision: str | None = None, **options: Any
+    ) -> Opened:
+        """Opens what ``save_pretrained`` or ``push_to_hub`` wrote; ``load`` opens all else too.
+
+        Args:
+            name: a folder, or "user/name" of Hugging Face.
+            revision: a branch, tag or commit of the repository.
+            options: of ``load``, such as ``device``.
+
+        Raises:
+            UserError: there is no such repository or file, or it holds the other kind.
+        """
+        if revision or not Path(name).is_dir():
+            name = f"{HUB_PREFIX}{name}" + (f"@{revision}" if revision else "")
+        found = cls._load(name, **options)
+        if not isinstance(found, cls):
+            kind = type(found).__name__
+            raise UserError(f"'{name}' is no {cls.__name__}: open it by {kind}.from_pretrained")
+        return found
 
     def export(
         self,
@@ -303,36 +326,6 @@ class Encoder(Trained):
         step = -1 if self._exported.info.pixel_format == "BGR" else 1
         outputs = self._exported(np.stack(pictures)[..., ::step])
         return {name: torch.from_numpy(value) for name, value in outputs.items()}
-
-
-def build_detector(cfg: CfgNode) -> Detector:
-    """Returns the detector of a config, in its deployed form if ``MODEL.DEPLOY.ENABLED``."""
-    detector = Detector(build_predictor(cfg), cfg)
-    if not cfg.MODEL.DEPLOY.ENABLED:
-        return detector
-    node = cfg.MODEL.DEPLOY
-    return detector.deploy(
-        precision=node.PRECISION, compile=node.COMPILE, image_sizes=node.IMAGE_SIZES
-    )
-
-
-def build_exported(path: str, device: str | None) -> Detector | Encoder:
-    """Opens an exported detector or encoder.
-
-    Raises:
-        UserError: it cannot be opened, or is a classifier.
-    """
-    exported = ExportedModel.open(path, device=device)
-    cfg = exported.load_config()
-    cfg.MODEL.WEIGHTS = path
-    if exported.info.task == "features":
-        return Encoder(exported, cfg)
-    return Detector(ExportedPredictor(exported), cfg)
-
-
-def build_encoder(model: nn.Module, cfg: CfgNode) -> Encoder:
-    """Returns the encoder of a model, or of a backbone."""
-    return Encoder(get_backbone(model) or model, cfg)
 
 
 def _cut(items: Iterator[T], size: int) -> Iterator[list[T]]:

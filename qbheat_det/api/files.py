@@ -105,8 +105,7 @@ def predict_files(
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
         content = render_annotations(found.results, found.images, names, ids, json_format)
     if json_file:
-        data = json.dumps(content).encode()
-        write_atomically(json_file, lambda stream: stream.write(data))
+        write_atomically(json_file, json.dumps(content).encode())
     return found
 
 

@@ -56,8 +56,7 @@ def save_pretrained(cfg: CfgNode, folder: Path, *, is_detector: bool) -> Path:
     if info is None or not info.config:
         info = WeightsInfo.from_config(cfg, iteration=0, commit="")
     save_weights(str(folder / WEIGHTS_NAME), state, info)
-    card = render_card(cfg, is_detector=is_detector).encode()
-    write_atomically(folder / "README.md", lambda stream: stream.write(card))
+    write_atomically(folder / "README.md", render_card(cfg, is_detector=is_detector).encode())
     return folder
 
 

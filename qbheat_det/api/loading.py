@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
+from torch import nn
 
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
@@ -17,13 +18,15 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES
-from qbheat_det.export import EXPORTED_SUFFIXES
+from qbheat_det.engine.predict import build_predictor
+from qbheat_det.export import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
 from qbheat_det.model_zoo.api import open_trained
 from qbheat_det.model_zoo.index import PREFIX, find_entry
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs
+from qbheat_det.modeling.contracts import get_backbone
 
-from .detector import Detector, Encoder, build_detector, build_encoder, build_exported
+from .detector import Detector, Encoder, Trained
 from .hub import HUB_PREFIX, download
 from .training import find_run_weights
 
@@ -55,15 +58,18 @@ def load(
     if name.lower().endswith(EXPORTED_SUFFIXES):
         if fast:
             raise UserError(f"'{name}' is exported: fast is for weights")
-        return build_exported(name, device)
+        return _build_exported(name, device)
     if name.startswith(_TIMM):
         return _open_timm(name, device)
     opts = ["MODEL.DEPLOY.ENABLED", "True"] if fast else []
     cfg = load_run_config(name, device=device, opts=opts)
     is_backbone = not bare_backbone(read_weights(name)[0])
     if is_backbone or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
-        return build_encoder(open_trained(name, device=device).model, cfg)
-    return build_detector(cfg)
+        return _build_encoder(open_trained(name, device=device).model, cfg)
+    return _build_detector(cfg)
+
+
+Trained._load = staticmethod(load)  # for ``from_pretrained``
 
 
 def _find_weights(name: str) -> str:
@@ -93,7 +99,7 @@ def _open_timm(address: str, device: str | None) -> Encoder:
         cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD = list(info.pixel_mean), list(info.pixel_std)
     model = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
     SafeCheckpointer(model).load(address)  # leaves out the classifier
-    return build_encoder(model.eval(), cfg)
+    return _build_encoder(model.eval(), cfg)
 
 
 def _check_device(device: str | None) -> None:
@@ -105,3 +111,33 @@ def _check_device(device: str | None) -> None:
         raise UserError(f"device is '{device}', expected cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is '{device}', but PyTorch sees no GPU: use device='cpu'")
+
+
+def _build_detector(cfg: CfgNode) -> Detector:
+    """Returns the detector of a config, in its deployed form if ``MODEL.DEPLOY.ENABLED``."""
+    detector = Detector(build_predictor(cfg), cfg)
+    if not cfg.MODEL.DEPLOY.ENABLED:
+        return detector
+    node = cfg.MODEL.DEPLOY
+    return detector.deploy(
+        precision=node.PRECISION, compile=node.COMPILE, image_sizes=node.IMAGE_SIZES
+    )
+
+
+def _build_exported(path: str, device: str | None) -> Detector | Encoder:
+    """Opens an exported detector or encoder.
+
+    Raises:
+        UserError: it cannot be opened, or is a classifier.
+    """
+    exported = ExportedModel.open(path, device=device)
+    cfg = exported.load_config()
+    cfg.MODEL.WEIGHTS = path
+    if exported.info.task == "features":
+        return Encoder(exported, cfg)
+    return Detector(ExportedPredictor(exported), cfg)
+
+
+def _build_encoder(model: nn.Module, cfg: CfgNode) -> Encoder:
+    """Returns the encoder of a model, or of a backbone."""
+    return Encoder(get_backbone(model) or model, cfg)

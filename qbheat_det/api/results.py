@@ -161,7 +161,7 @@ def save_annotations(found: Iterable[Detections], path: str | Path, format: Form
         results += [{**box, "file_name": one.file_name} for box in one.to_coco(number)]
         names, ids = one.class_names, one.category_ids
     content = json.dumps(render_annotations(results, images, names, ids, format)).encode()
-    write_atomically(path, lambda stream: stream.write(content))
+    write_atomically(path, content)
 
 
 def _missing(package: str) -> UserError:

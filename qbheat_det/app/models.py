@@ -38,8 +38,10 @@ class Models:
                 self._add(run.label, str(run.weights), run.kind)
             else:
                 self._add_entry(name)
-        for entry in list_entries():
-            self._add_entry(entry.name)
+        # QB-Heat first: only it reconstructs. Of timm's encoders there is nothing to draw.
+        for entry in sorted(list_entries(), key=lambda entry: "qb_heat" not in entry.config):
+            if entry.distribution is None:
+                self._add_entry(entry.name)
         self.open_detector = functools.lru_cache(maxsize=2)(self._open_detector)
         self.open_run = functools.lru_cache(maxsize=2)(self._open_run)
 

@@ -30,6 +30,7 @@ from .uploads import (
 )
 
 _TITLE = "qbheat_det"
+_HEIGHT = "min(560px, 100vw)"  # of the pictures; phones are narrow
 _FIGURES = 3  # two directions of attention, and reconstructions
 _KEPT, _INTERVAL = 3600, 60  # seconds that uploads and results are kept, and between looks
 _FONTS = ("system-ui", "sans-serif")
@@ -176,7 +177,9 @@ def _build_detection(models: Models, folder: Path) -> None:
 
 def _build_results() -> list[Any]:
     """Adds gallery, table and download."""
-    gallery = gr.Gallery(label="Pictures", object_fit="contain", height=560, buttons=["fullscreen"])
+    gallery = gr.Gallery(
+        label="Pictures", object_fit="contain", height=_HEIGHT, buttons=["fullscreen"]
+    )
     table = gr.Dataframe(
         headers=["file", "frame", "class", "score", "x1", "y1", "x2", "y2"],
         label="Boxes, in pixels", interactive=False, max_height=320,

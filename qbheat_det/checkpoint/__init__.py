@@ -3,7 +3,7 @@
 
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
 from .matching import bare_backbone, fit_weights, without_children
-from .report import GroupReport, LoadReport, check_complete, check_exact
+from .report import LoadReport, check_exact
 from .run_config import load_embedded_config, load_run_config
 from .timm_weights import TimmWeights
 from .weights_file import (
@@ -18,13 +18,11 @@ from .weights_file import (
 
 __all__ = [
     "ExactCheckpointer",
-    "GroupReport",
     "LoadReport",
     "SafeCheckpointer",
     "TimmWeights",
     "WeightsInfo",
     "bare_backbone",
-    "check_complete",
     "check_exact",
     "check_weights_file",
     "class_names_of",

@@ -90,15 +90,14 @@ class SafeCheckpointer(DetectionCheckpointer):
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Names the file that ``resume_or_load`` resumes from."""
         tag = Path(self.save_dir) / "last_checkpoint"
-        write_atomically(tag, lambda stream: stream.write(last_filename_basename.encode()))
+        write_atomically(tag, last_filename_basename.encode())
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path leaves the model as it is.
 
         Args:
             path: a file, or an address such as ``qbheat://NAME``.
-            checkpointables: names of the other parts of the run to load, such as the optimizer;
-                None for all that the file has.
+            checkpointables: names of the other parts of the run to load; None for all.
 
         Returns:
             The rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``.
@@ -122,13 +121,8 @@ class SafeCheckpointer(DetectionCheckpointer):
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
         """Resumes from the last checkpoint if ``resume`` and there is one; else loads ``path``.
 
-        If the last one is missing or damaged, the newest whole one is used, with a warning.
-
-        Returns:
-            As ``load``; the optimizer and other checkpointables are loaded in resuming only.
-
-        Raises:
-            UserError: as ``load``; or there are checkpoints, but none is whole.
+        If the last one is missing or damaged, the newest whole one is used, with a warning; a
+        ``UserError`` if none is whole. The optimizer and others are loaded in resuming only.
         """
         if not (resume and self.has_checkpoint()):
             return self.load(path, checkpointables=[])

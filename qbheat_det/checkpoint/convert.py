@@ -97,11 +97,7 @@ def convert_weights(
     # Models other than timm's skip the classifier of Mobile-Former, which has a hidden layer.
     skipped = ("decoder",) if to == MOBILE_FORMER else ()
     mean, std = tuple(pixel_mean) or mean, tuple(pixel_std) or std
-    keys |= {
-        "MODEL.PIXEL_MEAN": list(mean),
-        "MODEL.PIXEL_STD": list(std),
-        "INPUT.FORMAT": "RGB",
-    }
+    keys |= {"MODEL.PIXEL_MEAN": list(mean), "MODEL.PIXEL_STD": list(std), "INPUT.FORMAT": "RGB"}
     info = WeightsInfo(
         pixel_format="RGB",
         pixel_mean=mean,
@@ -119,8 +115,7 @@ def _dump(keys: Mapping[str, Any]) -> str:
     for key, value in keys.items():
         *parents, name = key.split(".")
         functools.reduce(lambda node, part: node.setdefault(part, {}), parents, tree)[name] = value
-    text: str = yaml.safe_dump(tree)
-    return text
+    return yaml.safe_dump(tree)
 
 
 Converted = tuple[dict[str, Tensor], str, dict[str, Any]]

@@ -103,12 +103,7 @@ def fit_weights(
 
 
 def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the tensors of a model without those of some of its children.
-
-    Args:
-        state: tensors by name.
-        children: names of modules, in full, such as "decoder".
-    """
+    """Returns the tensors of a model without those of some of its children, such as "decoder"."""
     return {
         key: tensor
         for key, tensor in state.items()
@@ -134,15 +129,9 @@ def match_names(
 ) -> dict[str, str]:
     """Maps each name in a file to a name in the model, or to one that the model does not have.
 
-    Args:
-        model_names: names of the model's tensors.
-        file_names: names of the file's tensors, perhaps with the prefixes of wrappers.
-        file: what errors call the file.
-        private: children of the model that a file must name in full, such as a copy of its
-            backbone.
-
-    Raises:
-        UserError: the tensors fit in two parts of the model.
+    File names may have prefixes of wrappers. Children in ``private``, such as a copy of the
+    backbone, must be named in full. Raises a ``UserError`` if a file fits in two parts of the
+    model.
     """
     model = set(model_names)
     short = _strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
@@ -168,9 +157,9 @@ def match_names(
 
 
 def bare_backbone(names: Collection[str]) -> dict[str, str]:
-    """Maps the names of a backbone's tensors in a file to those without a prefix.
+    """Maps the names of a backbone's tensors in a file to those without a prefix, if there are any.
 
-    Of a feature pyramid it is the backbone below. The map is empty if the file has none.
+    Of a feature pyramid it is the backbone below.
     """
     short = _strip_wrappers((), names)
     for prefix in (BELOW_FPN, BACKBONE):
@@ -272,13 +261,7 @@ def _num_matched(change: tuple[str, str], model: Collection[str], names: Collect
 def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> ClassChange | None:
     """Returns how the classes of a file and of a model differ; None if equal or one is unknown.
 
-    Args:
-        old: class names of the file, in the order of its rows; empty if it does not name them.
-        now: class names of the model, likewise.
-        file: what errors call the file.
-
-    Raises:
-        UserError: the lists differ, and one has a name twice.
+    Names are in the order of rows. Raises a ``UserError`` if they differ and one occurs twice.
     """
     if not old or not now or list(old) == list(now):
         return None
@@ -301,8 +284,7 @@ def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChang
         change: class names of both.
 
     Returns:
-        (R_new, …); ``stored`` itself if all classes share the rows, and None if the rows of either
-        tensor are not those of its classes.
+        (R_new, …); ``stored`` itself if all classes share the rows, None if they do not fit.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:

@@ -122,11 +122,7 @@ def _count_groups(state: Mapping[str, Tensor]) -> int:
 def _undo_groups(
     weights: dict[str, Tensor], own: str, kind: str, channels: int, groups: int
 ) -> None:
-    """Makes the 1x1 convolutions of a block dense, in an order that needs no shuffles.
-
-    Shuffles stand behind depthwise convolutions with as many groups as their input, and in plain
-    blocks behind both 1x1 convolutions.
-    """
+    """Makes the 1x1 convolutions of a block dense, in an order that needs no shuffles."""
     if kind == "lite":
         _make_dense(weights, f"{own}conv.4", groups, shuffled_by=channels)
     elif kind == "down":

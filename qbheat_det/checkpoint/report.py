@@ -120,15 +120,9 @@ class LoadReport:
 
 
 def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
-    """Checks that a file fills all parts of a model that it has tensors for.
+    """Raises a ``UserError`` unless a file fills all parts of a model that it has tensors for.
 
-    Args:
-        report: what of the file fits.
-        allow_partial: accept tensors that are missing, unexpected or of another shape.
-
-    Raises:
-        UserError: a tensor is unexpected, missing or of another shape; with ``allow_partial``,
-            only if the file is of another architecture.
+    With ``allow_partial``, only if the file is of another architecture.
     """
     errors = "; ".join([*report.find_errors(new_parts=True), *filter(None, [report.note])])
     if report.is_of_another_architecture:
@@ -144,11 +138,7 @@ def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
 
 
 def check_exact(report: LoadReport, advice: str) -> None:
-    """Checks that a file fills the whole model and is of the same classes.
-
-    Raises:
-        UserError: it does not; the message ends with ``advice``.
-    """
+    """Raises a ``UserError`` unless a file fills the whole model and is of the same classes."""
     change = report.class_change
     if change is not None:
         raise UserError(

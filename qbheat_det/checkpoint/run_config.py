@@ -67,16 +67,10 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
 
 
 def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
-    """Reads an untrusted config that travels inside another file.
+    """Reads an untrusted config that travels inside another file, which errors call ``where``.
 
-    Args:
-        text: YAML.
-        where: what errors call the file.
-        opts: keys and values in turn, which override the file.
-
-    Raises:
-        UserError: it is no valid config, has aliases or a ``_BASE_``, or names files that
-            Detectron2 would unpickle.
+    Raises a ``UserError`` if it is no valid config, has aliases or a ``_BASE_``, or names files
+    that Detectron2 would unpickle. ``opts`` are keys and values in turn, which override it.
     """
     try:
         events = list(yaml.parse(text, Loader=yaml.SafeLoader))

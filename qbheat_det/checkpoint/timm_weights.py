@@ -93,11 +93,8 @@ def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def load_into_timm_model(model: nn.Module, settings: dict[str, Any] | None, path: str) -> None:
     """Loads a file of this package into timm's Mobile-Former, which takes RGB images in [0, 1].
 
-    The classifier is loaded if the file has one of the same shape, and else left as it is; mean and
-    std of ``settings``, timm's ``pretrained_cfg``, become those of the file.
-
-    Raises:
-        UserError: the file cannot be read, or its backbone does not fit.
+    The classifier is loaded if the file has one of the same shape; mean and std of ``settings``,
+    timm's ``pretrained_cfg``, become the file's. A ``UserError`` if the backbone does not fit.
     """
     state, info = read_weights(path)
     stored = {name: tensor.float() for name, tensor in names_for_timm(state).items()}

@@ -92,12 +92,7 @@ class WeightsInfo:
 
     @classmethod
     def from_dict(cls, content: object) -> "WeightsInfo | None":
-        """Reads the output of ``to_dict`` from an untrusted file.
-
-        Returns:
-            None if the content or a field has another type. Missing fields are empty; unknown
-            fields are ignored.
-        """
+        """Reads the output of ``to_dict`` from an untrusted file; None if a type is wrong."""
         if not isinstance(content, dict):
             return None
         names = [field.name for field in dataclasses.fields(cls)]
@@ -175,8 +170,8 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in state_dict.items()
     }
-    content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(info.to_dict())})
-    write_atomically(path, lambda stream: stream.write(content))
+    metadata = {_METADATA_KEY: json.dumps(info.to_dict())}
+    write_atomically(path, safetensors.torch.save(tensors, metadata))
 
 
 def info_of(path: str) -> WeightsInfo | None:
@@ -201,11 +196,7 @@ def class_names_of(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> None:
-    """Checks that a path may be a file of weights; an address is downloaded.
-
-    Raises:
-        UserError: the path is missing, a folder, an empty file or a pickle by its ending.
-    """
+    """Raises a ``UserError`` unless a path may be a file of weights; an address is downloaded."""
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
             f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
@@ -222,14 +213,9 @@ def check_weights_file(weights: str) -> None:
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
-    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU.
+    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU; ``mmap`` reads what is used.
 
-    Args:
-        path: a local file.
-        mmap: map tensors from the disk, which reads only those that are used.
-
-    Raises:
-        UserError: the file is damaged, or holds objects that could run code.
+    Raises a ``UserError`` if the file is damaged, or holds objects that could run code.
     """
     try:
         # PyTorch's format before 1.6 was no zip file and cannot be mapped.

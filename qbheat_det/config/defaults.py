@@ -9,7 +9,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 
 _KEYS: dict[str, dict[str, Any]] = {
     "MODEL": {
-        # Written by tools/train_net.py: what the model predicts, for prediction without the data.
+        # Written by qbheat train: what the model predicts, for prediction without the data.
         "CLASS_NAMES": [],  # contiguous order
         "CATEGORY_IDS": [],  # ids in the annotation file, same order
         # Keep only what enters each block, and compute its inside again in the backward pass: less
@@ -18,7 +18,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Keep maps with their channels innermost in training. None: on CPUs, which lose nothing.
         "CHANNELS_LAST": None,
     },
-    # How tools/predict.py and tools/train_net.py --eval-only deploy; see docs/fast.md. Detectron2's
+    # How qbheat predict and qbheat evaluate deploy; see docs/fast.md. Detectron2's
     # own programs do not read these keys: they call qbheat_det.deploy(model).
     "MODEL.DEPLOY": {
         # Bring the model, once its weights are loaded, into its fastest equal form on the device.

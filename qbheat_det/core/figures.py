@@ -120,7 +120,7 @@ def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path
     about = folder / f"{figure.name}{suffix}.json"
     stale = set(_list_images(about)) - set(files)
     for name, data in {about.name: f"{text}\n".encode(), **files}.items():
-        write_atomically(folder / name, lambda stream, data=data: stream.write(data))  # type: ignore[misc]
+        write_atomically(folder / name, data)
     for name in stale:
         (folder / name).unlink(missing_ok=True)
     return [about, *(folder / name for name in files)]

@@ -41,7 +41,9 @@ _ADVICE = {
 }
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(
+    path: str | os.PathLike[str], write: bytes | Callable[[BinaryIO], object]
+) -> None:
     """Writes a file so that, whatever happens, its name holds the whole new content or the old.
 
     A temporary file in the same folder takes the content, is brought to the disk and then takes
@@ -49,7 +51,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
 
     Args:
         path: name of the file.
-        write: puts the content into the stream that it is given.
+        write: the content, or what puts it into the stream that it is given.
 
     Raises:
         UserError: the file cannot be written; what stood there before is untouched.
@@ -138,9 +140,12 @@ def _open_partial(target: Path) -> tuple[Path, _Stream]:
         stream.close()
 
 
-def _write_to_disk(stream: _Stream, write: Callable[[BinaryIO], object]) -> None:
+def _write_to_disk(stream: _Stream, write: bytes | Callable[[BinaryIO], object]) -> None:
     try:
-        write(stream)
+        if isinstance(write, bytes):
+            stream.write(write)
+        else:
+            write(stream)
         stream.flush()
         os.fsync(stream.fileno())
     except Exception:

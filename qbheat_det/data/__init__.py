@@ -9,7 +9,6 @@ from .datasets import register_builtin_sets
 from .datasets.coco import (
     check_coco_json,
     check_same_classes,
-    load_coco_images,
     register_coco_images,
     register_coco_json,
 )
@@ -38,7 +37,7 @@ from .datasets.sources import (
     split_source,
 )
 from .datasets.splits import SPLIT_FILE, read_split
-from .datasets.toy import ToySpec, get_cache_dir, prepare_toy_set, register_toy_set
+from .datasets.toy import ToySpec, get_cache_dir, prepare_toy_set
 from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
 from .images import IMAGE_FORMATS, find_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records
@@ -97,7 +96,6 @@ __all__ = [
     "list_classes",
     "load_class_folders",
     "load_classes",
-    "load_coco_images",
     "load_image_folders",
     "load_labelled_sets",
     "number_records",
@@ -114,7 +112,6 @@ __all__ = [
     "register_coco_json",
     "register_image_folders",
     "register_source",
-    "register_toy_set",
     "seed_place",
     "split_source",
     "with_views",

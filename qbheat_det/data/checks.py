@@ -41,13 +41,9 @@ class DataError:
 
 
 def raise_first(errors: Sequence[DataError]) -> None:
-    """Does nothing if there are no errors.
-
-    Raises:
-        UserError: the first error's message, with the number of the others.
-    """
+    """Raises a ``UserError`` with the first error and the number of the others, if any."""
     if errors:
-        others = f" (and {len(errors) - 1} more: tools/inspect_dataset.py lists them all)"
+        others = f" (and {len(errors) - 1} more: qbheat inspect lists them all)"
         raise UserError(errors[0].message + (others if len(errors) > 1 else ""))
 
 
@@ -77,12 +73,8 @@ def find_record_errors(
 ) -> list[DataError]:
     """Returns all that is wrong with the loaded records of a dataset.
 
-    Args:
-        name: of the dataset, for the messages.
-        dataset_dicts: records of Detectron2.
-        num_classes: contiguous class indices are below this.
-        filter_empty: ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training.
-        mask_format: ``INPUT.MASK_FORMAT`` with ``MODEL.MASK_ON``, else None.
+    ``filter_empty`` is ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training, ``mask_format``
+    ``INPUT.MASK_FORMAT`` with ``MODEL.MASK_ON``.
     """
     if not dataset_dicts:
         return [DataError("empty dataset", f"dataset '{name}'", "it has no images")]
@@ -130,12 +122,7 @@ def find_object_errors(
 
 
 def find_box_error(box: object, size: tuple[float, float]) -> str | None:
-    """Returns what is wrong with a box in an image.
-
-    Args:
-        box: must be [x, y, width, height], in pixels.
-        size: width and height of the image, in pixels.
-    """
+    """Returns what is wrong with [x, y, width, height] in an image of ``size`` (width, height)."""
     if not (isinstance(box, list) and len(box) == 4 and are_numbers(box, _MAX_COORDINATE)):
         must = "four finite numbers [x, y, width, height] in pixels"
         return f"bbox must be {must}, but is {short(box)}"

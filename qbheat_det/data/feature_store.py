@@ -40,13 +40,10 @@ _OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can b
 class View:
     """An encoder's outputs for one view of an image, and what the mapper said of that view.
 
-    Attributes:
-        features: by the name of the output, a map (C, h, w) or tokens (M, D) each.
-        image_size: height and width of the view, in pixels.
-        ground_truth: "gt_boxes" (B, 4), xyxy in pixels of the view, and "gt_classes" (B,); or
-            "label" (); or nothing.
-        full_size: height and width of the image that the view is of, in pixels, to which detections
-            are scaled; None if the mapper gave none.
+    ``features`` by name are maps (C, h, w) or tokens (M, D); ``image_size`` is (height, width) of
+    the view, ``full_size`` of the image it is of, to which detections are scaled; ``ground_truth``
+    is "gt_boxes" (B, 4), xyxy in pixels of the view, and "gt_classes" (B,), or "label" (), or
+    nothing.
     """
 
     features: dict[str, Tensor]
@@ -65,12 +62,7 @@ class FeatureStore:
     def __init__(
         self, folder: str | os.PathLike[str], num_views: int, *, dtype: torch.dtype = torch.float16
     ) -> None:
-        """
-        Args:
-            folder: its name is that of the cache, which every file repeats.
-            num_views: of all images together.
-            dtype: of the features in the files.
-        """
+        """Takes the folder, whose name every file repeats, and how many views there are."""
         self.folder = Path(folder)
         self.num_views = num_views
         self.dtype = dtype
@@ -133,11 +125,7 @@ class FeatureStore:
         return View(features, (height, width), truth, about["full_size"] and (*about["full_size"],))
 
     def write(self, file: int, views: Sequence[Stored]) -> None:
-        """Writes the views of a file, complete or not at all.
-
-        Raises:
-            UserError: the disk is full, the folder cannot be written, or a feature is not finite.
-        """
+        """Writes the views of a file, complete or not at all; a ``UserError`` if that fails."""
         tensors: dict[str, Tensor] = {}
         abouts: dict[str, Any] = {}
         for index, view in zip(self.views_of(file), views, strict=True):
@@ -159,17 +147,13 @@ class FeatureStore:
         about = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": abouts}
         content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(about)})
         try:
-            write_atomically(self.path_of(file), lambda stream: stream.write(content))
+            write_atomically(self.path_of(file), content)
         except UserError as error:
             raise UserError(f"{error}: {_OTHER_FOLDER}") from error
         self._files.pop(file, None)
 
     def check_space(self) -> None:
-        """Compares the free space of the disk with what is missing, after a first file.
-
-        Raises:
-            UserError: the disk is too small.
-        """
+        """Raises a ``UserError`` if what is missing after a first file does not fit on the disk."""
         sizes = [path.stat().st_size for path in self.folder.glob("*.safetensors")]
         num_files = -(-self.num_views // VIEWS_PER_FILE)
         needed = (num_files - len(sizes)) * max(sizes)

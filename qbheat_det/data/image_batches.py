@@ -28,11 +28,8 @@ BATCH_SIZE = 64
 class ImageBatches(Iterable[list[dict[str, Any]]]):
     """Images of a set in batches and in order, as often as wanted.
 
-    Images that cannot be read are skipped. Any number of entries can be kept: what workers send is
-    copied out of the memory that they share.
-
-    Attributes:
-        skipped: what is wrong with the images of this process that were skipped, by image.
+    Images that cannot be read are ``skipped``, with what is wrong by image. Any number of entries
+    can be kept: what workers send is copied out of the memory that they share.
     """
 
     def __init__(
@@ -89,11 +86,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
 def build_image_batches(
     cfg: CfgNode, dataset_name: str, *, mapper: Mapper | None = None
 ) -> ImageBatches:
-    """Builds the batches of a registered set, each image once for each view of the model.
-
-    See ``get_views`` of the model's contracts; a model without views gets each image once.
-    ``mapper``, by default the config's, gets records with their index, see ``number_records``.
-    """
+    """Builds the batches of a registered set, each image once for each view of the model."""
     records = number_records(DatasetCatalog.get(dataset_name))
     return _build(cfg, with_views(records, get_views(cfg).values()), mapper)
 
@@ -112,11 +105,7 @@ def with_views(
 ) -> list[dict[str, Any]]:
     """Returns each record once for each view, with "place", the views of an image side by side.
 
-    Nothing is drawn: the images of a set take the places of a view in turn.
-
-    Args:
-        records: of a data set.
-        views: names of places for each view; without any, the record gets no "place".
+    The images of a set take the places of a view in turn; without places they get no "place".
     """
     kinds = list(views)
     return [

@@ -1,12 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Image files: reading a part with no more pixels than are needed, and checking whole sets.
 
-The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2,
-1/4 or 1/8 of its size (Pillow's ``draft``). Resized to S x S, such a part differs from that of the
-whole image by 1.0 to 2.5 of 255 grey levels on average; bilinear and box resizing differ by 2.3.
-
-A small set can be decoded once and kept in memory, where forked workers share it. An image keeps
-no more pixels than its smallest crop can use, and its crops are those of its file.
+The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2, 1/4
+or 1/8 of its size (Pillow's ``draft``), which differs no more than bilinear and box resizing do. A
+small set can be decoded once and kept in memory, where forked workers share it.
 
 A check trusts a JPEG by its header and its last bytes. What looks wrong, and any other format, is
 decoded by the function that training calls. Damage in the middle of a JPEG is not found.
@@ -65,10 +62,7 @@ class ImageFile:
         self.width, self.height = self._image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """Returns the part in a box: (h, w, 3), uint8, RGB; to be called once.
-
-        h and w may be smaller than those of the box, but not than ``at_least``.
-        """
+        """Returns the part in a box, (h, w, 3), uint8, RGB, of ``at_least`` h and w; once."""
         side = min(box[2] - box[0], box[3] - box[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
         width, height = self._image.size
@@ -142,15 +136,7 @@ def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
 def find_image_errors(
     dataset_dicts: Sequence[dict[str, Any]], *, num_threads: int = 8
 ) -> list[DataError]:
-    """Returns what is missing, no image, cut short or of another size than annotated, in order.
-
-    A bar on stderr shows the time left if it takes more than two seconds.
-
-    Args:
-        dataset_dicts: records of Detectron2; ``file_name`` is read, and ``width``, ``height`` and
-            ``image_id`` if they are there.
-        num_threads: how many files are checked side by side.
-    """
+    """Returns what is missing, no image, cut short or of another size than annotated, in order."""
     with ThreadPoolExecutor(num_threads) as pool:
         found = pool.map(find_image_error, dataset_dicts)
         bar = tqdm(found, desc="Checking image files", total=len(dataset_dicts), delay=2)
@@ -215,12 +201,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def read_sizes(paths: Sequence[str], *, num_threads: int = 8) -> Iterator["Size | DataError"]:
-    """Yields width and height of images, upright as their EXIF orientation says, or an error.
-
-    Args:
-        paths: of the files.
-        num_threads: how many files are read side by side.
-    """
+    """Yields width and height of images, upright as their EXIF orientation says, or an error."""
     with ThreadPoolExecutor(num_threads) as pool:
         bar = tqdm(pool.map(_read_size, paths), "Reading image sizes", len(paths), delay=2)
         yield from bar
@@ -261,13 +242,7 @@ class DecodedImages(dict[str, ImageInMemory]):
 def decode_if_small(
     records: Sequence[dict[str, Any]], *, shorter_side: int, budget: float
 ) -> DecodedImages | None:
-    """Decodes a set of images if it is small enough, and logs the decision.
-
-    Args:
-        records: with "file_name" of all images; "width" and "height" save a look into the file.
-        shorter_side: that images are scaled down to, in pixels; smaller ones stay.
-        budget: bytes that all processes of this machine may take; each holds its own copy.
-    """
+    """Decodes images, scaled down to ``shorter_side``, if all take at most ``budget`` bytes."""
     if budget <= 0 or not records:
         return None
     budget /= comm.get_local_size()

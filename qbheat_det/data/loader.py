@@ -25,13 +25,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import DataError
 
 from .datasets.image_folder import list_classes, load_classes
-from .mappers import (
-    MAPPERS_OF_CLASSES,
-    FixedViews,
-    Mapper,
-    build_mapper,
-    number_records,
-)
+from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
 from .seeding import IMAGE, preserved_randomness, seed_place
 from .shard_order import ShardSampler, check_window, count_images_ahead, fetch_ahead, number_shards
 
@@ -48,8 +42,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
     """This process's share of every batch, without end; workers live as long as the iterator.
 
     Attributes:
-        start: step that the next iterator begins with.
-        mapper: what the next iterator maps with; another can be set before.
+        start: step that the next iterator begins with, and ``mapper`` what it maps with.
         fingerprint: of the images; a run resumes only on the same.
         skipped: what is wrong with images that this process has met and skipped, by image.
     """
@@ -213,13 +206,12 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
     keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
-    dataset: Sequence[dict[str, Any]] = get_detection_dataset_dicts(
+    return get_detection_dataset_dicts(
         names,
         filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
         proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
     )
-    return dataset
 
 
 def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:

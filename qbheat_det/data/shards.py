@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import tempfile
@@ -29,8 +30,11 @@ from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import format_bytes
 
-from .shard_cache import download, fetch, is_address
+from .shard_cache import cache_folder, cache_limit, download, fetch, is_address
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "shards://"
 INDEX = "index.json"
@@ -95,6 +99,9 @@ def read_part(address: str, part: str) -> dict[str, Any]:
     if hashlib.sha256(packed).hexdigest() != entry["sha256"]:
         raise UserError(f"'{path}' does not fit '{address}/{INDEX}': one of them was changed")
     content: dict[str, Any] = json.loads(gzip.decompress(packed))
+    if is_address(address):
+        limit = format_bytes(cache_limit())
+        logger.info(f"Copies of '{address}' take at most {limit} in '{cache_folder()}'")
     sizes = {}
     for image in content["images"]:
         found = _AT.fullmatch(str(image.get("at")))

@@ -33,11 +33,7 @@ _PLAIN = (bool, int, float, str, tuple, list)
 
 
 def find_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns by name the parts that take most of the time: the backbone, and heads on its maps.
-
-    Raises:
-        UserError: the model is neither a backbone nor has one.
-    """
+    """Returns by name the parts that take most of the time, or raises a ``UserError``."""
     if isinstance(model, Backbone):
         return {"backbone": model}
     found = {}
@@ -130,8 +126,7 @@ class PartPrograms:
         try:
             program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
             aoti_compile_and_package(program, package_path=str(fresh), inductor_configs=options)
-            content = fresh.read_bytes()
-            write_atomically(path, lambda stream: stream.write(content))
+            write_atomically(path, fresh.read_bytes())
         finally:
             self._part._compiled_call_impl = self
             fresh.unlink(missing_ok=True)

@@ -47,12 +47,7 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
     """Folds, in place, every BatchNorm that directly follows a convolution used nowhere else.
 
     Found are the ``norm`` of Detectron2's convolutions, and neighbours in an ``nn.Sequential``.
-
-    Args:
-        model: in evaluation mode.
-
-    Returns:
-        The number of folded norms, and of those that are left.
+    Returns the number of folded norms, and of those that are left.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     folded = 0
@@ -106,7 +101,6 @@ class FusedMobile(nn.Module):
         self.plain = plain
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """As ``Mobile.forward``."""
         block = self.plain
         if padding is not None or not _can_fuse(x, block.expand):
             return block(x, token, padding)
@@ -127,7 +121,6 @@ class FusedDownMobile(nn.Module):
         self.plain = plain
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """As ``DownMobile.forward``."""
         block = self.plain
         if padding is not None or not _can_fuse(x, block.down):
             return block(x, token, padding)
@@ -147,7 +140,6 @@ class FusedLiteBottleneck(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As ``LiteBottleneck.forward``."""
         depthwise = self.plain.depthwise
         has_norm = depthwise.norm is not None
         is_plain = padding is not None or has_norm or not self.plain.has_identity
@@ -171,7 +163,6 @@ class FusedLiteMobile(nn.Module):
         self.plain = plain
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """As ``LiteMobile.forward``."""
         depthwise = self.plain.depthwise
         has_norm = depthwise.norm is not None
         if level.padding is not None or has_norm or not _can_fuse(level.x, depthwise):
@@ -193,7 +184,6 @@ class CachedPositionEncoding(nn.Module):
         self._encodings: dict[tuple[object, ...], Tensor] = {}
 
     def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
-        """As ``SinePositionEncoding.forward``."""
         if padding is not None or torch.is_grad_enabled() or is_recorded():
             return self.plain(size, padding)
         frequency = self.plain.frequency
@@ -207,7 +197,6 @@ class CachedPositionEncoding(nn.Module):
         return encoding
 
     def wave(self, position: Tensor) -> Tensor:
-        """As ``SinePositionEncoding.wave``."""
         return self.plain.wave(position)
 
 
@@ -222,11 +211,7 @@ FUSED_BLOCKS: dict[type[nn.Module], Callable[..., nn.Module]] = {
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replaces the children of a model that have a fused form, at any depth; returns their number.
-
-    Args:
-        model: on the CPU, in evaluation mode, with its BatchNorms folded. Changed in place.
-    """
+    """Replaces the children that have a fused form, at any depth; returns their number."""
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -243,14 +228,8 @@ def scaled_prelu(
 ) -> tuple[Tensor, Tensor]:
     """Splits a dynamic ReLU into a PReLU and a factor for each channel.
 
-    Args:
-        act: the dynamic ReLU.
-        x: (1, C, H, W).
-        token: (1, D), drives it.
-        order: (C,), which of its channels each channel of ``x`` is; in their own order if None.
-
-    Returns:
-        The map (1, C, H, W), still to be multiplied by the factor (C,).
+    From (1, C, H, W) and the token (1, D) to the map, still to be multiplied by the factor (C,).
+    ``order`` (C,) says which channel of the ReLU each one of ``x`` is.
     """
     low, high = (slope.flatten() for slope in act.bounds(token))
     if order is not None:
@@ -260,18 +239,11 @@ def scaled_prelu(
 
 
 def convolve(
-    convolution: NormedConv2d,
-    x: Tensor,
-    factor: Tensor | None = None,
-    order: Tensor | None = None,
+    convolution: NormedConv2d, x: Tensor, factor: Tensor | None = None, order: Tensor | None = None
 ) -> Tensor:
-    """Applies a pointwise or depthwise convolution and its norm to a map times a factor.
+    """Applies a pointwise or depthwise convolution and its norm to a map (1, C, H, W).
 
-    Args:
-        convolution: of C channels, with one group or one a channel.
-        x: (1, C, H, W).
-        factor: (C,), multiplied into the weights.
-        order: (C,), which input channel of the convolution each channel of ``x`` is.
+    ``order`` (C,) says which input channel of the convolution each channel of ``x`` is.
     """
     weight = convolution.weight
     if order is not None:
@@ -294,13 +266,8 @@ def interleaved_order(convolution: DepthwiseConv2d) -> Tensor:
 def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tensor:
     """Computes some output channels of a depthwise convolution, one for each input.
 
-    Args:
-        convolution: with (C k) output channels; its norm, if any, is not applied.
-        x: (N, C, H, W).
-        rows: (C,), the output channel of each input channel.
-
-    Returns:
-        (N, C, H', W').
+    From (N, C, H, W), with ``rows`` (C,) the output of each input channel, to (N, C, H', W'). The
+    norm, if any, is not applied.
     """
     bias = None if convolution.bias is None else convolution.bias[rows]
     return F.conv2d(

@@ -128,7 +128,7 @@ def check_neighbours(cfg: CfgNode) -> None:
     if comm.get_world_size() > 1 and num_images > _MAX_IMAGES_DISTRIBUTED:
         raise UserError(
             f"TEST.KNN names {num_images:,} images, but the main process scores them alone: name "
-            f"at most {_MAX_IMAGES_DISTRIBUTED:,}, or use tools/probe_backbone.py"
+            f"at most {_MAX_IMAGES_DISTRIBUTED:,}, or use qbheat probe"
         )
 
 
@@ -143,7 +143,7 @@ class NeighbourScorer:
         if not isinstance(model, FixedSizeModel):
             raise UserError(
                 "TEST.KNN scores pre-training objectives and classifiers, not "
-                f"'{cfg.MODEL.META_ARCHITECTURE}': use tools/probe_backbone.py"
+                f"'{cfg.MODEL.META_ARCHITECTURE}': use qbheat probe"
             )
         self._cfg = cfg
         self._batches: list[ImageBatches] = []  # of both sets, once loaded

@@ -74,7 +74,7 @@ def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) 
     path = os.path.join(output_dir, f"failure_{iteration:07d}_rank{rank}.pt")
     try:
         dump_failure(path, iteration=iteration, rank=rank, **state)
-        replay = f"'python tools/train_net.py --replay {path}' names the first module that fails"
+        replay = f"'qbheat train --replay {path}' names the first module that fails"
     except UserError as error:
         replay = f"no file to replay it was written ({error})"
     bad = [f"{name} {value}" for name, value in state["losses"].items() if not math.isfinite(value)]

@@ -181,8 +181,7 @@ def open_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> 
     store = find_store(cfg, description, num_views)
     about = store.folder / "meta.json"
     if comm.is_main_process() and not about.is_file():
-        text = json.dumps(description, indent=2, sort_keys=True)
-        write_atomically(about, lambda stream: stream.write(text.encode()))
+        write_atomically(about, json.dumps(description, indent=2, sort_keys=True).encode())
     return store
 
 

@@ -241,7 +241,7 @@ class SkippedImages(HookBase):
             logger.warning(f"Skipped, with another image in its place: {join_messages(new)}")
             text = "".join(f"{error.message}\n" for error in self._sorted())
             path = Path(self.trainer.cfg.OUTPUT_DIR) / SKIPPED_FILE
-            write_atomically(path, lambda stream: stream.write(text.encode()))
+            write_atomically(path, text.encode())
 
     def after_train(self) -> None:
         """Counts and names them all, also if the run ends with an error."""

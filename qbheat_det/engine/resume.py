@@ -11,6 +11,7 @@ import yaml
 from detectron2.config import CfgNode
 from torch import nn
 
+from qbheat_det.checkpoint import info_of
 from qbheat_det.config.loading import list_leaves
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
@@ -122,9 +123,17 @@ def check_start(cfg: CfgNode, flags: RunFlags) -> None:
         )
 
 
-def warn_of_random_encoder(model: nn.Module, weights: str) -> None:
-    """Warns if a head is about to be trained on a frozen encoder without ``MODEL.WEIGHTS``."""
-    backbone = get_backbone(model)
+def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
+    """Warns of a frozen encoder without ``MODEL.WEIGHTS``, and of weights for other pixels."""
+    weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
+    if weights and (info := info_of(weights)) and info.pixel_mean:
+        used = cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD)
+        if used != (info.pixel_format, info.pixel_mean, info.pixel_std):
+            logger.warning(
+                f"'{weights}' is for {info.pixel_format} pixels of mean {list(info.pixel_mean)} "
+                f"and deviation {list(info.pixel_std)}: set INPUT.FORMAT, MODEL.PIXEL_MEAN and "
+                "MODEL.PIXEL_STD to these"
+            )
     if weights or backbone is None:
         return
     encoder = get_encoder(backbone)

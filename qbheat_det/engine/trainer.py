@@ -54,7 +54,7 @@ from .failure import report_failure
 from .feature_cache import use_cached_features
 from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average, save_step_before
 from .launch import distribute
-from .resume import check_same_config, check_same_images, warn_of_random_encoder
+from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import BatchedInputs, StepTrainer, choose_precision
 from .teacher_features import TeacherFeatures
 from .token_monitor import build_token_monitor
@@ -142,7 +142,7 @@ class Trainer(DefaultTrainer):
         if not (resume and self.checkpointer.has_checkpoint()):
             if resume:
                 logger.warning(f"There is no run in '{self.cfg.OUTPUT_DIR}': a new one begins")
-            warn_of_random_encoder(self.bare_model, self.cfg.MODEL.WEIGHTS)
+            warn_of_weights(self.bare_model, self.cfg)
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
             if self._average:
                 self._average.set(self.bare_model)
@@ -179,7 +179,7 @@ class Trainer(DefaultTrainer):
             self.teacher.prepare(self.data_loader)
         if comm.is_main_process():
             path, text = Path(self.cfg.OUTPUT_DIR) / "config.yaml", dump_config(self.cfg)
-            write_atomically(path, lambda stream: stream.write(text.encode()))
+            write_atomically(path, text.encode())
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
         except UserError:  # images cannot be had: what was trained so far stays

@@ -112,8 +112,7 @@ def drop_metrics_from(path: Path, iteration: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [line for line in lines if _is_before(line, iteration)]
     if len(kept) < len(lines):
-        content = "".join(f"{line}\n" for line in kept).encode()
-        write_atomically(path, lambda stream: stream.write(content))
+        write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
 
 
 def _is_before(line: str, iteration: int) -> bool:
@@ -173,7 +172,7 @@ class WandbWriter(EventWriter):
         run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else ""
         if not (resume and run_id):
             run_id = uuid.uuid4().hex[:12]
-            write_atomically(id_file, lambda stream: stream.write(f"{run_id}\n".encode()))
+            write_atomically(id_file, f"{run_id}\n".encode())
         try:
             self._run = wandb.init(
                 project=cfg.SOLVER.WANDB_PROJECT,
@@ -250,8 +249,7 @@ def write_run_record(
         "processes": processes,
         "seed": seed,
     }
-    text = json.dumps([*read_run_record(path), start], indent=2) + "\n"
-    write_atomically(path, lambda stream: stream.write(text.encode()))
+    write_atomically(path, (json.dumps([*read_run_record(path), start], indent=2) + "\n").encode())
 
 
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -23,17 +23,9 @@ from .coco import CocoEvaluator
 def build_evaluator(
     cfg: CfgNode, dataset_name: str, *, classifies: bool = False
 ) -> DatasetEvaluator:
-    """Returns the evaluator of a registered dataset.
+    """Returns the evaluator of a registered dataset, or raises a ``UserError`` if none fits.
 
-    Args:
-        cfg: ``TEST.COCO_EVAL_LIBRARY``, ``OUTPUT_DIR`` and ``MODEL.CLASS_NAMES`` are read.
-        dataset_name: a name registered with Detectron2, with ``evaluator_type`` in its metadata.
-        classifies: whether the images of class folders are to be classified; else their labels
-            are not looked at.
-
-    Raises:
-        UserError: no evaluator here fits the dataset, or the COCO library asked for is unknown
-            or not installed.
+    ``classifies`` says whether the images of class folders are to be classified.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
@@ -70,11 +62,7 @@ class HeldOutLossEvaluator(DatasetEvaluator):
         self._losses = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Takes a batch in.
-
-        Raises:
-            UserError: the model gives no loss.
-        """
+        """Takes a batch in; a ``UserError`` if the model gives no loss."""
         names = {name for output in outputs for name in output if name.startswith("loss_")}
         if len(names) != 1 or any(names - output.keys() for output in outputs):
             raise UserError(

@@ -36,14 +36,9 @@ _CHUNK = 2**24  # similarities at a time: 128 MB
 
 
 def measure_ranks(ranks: Tensor) -> dict[str, float]:
-    """Returns shares of images in per cent, and the standard errors of binomial counts.
+    """Returns "top1", "top5" of ranks (N,) in per cent, with "_standard_error"; nan without images.
 
-    Args:
-        ranks: (N,), of the true classes, 0 for the first.
-
-    Returns:
-        "top1", whose true class comes first, "top5", whose true class is among the first five,
-        and each with "_standard_error"; nan without images.
+    Ranks are those of the true classes, 0 for the first; errors are of binomial counts.
     """
     if not len(ranks):
         return dict.fromkeys((*_TOP, *(f"{key}_standard_error" for key in _TOP)), math.nan)
@@ -57,14 +52,10 @@ class ClassificationEvaluator(DatasetEvaluator):
 
     Results are ``{"classification": {"top1", "top5", "balanced", and each with
     "_standard_error"}}`` in per cent, nan without images. Of equal scores the first class counts as
-    the highest, and an image with a score of nan as wrong.
-
-    ``classification.json`` in ``output_dir`` adds the accuracy of each class and the confusions.
-    Results do not depend on the number of processes.
-
-    Attributes:
-        confusion: after ``evaluate``, on the main process: (K, K), images of class i that were
-            classified as class j; images with nan are in none.
+    the highest, and an image with a score of nan as wrong. ``classification.json`` in
+    ``output_dir`` adds the accuracy of each class and the confusions. After ``evaluate``,
+    ``confusion`` (K, K) has the images of class i that were classified as class j, on the main
+    process.
     """
 
     confusion: Counts
@@ -161,9 +152,8 @@ class ClassificationEvaluator(DatasetEvaluator):
                 {"class": one, "taken_for": other, "images": n} for one, other, n in confusions
             ],
         }
-        text = json.dumps(content, indent=1).encode()
         path = Path(self.output_dir) / "classification.json"
-        write_atomically(path, lambda stream: stream.write(text))
+        write_atomically(path, json.dumps(content, indent=1).encode())
 
 
 def predict(scores: Tensor) -> Tensor:
@@ -174,13 +164,9 @@ def predict(scores: Tensor) -> Tensor:
 
 
 def rank_true_class(scores: Tensor, labels: Tensor) -> Tensor:
-    """Returns (N,), how many classes come before the true one; more than K where a score is nan.
+    """Returns (N,), how many classes come before the true one, of scores (N, K) and labels (N,).
 
-    Of classes with equal scores the lower label comes first.
-
-    Args:
-        scores: (N, K).
-        labels: (N,).
+    Of classes with equal scores the lower label comes first; nan gives more than K.
     """
     own = scores.gather(1, labels[:, None])
     lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
@@ -189,11 +175,7 @@ def rank_true_class(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def find_confusions(confusion: Counts) -> list[tuple[int, int, int]]:
-    """Returns true class, other class and number of images, the most frequent confusion first.
-
-    Args:
-        confusion: (K, K), images of class i that were taken for class j.
-    """
+    """Returns true class, other class and number of images, the most frequent confusion first."""
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
     pairs = np.argwhere(wrong)
@@ -265,12 +247,7 @@ def rank_true_classes(
 def extract_features(
     describe: Callable[[list[dict[str, Any]]], Tensor], batches: Iterable[list[dict[str, Any]]]
 ) -> tuple[Tensor, Tensor]:
-    """Returns features (N, D) and labels (N,) of all images, on the CPU.
-
-    Args:
-        describe: from a batch of a mapper's dicts to its features (N, D).
-        batches: dicts with "label".
-    """
+    """Returns features (N, D), of ``describe``, and labels (N,) of all images, on the CPU."""
     features, labels = [torch.empty(0, 0)], []
     for batch in batches:
         features.append(describe(batch).float().cpu())
@@ -279,10 +256,7 @@ def extract_features(
 
 
 def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
-    """Returns (N, k), the columns of the k largest of each row, of equal ones the first.
-
-    ``topk`` alone leaves open which of equal ones it takes.
-    """
+    """Returns (N, k), the columns of the k largest of each row, of equal ones the first."""
     smallest = values.topk(k, dim=1).values[:, -1:]
     above, equal = values > smallest, values == smallest
     free = k - above.sum(dim=1, keepdim=True)

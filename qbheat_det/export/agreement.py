@@ -5,6 +5,7 @@ PyTorch computes each image alone, as everywhere in the package: detectors with 
 ``DefaultPredictor``, classifiers with their mapper's crop; both with Pillow's resize.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from qbheat_det.core.errors import UserError
 from .formats import Task
 from .runtime import ExportedModel, Images, Outputs, to_instances
 
+logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 8)
 Reference = Callable[[Images], Outputs]
 """From one image (H, W, 3), in the file's pixel format, to the outputs of ``ExportInfo``, N = 1."""
@@ -54,10 +56,7 @@ class Agreement:
 
 @dataclass
 class ExportReport:
-    """Differences of an exported file from PyTorch, one row per batch size; prints as a table.
-
-    ``source`` is where the images come from.
-    """
+    """Differences of an exported file from PyTorch, one row per batch size; prints as a table."""
 
     rows: list[Agreement]
     task: Task
@@ -75,10 +74,7 @@ class ExportReport:
         return "\n".join([*lines, f"tolerance {self.tolerance:g}{sides}; {self.source}"])
 
     def check(self) -> None:
-        """
-        Raises:
-            UserError: the file differs from PyTorch, or neither detects anything.
-        """
+        """Raises a ``UserError`` if the file differs from PyTorch, or neither detects anything."""
         if not all(row.holds(self.tolerance) for row in self.rows):
             raise UserError(
                 "nothing is written: the file differs from PyTorch by more than --tolerance, or "
@@ -101,12 +97,12 @@ def measure_agreement(
         reference: from an image (H, W, 3), uint8, to the outputs that PyTorch gives of it alone.
         images: (H, W, 3), uint8, in the file's pixel format; those of a batch are brought to their
             median height and width, cropped or tiled.
-        tolerance: see ``Agreement.holds``; a detection this close to the threshold may be on one
-            side only.
+        tolerance: see ``Agreement.holds``.
         source: where the images are from, for the report.
     """
     rows = []
     for size in BATCH_SIZES:
+        logger.info("Comparing with PyTorch on %d images, in batches of %d …", len(images), size)
         row = Agreement(size)
         for batch in _make_batches(images, size):
             outputs = model.run(batch)
@@ -130,15 +126,9 @@ def measure_agreement(
 
 
 def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Reference:
-    """Returns the model in PyTorch as a function of one image.
+    """Returns the model in PyTorch as a function of one image (H, W, 3), uint8.
 
-    Args:
-        predictor: as of ``build_predictor``.
-        cfg: the model's own.
-        task: "detection", "classification" or "features".
-
-    Returns:
-        From an image (H, W, 3), uint8, in ``INPUT.FORMAT``, to outputs of a batch of one by name.
+    Its outputs are those of a batch of one by name.
     """
     model = predictor.model
 
@@ -198,15 +188,9 @@ def compare_detections(
     size: Sequence[int],
     tolerance: float,
 ) -> None:
-    """Matches the detections of an image one to one, and updates ``row``.
+    """Matches the detections of an image of ``size`` (H, W) one to one, and updates ``row``.
 
-    Args:
-        row: the largest differences and the counts so far.
-        got: outputs of the file, a batch of one.
-        expected: outputs of PyTorch, a batch of one.
-        threshold: of scores, below which neither side returns detections.
-        size: (H, W) of the image in pixels.
-        tolerance: a detection this close to the threshold may be on one side only.
+    A detection within ``tolerance`` of the ``threshold`` of scores may be on one side only.
     """
     mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
     boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]

@@ -74,21 +74,14 @@ def export_model(
             exported, reference, examples, tolerance=tolerance, source=source
         )
         report.check()
-        content = written.read_bytes()
-        write_atomically(output, lambda stream: stream.write(content))
+        write_atomically(output, written.read_bytes())
     return report
 
 
 def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
-    """Writes a model as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
+    """Writes a model on the CPU as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
 
-    Args:
-        model: on the CPU; it is put into evaluation mode.
-        cfg: the model's own.
-        path: whose ending says the format.
-
-    Raises:
-        UserError: the model cannot be exported, or ONNX needs a package that is not installed.
+    Raises a ``UserError`` if it cannot be exported, or ONNX needs a package.
     """
     is_onnx = path.suffix.lower() == ".onnx"
     suppress = suppress_operator if is_onnx else suppress_overlaps

@@ -9,6 +9,7 @@ libraries. PyTorch still evaluates expressions and looks up functions that the f
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.records import parse_record
 
+logger = logging.getLogger(__name__)
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
 """The entry of ONNX's ``metadata_props`` that holds the description, as JSON."""
@@ -72,11 +74,7 @@ class ExportInfo:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "ExportInfo":
-        """Reads a description from ``where``, a file that anyone may have written.
-
-        Raises:
-            UserError: it is not a description of this version's exports.
-        """
+        """Reads a description from ``where``, an untrusted file, or raises a ``UserError``."""
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
@@ -98,17 +96,9 @@ def write_onnx(
     outputs: Sequence[str],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a program as one ONNX file.
+    """Writes a program of ``trace`` as one ONNX file, with metadata.
 
-    Args:
-        program: as of ``trace``.
-        path: the file.
-        inputs: names of the program's inputs, in their order.
-        outputs: names of its outputs, likewise.
-        metadata: entries of ONNX's ``metadata_props``.
-
-    Raises:
-        UserError: a package of the extra ``export`` is missing.
+    Raises a ``UserError`` if a package of the extra ``export`` is missing.
     """
     try:
         import onnx  # noqa: F401
@@ -117,6 +107,7 @@ def write_onnx(
         raise UserError(
             f"ONNX needs {error.name}, which is not installed: pip install 'qbheat_det[export]'"
         ) from error
+    logger.info("Converting the trace to ONNX …")
     with quiet("onnxscript", "onnx_ir", "torch.onnx"):
         written = torch.onnx.export(
             program,
@@ -140,8 +131,7 @@ def write_torch_export(program: ExportedProgram, path: Path, metadata: str) -> N
 def open_torch_export(path: Path) -> tuple[Callable[..., Any], str]:
     """Opens a file for the CPU; also returns the metadata in it, empty if there is none.
 
-    Raises:
-        Exception: of any kind, if the file is damaged or holds what is refused.
+    Raises an exception of any kind if the file is damaged or holds what is refused.
     """
     # Registers torchvision's operators, which the program may call by name.
     import torchvision  # noqa: F401

@@ -7,6 +7,7 @@ are computed as tensors, so that they stay symbolic in the graph.
 """
 
 import importlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +26,7 @@ from qbheat_det.modeling.contracts import get_backbone
 from .formats import ExportInfo
 from .heads import Head, Suppress, build_head, suppress_overlaps
 
+logger = logging.getLogger(__name__)
 _HALF = 2.0**11
 """Pillow's weights are integers over the square of this."""
 
@@ -105,15 +107,9 @@ class Preprocessing(nn.Module):
 
 
 def resize_as_pillow(planes: Tensor, height: int, width: int) -> Tensor:
-    """Resizes as Pillow does: bilinear and antialiased, with rounding after each direction.
+    """Resizes (N, C, H, W) as Pillow does: bilinear, antialiased, rounded after each direction.
 
-    Args:
-        planes: (N, C, H, W), integers in [0, 255], as float32.
-        height: of the result, in pixels.
-        width: of the result, in pixels.
-
-    Returns:
-        (N, C, height, width), likewise.
+    Values are integers in [0, 255] as float32, before and after.
     """
     high, low = _weights(planes.shape[3], width, planes)
     planes = _round(planes @ high.transpose(0, 1), planes @ low.transpose(0, 1))
@@ -180,13 +176,8 @@ def build_exportable(
 ) -> ExportableModel:
     """Builds the module around a trained model, whose parts it shares, in evaluation mode.
 
-    Args:
-        model: a detector, classifier or pre-trained backbone.
-        cfg: the model's own.
-        suppress: ``suppress_overlaps``, or an operator that computes it.
-
-    Raises:
-        UserError: the model's boxes cannot be computed in a graph.
+    ``suppress`` is ``suppress_overlaps``, or an operator that computes it. Raises a ``UserError``
+    if the model's boxes cannot be computed in a graph.
     """
     head = build_head(model.eval(), suppress)
     backbone = get_backbone(model)
@@ -223,13 +214,7 @@ def build_exportable(
 def trace(
     module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Sequence[Any]
 ) -> ExportedProgram:
-    """Returns a module in evaluation mode as a program of torch.export.
-
-    Args:
-        module: what is recorded.
-        inputs: an example of its inputs.
-        dynamic_shapes: of each input the axes that may have other lengths; see torch.export.
-    """
+    """Returns a module in evaluation mode as a program of torch.export."""
     with torch.no_grad():
         return torch.export.export(
             module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False
@@ -238,6 +223,7 @@ def trace(
 
 def trace_images(module: nn.Module) -> ExportedProgram:
     """Returns a module of (N, H, W, 3), uint8, as a program for any N, H and W."""
+    logger.info("Tracing the model, for images of any size …")
     shape = {0: Dim("batch", min=1), 1: Dim("height"), 2: Dim("width")}
     return trace(module, (example_images(),), (shape,))
 

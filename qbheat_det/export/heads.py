@@ -154,8 +154,7 @@ def sort_detections(
 
     Args:
         boxes: (N, R, 4), XYXY in pixels of the resized image.
-        scores: (N, R), ``EMPTY`` if there is no box.
-        labels: (N, R).
+        scores: (N, R), ``EMPTY`` if there is no box; ``labels`` (N, R).
         sizes: (4,): H, W, H', W' in pixels, before and after the resize.
 
     Returns:
@@ -178,14 +177,12 @@ def suppress_overlaps(
 
     Args:
         boxes: (N, M, 4), XYXY.
-        scores: (N, M), ``EMPTY`` if there is no box.
-        labels: (N, M), in [0, K).
+        scores: (N, M), ``EMPTY`` if there is no box; ``labels`` (N, M), in [0, K).
         num_classes: K.
         iou_threshold: largest overlap with a better box of the same class, in [0, 1].
 
     Returns:
-        The scores (N, M), ``EMPTY`` for boxes whose overlap with a better one is above the
-        threshold.
+        The scores (N, M), ``EMPTY`` for suppressed boxes.
     """
     image, row = (scores > EMPTY).nonzero().unbind(dim=1)
     # Boxes of different images and classes are moved apart; in float64, because the coordinates
@@ -236,11 +233,7 @@ ONNX_TRANSLATIONS[torch.ops.qbheat_det.suppress_overlaps.default] = _translate
 
 
 def build_head(model: nn.Module, suppress: Suppress) -> Head:
-    """Returns the exportable form of the part of a model that reads its backbone.
-
-    Raises:
-        UserError: there is none for models of this type.
-    """
+    """Returns the exportable part of a model that reads its backbone, or raises a ``UserError``."""
     if isinstance(model, MFDETR):
         return MFDETRHead(model)
     if isinstance(model, RetinaNet | FCOS):

@@ -65,14 +65,9 @@ class ExportedModel:
     def __call__(self, images: Images) -> Any:
         """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
 
-        Returns:
-            Of a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
-            pixels of the image), ``scores`` and ``pred_classes``, the best first; of a classifier
-            scores (N, K); of a backbone its maps and tokens by name.
-
-        Raises:
-            ValueError: the images have another shape or type, or no pixels.
-            UserError: the program fails.
+        Returns of a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
+        pixels of the image), ``scores`` and ``pred_classes``, the best first; of a classifier
+        scores (N, K); of a backbone its maps and tokens by name. Other images are a ``ValueError``.
         """
         return _format(self.run(images), self.info, images)
 
@@ -106,17 +101,11 @@ class ExportedModel:
 class SharedEncoderModel:
     """A folder of a shared-encoder export: the encoder runs once per batch, then every head.
 
-    Attributes:
-        info: description of the encoder: its outputs, and the pixel format of all heads.
-        heads: the encoder and one head as one model, by name.
+    ``info`` describes the encoder; ``heads`` are by name the encoder and one head as one model.
     """
 
     def __init__(self, folder: str | Path, *, device: str | None = None) -> None:
-        """
-        Raises:
-            UserError: a file is missing, damaged or not an export, or a head belongs to another
-                encoder.
-        """
+        """Raises a ``UserError`` if a file is damaged or missing, or a head of another encoder."""
         self._encoder, self.info, encoder_hash = _open_session(Path(folder) / ENCODER, device)
         self._sessions: dict[str, Any] = {}
         self.heads: dict[str, ExportedModel] = {}
@@ -152,10 +141,7 @@ class ExportedPredictor:
     """Replaces Detectron2's ``DefaultPredictor``: from a BGR image to its instances."""
 
     def __init__(self, model: ExportedModel) -> None:
-        """
-        Raises:
-            UserError: the model is not a detector.
-        """
+        """Raises a ``UserError`` if the model is not a detector."""
         self._run = _on_bgr(model, "detection")
 
     def __call__(self, image: Image) -> dict[str, Instances]:
@@ -173,11 +159,7 @@ class ExportedPredictor:
 
 
 def build_exported_scorer(model: ExportedModel) -> Callable[[Path], Scores]:
-    """As ``build_scorer``, with an exported classifier.
-
-    Raises:
-        UserError: the model is not a classifier.
-    """
+    """As ``build_scorer``, with an exported classifier; a ``UserError`` if it is none."""
     run = _on_bgr(model, "classification")
     return lambda path: run(read_bgr(path)[None])[0]
 

@@ -9,9 +9,8 @@ import copy
 import hashlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import torch
 from detectron2.config import CfgNode
@@ -85,9 +84,7 @@ def split_models(
 ) -> tuple[SharedEncoder, dict[str, BranchHead]]:
     """Splits models, by name of the head, into the encoder that they share and their heads.
 
-    Raises:
-        UserError: their backbones or their preprocessing differ, or no backbone has all outputs
-            that the heads read.
+    Raises a ``UserError`` if their backbones or their preprocessing differ.
     """
     # Outputs such as s16_expanded have tensors of their own, which not every head needs.
     fullest = max(models, key=lambda name: len(get_encoder(models[name].backbone).state_dict()))
@@ -140,9 +137,7 @@ def export_shared_encoder(
 
     Args:
         configs: of each head's weights, by its name; see ``load_run_config``.
-        folder: of the files.
-        images: see ``export_model``, as for ``tolerance``.
-        tolerance: of all comparisons.
+        folder: of the files; ``images`` and ``tolerance`` as of ``export_model``.
         overwrite: whether files of these names may exist.
 
     Raises:
@@ -168,12 +163,8 @@ def export_shared_encoder(
             )
             reports[name].check()
         for path in sorted(Path(temporary).iterdir()):
-            write_atomically(folder / path.name, partial(_copy, path))
+            write_atomically(folder / path.name, path.read_bytes())
     return reports
-
-
-def _copy(path: Path, stream: BinaryIO) -> None:
-    stream.write(path.read_bytes())
 
 
 def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> None:

@@ -22,13 +22,7 @@ from .mobile_former_block import (
     depthwise,
     pointwise,
 )
-from .padded_maps import (
-    SinePositionEncoding,
-    halve,
-    padding_mask,
-    resize_bilinear,
-    zero_padding,
-)
+from .padded_maps import SinePositionEncoding, halve, padding_mask, resize_bilinear, zero_padding
 
 __all__ = [
     "DepthwiseConv2d",

@@ -1,14 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Multi-head attention between a few queries and a large map, or vice versa.
 
-The results are those of ``torch.nn.functional.scaled_dot_product_attention``, which computes them
-wherever PyTorch has a fused kernel. On CPUs that kernel has no dropout, and PyTorch's fallback
-writes the weights of all images and heads several times. There, plain products handle a few heads
-at a time, which fit in the cache, the mask is drawn in 16-bit numbers, and the backward computes
-the weights again. In inference, plain products are faster for few queries on a large map.
-
-``read_attention`` records the weights during a model's own forward pass. The bridges hand over the
-weights that they compute anyway; ``MapAttention`` computes them while somebody asks.
+The results are those of ``scaled_dot_product_attention``, which computes them wherever PyTorch has
+a fused kernel. On CPUs it has none with dropout: there, plain products handle a few heads at a
+time, which fit in the cache, and the backward computes the weights again. In inference, plain
+products are faster for few queries on a large map. ``read_attention`` records the weights during a
+model's own forward pass.
 """
 
 from collections.abc import Collection, Iterator
@@ -64,26 +61,16 @@ def attend(
             return _attend_by_image(query, key, value, masked)
         return _attend_fused(query, key, value, masked, dropout)
     kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
-    found: Tensor = _AttendInParts.apply(query, key, value, masked, kept, 1 - rounded(dropout))
-    return found
+    return _AttendInParts.apply(query, key, value, masked, kept, 1 - rounded(dropout))
 
 
 class MapAttention(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies.
-
-    Parameters are the same.
-    """
+    """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies."""
 
     def __init__(
         self, *, dim: int, num_heads: int, dropout: float = 0.0, fused: bool = False
     ) -> None:
-        """
-        Args:
-            dim: C, divisible by ``num_heads``.
-            num_heads: number of heads.
-            dropout: probability to drop a weight while training.
-            fused: see ``attend``.
-        """
+        """Takes C, divisible by ``num_heads``, the rate of dropped weights, and ``fused``."""
         super().__init__(dim, num_heads, dropout=dropout, batch_first=True)
         self.fused = fused
         self.watchers: list[Watcher] = []
@@ -96,16 +83,10 @@ class MapAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """
-        Args:
-            query: (N, Q, C).
-            key: (N, L, C).
-            value: (N, L, C).
-            key_padding_mask: (N, L) Boolean, True at keys that all queries ignore.
-            attn_mask: (N * heads, Q, L) Boolean, True where a query may not attend to a key.
+        """From queries (N, Q, C), keys and values (N, L, C) to (N, Q, C).
 
-        Returns:
-            (N, Q, C).
+        ``key_padding_mask`` (N, L) is True at keys that all queries ignore, ``attn_mask`` (N *
+        heads, Q, L) where a query may not attend to a key.
         """
         if self.watchers:
             found, weights = super().forward(
@@ -261,17 +242,10 @@ Those of ``MobileToFormer`` are (N, heads, M, H, W) and sum to 1 over the pixels
 def read_attention(
     model: nn.Module, names: Collection[str] | None = None
 ) -> Iterator[AttentionRecord]:
-    """Records the attention weights of all calls of ``model`` within the block.
+    """Records the attention weights of all calls of ``model``, or of the layers of ``names``.
 
     Outputs do not change: the bridges' to the bit, those of ``MapAttention`` up to rounding. Blocks
     may be nested. In training, the weights of ``MapAttention`` are those after dropout.
-
-    Args:
-        model: any module with these layers.
-        names: of the layers to record, as in ``model.named_modules()``; all of them if None.
-
-    Yields:
-        A record that calls of the model add to; layers that were not called are not in it.
     """
     record: AttentionRecord = {}
     with ExitStack() as undo:

@@ -1,25 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """PyTorch's linear layers and dropout, Detectron2's convolutions and dynamic ReLU, faster on CPUs.
 
-Dropout (Srivastava et al., JMLR 15, 2014): PyTorch draws a mask number by number on one core. Here
-each word of a faster generator gives four 16-bit numbers; PyTorch's generator seeds it for each
-mask, so that one seed still determines everything. Products with bytes are faster than with
+Dropout: each word of a fast generator gives four 16-bit numbers; PyTorch's generator seeds it for
+each mask, so that one seed still determines everything. Products with bytes are faster than with
 Booleans.
 
-Linear layers of many rows: PyTorch multiplies float32 matrices with MKL and convolves with oneDNN.
-On an AMD EPYC with AVX-512 a matrix product reaches half the rate of a convolution. On processors
-with AVX-512 that are not Intel's, such a layer is therefore computed as the equal 1x1 convolution:
-rows of C numbers are a channels-last map, so nothing is copied. Elsewhere, and where an exporter or
-tracer records the operations, it is PyTorch's own. Measurements: docs/performance.md.
+Linear layers of many rows: on processors with AVX-512 that are not Intel's, MKL's product reaches
+half the rate of oneDNN's convolution, so a layer is computed as the equal 1x1 convolution: rows of
+C numbers are a channels-last map. Measurements: docs/performance.md.
 
-Convolutions: a frozen BatchNorm's scale and shift are folded into the convolution before it.
-Mobile-Former (arXiv:2108.05895) expands with depthwise convolutions that give k channels for one.
-oneDNN's backward pass of these is slow on CPUs, but fast for k = 1: gradients are computed for the
-first output of each channel, then for the second, and so on. The results are Detectron2's up to
-rounding, with its parameters' names.
+Convolutions: a frozen BatchNorm is folded into the convolution before it. oneDNN's backward pass of
+depthwise convolutions that give k channels for one (Mobile-Former, arXiv:2108.05895) is slow, but
+fast for k = 1: gradients are computed for the first output of each channel, then for the second.
+Results are Detectron2's up to rounding, with its parameters' names.
 
-Dynamic ReLU: Chen et al., arXiv:2003.10027 (variant B, two slopes for each channel), in the form of
-Mobile-Former: slopes from the first global token in place of a pooled map, no intercepts.
+Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, slopes from the first global token.
 """
 
 import functools
@@ -57,10 +52,7 @@ class Dropout(nn.Dropout):
 
 
 def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
-    """Returns ones and zeros (int8, on the CPU), zeros with the probability ``rounded(rate)``.
-
-    Takes a seventh of the time of ``bernoulli_``.
-    """
+    """Returns int8 zeros, with probability ``rounded(rate)``, and ones; fast."""
     count = torch.Size(shape).numel()
     generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
     words = torch.from_numpy(generator.random_raw(-(-count // 4)).view(np.int16))
@@ -82,16 +74,7 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``torch.nn.functional.linear``.
-
-    Args:
-        x: (..., C).
-        weight: (C', C).
-        bias: (C',) or None.
-
-    Returns:
-        (..., C').
-    """
+    """As ``torch.nn.functional.linear``: (..., C), (C', C) and (C',) to (..., C')."""
     if not _uses_convolution(x, weight):
         return F.linear(x, weight, bias)
     image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, rows, 1)
@@ -100,10 +83,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def replace_linear_layers(module: nn.Module) -> None:
-    """Replaces a library's ``nn.Linear`` children, at any depth, by ``Linear``.
-
-    Parameters and their names stay.
-    """
+    """Replaces ``nn.Linear`` children, at any depth, by ``Linear``; parameters and names stay."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
@@ -181,8 +161,7 @@ class DepthwiseConv2d(NormedConv2d):
         """As the base class; gradients are computed in k turns."""
         if not self._goes_by_turns(x, weight, bias):
             return super().convolve(x, weight, bias)
-        found: Tensor = _ByTurns.apply(x, weight, bias, self.padding)
-        return found
+        return _ByTurns.apply(x, weight, bias, self.padding)
 
     def _goes_by_turns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         if not torch.is_grad_enabled() or x.device.type != "cpu" or x.numel() < _LARGE:
@@ -256,8 +235,7 @@ class DynamicReLU(nn.Module):
         if is_recorded() or x.dtype != low.dtype:
             return low * x + (high - low) * F.relu(x)  # compilers fuse it
         if torch.is_grad_enabled():
-            found: Tensor = _TwoSlopes.apply(x, low, high)
-            return found
+            return _TwoSlopes.apply(x, low, high)
         return _two_slopes(x, low, high)
 
     def bounds(self, token: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,14 +38,9 @@ class MobileToFormer(nn.Module):
         self.norm = nn.LayerNorm(token_dim)
 
     def forward(self, tokens: Tensor, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """
-        Args:
-            tokens: (N, M, D).
-            x: (N, C, H, W).
-            padding: (N, 1, H, W), True where there is no image; those pixels get no weight.
+        """From tokens (N, M, D) and a map (N, C, H, W) to (N, M, D), normalised.
 
-        Returns:
-            (N, M, D), normalised.
+        ``padding`` (N, 1, H, W) is True where there is no image; those pixels get no weight.
         """
         query = self.query(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         query = query * query.shape[-1] ** -0.5
@@ -82,14 +77,7 @@ class FormerToMobile(nn.Module):
         self.value = nn.Linear(token_dim, channels)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """
-        Args:
-            x: (N, C, H, W).
-            tokens: (N, M, D).
-
-        Returns:
-            (N, C, H, W): the map plus the attention's output.
-        """
+        """From (N, C, H, W) and tokens (N, M, D) to (N, C, H, W): the map plus the attention."""
         key = self.key(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         key = key * key.shape[-1] ** -0.5
         value = self.value(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
@@ -210,14 +198,9 @@ class Mobile(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """
-        Args:
-            x: (N, C, H, W).
-            token: (N, D).
-            padding: (N, 1, H, W), True where there is no image.
+        """From (N, C, H, W) and a token (N, D) to (N, C', H, W).
 
-        Returns:
-            (N, C', H, W).
+        ``padding`` (N, 1, H, W) is True where there is no image.
         """
         hidden = self.expand_act(self.expand(x), token)
         hidden = self.depthwise_act(self.depthwise(zero_padding(hidden, padding)), token)
@@ -287,15 +270,7 @@ class MobileFormerBlock(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            x: (N, C, H, W).
-            tokens: (N, M, D).
-            padding: (N, 1, H, W), True where there is no image.
-
-        Returns:
-            (N, C', H', W') and (N, M, D).
-        """
+        """(N, C, H, W) and (N, M, D) to (N, C', H', W') and (N, M, D), as in ``Mobile``."""
         tokens = self.former(self.mobile_to_former(tokens, x, padding))
         x = self.mobile(x, tokens[:, 0], padding)
         return self.former_to_mobile(x, tokens), tokens

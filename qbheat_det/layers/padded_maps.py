@@ -37,30 +37,18 @@ def valid_sizes(padding: Tensor) -> Tensor:
 
 
 def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Zeroes a map (N, C, H, W) outside the images.
-
-    A convolution then gives at an image's border what it gives for the image alone.
-    """
+    """Zeroes a map (N, C, H, W) outside the images, as a convolution of each alone pads it."""
     # Not masked_fill, which changes the layout of channels-last maps.
     return x if padding is None else torch.where(padding, x.new_zeros(()), x)
 
 
 def resize_bilinear(
-    x: Tensor,
-    size: Sequence[int],
-    padding: Tensor | None = None,
-    padding_out: Tensor | None = None,
+    x: Tensor, size: Sequence[int], padding: Tensor | None = None, padding_out: Tensor | None = None
 ) -> Tensor:
-    """Resizes maps bilinearly, each image of a padded batch from and to its own size.
+    """Resizes (N, C, H, W) to (N, C, H', W') bilinearly, each image as it would be alone.
 
-    Args:
-        x: (N, C, H, W).
-        size: (H', W') of the result.
-        padding: (N, 1, H, W) mask of ``x``, or None.
-        padding_out: (N, 1, H', W') mask of the result; None exactly when ``padding`` is.
-
-    Returns:
-        (N, C, H', W'), within each image the same as resizing it alone.
+    ``padding`` (N, 1, H, W) is the mask of ``x``, ``padding_out`` (N, 1, H', W') that of the
+    result; None where no image is padded.
     """
     if padding is None or padding_out is None:
         return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
@@ -90,11 +78,7 @@ class SinePositionEncoding(nn.Module):
     """Half of the channels encode the row, half the column, relative to the image's own size."""
 
     def __init__(self, *, channels: int) -> None:
-        """Takes C of the code.
-
-        Raises:
-            ValueError: ``channels`` is not divisible by 4.
-        """
+        """Takes C of the code; raises a ``ValueError`` if it is not divisible by 4."""
         super().__init__()
         if channels % 4:
             raise ValueError(f"a sine code needs channels divisible by 4, not {channels}")
@@ -103,14 +87,9 @@ class SinePositionEncoding(nn.Module):
         self.frequency: Tensor  # (C / 4,)
 
     def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
-        """
-        Args:
-            size: (H, W) of the map.
-            padding: (N, 1, H, W), True where there is no image, or None.
+        """Returns (N, HW, C) of a map of (H, W); (1, HW, C) without ``padding`` (N, 1, H, W).
 
-        Returns:
-            (N, HW, C); (1, HW, C) without padding. Positions are normalised to (0, 1] within the
-            unpadded image.
+        Positions are normalised to (0, 1] within the unpadded image.
         """
         height, width = size
         if padding is None:

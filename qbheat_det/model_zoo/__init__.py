@@ -9,13 +9,7 @@
     model = zoo.get("retinanet/285M_bccd")
 """
 
-from .api import (
-    get,
-    get_address,
-    get_checkpoint,
-    get_config,
-    get_config_file,
-)
+from .api import get, get_address, get_checkpoint, get_config, get_config_file
 from .api import list_names as list
 from .index import Fingerprint, Metric, OutputStats, ZooEntry, find_entry, list_entries, load_index
 from .sources import ZooWeights

@@ -98,18 +98,15 @@ def add_entry(
         entry = dataclasses.replace(entry, fingerprint=fingerprint)
         content = index.render_index([*others, entry], index_file)
         check_writable(index_file)
-        weights_content = stored.read_bytes()
-        write_atomically(folder / entry.stored.file, lambda stream: stream.write(weights_content))
-        write_atomically(index_file, lambda stream: stream.write(content))
+        write_atomically(folder / entry.stored.file, stored.read_bytes())
+        write_atomically(index_file, content)
     return entry
 
 
 def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
     """Writes the part beside a file, and the file anew from it, as ``fetch`` will."""
-    part, encoder_file = (
-        file.with_suffix(".part.safetensors"),
-        sources.fetch(index.find_entry(encoder)),
-    )
+    part = file.with_suffix(".part.safetensors")
+    encoder_file = sources.fetch(index.find_entry(encoder))
     write_part(file, encoder_file, part)
     write_whole(part, encoder_file, file)
     return SharedEncoder(encoder, hash_file(part), part.stat().st_size), part

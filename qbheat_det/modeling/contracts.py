@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from torch import Tensor, nn
 
@@ -70,18 +71,12 @@ def train_only_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``pretrain_only_modules``: children that other kinds of models do not load.
-
-    Only a model that names the same children loads them from a file.
-    """
+    """Returns ``pretrain_only_modules``: children that only models that name them too load."""
     return tuple(getattr(model, "pretrain_only_modules", ()))
 
 
 def optional_modules(model: nn.Module) -> list[str]:
-    """Returns paths of modules that files may hold but the config leaves out.
-
-    A module names its own missing children in ``optional_modules``.
-    """
+    """Returns paths of modules that files may hold but the config leaves out, see each module."""
     return [
         f"{path}.{child}".lstrip(".")
         for path, module in model.named_modules()
@@ -134,15 +129,11 @@ class ReconstructionObjective(PretrainingObjective, Protocol):
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns ``views`` of a config's model without building it, from ``views_from_config(cfg)``.
-
-    By default there is one view of an image.
-    """
+    """Returns ``views`` of a config's model by ``views_from_config(cfg)``; by default one."""
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
         return {"image": ()}
-    views: Mapping[str, Sequence[str]] = model_class.views_from_config(cfg)
-    return views
+    return model_class.views_from_config(cfg)
 
 
 def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
@@ -207,14 +198,22 @@ def get_encoder(backbone: Backbone) -> Backbone:
     """Returns the network below a feature pyramid, or behind cached features (``encoder``)."""
     below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
     below = below if isinstance(below, Backbone) else backbone
-    encoder: Backbone = getattr(below, "encoder", below)
-    return encoder
+    return getattr(below, "encoder", below)
 
 
 def get_in_features(module: nn.Module) -> list[str] | None:
     """Returns names of the backbone's outputs that a model or pyramid reads; None if unknown."""
     names = getattr(module, "head_in_features", None) or getattr(module, "in_features", None)
     return list(names) if names else None
+
+
+def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:
+    """Returns the shapes of a backbone's outputs; a ``ValueError`` names the key of a wrong one."""
+    shapes = backbone.output_shape()
+    if not names or set(names) - set(shapes):
+        known = list(shapes)
+        raise ValueError(f"{key} {list(names)} are not all among the backbone's outputs {known}")
+    return [shapes[name] for name in names]
 
 
 def get_freeze_all(backbone: Backbone) -> int:

@@ -1,17 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Detectron2's RetinaNet and FCOS, with losses normalised over all processes.
 
-Papers: "Focal Loss for Dense Object Detection", arXiv:1708.02002, and "FCOS: A Simple and Strong
-Anchor-free Object Detector", arXiv:2006.09214.
+Papers: arXiv:1708.02002 and arXiv:2006.09214. Detectron2 divides the losses by a running mean of
+the number of positive anchors, which each process keeps for its own images and loses on resume.
+Here it is of all processes together, updated once a step, and a buffer in checkpoints.
 
-Detectron2 divides the losses by a running mean of the number of positive anchors, which each
-process keeps for its own images and loses on resume. Gradients then depend on the number of
-processes. Here the running mean is of all processes together, is updated once a step, and is a
-buffer in checkpoints.
-
-Detectron2 builds its FCOS from LazyConfigs only; here it is registered and built from
-``MODEL.FCOS`` too. Two bugs of v0.6, fixed on main, are fixed here: labels of images without boxes,
-and heads with GroupNorm on a recent PyTorch. All else is Detectron2's, parameter names included.
+FCOS is registered and built from ``MODEL.FCOS`` too. Two bugs of v0.6, fixed on main, are fixed
+here: labels of images without boxes, and GroupNorm heads on a recent PyTorch.
 """
 
 import math
@@ -29,16 +24,14 @@ from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
 
+from qbheat_det.modeling.contracts import pick_outputs
 from qbheat_det.modeling.image_model import find_cached_images
 
 _COUNT = "num_positives"  # key that ``losses`` adds to the losses
 
 
 class SyncNormalizer(DenseDetector):
-    """Base class in front of a detector with ``anchor_generator``, ``label_anchors``, ``losses``.
-
-    Parameter names are the detector's.
-    """
+    """Base in front of a detector with ``anchor_generator``, ``label_anchors`` and ``losses``."""
 
     first_normalizer: float
     """Detectron2's first value of the running mean."""
@@ -54,13 +47,7 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """As in the detector.
-
-        Args:
-            batched_inputs: dicts of a dataset mapper.
-            normalizers: in training, the result of ``loss_normalizers`` for the effective batch;
-                by default for the batches of all processes in this call.
-        """
+        """As in the detector; ``normalizers`` are by default those of all processes' batches."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
@@ -92,12 +79,7 @@ class SyncNormalizer(DenseDetector):
         return self._count_positives(labels)
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Updates the running mean; returns (1,), the divisor of each part's losses.
-
-        Args:
-            counts: (1,), the positive anchors of the effective batch.
-            parts: number of parts that it is cut into.
-        """
+        """Updates the running mean by the positive anchors (1,); returns each part's divisor."""
         momentum = 0.9  # Detectron2's
         self.loss_normalizer.mul_(momentum).add_(counts[0].clamp(min=1), alpha=1 - momentum)
         return self.loss_normalizer[None] / parts
@@ -126,33 +108,21 @@ class SyncNormalizer(DenseDetector):
 
 @META_ARCH_REGISTRY.register()
 class SyncRetinaNet(SyncNormalizer, RetinaNet):
-    """RetinaNet whose gradients are those of the effective batch.
-
-    In one process, and without micro-batches, it is Detectron2's ``RetinaNet``.
-    """
+    """RetinaNet with gradients of the effective batch; in one process, Detectron2's."""
 
     first_normalizer = 100.0
 
 
 @META_ARCH_REGISTRY.register()
 class SyncFCOS(SyncNormalizer, FCOS):
-    """FCOS whose gradients are those of the effective batch.
-
-    In one process, and without micro-batches, it is Detectron2's ``FCOS``.
-    """
+    """FCOS with gradients of the effective batch; in one process, Detectron2's."""
 
     first_normalizer = 300.0
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node, backbone = cfg.MODEL.FCOS, build_backbone(cfg)
-        shapes = backbone.output_shape()
-        if set(node.IN_FEATURES) - set(shapes):
-            raise ValueError(
-                f"MODEL.FCOS.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
-                f"backbone's outputs {list(shapes)}"
-            )
-        input_shape = [shapes[name] for name in node.IN_FEATURES]
+        input_shape = pick_outputs(backbone, node.IN_FEATURES, "MODEL.FCOS.IN_FEATURES")
         return {
             "backbone": backbone,
             "head": build_fcos_head(

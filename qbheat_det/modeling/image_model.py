@@ -25,10 +25,8 @@ from qbheat_det.core.errors import UserError
 class CachedImages:
     """Takes the place of the pixels (N, 3, H, W) on the way through a model to its encoder.
 
-    Attributes:
-        features: for each image, the encoder's outputs by name, (C, h, w) or (M, D).
-        shape: (N, 3, H, W), as the pixels would have after padding.
-        device: of the model.
+    ``features`` are for each image the encoder's outputs by name, (C, h, w) or (M, D); ``shape`` is
+    that of the pixels after padding.
     """
 
     features: Sequence[Mapping[str, Tensor]]
@@ -36,19 +34,10 @@ class CachedImages:
     device: torch.device
 
     def batch(self, name: str, stride: int | None, layout: torch.memory_format) -> Tensor:
-        """Returns one output of all images, in float32 on the device.
+        """Returns one output of all images, float32, on the device: a map, or tokens (N, M, D).
 
-        Args:
-            name: of the output.
-            stride: of a map; None for tokens.
-            layout: of a map in memory.
-
-        Returns:
-            (N, C, ceil(H / stride), ceil(W / stride)), zero at the right and the bottom of smaller
-            images, or (N, M, D).
-
-        Raises:
-            UserError: a map is larger than its image allows.
+        Maps are (N, C, ceil(H / stride), ceil(W / stride)), zero at the right and the bottom of
+        smaller images; a ``UserError`` if one is larger than its image allows.
         """
         maps = [outputs[name] for outputs in self.features]
         if stride is None:
@@ -83,10 +72,7 @@ def find_cached_images(
 ) -> ImageList | None:
     """Returns the images of a batch whose entries hold "features"; None where they hold pixels.
 
-    Args:
-        batched_inputs: of a mapper; "image" (3, H, W) then only gives the size.
-        size_divisibility: that the batch is padded to.
-        device: of the model.
+    The pixels (3, H, W) then only give the size; the batch is padded to ``size_divisibility``.
     """
     if not batched_inputs or not all("features" in entry for entry in batched_inputs):
         return None
@@ -144,17 +130,9 @@ class ImageModel(nn.Module):
     def preprocess_image(
         self, batched_inputs: Sequence[Mapping[str, Any]], key: str = "image"
     ) -> Tensor:
-        """Brings images to the device as one batch.
+        """Returns the images (3, S, S) under ``key`` of all entries as (N, 3, S, S), normalised.
 
-        Args:
-            batched_inputs: dicts of a dataset mapper.
-            key: of the image (3, S, S), in the mapper's pixel format.
-
-        Returns:
-            (N, 3, S, S), normalised.
-
-        Raises:
-            UserError: an image has another size, or is missing.
+        Raises a ``UserError`` if an image has another size, or is missing.
         """
         expected = (len(self.pixel_mean), self.image_size, self.image_size)
         for entry in batched_inputs:
@@ -176,12 +154,8 @@ class ImageModel(nn.Module):
 class PooledFeatures(nn.Module):
     """From a backbone's outputs to one vector for each image, without parameters.
 
-    Attributes:
-        in_feature: name of the map.
-        in_features: names of all outputs that it reads.
-        channels: C of the map.
-        token_dim: D of the tokens, 0 without tokens.
-        width: of the vector, C + D.
+    The map ``in_feature`` has ``channels`` C, the tokens ``token_dim`` D, 0 without tokens; the
+    vector has the ``width`` C + D.
     """
 
     def __init__(self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:

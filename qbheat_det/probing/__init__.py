@@ -1,15 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Decoder probing: kNN, linear and tran-k classifiers of a frozen backbone's features."""
 
-from .batch_norm import read_whole_images, recalibrate_bn, training_records
 from .features import FrozenFeatures
-from .probes import (
-    ProbeSettings,
-    check_probes,
-    depth_of,
-    run_probe,
-    width_of,
-)
+from .probes import ProbeSettings, check_probes, depth_of, run_probe, width_of
 from .run import BackboneProbe, find_feature
 from .transformer import TransformerSettings
 
@@ -21,9 +14,6 @@ __all__ = [
     "check_probes",
     "depth_of",
     "find_feature",
-    "read_whole_images",
-    "recalibrate_bn",
     "run_probe",
-    "training_records",
     "width_of",
 ]

@@ -75,11 +75,7 @@ def recalibrate_bn(
 
 
 def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
-    """Returns the records of ``DATASETS.TRAIN``.
-
-    Raises:
-        UserError: a data set is not known here.
-    """
+    """Returns the records of ``DATASETS.TRAIN``, or raises a ``UserError``."""
     names = list(cfg.DATASETS.TRAIN)
     unknown = [name for name in names if name not in DatasetCatalog]
     if unknown or not names:

@@ -20,11 +20,8 @@ _CONSTANT = 1e-6  # spread of a channel, relative to the largest, below which it
 class FrozenFeatures:
     """Features of N images, on the CPU.
 
-    Attributes:
-        pooled: mean over the positions of the map, (N, C), float32.
-        labels: (N,), int64.
-        maps: the map itself, (N, C, H, W), float16; None if not kept.
-        tokens: (N, M, D), float32; None for a backbone without tokens.
+    ``pooled`` (N, C) is the mean over the map ``maps`` (N, C, H, W), float16, which need not be
+    kept; ``tokens`` are (N, M, D) if the backbone has some; ``labels`` (N,).
     """
 
     pooled: Tensor
@@ -37,10 +34,7 @@ class FrozenFeatures:
 
     @property
     def joined(self) -> Tensor:
-        """Input of the linear probe as in Table 8 of QB-Heat: ``pooled`` and the first token.
-
-        (N, C) or (N, C + D).
-        """
+        """Input of the linear probe, (N, C) or (N, C + D): ``pooled`` and the first token."""
         if self.tokens is None:
             return self.pooled
         return torch.cat([self.pooled, self.tokens[:, 0]], dim=1)
@@ -62,18 +56,12 @@ def cache_features(
     keep_maps: bool = False,
     memory_gb: float = 8.0,
 ) -> FrozenFeatures:
-    """Runs a backbone once over images.
+    """Runs a backbone once over images; a ``UserError`` if the maps take more than ``memory_gb``.
 
     Args:
         describe: gives the map (N, C, H, W) under ``feature``, and "tokens" (N, M, D) if any.
-        batches: dicts with "label".
-        num_images: the most images that may come.
-        feature: name of the map.
+        batches: dicts with "label", of ``num_images`` at most.
         keep_maps: whether the map is kept beside its mean, in float16 and clipped to its range.
-        memory_gb: the most memory of these, in GB.
-
-    Raises:
-        UserError: the maps would take more.
     """
     pooled, tokens = [torch.empty(0, 0)], []
     labels: list[int] = []
@@ -109,18 +97,7 @@ def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
 
 
 def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Holds out a fifth of the images at random, rounded class by class.
-
-    Of a class of at least two images, at least one is on either side; a class of one image is not
-    held out.
-
-    Args:
-        labels: (N,).
-        seed: of the draw; equal seeds and labels give equal parts.
-
-    Returns:
-        The indices of the images that remain and of those held out, each rising.
-    """
+    """Returns rising indices of the images that remain, and of a fifth of each class held out."""
     draw = random.Random(seed)
     aside: list[int] = []
     for label in labels.unique().tolist():
@@ -134,10 +111,7 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / standard deviation of each channel of (N, C, ...): (C,), float64.
-
-    Channels that are constant have 0 instead.
-    """
+    """Returns mean and 1 / standard deviation, 0 of constants, of (N, C, ...): (C,), float64."""
     count = features.numel() // features.shape[1]
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count

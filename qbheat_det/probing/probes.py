@@ -65,14 +65,8 @@ def run_probe(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Learns from the images of one set and classifies those of another, once.
 
-    Args:
-        name: as in ``PROBES``.
-        train: features of the images to learn from, and to choose settings on.
-        val: features of those that are classified; nothing is chosen on them.
-        settings: all else.
-
-    Returns:
-        The score, and what was chosen, see ``fit_linear_probe`` and ``fit_transformer_probe``.
+    Returns the score, and what was chosen, on the images to learn from alone; see
+    ``fit_linear_probe`` and ``fit_transformer_probe``.
     """
     if name == "knn":
         voters, asked = (train.pooled, train.labels), (val.pooled, val.labels)
@@ -100,11 +94,7 @@ def run_probe(
 
 
 def check_probes(names: Sequence[str]) -> None:
-    """Checks names of probes.
-
-    Raises:
-        UserError: there are none, one is not known, or has a width that cannot be.
-    """
+    """Raises a ``UserError`` unless all names are probes, with a width that can be."""
     unknown = [name for name in names if name not in ("knn", "linear") and not depth_of(name)]
     if unknown or not names:
         given = ", ".join(map(repr, unknown)) or "none"
@@ -128,14 +118,10 @@ def width_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A fitted classifier.
+    """A fitted classifier of standardised features (N, D).
 
-    Attributes:
-        mean: of each feature of the training images, (D,), float64.
-        scale: 1 / standard deviation of each, or 0 where it is constant, (D,), float64.
-        weight: (K, D + 1), float64; the last column is the bias.
-        l2: the penalty it was fitted with.
-        gradient: the largest entry of the gradient at the end; at the optimum 0.
+    ``mean`` and ``scale`` (D,) are of the training images, ``weight`` is (K, D + 1), the last
+    column the bias; ``l2`` the penalty, ``gradient`` its largest entry at the end. All in float64.
     """
 
     mean: Tensor
@@ -150,23 +136,12 @@ class LinearProbe:
 
 
 def fit_linear_probe(
-    features: Tensor,
-    labels: Tensor,
-    *,
-    num_classes: int,
-    seed: int = 0,
+    features: Tensor, labels: Tensor, *, num_classes: int, seed: int = 0
 ) -> tuple[LinearProbe, dict[str, Any]]:
-    """Chooses the penalty on a part of the images, and then fits all of them with it.
+    """Chooses the penalty on a part of the images (N, D), and then fits all of them with it.
 
-    Args:
-        features: (N, D).
-        labels: (N,).
-        num_classes: K.
-        seed: of the draw of the part.
-
-    Returns:
-        The classifier; and "l2", "gradient" (its largest entry at the end) and "trials", the
-        accuracy in per cent on the part held out, by penalty as text.
+    Returns the classifier; and "l2", "gradient" (its largest entry at the end) and "trials", the
+    accuracy in per cent on the part held out, by penalty as text.
     """
     fitted, held_out = split_by_class(labels, seed=seed)
     trials: dict[float, float] = {}

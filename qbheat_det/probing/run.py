@@ -131,11 +131,7 @@ class BackboneProbe:
         self.results = _read_results(json_file, setting)
 
     def probe_weights(self, weights: str) -> None:
-        """Probes the backbone of a file.
-
-        Raises:
-            UserError: the file does not fill the backbone of the config.
-        """
+        """Probes the backbone of a file; a ``UserError`` if it does not fill that of the config."""
         backbone = self._build()
         info = load_backbone(backbone, weights)
         self._probe(backbone, weights, count_images_seen(info))
@@ -197,8 +193,7 @@ class BackboneProbe:
         rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
         self.results["rows"] = [*rows, row]
         if self._file is not None:
-            text = json.dumps(self.results, indent=1).encode()
-            write_atomically(self._file, lambda stream: stream.write(text))
+            write_atomically(self._file, json.dumps(self.results, indent=1).encode())
 
     def _recalibrate(self, backbone: Backbone) -> int:
         """Returns the number of images; 0 for a backbone without BatchNorm."""
@@ -224,8 +219,7 @@ class BackboneProbe:
         def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
             images = torch.stack([entry["image"] for entry in batch]).to(device)
             bar.update()
-            outputs: dict[str, Tensor] = backbone((images - mean) / std)
-            return outputs
+            return backbone((images - mean) / std)
 
         total = sum(map(len, self._images))
         with tqdm(total=total, desc=title[-40:], unit=" batches", delay=_DELAY) as bar:

@@ -29,15 +29,10 @@ _FLOOR = 1e-2  # added to the variances along the axes, of which the mean is 1
 
 @dataclass(frozen=True)
 class Whitening:
-    """Standardises channels and whitens them; a principal axis of variance s gets s / (s + 0.01).
+    """Whitens C channels; a principal axis of variance s gets the variance s / (s + 0.01)."""
 
-    Attributes:
-        mean: of each channel, (C,).
-        matrix: multiplies the difference to ``mean``, (C, C).
-    """
-
-    mean: Tensor
-    matrix: Tensor
+    mean: Tensor  # (C,)
+    matrix: Tensor  # (C, C), of the difference to the mean
 
     @classmethod
     def of(cls, maps: Tensor) -> "Whitening":
@@ -78,12 +73,7 @@ class TransformerSettings:
 
 
 class TransformerProbe:
-    """A decoder in training on whitened maps, one epoch at a time.
-
-    Attributes:
-        decoder: with the weights as trained.
-        average: the decoder with averaged weights, which classifies.
-    """
+    """A decoder in training on whitened maps, one epoch at a time; its ``average`` classifies."""
 
     def __init__(
         self,
@@ -94,14 +84,7 @@ class TransformerProbe:
         settings: TransformerSettings,
         device: str | torch.device = "cpu",
     ) -> None:
-        """
-        Args:
-            features: with whitened maps, of the images to learn from.
-            num_classes: K.
-            dropout: rate inside the blocks.
-            settings: all else.
-            device: that trains; the maps stay where they are.
-        """
+        """Takes whitened maps of the images to learn from, K, and the device that trains."""
         assert features.maps is not None
         self._features, self._settings, self._device = features, settings, device
         shapes = {_MAP: ShapeSpec(channels=features.maps.shape[1])}

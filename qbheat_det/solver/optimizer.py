@@ -159,13 +159,7 @@ def adamw(
     betas: Sequence[float] = (0.9, 0.999),
     max_norm: float = 0.0,
 ) -> Optimizer:
-    """AdamW for LazyConfigs: its state is plain numbers, and it can clip as DETR does.
-
-    omegaconf makes a list of its own of ``betas``, and a checkpoint with that in it is not read
-    without unpickling.
-
-    ``params`` is what ``parameter_groups`` gives; with a ``max_norm`` of 0 nothing is clipped.
-    """
+    """AdamW over ``parameter_groups`` for LazyConfigs; its state is read without unpickling."""
     first, second = betas
     built = build_fused(
         torch.optim.AdamW,
@@ -182,12 +176,8 @@ def adamw(
 def layers_above(backbone: nn.Module) -> dict[str, int]:
     """Returns for every parameter of a backbone how many layers lie above its own, the head's too.
 
-    The backbone's last layer has 1, as in BEiT and timm's ``param_groups_layer_decay``. Layers are
-    those of the backbone's ``group_matcher(coarse)``, as timm's models have it. What belongs to no
-    layer, such as a feature pyramid's own parameters, has 0.
-
-    Raises:
-        UserError: the backbone does not name its layers.
+    Layers are those of ``group_matcher(coarse)``, as timm's models have it; the last has 1. What
+    belongs to no layer, such as a feature pyramid's own parameters, has 0. A ``UserError`` without.
     """
     child = get_body_name(backbone)
     if child and not isinstance(backbone, SupportsLayerGroups):
@@ -210,10 +200,7 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
 def build_fused(
     optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], **arguments: Any
 ) -> Optimizer:
-    """Builds an optimizer with fused kernels, or without them where PyTorch has none.
-
-    What it loads may come from a run without them, or of another memory layout.
-    """
+    """Builds an optimizer with fused kernels where PyTorch has them; it loads any other's state."""
     groups = [{**group, "params": list(group["params"])} for group in groups]
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     arguments = {**arguments, "fused": devices <= {"cpu", "cuda"}}
@@ -231,11 +218,7 @@ def build_fused(
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Makes each step of ``optimizer`` first clip the norm of all its gradients together.
-
-    The norm before clipping is then ``optimizer.gradient_norm``. A gradient scaler that skips a
-    step leaves the norm of the step before.
-    """
+    """Makes each step clip the norm of all gradients, before that ``optimizer.gradient_norm``."""
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]
@@ -246,11 +229,7 @@ def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float)
 
 
 def clip_norm(parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
-    """As ``nn.utils.clip_grad_norm_``, but leaves gradients on a CPU alone if nothing is clipped.
-
-    Returns:
-        0-d, the norm before clipping.
-    """
+    """As ``nn.utils.clip_grad_norm_``, but leaves gradients on a CPU alone if none is clipped."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type).detach()
     # There the norm is known at once; a GPU would be waited for, and multiplies by 1 instead.

@@ -190,11 +190,7 @@ def _check_iterations(cfg: CfgNode) -> None:
 
 
 def check_settings(cfg: CfgNode, rules: Rules) -> None:
-    """Checks the values of a config.
-
-    Raises:
-        UserError: a value is invalid; names its key.
-    """
+    """Raises a ``UserError`` that names the key of the first value that is not valid."""
     for key, (is_valid, expected) in rules.items():
         value: Any = cfg
         for part in key.split("."):

@@ -31,8 +31,8 @@ from qbheat_det.analysis.comparison_plan import (
 from qbheat_det.analysis.probes import read_probes
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from tests.data.pictures import draw, save
-from tests.tool_modules import load_tool
+from tests.engine.classifier_cases import make_classes
+from tests.tool_modules import load_tool, refuse
 
 QB_HEAT = get_config_path("objectives/qb_heat.yaml")
 
@@ -41,12 +41,8 @@ QB_HEAT = get_config_path("objectives/qb_heat.yaml")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Class folders with 4 training images and 2 others."""
     root = tmp_path_factory.mktemp("images")
-    for split, number in (("train", 2), ("val", 1)):
-        for name in "ab":
-            (root / split / name).mkdir(parents=True)
-            for i in range(number):
-                save(root / split / name / f"{i}.png", draw(64, 72, seed=i))
-    return {name: str(root / name) for name in ("train", "val")}
+    train = make_classes(root / "train", {"a": 2, "b": 2})
+    return {"train": train, "val": make_classes(root / "val", {"a": 1, "b": 1}, first=100)}
 
 
 @pytest.fixture
@@ -131,10 +127,7 @@ def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(
     words = ["--data", folders["train"], "--val", folders["val"], "--epochs", "2"]
     words += ["--output", str(tmp_path / "out"), "--objectives", "random", "--jobs", "1"]
     main = load_tool("compare_pretraining").main
-    with pytest.raises(SystemExit) as stopped:
-        main([*words, *flags.split()])
-    assert stopped.value.code == 2
-    assert named in capsys.readouterr().err
+    assert named in refuse(main, [*words, *flags.split()], capsys)
     assert main([*words, "--plan"]) == 0
     assert capsys.readouterr().out.startswith("random seed 1 probes: ")
     assert not (tmp_path / "out").exists()
@@ -279,6 +272,5 @@ def test_a_comparison_goes_on_where_it_was_and_writes_its_table(
     records = {path: path.stat().st_mtime_ns for path in output.glob("*/seed1/*.json")}
     assert main(words) == 0
     assert {path: path.stat().st_mtime_ns for path in records} == records
-    with pytest.raises(SystemExit):
-        main([*words, "SOLVER.BASE_LR", "0.5"])
-    assert "SOLVER.BASE_LR 0.0015 -> 0.5" in capsys.readouterr().err
+    said = refuse(main, [*words, "SOLVER.BASE_LR", "0.5"], capsys)
+    assert "SOLVER.BASE_LR 0.0015 -> 0.5" in said

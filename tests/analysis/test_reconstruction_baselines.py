@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Losses without a network: by hand, by a naive second way, and against QB-Heat's own."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
+from detectron2.modeling import build_model
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -18,13 +21,16 @@ from qbheat_det.analysis.reconstruction_baselines import (
     RidgeRegression,
     compute_baselines,
 )
+from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import load_image_folders
+from qbheat_det.data import build_image_batches, load_image_folders, register_image_folders
+from qbheat_det.evaluation import build_evaluator
 from qbheat_det.modeling.pretrain import CORNERS, QUADRANTS
+from tests.tool_modules import load_tool, refuse
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "configs" / "quick_schedules" / "qb_heat_285M_toy.yaml"
+CONFIG = str(ROOT / "configs" / "quick_schedules" / "qb_heat_285M_toy.yaml")
 SIZE, PATCH = 16, 4
 QUARTERS = dict(zip(QUADRANTS, ((0, 0), (0, 8), (8, 0), (8, 8), (4, 4)), strict=True))
 
@@ -37,7 +43,7 @@ def make_config(*opts: str) -> CfgNode:
     small = ["INPUT.PRETRAIN.SIZE", "16", "MODEL.QB_HEAT.IN_FEATURE", "s4"]
     small += ["MODEL.MOBILE_FORMER.OUT_FEATURES", "('s4',)", "INPUT.RANDOM_FLIP", "none"]
     small += ["MODEL.QB_HEAT.NORM_PIXEL_LOSS", "False", "MODEL.DEVICE", "cpu"]
-    return load_config(str(CONFIG), [*small, *opts])
+    return load_config(CONFIG, [*small, *opts])
 
 
 def write(folder: Path, images: Sequence[Pixels]) -> Records:
@@ -117,7 +123,7 @@ def test_ridge_is_five_regressions_on_images_and_their_mirror_images(
     check_losses(report, "ridge", corner, centre)
 
 
-def test_too_few_images_and_overlapping_sets_are_refused(tmp_path: Path) -> None:
+def test_sets_and_configs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     train = write(tmp_path / "train", draw(2, seed=0))
     val = write(tmp_path / "val", draw(1, seed=1))
     with pytest.raises(UserError, match="two readable training images"):
@@ -128,8 +134,6 @@ def test_too_few_images_and_overlapping_sets_are_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match="held-out"):
         compute_baselines(make_config(), train, val)
 
-
-def test_a_config_that_does_not_fit_is_refused() -> None:
     for key, value in (
         ("MODEL.META_ARCHITECTURE", "RetinaNet"),
         ("INPUT.PRETRAIN.SIZE", "20"),
@@ -182,3 +186,72 @@ def test_the_penalty_chosen_has_the_least_error_on_the_rows_held_out(number: int
     chosen = fit(None)[1]
     assert chosen == [grid[i] for i in errors.argmin(dim=0)]
     assert {grid[0], grid[-1]} - set(chosen)  # a choice was to be made
+
+
+TOOL = load_tool("reconstruction_baselines")
+
+SMALL = ["INPUT.PRETRAIN.SIZE", "16", "MODEL.QB_HEAT.IN_FEATURE", "s4", "MODEL.DEVICE", "cpu"]
+SMALL += ["MODEL.MOBILE_FORMER.OUT_FEATURES", "('s4',)"]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Flags for six training images and five others."""
+    rng = np.random.default_rng(0)
+    for name, num in (("train", 6), ("val", 5)):
+        (tmp_path / name).mkdir()
+        for i in range(num):
+            pixels = rng.integers(0, 256, (20, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"{i}.png")
+    return ["--images", f"{tmp_path}/train", "--val-images", f"{tmp_path}/val"]
+
+
+def save_model(path: Path, *opts: str, zero: bool = False) -> str:
+    cfg = load_config(CONFIG, [*SMALL, *opts])
+    model = build_model(cfg)
+    if zero:
+        torch.nn.init.zeros_(model.decoder.head.weight)
+    info = WeightsInfo.from_config(cfg, iteration=1, commit="c0ffee", pretrain_only_modules=[])
+    save_weights(str(path), model.state_dict(), info)
+    return str(path)
+
+
+def test_models_stand_beside_the_baselines_with_the_figures_of_evaluation(
+    folders: list[str], tmp_path: Path
+) -> None:
+    zero = save_model(tmp_path / "zero.safetensors", zero=True)
+    trained = save_model(tmp_path / "trained.safetensors")
+    path = tmp_path / "made" / "figures.json"
+    TOOL.main([*folders, "--weights", zero, "--weights", trained, "--json", str(path)])
+    rows = json.loads(path.read_text())["losses"]
+    assert list(rows) == ["zero", "mean image", "ridge", zero, trained]
+    assert rows[zero] == pytest.approx(rows["zero"], rel=1e-5, abs=1e-6)
+    cfg = load_config(CONFIG, SMALL)  # and as a run evaluates itself
+    register_image_folders("held_out_of_a_test", [folders[3]])
+    model = build_model(cfg).eval()
+    model.load_state_dict(read_weights(trained)[0])
+    evaluator = build_evaluator(cfg, "held_out_of_a_test")
+    evaluator.reset()
+    with torch.no_grad():
+        for batch in build_image_batches(cfg, "held_out_of_a_test"):
+            evaluator.process(batch, model(batch))
+    assert rows[trained] == pytest.approx(evaluator.evaluate()["reconstruction"])
+
+
+def test_wrong_input_is_exit_code_2_and_names_what_is_wrong(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = tmp_path / "one"
+    one.mkdir()
+    shutil.copy(tmp_path / "train" / "0.png", one)
+    raw = save_model(tmp_path / "raw.safetensors", "MODEL.QB_HEAT.NORM_PIXEL_LOSS", "False")
+    named = ["--config-file", CONFIG]
+    val = folders[2:]
+    for arguments, expected in (
+        (folders, "--config-file"),
+        ([*named, "--images", str(one), *val, *SMALL], "two readable training images"),
+        ([*named, *folders, "--weights", raw, *SMALL], "NORM_PIXEL_LOSS"),
+        ([*named, *folders, "--max-images", "1"], "--max-images"),
+        (["--config-file", str(ROOT / "configs/demo/toy_retinanet.yaml"), *folders], "RetinaNet"),
+    ):
+        assert expected in refuse(TOOL.main, arguments, capsys)

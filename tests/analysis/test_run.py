@@ -1,22 +1,35 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs and checkpoints: found, labelled, loaded on first use, and left out where broken."""
+"""Runs and checkpoints, loaded on first use; reports of figures that fail one at a time."""
 
+import json
 import pickle
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
-from qbheat_det.analysis.figure import choose_images, crop_squares, find_size, run_each
+from qbheat_det.analysis.figure import (
+    FigureOptions,
+    choose_images,
+    crop_squares,
+    find_size,
+    run_each,
+)
+from qbheat_det.analysis.report import FigureResult, write_page
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import NotApplicable
+from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
+from tests.tool_modules import load_tool
 
 from ..engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
-from .tiny_runs import TinyRuns, make_images, truncate
+from .tiny_runs import TinyRuns, make_images, retinanet_config, truncate, write_run
 
 
-def test_a_folder_gives_its_final_checkpoint_config_and_metrics(tmp_path: Path) -> None:
+def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path: Path) -> None:
     weights = save_run(make_retinanet_config(), tmp_path / "mine", seed=3)
     lines = '{"iteration": 9, "lr": 0.1}\n7\n{"note": "\xff"}\n{"itera'
     (tmp_path / "mine" / "metrics.json").write_text(lines, encoding="latin-1")
@@ -34,8 +47,6 @@ def test_a_folder_gives_its_final_checkpoint_config_and_metrics(tmp_path: Path) 
     with pytest.raises(NotApplicable, match="mine"):
         run.require_kind("classifier")
 
-
-def test_a_run_in_progress_has_its_last_checkpoint_or_none(tmp_path: Path) -> None:
     weights = Path(save_run(make_probe_config(), tmp_path / "run"))
     weights.rename(tmp_path / "run" / "model_0000009.pth")
     (tmp_path / "run" / "last_checkpoint").write_text("model_0000009.pth")
@@ -93,7 +104,7 @@ def test_broken_runs_are_left_out_with_their_label(
     results = run_each([new, cut, whole], compute, nothing="nothing")
     assert list(results.found) == ["untrained"]
     assert [label in text for label, text in zip(("'new'", "'cut'"), results.left_out, strict=True)]
-    assert len(results.explain()) == 1
+    assert len(results.draw("name", "Title", (), {}).explanation) == 1
     warnings = [r.getMessage() for r in caplog.records if "left out" in r.msg]
     assert warnings == [f"left out: {results.left_out[1]}"]  # a missing checkpoint is no error
     with pytest.raises(UserError, match=r"nothing: .*'new'.*'cut'"):
@@ -129,3 +140,88 @@ def test_shared_images_are_spread_evenly_and_unreadable_ones_replaced(
         choose_images([run], 3, tmp_path / "missing")
     with pytest.raises(NotApplicable, match="--images"):
         choose_images([run], 3, None)
+
+
+def make_figure(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    table = Table(("Run", "n", "why"), [("a", "1", "x < y"), ("b", "-2", "")])
+    image = Image.from_rgb(np.zeros((20, 30, 3), np.uint8), alt='"a"', caption="<i>")
+    data = {"seed": options.seed}
+    return Figure("curves", "Wide <things>", ["words"], {"sheet": image}, data, table)
+
+
+def fail(error: BaseException) -> Callable[..., Figure]:
+    def draw(runs: Sequence[Run], options: FigureOptions) -> Figure:
+        raise error
+
+    return draw
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """tools/report.py with figures that draw, do not apply, fail, and are interrupted."""
+    monkeypatch.setattr("qbheat_det.analysis.load_figures", dict)
+    for name, function in {
+        "curves": make_figure,
+        "spectrum": fail(NotApplicable("no <linear> models")),
+        "probes": fail(ZeroDivisionError("by zero")),
+        "beyond": fail(KeyboardInterrupt()),
+    }.items():
+        monkeypatch.setitem(FIGURES, name, function)
+    return load_tool("report")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_run(tmp_path_factory.mktemp("runs") / "a", retinanet_config()))
+
+
+def test_a_page_escapes_text_and_loads_nothing(tmp_path: Path) -> None:
+    drawn = FigureResult("curves", make_figure([], FigureOptions()))
+    results = [drawn, drawn, FigureResult("S & T", reason="\udcff")]
+    write_page(tmp_path / "new" / "page.html", "<title>", Table((), []), results, "a <b>")
+    text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
+                    "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip
+        assert escaped in text
+    assert not re.search(r'(src|href)="(?!data:|#)', text)
+    assert "<script" not in text
+    assert set(re.findall(r'href="#(\d)"', text)) == set(re.findall(r'section id="(\d)"', text))
+    assert '<th scope="col" class="text">why</th>' in text  # columns of words on the left
+    assert '<th scope="col">n</th>' in text
+
+
+def test_a_report_has_every_figure_or_the_reason_why_not_and_after_an_interrupt_what_was_drawn(
+    tool: ModuleType, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "page.html"
+    words = [run, "--output", str(path), "--seed", "3", "--only"]
+    assert tool.main([*words, "spectrum", "curves"]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "Wide &lt;things&gt;" in text
+    assert "no &lt;linear&gt; models" in text
+    files = {file.name for file in (tmp_path / "page").iterdir()}
+    assert files == {"curves.json", "curves_sheet.jpg"}
+    assert json.loads((tmp_path / "page" / "curves.json").read_text())["data"] == {"seed": 3}
+    # A figure that fails costs itself and the exit code; files of an earlier report go.
+    (tmp_path / "page" / "curves_mine.jpg").write_text("")
+    assert tool.main([*words, "probes", "spectrum"]) == 1
+    assert "probes: ZeroDivisionError: by zero" in capsys.readouterr().err
+    left = {file.name for file in (tmp_path / "page").iterdir()}
+    assert left == {"curves_mine.jpg"}
+
+    path = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        tool.main([run, "--output", str(path), "--only", "curves", "beyond"])
+    assert ended.value.code == 130
+    assert "Wide &lt;things&gt;" in path.read_text()
+
+
+@pytest.mark.parametrize("name", ["folder.html", "page.html", f"{'x' * 300}.html"])
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_drawn(
+    tool: ModuleType, run: str, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "page").write_text("")  # where the folder of page.html belongs
+    with pytest.raises(SystemExit) as ended:
+        tool.main([run, "--output", str(tmp_path / name), "--only", "beyond"])
+    assert ended.value.code == 2  # not 130: the figure was not begun

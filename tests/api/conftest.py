@@ -24,9 +24,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def detector(weights: str) -> Detector:
-    found = qbheat_det.load(weights, device="cpu")
-    assert isinstance(found, Detector)
-    return found
+    return qbheat_det.load(weights, device="cpu")
 
 
 @pytest.fixture(scope="session")

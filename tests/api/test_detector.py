@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``Detector`` and ``Encoder``: the same boxes and maps for every kind of image and batch."""
+"""``Detector`` and ``Encoder``: the same for every image and batch; results; training."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from detectron2.structures import Boxes, Instances
 
 import qbheat_det
-from qbheat_det.api import Detections, Detector, Encoder, predict_files
+from qbheat_det.api import Detections, Detector, Encoder, predict_files, save_annotations
 from qbheat_det.core.errors import UserError
+from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import pictures
 from qbheat_det.engine.pictures import read_rgb
 from tests.export.tiny_models import save as save_tiny
@@ -62,12 +65,10 @@ def test_batches_give_what_single_images_give(
     files = sorted(photos.glob("*.png"))
     expected = [detector.predict(path, threshold=0) for path in files]
     sizes: list[int] = []
-    assert detector.model is not None
     hook = detector.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     sources = files, photos, str(photos / "*.png")
     for source in sources:
         found = detector.predict(source, threshold=0, batch_size=batch_size)
-        assert isinstance(found, list)
         _assert_same(found, expected)
         assert [Path(one.file_name).name for one in found] == [path.name for path in files]
     hook.remove()
@@ -78,7 +79,6 @@ def test_batches_give_what_single_images_give(
 def test_a_video_is_read_frame_by_frame(detector: Detector, photos: Path) -> None:
     found = detector.predict(photos / "v.avi", batch_size=1)
     read: list[int] = []
-    assert detector.model is not None
     hook = detector.model.register_forward_pre_hook(lambda *_: read.append(1))
     first = next(found)
     assert (first.frame, len(read)) == (0, 1)
@@ -158,7 +158,6 @@ def test_an_encoders_maps_are_its_backbones(tmp_path: Path, photos: Path) -> Non
     assert isinstance(encoder, Encoder)
     outputs = encoder(photos / "0.png")
     mean, std = (torch.tensor(encoder.cfg.MODEL[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))
-    assert encoder.model is not None
     with torch.no_grad():
         pixels = torch.from_numpy(_pixels(photos / "0.png").copy())
         expected = encoder.model(((pixels - mean) / std).permute(2, 0, 1)[None])
@@ -185,3 +184,154 @@ def test_an_exported_file_gives_the_same(kind: str, tmp_path: Path, photos: Path
     for action in (exported.deploy, exported.save_pretrained) if kind == "two_maps" else ():
         with pytest.raises(UserError, match="exported"):
             action(*([tmp_path] if action == exported.save_pretrained else []))
+
+
+QUICK = {
+    "SOLVER.IMS_PER_BATCH": 2,
+    "SOLVER.LOG_PERIOD": 1,
+    "DATALOADER.NUM_WORKERS": 0,
+    "INPUT.MIN_SIZE_TRAIN": (64,),
+    "TEST.EVAL_PERIOD": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A COCO json with its images beside it."""
+    folder = tmp_path_factory.mktemp("toy")
+    return (
+        prepare_toy_set(ToySpec("train", num_images=20, image_size=64), folder) / "annotations.json"
+    )
+
+
+@pytest.mark.slow
+def test_a_trained_detector_has_the_datas_classes_and_the_runs_weights(
+    weights: str, toy: Path, tmp_path: Path, photos: Path
+) -> None:
+    detector = qbheat_det.load(weights, device="cpu")
+    before = {key: value.clone() for key, value in detector.model.state_dict().items()}
+    images = str(toy.parent / "images")
+    run = detector.train(toy, images=images, epochs=1, output=tmp_path / "run", overrides=QUICK)
+    assert run.folder == tmp_path / "run"
+    assert [record["iteration"] for record in run.metrics if "total_loss" in record]
+    again = qbheat_det.load(run.path, device="cpu")
+    assert detector.weights == again.weights
+    assert detector.class_names == again.class_names != ["square", "disc", "cross"]
+    torch.testing.assert_close(
+        detector.model.state_dict(), again.model.state_dict(), rtol=0, atol=0
+    )
+    name = "backbone.bottom_up.fine.weight"
+    assert not torch.equal(before[name], detector.model.state_dict()[name])
+    detector.predict(photos / "0.png")
+    with pytest.raises(UserError, match="run"):  # the folder is taken
+        detector.train(toy, output=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"data": "nowhere.yaml"}, "nowhere.yaml"),
+        ({"images": "elsewhere"}, "elsewhere"),
+        ({"overrides": {"SOLVER.NOTHING": 1}}, "SOLVER.NOTHING"),
+        ({"overrides": {"SOLVER.EPOCHS": 1, "OUTPUT_DIR": "x"}}, "OUTPUT_DIR"),
+        ({"wrong_flag": 1}, "wrong_flag"),
+    ],
+)
+def test_what_cannot_be_trained_is_named(
+    arguments: dict[str, Any], named: str, detector: Detector, toy: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=named):
+        detector.train(**{"data": toy, "output": tmp_path / "run", **arguments})
+    assert not (tmp_path / "run").exists()
+
+
+BOXES = [[10.0, 20.0, 40.0, 60.0], [0.0, 0.0, 100.0, 80.0]]
+
+
+def _make(**changes: Any) -> Detections:
+    instances = Instances(
+        (80, 100),
+        pred_boxes=Boxes(torch.tensor(BOXES)),
+        scores=torch.tensor([0.75, 0.5]),
+        pred_classes=torch.tensor([1, 0]),
+    )
+    image = np.zeros((80, 100, 3), np.uint8)
+    own = {"file_name": "a b.jpg", **changes}
+    return Detections(instances, ["cat", "dog"], [17, 18], image, **own)
+
+
+def test_boxes_classes_and_scores_survive_every_conversion(tmp_path: Path) -> None:
+    found = _make()
+    assert len(found) == 2
+    assert found.labels == ["dog", "cat"]
+    assert repr(found) == "Detections(a b.jpg, 100x80: 1 dog, 1 cat)"
+    assert found.to_coco(7) == [
+        {"image_id": 7, "category_id": 18, "bbox": [10.0, 20.0, 30.0, 40.0], "score": 0.75},
+        {"image_id": 7, "category_id": 17, "bbox": [0.0, 0.0, 100.0, 80.0], "score": 0.5},
+    ]
+    found.save(tmp_path / "new" / "drawn.png")
+    with PIL.Image.open(tmp_path / "new" / "drawn.png") as drawn:
+        assert drawn.width / drawn.height == pytest.approx(100 / 80, rel=0.02)
+    with pytest.raises(UserError, match=r"x\.unknown"):
+        found.save(tmp_path / "x.unknown")
+
+
+def test_supervision_and_pandas() -> None:
+    found = _make()
+    pandas = pytest.importorskip("pandas")
+    table = found.to_pandas()
+    assert isinstance(table, pandas.DataFrame)
+    assert table[["x1", "y1", "x2", "y2"]].to_numpy().tolist() == BOXES
+    assert table["label"].tolist() == ["dog", "cat"]
+    pytest.importorskip("supervision")
+    converted = found.to_supervision()
+    assert converted.xyxy.tolist() == BOXES
+    assert converted.confidence.tolist() == [0.75, 0.5]
+    assert converted.class_id.tolist() == [1, 0]
+    assert converted.data["class_name"].tolist() == ["dog", "cat"]
+    empty = found.instances[torch.zeros(2, dtype=torch.bool)]
+    assert len(Detections(empty, ["cat"], [1], found.image).to_supervision()) == 0
+
+
+def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path: Path) -> None:
+    none = _make(file_name="none.jpg").instances[torch.zeros(2, dtype=torch.bool)]
+    empty = Detections(none, ["cat", "dog"], [17, 18], np.zeros((80, 100, 3), np.uint8), "n.jpg")
+    save_annotations([_make(), empty], tmp_path / "tasks.json", "label-studio")
+    first, second = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
+    assert first["data"] == {"image": "/data/local-files/?d=a%20b.jpg"}
+    (prediction,) = first["predictions"]
+    shape = prediction["result"][0]
+    assert (shape["from_name"], shape["to_name"]) == ("label", "image")
+    assert (shape["original_width"], shape["original_height"]) == (100, 80)
+    assert shape["value"] == {
+        "x": 10.0, "y": 25.0, "width": 30.0, "height": 50.0, "rotation": 0,
+        "rectanglelabels": ["dog"],
+    }  # fmt: skip
+    assert second["predictions"][0]["result"] == []
+
+
+def test_coco_results_name_the_classes(tmp_path: Path) -> None:
+    save_annotations([_make()], tmp_path / "boxes.json", "coco")
+    found = json.loads((tmp_path / "boxes.json").read_text())
+    assert [(box["category_id"], box["category_name"]) for box in found] == [
+        (18, "dog"),
+        (17, "cat"),
+    ]
+
+
+def test_cvat_gets_a_file_that_pycocotools_reads(tmp_path: Path) -> None:
+    from pycocotools.coco import COCO
+
+    save_annotations([_make(), _make(file_name="c.jpg")], tmp_path / "cvat.json", "cvat")
+    dataset = COCO(str(tmp_path / "cvat.json"))
+    assert [image["file_name"] for image in dataset.loadImgs([1, 2])] == ["a b.jpg", "c.jpg"]
+    assert {c["id"]: c["name"] for c in dataset.loadCats([17, 18])} == {17: "cat", 18: "dog"}
+    (dog,) = dataset.loadAnns(dataset.getAnnIds(imgIds=[2], catIds=[18]))
+    assert (dog["bbox"], dog["area"], dog["iscrowd"]) == ([10.0, 20.0, 30.0, 40.0], 1200.0, 0)
+
+
+@pytest.mark.parametrize("format", ["cvat", "label-studio", "yolo"])
+def test_frames_and_unknown_formats_are_refused(tmp_path: Path, format: Any) -> None:
+    with pytest.raises(UserError, match=format):
+        save_annotations([_make(frame=3)], tmp_path / "x.json", format)
+    assert not (tmp_path / "x.json").exists()

@@ -1,13 +1,21 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``qbheat_det.load``: names, files, folders and addresses, and what is said of others."""
+"""``qbheat_det.load``: names, files, folders and addresses, and the way over Hugging Face."""
 
+import base64
+import hashlib
+import json
 import shutil
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import timm
 import torch
+import yaml
 
 import qbheat_det
 from qbheat_det.api import Detector, Encoder
@@ -80,3 +88,104 @@ def test_a_device_that_is_not_there_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=device):
         qbheat_det.load(weights, device=device)
+
+
+NAME, REPO = "retinanet/285M_bccd", "someone/cells"
+FILES: dict[str, bytes] = {}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers what creating a repository, a commit and a download ask, and keeps the files."""
+
+    def _answer(self, content: bytes, **headers: str) -> None:
+        self.send_response(200)
+        for key, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _read(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_POST(self) -> None:
+        body, answer = self._read(), {}
+        if self.path.endswith("/create"):
+            answer = {"url": f"https://huggingface.co/{REPO}"}
+        elif "/preupload/" in self.path:
+            files = [{**file, "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            answer = {"files": [{**file, "shouldIgnore": False} for file in files]}
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    FILES[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            answer = {"commitUrl": f"https://huggingface.co/{REPO}/commit/1", "commitOid": "1" * 40}
+        self._answer(json.dumps(answer).encode(), Content_Type="application/json")
+
+    def do_GET(self) -> None:
+        content = FILES.get(self.path.rpartition("/")[2])
+        revisions = (f"/{REPO}/resolve/main/", f"/{REPO}/resolve/v1/")
+        if content is None or not self.path.startswith(revisions):
+            self.send_error(404)
+            return
+        etag = hashlib.sha256(content).hexdigest()
+        self._answer(content, ETag=f'"{etag}"', X_Repo_Commit="1" * 40)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    FILES.clear()
+    yield
+    server.shutdown()
+
+
+def test_a_detector_comes_back_from_the_hub(hub: None) -> None:
+    detector = qbheat_det.load(NAME, device="cpu")
+    assert detector.push_to_hub(REPO, token="hf_x").endswith(f"{REPO}/commit/1")
+    assert set(FILES) == {"README.md", "model.safetensors"}
+    _, header, body = FILES["README.md"].decode().split("---\n", 2)
+    assert yaml.safe_load(header)["pipeline_tag"] == "object-detection"
+    assert f'qbheat_det.load("hf://{REPO}")' in body
+    assert "RBC, WBC, Platelets" in body
+    for back in (
+        qbheat_det.load(f"hf://{REPO}", device="cpu"),
+        Detector.from_pretrained(REPO, revision="v1", device="cpu"),
+    ):
+        assert isinstance(back, Detector)
+        assert back.class_names == ["RBC", "WBC", "Platelets"]
+        torch.testing.assert_close(
+            back.model.state_dict(), detector.model.state_dict(), rtol=0, atol=0
+        )
+    with pytest.raises(UserError, match=rf"{REPO}.* Detector\.from_pretrained"):
+        Encoder.from_pretrained(REPO, device="cpu")
+    with pytest.raises(UserError, match=f"{REPO}@v2"):
+        Detector.from_pretrained(REPO, revision="v2", device="cpu")
+
+
+@pytest.mark.parametrize("address", ["hf://nobody/nothing", "hf://../../etc", "hf://one"])
+def test_what_the_hub_does_not_have_is_named(hub: None, address: str) -> None:
+    with pytest.raises(UserError, match=address.removeprefix("hf://")):
+        qbheat_det.load(address, device="cpu")
+
+
+def test_a_saved_encoder_is_opened_again(tmp_path: Path) -> None:
+    encoder = qbheat_det.load("qb_heat/285M_caltech101", device="cpu")
+    encoder.save_pretrained(tmp_path)
+    image = torch.rand(3, 64, 96)
+    again = Encoder.from_pretrained(tmp_path, device="cpu")
+    torch.testing.assert_close(again(image), encoder(image), rtol=0, atol=0)
+    assert "image-feature-extraction" in (tmp_path / "README.md").read_text("utf-8")

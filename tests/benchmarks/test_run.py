@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""benchmarks/run.py, and that every detector it measures runs."""
+"""benchmarks/run.py, its tables, its detectors, and the peers of pre-training."""
 
 import json
 from collections.abc import Iterator
@@ -8,19 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import run, training_speed
+from benchmarks import gpu, pretraining, run, tables, training_speed
 from benchmarks.cached_cases import CASES, shrunk
 from benchmarks.cached_training import measure_case
 from benchmarks.detectors import DETECTORS, random_images
 from benchmarks.forms import EAGER, Forwards
-from benchmarks.timing import ENVIRONMENTS, Result
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+from benchmarks.masked_peers import (
+    MaskedConvolutionEncoder,
+    TokenDroppingEncoder,
+    draw_visible,
+    hidden_patches,
+)
+from benchmarks.pretraining_contenders import CONTENDERS, SETTINGS, build
+from benchmarks.pretraining_figures import count
+from benchmarks.run import BENCHMARKS
+from benchmarks.tables import PAGE, fill, main
+from benchmarks.timing import (
+    ENVIRONMENTS,
+    Result,
+    Sample,
+    samples_in_rounds,
+    write_environment,
+    write_results,
+)
+from qbheat_det.analysis.complexity import CountingRule, count_madds, count_parameters
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
 
 @pytest.mark.parametrize("name", DETECTORS)
@@ -68,3 +80,168 @@ def test_with_cached_features_training_takes_the_same_steps() -> None:
     # The cache was made in another batch, whose convolutions round otherwise.
     torch.testing.assert_close(cached, online, rtol=1e-5, atol=0.0)
     assert len(set(online)) == len(online) == 2
+
+
+class Clock:
+    """A clock that stands still until a call moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_calls_take_turns_and_warm_up_is_not_timed() -> None:
+    clock, order = Clock(), []
+
+    def call(name: str, seconds: list[float]) -> None:
+        order.append(name)
+        clock.now += seconds.pop(0)
+
+    ours, peer = [100.0, 1.0, 3.0, 2.0], [200.0, 5.0, 4.0, 9.0]
+    samples = samples_in_rounds(
+        {"ours": lambda: call("ours", ours), "peer": lambda: call("peer", peer)},
+        rounds=3,
+        warm_up=1,
+        clock=clock,
+    )
+    assert order == ["ours", "peer"] * 4
+    assert samples == {"ours": Sample(2.0, 1.0, 3.0), "peer": Sample(5.0, 4.0, 9.0)}
+
+
+TEXT = """\
+Before.
+<!-- bench latency 285m -->
+old
+<!-- end -->
+Between, as `<!--` in a text.
+<!-- bench memory -->
+kept
+<!-- end -->
+After.
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [
+        Result.lower_is_better("latency/285m_vs_peer", 0.5, 2.0, "s"),
+        Result.lower_is_better("latency/3.7g_vs_peer", 1.0, 2.0, "s"),
+    ]
+    write_results(rows, tmp_path / "latency.json")
+    write_environment("latency", tmp_path / ENVIRONMENTS)
+    return tmp_path
+
+
+def test_a_table_has_the_rows_it_names_and_the_machine_and_the_text_stays(folder: Path) -> None:
+    filled = fill(TEXT, folder)
+    assert "| `285m_vs_peer` | 0.5 | 2 | s | 4.00 |" in filled
+    assert "3.7g" not in filled
+    assert "old" not in filled
+    assert "Measured on: " in filled
+    assert filled.startswith("Before.\n")
+    assert filled.endswith(TEXT[TEXT.index("Between") :])
+    assert fill(filled, folder) == filled
+
+    page = folder / "page.md"
+    page.write_text(TEXT)
+    with pytest.raises(SystemExit):
+        main(["--bench", str(folder), "--page", str(page), "--check"])
+    assert page.read_text() == TEXT
+    main(["--bench", str(folder), "--page", str(page)])
+    main(["--bench", str(folder), "--page", str(page), "--check"])
+
+
+def test_the_page_names_benchmarks_that_there_are() -> None:
+    found = [match[1] for match in tables._BLOCK.findall(PAGE.read_text(encoding="utf-8"))]
+    assert found
+    assert set(found) <= set(BENCHMARKS)
+
+
+SIZE, GRID = 128, 8
+
+
+def mobile_former() -> MobileFormer:
+    """With weights under which tokens and dynamic ReLUs are not near their neutral start."""
+    net = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s16_expanded"])
+    for module in net.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=0.3)
+    return net
+
+
+def test_dropped_tokens_are_those_of_the_same_model_with_a_mask_in_its_attention() -> None:
+    encoder = TokenDroppingEncoder(image_size=SIZE).eval()
+    images = torch.randn(1, 3, SIZE, SIZE)
+    visible = draw_visible(1, GRID**2, images.device)
+    attended = ~hidden_patches(visible, GRID**2)
+    whole = encoder.vit.forward_features(images, attn_mask=attended[:, None, None])
+    torch.testing.assert_close(encoder(images, visible), whole[:, visible[0]])
+
+
+def test_masked_convolutions_give_a_visible_block_what_the_block_gives_alone() -> None:
+    net = mobile_former().eval().double()
+    images = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64)
+    patches = torch.arange(GRID**2).view(GRID, GRID)
+    for rows, columns in ((slice(0, 4), slice(0, 4)), (slice(2, 6), slice(3, 7))):
+        visible = patches[rows, columns].flatten().expand(2, -1)
+        block = images[
+            ..., 16 * rows.start : 16 * rows.stop, 16 * columns.start : 16 * columns.stop
+        ]
+        alone = net(block)["s16_expanded"].flatten(2).transpose(1, 2)
+        among_hidden = MaskedConvolutionEncoder(backbone=net)(images, visible)
+        torch.testing.assert_close(among_hidden, alone)
+
+
+def test_all_have_the_same_decoder_and_each_parameter_a_gradient() -> None:
+    small = SETTINGS["128"].at(size=64)
+    sizes = set()
+    for name in ("285m", "285m_masked_convolution", "mae_vit_s"):
+        model = build(CONTENDERS[name], small).train()
+        images = [{"image": torch.randint(256, (3, 64, 64), dtype=torch.uint8)} for _ in range(8)]
+        model(images)["loss_reconstruction"].backward()
+        without = [key for key, p in model.named_parameters() if p.grad is None]
+        assert not without, f"{name}: {without}"
+        sizes.add(count_parameters(model.decoder))
+    assert len(sizes) == 1
+
+
+OURS, MASKED = "285m", "285m_masked_convolution"
+
+
+@pytest.fixture(autouse=True)
+def _keep_torch_as_it_was() -> Iterator[None]:
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.mark.slow
+def test_multiply_adds_are_those_of_the_parts() -> None:
+    setting = SETTINGS["128"]
+    model = build(CONTENDERS[OURS], setting)
+    encoder, whole = count(OURS, setting)
+    assert encoder == count_madds(model.backbone, torch.zeros(1, 3, 64, 64)).total(
+        CountingRule.CORE
+    )
+    decoder = count_madds(model.decoder, torch.zeros(1, 8, 8, 256)).total(CountingRule.CORE)
+    projection = 16 * 720 * 256
+    predictor = 3 * 16 * 256 * 256
+    assert whole == encoder + projection + predictor + decoder
+    masked, _ = count(MASKED, setting)
+    assert masked == count_madds(model.backbone, torch.zeros(1, 3, 128, 128)).total(
+        CountingRule.CORE
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_quick_run_measures_on_a_gpu() -> None:
+    rows = {row.name: row for row in pretraining.run(quick=True)}
+    assert rows["pretraining/128/285m_memory_vs_masked_convolution"].ours > 0
+    assert 0 < rows["pretraining/128/285m_step_vs_matmul"].ratio < 1
+    names = {row.name for row in gpu.run(quick=True, threads=torch.get_num_threads())}
+    assert "gpu/285m_211_deploy_b1_vs_detr_r50_eager" in names
+    assert "gpu/qb_heat_285m_channels_last_from_memory_vs_on_gpu" in names

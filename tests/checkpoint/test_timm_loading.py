@@ -1,18 +1,34 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights of the package in Mobile-Formers that timm builds."""
+"""Weights of the package in timm's models and Detectron2's checkpointer; timm's by address."""
 
+import functools
+import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
+from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.modeling import build_model
-from torch import Tensor
+from detectron2.engine import DefaultPredictor
+from detectron2.modeling import build_backbone, build_model
+from torch import Tensor, nn
 
-from qbheat_det.checkpoint import WeightsInfo, save_weights
+import qbheat_det
+from qbheat_det.checkpoint import (
+    SafeCheckpointer,
+    WeightsInfo,
+    bare_backbone,
+    load_run_config,
+    save_weights,
+)
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine.predict import build_predictor
+from qbheat_det.model_zoo.sources import _write_pytorch
+from qbheat_det.modeling.backbone import TimmBackbone
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config
 from qbheat_det.modeling.classification import TimmMobileFormer
 from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
@@ -94,3 +110,162 @@ def test_timm_takes_a_file_and_has_no_weights_of_its_own(path: Path) -> None:
         timm.create_model("mobile_former_285m", pretrained=True, pretrained_cfg_overlay=weights)
     with pytest.raises(RuntimeError, match="mobile_former_1g"):
         timm.create_model("mobile_former_1g", pretrained=True)
+
+
+class _Detector(nn.Module):
+    def __init__(self, mean: float = 0.485) -> None:
+        super().__init__()
+        self.backbone = TimmBackbone(name="resnet18", out_features=["s8", "s16"])
+        self.head = nn.Linear(2, 2)
+        mean_of_channels = [255 * mean, 255 * 0.456, 255 * 0.406]
+        self.register_buffer("pixel_mean", torch.tensor(mean_of_channels).view(3, 1, 1), False)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """timm's hub with random weights; returns the names that were asked for."""
+    asked: list[str] = []
+    create = timm.create_model
+
+    def fetch(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        asked.extend([name] if pretrained else [])
+        return create(name, pretrained=False, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", fetch)
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    return asked
+
+
+def test_weights_are_fetched_once_and_other_pixels_are_warned_of(
+    hub: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = SafeCheckpointer(_Detector())
+    checkpointer.load("timm://resnet18")
+    assert checkpointer.report.groups["backbone"].is_full
+    assert set(checkpointer.report.unused) >= {"fc.weight", "fc.bias"}
+    assert "pixel_mean" not in caplog.text
+    tag = timm.models.get_pretrained_cfg("resnet18").tag
+    with caplog.at_level(logging.WARNING):
+        SafeCheckpointer(_Detector(mean=0.5)).load(f"timm://resnet18.{tag}")
+    assert "pixel_mean [123.67" in caplog.text
+    assert hub == [f"resnet18.{tag}"]
+
+
+def test_without_a_network_one_sentence_says_where_the_file_belongs_or_what_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> nn.Module:
+        raise OSError("We couldn't connect\nto the hub")
+
+    model = _Detector()
+    monkeypatch.setattr(timm, "create_model", fail)
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    for name, named in (
+        ("resnet18.a1_in1k", rf"resnet18\.a1_in1k.*{tmp_path}"),
+        ("resnt18", "'resnt18'"),  # which timm does not know
+        ("resnet18.a9_in9k", "'resnet18.a9_in9k'"),
+    ):
+        with pytest.raises(UserError, match=named):
+            SafeCheckpointer(model).load(f"timm://{name}")
+
+
+DETECTOR = "retinanet/285M_bccd"
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    return qbheat_det.model_zoo.get(DETECTOR, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def encoder(trained: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(_encoder_of(trained).state_dict())
+
+
+class Foreign(nn.Module):
+    """A model of somebody else, whose class knows nothing of this package."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(2, 2)
+
+
+BUILDERS = {
+    "bare": build_bare_backbone,
+    "pyramid": build_backbone,
+    "detector": build_model,
+    "foreign": lambda cfg: Foreign(build_backbone(cfg)),
+    "foreign, bare": lambda cfg: Foreign(build_bare_backbone(cfg)),
+}
+
+
+@functools.cache
+def _build(name: str) -> nn.Module:
+    return BUILDERS[name](load_run_config(qbheat_det.model_zoo.get_address(DETECTOR)))
+
+
+def _empty(name: str) -> nn.Module:
+    model = _build(name)
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    return model
+
+
+def _encoder_of(model: nn.Module) -> nn.Module:
+    backbone = getattr(model, "backbone", model)
+    return getattr(backbone, "bottom_up", backbone)
+
+
+@pytest.mark.parametrize("model", BUILDERS)
+@pytest.mark.parametrize("prefix", ["", "backbone.", "backbone.bottom_up.", "zoo"])
+def test_every_tensor_of_the_encoder_is_loaded(
+    model: str, prefix: str, trained: nn.Module, encoder: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    own = _empty(model)
+    path = f"qbheat://{DETECTOR}"
+    if prefix != "zoo":
+        file = tmp_path / "w.pth"
+        state = {prefix + name: tensor for name, tensor in encoder.items()}
+        # Names without a prefix, in a model of other people: Detectron2 has a switch for them.
+        torch.save({"model": state, "matching_heuristics": prefix == ""}, file)
+        path = str(file)
+    rest = DetectionCheckpointer(own).load(path)
+    torch.testing.assert_close(dict(_encoder_of(own).state_dict()), encoder, rtol=0, atol=0)
+    if prefix == "zoo":
+        assert rest["info"]["class_names"] == ["RBC", "WBC", "Platelets"]
+    if prefix == "zoo" and model in ("pyramid", "foreign"):  # the pyramid's layers come along
+        pyramid = getattr(own, "backbone", own).state_dict()
+        expected = dict(trained.backbone.state_dict())
+        torch.testing.assert_close(dict(pyramid), expected, rtol=0, atol=0)
+
+
+def test_the_zoos_bare_files_find_their_place(
+    encoder: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    assert not bare_backbone(encoder)
+    source = tmp_path / "bare.pth"
+    torch.save({"model": encoder}, source)
+    own = _empty("foreign")
+    DetectionCheckpointer(own).load(str(_write_pytorch(source, tmp_path / "cache")))
+    torch.testing.assert_close(dict(_encoder_of(own).state_dict()), encoder, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model", ["bare", "pyramid", "foreign"])
+@pytest.mark.parametrize("kind", ["none", "some"])
+def test_what_does_not_fill_the_encoder_is_an_error(
+    model: str, kind: str, encoder: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    names = {"none": "other.{}", "some": "backbone.{}"}
+    state = {names[kind].format(name): tensor for name, tensor in [*encoder.items()][:90]}
+    torch.save({"model": state}, tmp_path / "w.pth")
+    with pytest.raises(UserError, match="SafeCheckpointer"):
+        DetectionCheckpointer(_empty(model)).load(str(tmp_path / "w.pth"))
+
+
+def test_default_predictor_takes_an_address() -> None:
+    cfg = load_run_config(f"qbheat://{DETECTOR}", device="cpu", opts=["INPUT.MIN_SIZE_TEST", "128"])
+    image = np.random.default_rng(0).integers(0, 255, (90, 120, 3), np.uint8)
+    found = DefaultPredictor(cfg)(image)["instances"]
+    expected = build_predictor(cfg)(image)["instances"]
+    torch.testing.assert_close(found.scores, expected.scores)

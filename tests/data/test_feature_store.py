@@ -1,11 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Cached features on the disk: read as written, whole or not there, built by one run at a time."""
+"""Cached features on the disk, and the fixed views that they are of."""
 
 import errno
+import itertools
 import math
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -13,13 +15,74 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from detectron2.structures import Boxes, Instances
 
 from qbheat_det.core import files
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.feature_store import FeatureStore, View
-from tests.data.feature_cases import NUM_VIEWS, check_content, fill, make_store
+from qbheat_det.data import DataError, FixedViews, TrainStream, number_records, seed_place
+from qbheat_det.data.feature_store import FeatureStore, Stored, View
+from qbheat_det.data.mappers import VIEW_ROW, CachedViews
+from qbheat_det.data.seeding import IMAGE, VIEW
+from qbheat_det.engine.feature_build import AllViews, make_view
+from qbheat_det.engine.feature_build import fill as build
+
+NUM_VIEWS = 70  # two files of 32 views and a short one
+
+
+def sample_view(index: int) -> Stored:
+    """A view, by its index alone: ragged sizes, some without boxes, some left out by a mapper."""
+    if index % 13 == 5:
+        return DataError("unreadable image", f"image 'görl {index}.jpg'", "it is a text")
+    if index % 13 == 6:
+        return None
+    generator = torch.Generator().manual_seed(index)
+    height, width, boxes = 2 + index % 3, 3 + index % 5, index % 4
+    return View(
+        features={
+            "s16": torch.randn(4, height, width, generator=generator),
+            "tokens": torch.randn(6, 5, generator=generator),
+        },
+        image_size=(16 * height - 3, 16 * width),
+        ground_truth={
+            "gt_boxes": torch.rand(boxes, 4, generator=generator) * 40,
+            "gt_classes": torch.randint(9, (boxes,), generator=generator),
+        },
+    )
+
+
+def make_store(folder: Path, dtype: torch.dtype = torch.float32) -> FeatureStore:
+    return FeatureStore(folder / "cache", NUM_VIEWS, dtype=dtype)
+
+
+def fill(store: FeatureStore) -> int:
+    """Writes what is missing, as a run does, and returns how many files were."""
+    written = 0
+
+    def encode(views: list[Stored]) -> list[Stored]:  # they are encoded already
+        nonlocal written
+        written += 1
+        return views
+
+    records = number_records([{"index": index} for index in range(NUM_VIEWS)])
+    views = AllViews(records, FixedViews(lambda record: sample_view(record["index"]), count=1))  # type: ignore[arg-type, return-value]
+    build(store, views, encode, title="Encoding", num_workers=0)  # type: ignore[arg-type]
+    return written
+
+
+def check_content(store: FeatureStore, dtype: torch.dtype = torch.float32) -> None:
+    """Asserts that every view of a store is that of ``sample_view``, rounded to its dtype."""
+    for index in range(NUM_VIEWS):
+        found, wanted = store.read(index), sample_view(index)
+        if not isinstance(wanted, View):
+            assert found == wanted
+            continue
+        assert found.image_size == wanted.image_size
+        rounded = {name: feature.to(dtype) for name, feature in wanted.features.items()}
+        torch.testing.assert_close(found.features, rounded, rtol=0, atol=0)
+        torch.testing.assert_close(found.ground_truth, wanted.ground_truth, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -127,3 +190,83 @@ def test_features_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="'s16' for view 0"):
             store.write(0, [View({"s16": torch.tensor([[[value]]])}, (16, 16), {})])
         assert store.missing() == [0]
+
+
+RECORDS = number_records([{"file_name": f"{i}.jpg", "image_id": 10 + i} for i in range(9)])
+COUNT = 3
+
+
+def augment(record: dict[str, Any]) -> dict[str, Any] | DataError | None:
+    """Draws an image and boxes from all generators; leaves out two images, one with a reason."""
+    assert VIEW_ROW not in record
+    if record["image_id"] == 12:
+        return DataError("unreadable image", record["file_name"], "it is a text")
+    if record["image_id"] == 15:
+        return None
+    height, width, boxes = random.randint(8, 20), int(np.random.randint(8, 20)), torch.rand(2, 4)
+    instances = Instances((height, width))
+    instances.gt_boxes = Boxes(boxes * 8)
+    instances.gt_classes = torch.randint(5, (2,))
+    image = torch.randint(256, (3, height, width), dtype=torch.uint8)
+    return {**record, "image": image, "instances": instances}
+
+
+def encode(entry: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {"s1": entry["image"].float(), "mean": entry["image"].float().mean((1, 2))}
+
+
+def make_stream(mapper: Any, seed: int = 4, workers: int = 0) -> TrainStream:
+    return TrainStream(RECORDS, mapper=mapper, batch_size=4, seed=seed, num_workers=workers)
+
+
+def take(stream: TrainStream, steps: int) -> list[dict[str, Any]]:
+    return [entry for batch in itertools.islice(iter(stream), steps) for entry in batch]
+
+
+def test_the_stream_chooses_by_position_and_the_views_seed_draws() -> None:
+    stream = make_stream(FixedViews(augment, COUNT, seed=7))
+    positions = itertools.chain.from_iterable(stream.batches())
+    for entry, (position, row) in zip(take(stream, 10), positions, strict=False):
+        if row in (2, 5):  # another image takes its place
+            continue
+        seed_place(4, IMAGE, position)
+        number = int(torch.randint(COUNT, ()))
+        seed_place(7, VIEW, row, number)
+        expected = augment({key: RECORDS[row][key] for key in ("file_name", "image_id")})
+        torch.testing.assert_close(entry["image"], expected["image"])
+        # Drawing a view leaves the generators alone.
+        seed_place(4, IMAGE, position)
+        stream.mapper.view(RECORDS[row], number)
+        assert int(torch.randint(COUNT, ())) == number
+
+
+def make_cache(folder: Path, views: FixedViews) -> FeatureStore:
+    store = FeatureStore(folder / "cache", len(RECORDS) * views.count, dtype=torch.float32)
+    for chunk in store.missing():
+        mapped = [
+            views.view(RECORDS[index // views.count], index % views.count)
+            for index in store.views_of(chunk)
+        ]
+        store.write(chunk, [make_view(m, encode(m)) if isinstance(m, dict) else m for m in mapped])
+    return store
+
+
+@pytest.mark.parametrize(("count", "workers"), [(1, 0), (COUNT, 2)])
+def test_a_stream_from_the_cache_is_that_of_the_views(
+    tmp_path: Path, count: int, workers: int
+) -> None:
+    views = FixedViews(augment, count)
+    store = make_cache(tmp_path, views)
+    online, cached = make_stream(views), make_stream(CachedViews(store, count), workers=workers)
+    for wanted, found in zip(take(online, 12), take(cached, 12), strict=True):
+        assert (found["file_name"], found["image_id"]) == (wanted["file_name"], wanted["image_id"])
+        torch.testing.assert_close(found["features"], encode(wanted), rtol=0, atol=0)
+        assert found["image"].shape == wanted["image"].shape
+        assert found["image"].untyped_storage().nbytes() == 1 or workers
+        assert found["instances"].image_size == wanted["instances"].image_size
+        for field in ("gt_boxes", "gt_classes"):
+            fields = [getattr(entry["instances"], field) for entry in (found, wanted)]
+            tensors = [field.tensor if isinstance(field, Boxes) else field for field in fields]
+            torch.testing.assert_close(*tensors, rtol=0, atol=0)
+    assert online.skipped == cached.skipped
+    assert online.skipped  # of image 12

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The stream of batches: a function of the seed, startable anywhere, the same for any workers."""
+"""Streams of batches for training, and batches of whole images in their order."""
 
 import itertools
 import random
@@ -15,7 +15,15 @@ from detectron2.utils import comm
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import TrainStream, build_train_stream, seed_place
+from qbheat_det.data import (
+    DataError,
+    ImageBatches,
+    TrainStream,
+    build_train_stream,
+    seed_place,
+    with_views,
+)
+from qbheat_det.modeling.pretrain import QUADRANTS_OF
 
 Batch = list[dict[str, Any]]
 
@@ -129,18 +137,6 @@ def test_streams_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         make_stream(batch_size=2)
 
 
-@pytest.fixture
-def annotated() -> str:
-    """A registered set of eight images; the last two alone have boxes of class 1."""
-    name = "stream_annotated"
-    entries = [
-        {**entry, "annotations": [{"category_id": int(entry["id"] >= 6), "iscrowd": 0}]}
-        for entry in dataset(8)
-    ]
-    DatasetCatalog.register(name, lambda: entries)
-    return name
-
-
 def config(name: str, sampler: str) -> CfgNode:
     cfg = get_cfg()
     cfg.DATASETS.TRAIN = (name,)
@@ -156,13 +152,83 @@ def indices(stream: TrainStream, steps: int) -> list[int]:
     return [index for batch in itertools.islice(stream.batches(), steps) for _, index in batch]
 
 
-def test_repeat_factors_show_rare_classes_more_often(annotated: str) -> None:
+def test_repeat_factors_show_rare_classes_more_often_and_unknown_samplers_are_named() -> None:
+    annotated = "stream_annotated"  # the last two of eight images alone have boxes of class 1
+    entries = [
+        {**entry, "annotations": [{"category_id": int(entry["id"] >= 6), "iscrowd": 0}]}
+        for entry in dataset(8)
+    ]
+    DatasetCatalog.register(annotated, lambda: entries)
     seen = indices(build_train_stream(config(annotated, "RepeatFactorTrainingSampler")), 40)
     # A share of 6/8 and of 2/8 of the images: repeated sqrt(8/6) and sqrt(8/2) times.
     rare, common = (sum(seen.count(i) for i in group) / len(group) for group in ((6, 7), range(6)))
     assert rare / common == pytest.approx((8 / 2) ** 0.5 / (8 / 6) ** 0.5, rel=0.15)
 
-
-def test_an_unknown_sampler_is_named(annotated: str) -> None:
     with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN"):
         build_train_stream(config(annotated, "Weighted"))
+
+
+class Plain:
+    """A mapper that fails on some images."""
+
+    def __init__(self, *broken: int) -> None:
+        self.broken = broken
+
+    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError:
+        number = record["image_id"]
+        if number in self.broken:
+            return DataError("unreadable image", f"image '{number}'", "no image")
+        return {**record, "image": torch.full((3, 2, 2), number)}
+
+
+def numbers(batches: ImageBatches) -> list[list[int]]:
+    return [[entry["image_id"] for entry in batch] for batch in batches]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_workers: int) -> None:
+    records = [{"image_id": i} for i in range(7)]
+    mapper = Plain(1, 4, 5)
+    batches = ImageBatches(records, mapper=mapper, batch_size=2, num_workers=num_workers)
+    assert len(batches) == 4
+    for _ in range(2):
+        assert numbers(batches) == [[0], [2, 3], [6]]  # the third batch was broken as a whole
+        assert sorted(batches.skipped) == ["image '1'", "image '4'", "image '5'"]
+
+
+@pytest.mark.parametrize("memory_gb", [0.0, 1.0])
+def test_what_workers_send_can_be_kept_without_an_open_file_each(memory_gb: float) -> None:
+    records = [{"image_id": i} for i in range(5)]
+    batches = ImageBatches(records, mapper=Plain(), num_workers=1, memory_gb=memory_gb)
+    kept = [entry["image"] for batch in batches for entry in batch]
+    assert [int(image[0, 0, 0]) for image in kept] == list(range(5))
+    assert not any(image.is_shared() for image in kept)
+
+
+def test_images_that_fit_in_memory_are_read_once_and_others_every_time() -> None:
+    read: list[int] = []
+
+    class Counting(Plain):
+        def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError:
+            read.append(record["image_id"])
+            return super().__call__(record)
+
+    records = [{"image_id": i} for i in range(5)]  # 96 bytes each, 192 a batch
+    for memory_gb, passes in ((600e-9, 1), (500e-9, 2)):
+        read.clear()
+        batches = ImageBatches(records, mapper=Counting(3), batch_size=2, memory_gb=memory_gb)
+        assert next(iter(batches))[0]["image_id"] == 0  # a pass that is broken off keeps nothing
+        read.clear()
+        assert numbers(batches) == numbers(batches) == [[0, 1], [2], [4]]
+        assert read == passes * [0, 1, 2, 3, 4]
+        assert list(batches.skipped) == ["image '3'"]
+
+
+def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None:
+    records = [{"image_id": i} for i in range(6)]
+    seen = with_views(records, [QUADRANTS_OF["corner"], QUADRANTS_OF["centre"]])
+    assert [entry["image_id"] for entry in seen] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    corners = ["top_left", "top_right", "bottom_left", "bottom_right"]
+    assert [entry["place"] for entry in seen[::2]] == [*corners, *corners[:2]]
+    assert {entry["place"] for entry in seen[1::2]} == {"centre"}
+    assert records == [{"image_id": i} for i in range(6)]

@@ -1,17 +1,31 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Mappers by name, and the records that a mapper may ask for."""
+"""Mappers by name; the views of DETR and of contrastive pre-training."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
+import torch
+from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
+from detectron2.data import transforms as T
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import DATASET_MAPPERS, DataError, FixedViews, build_mapper
-from qbheat_det.data.mappers import DetrDatasetMapper
+from qbheat_det.data import (
+    DATASET_MAPPERS,
+    DataError,
+    FixedViews,
+    PretrainingMapper,
+    build_detr_crop,
+    build_mapper,
+)
+from qbheat_det.data.mappers import DetrDatasetMapper, TwoViewMapper
+from tests.data.pictures import draw, save
 
 
 class Mine:
@@ -94,3 +108,196 @@ def test_an_image_that_cannot_be_read_stops_a_detector_and_is_an_error_elsewhere
         build_mapper(cfg, True)(record)
     for cfg.INPUT.DATASET_MAPPER_NAME in ("pretrain", "classify", "two_views"):
         assert isinstance(build_mapper(cfg, True)(record), DataError)
+
+
+BOXES = [[40, 60, 150, 220], [260, 30, 330, 90]]  # XYWH, of a red and a green object
+
+
+def make_cfg(**keys: Any) -> CfgNode:
+    cfg = get_cfg()
+    cfg.INPUT.FORMAT = "RGB"
+    cfg.INPUT.DATASET_MAPPER_NAME = "detr"
+    for key, value in keys.items():
+        cfg.INPUT[key] = value
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An image of 500 × 400 pixels whose objects are filled boxes of one colour channel."""
+    image = np.zeros((400, 500, 3), dtype=np.uint8)
+    for channel, (x, y, w, h) in enumerate(BOXES):
+        image[y : y + h, x : x + w, channel] = 255
+    path = tmp_path_factory.mktemp("images") / "boxes.png"
+    assert cv2.imwrite(str(path), image[..., ::-1])
+    annotations = [
+        {"bbox": list(box), "bbox_mode": 1, "category_id": i, "iscrowd": 0}
+        for i, box in enumerate(BOXES)
+    ]
+    return {
+        "file_name": str(path),
+        "image_id": 1,
+        "height": 400,
+        "width": 500,
+        "annotations": annotations,
+    }
+
+
+def boxes_from_pixels(image: torch.Tensor) -> dict[int, list[float]]:
+    """Returns class -> XYXY around the pixels that are more coloured than not."""
+    boxes = {}
+    for channel in range(len(BOXES)):
+        rows, columns = np.nonzero(image[channel].numpy() >= 128)
+        if len(rows):
+            x1, y1, x2, y2 = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+            boxes[channel] = [float(x1), float(y1), float(x2), float(y2)]
+    return boxes
+
+
+def assert_boxes_match_pixels(output: dict[str, Any]) -> None:
+    instances = output["instances"]
+    assert instances.image_size == tuple(output["image"].shape[1:])
+    expected = boxes_from_pixels(output["image"])
+    found = dict(
+        zip(instances.gt_classes.tolist(), instances.gt_boxes.tensor.tolist(), strict=True)
+    )
+    for channel in expected.keys() | found.keys():
+        if channel not in expected or channel not in found:
+            # A sliver under a pixel wide rounds away in one of the two.
+            x1, y1, x2, y2 = expected.get(channel) or found[channel]
+            assert min(x2 - x1, y2 - y1) <= 2
+            continue
+        # Half a pixel of rounding and one of interpolation.
+        assert found[channel] == pytest.approx(expected[channel], abs=1.6)
+
+
+def test_boxes_follow_the_pixels_through_flip_scale_and_crop(record: dict[str, Any]) -> None:
+    np.random.seed(0)
+    mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=(240, 320, 400), MAX_SIZE_TRAIN=500), True)
+    assert isinstance(mapper.mapper, DetrDatasetMapper)
+    flipped = 0
+    for _ in range(24):
+        output = mapper(record)
+        assert_boxes_match_pixels(output)
+        found = boxes_from_pixels(output["image"])
+        flipped += len(found) == 2 and found[0][0] > found[1][0]
+    assert 4 <= flipped <= 20
+    assert record["annotations"][0]["bbox"] == BOXES[0]
+
+
+def test_sizes_are_those_of_the_recipe(record: dict[str, Any]) -> None:
+    np.random.seed(0)
+    sizes = (120, 130, 140, 150)
+    mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=sizes, MAX_SIZE_TRAIN=180), True)
+    short, kept = set(), 0
+    for _ in range(80):
+        height, width = mapper(record)["image"].shape[1:]
+        assert max(height, width) <= 180
+        short.add(min(height, width) if max(height, width) < 180 else 120)
+        # Uncropped, the ratio is that of the image, up to a pixel.
+        kept += abs(width / height - 1.25) < 0.01
+    assert short == set(sizes)
+    assert 25 <= kept <= 55
+
+
+@pytest.mark.parametrize(("height", "width"), [(480, 640), (100, 900), (700, 500)])
+def test_crops_lie_in_the_given_range(height: int, width: int) -> None:
+    np.random.seed(0)
+    crop = build_detr_crop(resize_to=[400, 500, 600], crop_range=[384, 600])
+    image = np.zeros((height, width, 3), dtype=np.uint8)
+    found = []
+    for _ in range(20):
+        data = T.AugInput(image)
+        crop(data)
+        if data.image.shape != image.shape:
+            found.append(data.image.shape[:2])
+    assert 3 < len(found) < 17
+    assert all(384 <= side <= 600 for shape in found for side in shape)
+
+
+def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record: dict[str, Any]) -> None:
+    np.random.seed(0)
+    small = {**record, "annotations": record["annotations"][1:]}
+    mapper = build_mapper(
+        make_cfg(DETR_CROP_RESIZE=[400], DETR_CROP_RANGE=[120, 160], MIN_SIZE_TRAIN=(160,)), True
+    )
+    counts = [len(mapper(small)["instances"]) for _ in range(60)]
+    assert set(counts) == {0, 1}
+
+
+NONE: dict[str, Any] = {"jitter_probability": 0.0, "grey_probability": 0.0, "blur_probability": 0.0}
+
+
+def mapped(mapper: Any, path: str, seed: int = 0, **fields: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return mapper({"file_name": path, "image_id": 5, **fields})
+
+
+def two_views(settings: Mapping[str, Any] = NONE, **crop: Any) -> TwoViewMapper:
+    return TwoViewMapper(crop=PretrainingMapper(**{"size": 32, **crop}), **settings)
+
+
+def alone(**probability: Any) -> TwoViewMapper:
+    """One augmentation, and neither crop nor flip."""
+    whole: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": "none"}
+    return two_views({**NONE, **probability}, **whole)
+
+
+def blur_naively(image: np.ndarray, sigma: float) -> np.ndarray:
+    """A Gaussian over the image (H, W) and its mirror image beyond the border, as one sum."""
+    reach = 12
+    weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    weights /= weights.sum()
+    wide = np.pad(image.astype(np.float64), reach, mode="reflect")
+    rows = sum(w * wide[i : i + image.shape[0]] for i, w in enumerate(weights))
+    return np.asarray(sum(w * rows[:, i : i + image.shape[1]] for i, w in enumerate(weights)))
+
+
+def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper(
+    tmp_path: Path,
+) -> None:
+    path = save(tmp_path / "a.png", draw(150, 110))
+    single = PretrainingMapper(size=32)
+    for seed in range(4):
+        both = mapped(two_views(), path, seed)
+        first = mapped(single, path, seed)
+        second = single({"file_name": path})
+        torch.testing.assert_close(both["image"], first["image"], rtol=0, atol=0)
+        torch.testing.assert_close(both["image_key"], second["image"], rtol=0, atol=0)
+        assert not torch.equal(both["image"], both["image_key"])
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0])
+def test_blur_is_a_gaussian_of_that_width(sigma: float, tmp_path: Path) -> None:
+    pixels = draw(32, 32)
+    mapper = alone(blur_probability=1.0, blur_sigma=(sigma, sigma))
+    view = mapped(mapper, save(tmp_path / "a.png", pixels))["image"]
+    for channel in range(3):
+        expected = torch.from_numpy(blur_naively(pixels[..., channel], sigma))
+        torch.testing.assert_close(view[channel].double(), expected, rtol=0, atol=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("grey_probability", 0.2), ("jitter_probability", 0.8), ("blur_probability", 0.5)],
+)
+def test_augmentations_are_as_frequent_as_they_say(name: str, share: float, tmp_path: Path) -> None:
+    pixels = draw(32, 32)
+    path = save(tmp_path / "a.png", pixels)
+    mapper, same = alone(**{name: share}), torch.from_numpy(pixels).permute(2, 0, 1)
+    views = [mapped(mapper, path, seed)["image_key"] for seed in range(100)]
+    changed = sum(not torch.equal(view, same) for view in views)
+    deviation = (share * (1 - share) * 100) ** 0.5
+    # Of the narrowest blurs, one in ten leaves bytes as they were.
+    assert share * 100 - 5 * deviation - 10 * (name[0] == "b") < changed
+    assert changed < share * 100 + 5 * deviation
+
+
+def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", draw(60, 60))
+    rgb, bgr = (two_views({}, pixel_format=order) for order in ("RGB", "BGR"))
+    for seed in range(6):
+        for key in ("image", "image_key"):
+            expected = mapped(rgb, path, seed)[key].flip(0)
+            torch.testing.assert_close(mapped(bgr, path, seed)[key], expected, rtol=0, atol=0)
+            assert not torch.equal(mapped(rgb, path, seed + 100)[key].flip(0), expected)

@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The mapper of pre-training: which part, at which size, in which order of channels."""
+"""The mappers of pre-training and classification: which part, at which size, how augmented."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import RandomResizedCrop
+from torch import Tensor
+from torch.testing import assert_close
+from torchvision.transforms import RandomResizedCrop, v2
 
 from qbheat_det.config import get_cfg
-from qbheat_det.data import DataError, PretrainingMapper
+from qbheat_det.data import DataError, PretrainingMapper, preserved_randomness, seed_place
+from qbheat_det.data.mappers import ClassificationMapper
 from tests.data.pictures import draw, save
 
 
@@ -39,11 +43,10 @@ def test_parts_are_those_of_torchvision_from_the_same_seed(
         mapped = mapper(record(path))
         torch.manual_seed(seed)
         expected = reference(torch.from_numpy(pixels).permute(2, 0, 1))
-        assert isinstance(mapped, dict)
         torch.testing.assert_close(mapped["image"].int(), expected.int(), rtol=0, atol=1)
 
 
-def test_flips_are_fair_and_as_asked_for(tmp_path: Path) -> None:
+def test_flips_are_fair_and_channels_in_the_order_of_the_format(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", coordinates(100, 100))
 
     def directions(flip: str) -> set[tuple[bool, bool]]:
@@ -51,7 +54,6 @@ def test_flips_are_fair_and_as_asked_for(tmp_path: Path) -> None:
         images = [mapper(record(path)) for _ in range(60)]
         found = set()
         for mapped in images:
-            assert isinstance(mapped, dict)
             red, green = mapped["image"][0].int(), mapped["image"][1].int()
             found.add((bool(red[0, 0] > red[0, -1]), bool(green[0, 0] > green[-1, 0])))
         return found
@@ -60,12 +62,9 @@ def test_flips_are_fair_and_as_asked_for(tmp_path: Path) -> None:
     assert directions("horizontal") == {(False, False), (True, False)}
     assert directions("vertical") == {(False, False), (False, True)}
 
-
-def test_the_channels_are_in_the_order_of_the_format(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", np.full((9, 9, 3), (10, 20, 30), np.uint8))
     for pixel_format, expected in {"RGB": [10, 20, 30], "BGR": [30, 20, 10]}.items():
         mapped = PretrainingMapper(size=4, pixel_format=pixel_format)(record(path))
-        assert isinstance(mapped, dict)
         assert mapped["image"].float().mean(dim=(1, 2)).tolist() == expected
 
 
@@ -78,7 +77,6 @@ def test_inference_takes_the_largest_square_in_the_middle(
     side = min(width, height)
     left, top = (width - side) // 2, (height - side) // 2
     mapped = PretrainingMapper(size=side, is_train=False)(record(path))
-    assert isinstance(mapped, dict)
     expected = torch.from_numpy(pixels[top : top + side, left : left + side].copy())
     torch.testing.assert_close(mapped["image"], expected.permute(2, 0, 1), rtol=0, atol=0)
 
@@ -90,14 +88,11 @@ def test_parts_from_memory_are_those_from_the_file(orientation: int, tmp_path: P
     for mapper in (from_file, from_memory):
         mapper.prepare([record(path)])
     assert from_file._memory is None
-    assert from_memory._memory is not None
     for seed in range(5):
         torch.manual_seed(seed)
         expected = from_file(record(path))
         torch.manual_seed(seed)
         found = from_memory(record(path))
-        assert isinstance(expected, dict)
-        assert isinstance(found, dict)
         torch.testing.assert_close(found["image"], expected["image"], rtol=0, atol=0)
 
 
@@ -105,9 +100,7 @@ def test_no_part_from_memory_has_fewer_pixels_than_the_model_sees(tmp_path: Path
     path = save(tmp_path / "a.jpg", draw(700, 400))
     mapper = PretrainingMapper(size=32, scale=(0.2, 0.2), memory_gb=1)
     mapper.prepare([record(path)])
-    assert mapper._memory is not None
     picture = mapper._memory.get(path)
-    assert picture is not None
     assert picture.read((0, 0, 700, 400), 1).shape[0] == math.ceil(32 / math.sqrt(0.2 * 3 / 4))
     for _ in range(50):
         assert min(picture.read(mapper._choose_box(700, 400), 32).shape[:2]) >= 32
@@ -138,3 +131,105 @@ def test_fixed_views_are_of_the_pixels_in_the_file_whatever_fits_into_memory() -
     assert PretrainingMapper.from_config(cfg)["memory_gb"] > 0
     cfg.INPUT.FIXED_VIEWS.COUNT = 2
     assert PretrainingMapper.from_config(cfg)["memory_gb"] == 0
+
+
+MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
+
+
+def classify(
+    *,
+    rand_augment: Sequence[float] = (),
+    random_erasing: float = 0.0,
+    pixel_mean: Sequence[float] = MEAN,
+    pixel_std: Sequence[float] = STD,
+    **crop: Any,
+) -> ClassificationMapper:
+    return ClassificationMapper(
+        crop=PretrainingMapper(**{"size": 48, "scale": (0.08, 1.0), **crop}),
+        rand_augment=rand_augment,
+        random_erasing=random_erasing,
+        pixel_mean=pixel_mean,
+        pixel_std=pixel_std,
+    )
+
+
+def map_image(mapper: Any, path: str, *place: int) -> Tensor:
+    """The image that a mapper gives under the seed of a place."""
+    with preserved_randomness():
+        seed_place(*place)
+        entry = mapper({"file_name": path, "image_id": 5, "label": 3})
+    assert {key: entry[key] for key in entry if key != "image"} == {
+        "file_name": path,
+        "image_id": 5,
+        "label": 3,
+    }
+    image = entry["image"]
+    assert (image.dtype, image.shape, image.is_contiguous()) == (torch.uint8, (3, 48, 48), True)
+    return image
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("photo") / "a.png", draw(150, 110))
+
+
+@pytest.mark.parametrize("test_crop", [0.875, 1.0])
+def test_inference_is_torchvisions_resizing_and_centre_crop(
+    tmp_path: Path, test_crop: float
+) -> None:
+    # A slope, on which a shift by a part of a pixel can be told, and is bounded.
+    y, x = np.mgrid[:192, :256]
+    path = save(tmp_path / "a.png", np.stack([x * 0.9, y * 1.2, x * 0], axis=2).astype(np.uint8))
+    # Nothing is drawn.
+    mapper = classify(
+        test_crop=test_crop, is_train=False, rand_augment=(9, 0.5), random_erasing=1.0
+    )
+    reference = v2.Compose([v2.Resize(round(48 / test_crop), antialias=True), v2.CenterCrop(48)])
+    pixels = torch.from_numpy(np.stack([x * 0.9, y * 1.2, x * 0]).astype(np.uint8))
+    difference = map_image(mapper, path).int() - reference(pixels).int()
+    assert int(difference.abs().max()) <= 4  # a pixel of the small image is 4 to 5 levels wide
+
+
+def test_what_a_seed_draws_is_drawn_again_and_another_draws_otherwise(photo: str) -> None:
+    mapper = classify(rand_augment=(9, 0.5), random_erasing=0.5)
+    images = [map_image(mapper, photo, 1, place) for place in range(12)]
+    for place in (0, 11):
+        assert_close(map_image(mapper, photo, 1, place), images[place], rtol=0, atol=0)
+    assert len({image.numpy().tobytes() for image in images}) == 12
+
+
+def test_every_operation_of_rand_augment_works_at_every_magnitude(photo: str) -> None:
+    for magnitude in (0, 10):
+        mapper = classify(rand_augment=(magnitude, 1.0))
+        for place in range(30):
+            map_image(mapper, photo, 2, magnitude, place)
+
+
+def test_erasing_fills_one_rectangle_with_noise_and_leaves_the_rest(photo: str) -> None:
+    settings: dict[str, Any] = {"pixel_mean": MEAN, "pixel_std": STD}
+    plain = classify(**settings)
+    erasing = classify(**settings, random_erasing=1.0)
+    values = []
+    for place in range(60):
+        before, after = (map_image(mapper, photo, 3, place) for mapper in (plain, erasing))
+        changed = (before != after).any(dim=0)
+        rows, columns = changed.any(dim=1).nonzero(), changed.any(dim=0).nonzero()
+        box = (slice(rows.min(), rows.max() + 1), slice(columns.min(), columns.max() + 1))
+        area = changed[box].numel() / changed.numel()
+        assert 0.01 < area < 0.36  # 2 to 33 per cent, in whole pixels
+        assert float(changed[box].float().mean()) > 0.98  # noise may hit what was there
+        values.append(after[:, box[0], box[1]].flatten(1).float())
+    # Noise of the pixels' mean and deviation, clipped to bytes.
+    noise = torch.cat(values, dim=1)
+    expected = torch.randn(3, 100_000, generator=torch.Generator().manual_seed(0))
+    clipped = (expected * torch.tensor(STD)[:, None] + torch.tensor(MEAN)[:, None]).clamp(0, 255)
+    assert_close(noise.mean(dim=1), clipped.mean(dim=1), rtol=0, atol=1.5)
+    assert_close(noise.std(dim=1), clipped.std(dim=1), rtol=0.03, atol=0)
+
+
+def test_channels_are_augmented_as_rgb_whatever_their_order_is(photo: str) -> None:
+    # Random erasing aside: the noise of a channel is drawn in the channels' order.
+    rgb = classify(rand_augment=(9, 0.5), pixel_mean=MEAN)
+    bgr = classify(rand_augment=(9, 0.5), pixel_mean=MEAN[::-1], pixel_format="BGR")
+    for place in range(10):
+        assert_close(map_image(bgr, photo, place).flip(0), map_image(rgb, photo, place))

@@ -63,6 +63,7 @@ def config(kind: str, **keys: Any) -> CfgNode:
     cfg.INPUT.PRETRAIN.MEMORY_GB = 0.0
     cfg.INPUT.MIN_SIZE_TRAIN = (48,)
     cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = kind == "boxes"
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False
     cfg.SOLVER.IMS_PER_BATCH = 4
     cfg.SEED = 3
@@ -260,7 +261,7 @@ def test_packing_is_whole_keeps_bytes_and_leaves_broken_images_out(
     register_source("shards_train", open_source(str(out)).train)
     records = DatasetCatalog.get("shards_train")
     assert len(records) == 11
-    assert all(record["annotations"] for record in records)
+    assert any(record["annotations"] for record in records)
 
 
 def test_what_shards_do_not_hold_is_refused(tmp_path: Path) -> None:

@@ -89,7 +89,14 @@ def test_polygons_give_back_any_mask() -> None:
         np.testing.assert_array_equal(decode(trace_polygons(mask), 23, 31), mask)
 
 
-def test_a_half_written_set_is_never_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named_and_a_half_written_set_never_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="QBHEAT_CACHE") as caught:
+        prepare_toy_set(SPEC, tmp_path / "file")
+    assert str(tmp_path / "file") in str(caught.value)
+
     def fail_late(spec: ToySpec, folder: Path) -> None:
         (folder / "images").mkdir()
         raise KeyboardInterrupt
@@ -98,13 +105,6 @@ def test_a_half_written_set_is_never_used(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         prepare_toy_set(SPEC, tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="QBHEAT_CACHE") as caught:
-        prepare_toy_set(SPEC, tmp_path / "file")
-    assert str(tmp_path / "file") in str(caught.value)
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,49 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Deployed models against the plain ones, without a compiler."""
+"""Deployed models against the plain ones; what they compile, and for which images."""
 
 import copy
 import pickle
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from detectron2.modeling import Backbone
+from torch import Tensor, nn
 from torch.testing import assert_close
 
+import qbheat_det
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import compiling
+from qbheat_det.deployment.compiling import PartPrograms
 from tests.export.tiny_models import build, make_config
 
-from .boxes import assert_same_boxes, deploy, entries
-
 SIZES = [(64, 96), (67, 101), (96, 64)]
+
+
+def deploy(model: nn.Module, **settings: Any) -> Any:
+    """As the package, with the settings of this process's memory left alone."""
+    return qbheat_det.deploy(model, keep_memory=False, **settings)
+
+
+def entries(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    """Returns a batch of random images, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"image": torch.randint(256, (3, *size), generator=generator, dtype=torch.uint8)}
+        for size in sizes
+    ]
+
+
+def assert_same_boxes(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Asserts that two batches of results agree, and are not empty."""
+    for one, other in zip(found, expected, strict=True):
+        a, b = one["instances"], other["instances"]
+        assert len(b) > 0
+        assert_close(a.pred_boxes.tensor, b.pred_boxes.tensor, rtol=0, atol=0.05)
+        assert_close(a.scores, b.scores, rtol=0, atol=1e-4)
+        assert_close(a.pred_classes, b.pred_classes)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +80,7 @@ def test_scores_of_a_classifier_and_maps_of_a_backbone(classifier: nn.Module, mf
     assert_close(dict(deployed(x)), dict(mf_detr.backbone(x)), rtol=1e-4, atol=1e-4)
 
 
-def test_it_only_predicts(mf_detr: nn.Module) -> None:
+def test_it_only_predicts_and_copies_predict_the_same(mf_detr: nn.Module) -> None:
     deployed = deploy(mf_detr)
     assert not deployed.training
     assert deployed.eval() is deployed
@@ -65,8 +92,6 @@ def test_it_only_predicts(mf_detr: nn.Module) -> None:
     with torch.no_grad():
         assert_same_boxes(found, mf_detr(entries((64, 96))))
 
-
-def test_copies_predict_the_same(mf_detr: nn.Module) -> None:
     deployed = deploy(mf_detr, precision="bfloat16")
     image = entries((64, 96))
     for twin in (copy.deepcopy(deployed), pickle.loads(pickle.dumps(deployed))):
@@ -102,3 +127,155 @@ def test_bfloat16_is_for_those_who_ask(
     assert found.dtype == torch.float32
     assert_close(found, expected, rtol=0, atol=0.02)
     assert not torch.equal(found, expected)
+
+
+SIZE, OTHER = (64, 96), (67, 101)
+
+
+class OneMap(Backbone):
+    """A convolution and a norm; a few milliseconds to trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"s2": self.norm(self.convolution(x)).relu()}
+
+
+class TinyModel(nn.Module):
+    """Takes and returns what a detector does: for each image the sum of its map."""
+
+    masks_padding = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = OneMap()
+        self.pixel_mean = torch.zeros(3)
+
+    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+        if inputs[0]["image"].shape[-1] < 3:
+            raise ValueError("too small")
+        maps = self.backbone(torch.stack([entry["image"] / 255 for entry in inputs]))
+        return [{"sum": image.sum()} for image in maps["s2"]]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Compiles nothing: keeps the shapes that it is asked for, and runs the part itself."""
+    shapes: list[tuple[int, ...]] = []
+
+    def load_or_build(self: PartPrograms, args: tuple[Any, ...], _: object) -> Any:
+        shapes.append(tuple(args[0].shape))
+        return self._part._call_impl
+
+    monkeypatch.setattr(PartPrograms, "_load_or_build", load_or_build)
+    return shapes
+
+
+@torch.no_grad()
+def test_named_sizes_compile_once_and_others_run_uncompiled(compiled: list[Any]) -> None:
+    model = TinyModel()
+    deployed = deploy(model, image_sizes=[SIZE])
+    assert compiled == [(1, 3, *SIZE)]
+    assert not deployed.report["compile"].startswith("no: ")
+    for batch in ([SIZE], [OTHER], [SIZE, SIZE], [OTHER, OTHER]):
+        assert_close(deployed(entries(*batch)), model(entries(*batch)), rtol=1e-4, atol=1e-2)
+    assert len(deployed(entries(SIZE, OTHER))) == 2  # one by one: they cannot be stacked
+    with torch.inference_mode():
+        deployed(entries(SIZE))
+    assert len(compiled) == 1
+
+
+@torch.no_grad()
+def test_a_backbone_compiles_for_one_layout(compiled: list[Any]) -> None:
+    model, x = OneMap(), torch.randn(1, 3, *SIZE)
+    found = deploy(model, image_sizes=[SIZE])(x.contiguous(memory_format=torch.channels_last))
+    assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+    assert compiled == [(1, 3, *SIZE)]
+
+
+def test_nothing_compiles_where_no_size_is_named_or_it_is_off(compiled: list[Any]) -> None:
+    for settings in ({}, {"compile": "off", "image_sizes": [SIZE]}):
+        assert deploy(TinyModel(), **settings).report["compile"].startswith("no: ")
+    with pytest.raises(UserError, match="1x2"):  # the model does not take it
+        deploy(TinyModel(), image_sizes=[(1, 2)])
+    assert not compiled
+
+
+def test_a_part_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no such operator\nmore")
+
+    monkeypatch.setattr(PartPrograms, "_load_or_build", refuse)
+    model = TinyModel()
+    deployed = deploy(model, image_sizes=[SIZE])
+    assert deployed.report["compile"].startswith("no: ")
+    assert deployed.report["compile"].endswith(": no such operator")
+    with torch.no_grad():
+        assert_close(deployed(entries(SIZE)), model(entries(SIZE)), rtol=1e-4, atol=1e-2)
+
+
+def test_a_folder_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path))
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs").chmod(0o777)
+    step = deploy(TinyModel(), image_sizes=[SIZE]).report["compile"]
+    assert step.startswith("no: ")
+    assert str(tmp_path / "programs") in step
+
+
+def test_a_fingerprint_depends_on_weights_settings_and_shape() -> None:
+    part, other = OneMap(), OneMap()
+    prints = [PartPrograms(part, torch.float32)._fingerprint(key) for key in (("a",), ("b",))]
+    assert PartPrograms(other, torch.float32)._fingerprint(("a",)) == prints[0] != prints[1]
+    nn.init.constant_(other.norm.weight, 2.0)
+    prints.append(PartPrograms(other, torch.float32)._fingerprint(("a",)))
+    part.convolution.padding = (0, 0)
+    prints += [PartPrograms(part, d)._fingerprint(("a",)) for d in (torch.float32, torch.bfloat16)]
+    assert len(set(prints)) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+@torch.no_grad()
+def test_what_was_compiled_is_loaded_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path))
+    model, x = OneMap(), torch.randn(1, 3, *SIZE)
+    assert not deploy(model, image_sizes=[SIZE]).report["compile"].startswith("no: ")
+    monkeypatch.setattr(PartPrograms, "_build", lambda *_: pytest.fail("compiled again"))
+    deployed = deploy(model, image_sizes=[SIZE])
+    assert not deployed.report["compile"].startswith("no: ")
+    assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+@torch.no_grad()
+def test_a_compiled_detector_finds_the_boxes_of_the_plain_one() -> None:
+    model = build(make_config("mf_detr"))
+    deployed = deploy(model, image_sizes=[SIZE, OTHER])
+    assert not deployed.report["compile"].startswith("no: "), str(deployed.report)
+    for batch in ([SIZE], [OTHER], [SIZE, SIZE], [SIZE, OTHER], [(96, 96)]):
+        assert_same_boxes(deployed(entries(*batch)), model(entries(*batch)))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_on_a_gpu_results_are_the_plain_ones_with_graphs_and_without() -> None:
+    model = build(make_config("mf_detr")).cuda()
+    images = entries((128, 160))
+    expected = model(images)
+    for sizes in ([], [(128, 160)]):
+        deployed = deploy(model, image_sizes=sizes)
+        for _ in range(3):  # a graph is recorded at the second call
+            found = deployed(images)
+        assert_close(
+            found[0]["instances"].scores, expected[0]["instances"].scores, atol=1e-2, rtol=0
+        )

@@ -9,26 +9,16 @@ from detectron2.config import CfgNode
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer, build_config
 from tests.engine.tiny_pretraining import make_folder
-from tests.engine.tiny_training import parse_run, start_run
+from tests.engine.tiny_training import parse_run, read_opts, start_run
 
 RECIPE = get_config_path("objectives/supervised.yaml")
-OPTS = {
-    "MODEL.DEVICE": "cpu",
-    "MODEL.BACKBONE.NAME": "timm:resnet10t",
-    "MODEL.BACKBONE.FREEZE_AT": "0",
-    "MODEL.CLASSIFIER.IN_FEATURE": "s16",
-    "INPUT.PRETRAIN.SIZE": "32",
-    "INPUT.CLASSIFY.RAND_AUGMENT": "[9, 0.5]",
-    "INPUT.CLASSIFY.RANDOM_ERASING": "0.25",
-    "DATALOADER.NUM_WORKERS": "0",
-    "SOLVER.IMS_PER_BATCH": "4",
-    "SOLVER.MAX_ITER": "4",
-    "SOLVER.CHECKPOINT_PERIOD": "2",
-    "SOLVER.CHECKPOINTS_KEPT": "3",
-    "SOLVER.LOG_PERIOD": "1",
-    "SOLVER.WARMUP_ITERS": "1",
-    "SEED": "3",
-}
+OPTS = read_opts("""
+MODEL.DEVICE cpu MODEL.BACKBONE.NAME timm:resnet10t MODEL.BACKBONE.FREEZE_AT 0
+MODEL.CLASSIFIER.IN_FEATURE s16 INPUT.PRETRAIN.SIZE 32 INPUT.CLASSIFY.RAND_AUGMENT [9,0.5]
+INPUT.CLASSIFY.RANDOM_ERASING 0.25 DATALOADER.NUM_WORKERS 0 SOLVER.IMS_PER_BATCH 4
+SOLVER.MAX_ITER 4 SOLVER.CHECKPOINT_PERIOD 2 SOLVER.CHECKPOINTS_KEPT 3 SOLVER.LOG_PERIOD 1
+SOLVER.WARMUP_ITERS 1 SEED 3
+""")
 
 
 def make_classes(folder: Path, counts: dict[str, int], *, first: int = 0) -> str:

@@ -52,29 +52,37 @@ class Case:
     batch_statistics: bool = False  # else BatchNorm uses its running ones
 
 
+def on_timm(config: str, name: str) -> CfgNode:
+    """Returns the config of a tiny RetinaNet or MF-DETR on a network of timm."""
+    own: tuple[Any, ...] = (
+        "MODEL.BACKBONE.NAME",
+        f"timm:{name}",
+        "MODEL.MF_DETR.IN_FEATURES",
+        ["s8", "s16"],
+    )
+    if config == RETINANET:
+        own = ("MODEL.BACKBONE.NAME", "build_fpn_backbone", "MODEL.FPN.BOTTOM_UP", f"timm:{name}")
+    return make_case_config(Case(config, opts=own), "cpu")
+
+
+SMALL = f"""
+MODEL.BACKBONE.FREEZE_AT 0 MODEL.MOBILE_FORMER.VARIANT custom MODEL.MOBILE_FORMER.STEM_CHANNELS 8
+MODEL.MOBILE_FORMER.EXPANDED_CHANNELS 32 MODEL.MOBILE_FORMER.NUM_TOKENS 2
+MODEL.MOBILE_FORMER.TOKEN_DIM 16 MODEL.FPN.OUT_CHANNELS 16 MODEL.FPN.TOP_LEVELS 0
+MODEL.ANCHOR_GENERATOR.SIZES [[12],[24]] MODEL.RETINANET.IN_FEATURES ["p3","p4"]
+MODEL.RETINANET.NUM_CLASSES 3 MODEL.RETINANET.NUM_CONVS 1 MODEL.MF_DETR.NUM_CLASSES 3
+MODEL.MF_DETR.NUM_BLOCKS [1,1,1] MODEL.MF_DETR.HIDDEN_DIM 16 MODEL.MF_DETR.NHEADS 2
+MODEL.MF_DETR.DIM_FEEDFORWARD 16 MODEL.MF_DETR.EXPANSION 2 MODEL.MF_DETR.DROPOUT 0.0
+MODEL.MF_DETR.NUM_OBJECT_QUERIES 7 INPUT.PRETRAIN.SIZE {SIZE} MODEL.CLASSIFIER.NUM_CLASSES 3
+MODEL.CLASSIFIER.WIDTH 64 MODEL.CLASSIFIER.DROPOUT 0.0 MODEL.MOCO.HIDDEN_DIM 16 MODEL.MOCO.DIM 8"""
+
+
 def make_case_config(case: Case, device: str) -> CfgNode:
-    cfg = load_config(get_config_path(case.config))
-    cfg.MODEL.DEVICE = device
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    mobile_former = cfg.MODEL.MOBILE_FORMER
-    mobile_former.VARIANT, mobile_former.BLOCKS = "custom", BLOCKS
-    mobile_former.STEM_CHANNELS, mobile_former.EXPANDED_CHANNELS = 8, 32
-    mobile_former.NUM_TOKENS, mobile_former.TOKEN_DIM = 2, 16
-    cfg.MODEL.FPN.OUT_CHANNELS, cfg.MODEL.FPN.TOP_LEVELS = 16, 0
-    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[12], [24]]
-    cfg.MODEL.RETINANET.IN_FEATURES = ["p3", "p4"]
-    cfg.MODEL.RETINANET.NUM_CLASSES = cfg.MODEL.MF_DETR.NUM_CLASSES = 3
-    cfg.MODEL.RETINANET.NUM_CONVS = 1
-    decoder = cfg.MODEL.MF_DETR
-    decoder.NUM_BLOCKS, decoder.HIDDEN_DIM, decoder.NHEADS = [1, 1, 1], 16, 2
-    decoder.DIM_FEEDFORWARD, decoder.EXPANSION, decoder.DROPOUT = 16, 2, 0.0
-    decoder.NUM_OBJECT_QUERIES = 7
-    cfg.INPUT.PRETRAIN.SIZE = SIZE
-    classifier = cfg.MODEL.CLASSIFIER
-    classifier.NUM_CLASSES, classifier.WIDTH, classifier.DROPOUT = 3, 64, 0.0
-    moco, cfg.SOLVER.IMS_PER_BATCH = cfg.MODEL.MOCO, len(case.batches[0])
+    cfg = load_config(get_config_path(case.config), [*SMALL.split(), "MODEL.DEVICE", device])
+    cfg.MODEL.MOBILE_FORMER.BLOCKS = BLOCKS
+    cfg.SOLVER.IMS_PER_BATCH = len(case.batches[0])
     # Of two batches, so that the second step compares with keys of the first.
-    moco.QUEUE_SIZE, moco.HIDDEN_DIM, moco.DIM = 2 * cfg.SOLVER.IMS_PER_BATCH, 16, 8
+    cfg.MODEL.MOCO.QUEUE_SIZE = 2 * cfg.SOLVER.IMS_PER_BATCH
     cfg.merge_from_list(list(case.opts))
     return cfg
 

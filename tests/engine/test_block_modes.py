@@ -20,13 +20,7 @@ from qbheat_det.engine.block_modes import (
     set_block_modes,
 )
 
-from .gradient_cases import (
-    FAST_WITHOUT_NOISE,
-    MF_DETR,
-    Case,
-    build_case,
-    make_image,
-)
+from .gradient_cases import FAST_WITHOUT_NOISE, MF_DETR, Case, build_case, make_image
 
 EVERYTHING_RANDOM = Case(
     MF_DETR,
@@ -147,7 +141,7 @@ def test_equal_blocks_compile_once_for_all_sizes_and_compute_the_same() -> None:
     copy.deepcopy(model)
 
 
-def test_without_a_compiler_blocks_run_as_they_are_and_the_key_is_named(
+def test_without_a_compiler_or_where_it_fails_blocks_run_as_they_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(block_modes, "find_compiler_error", lambda _: "no g++")
@@ -158,8 +152,6 @@ def test_without_a_compiler_blocks_run_as_they_are_and_the_key_is_named(
     assert [("SOLVER.COMPILE" in r.getMessage()) for r in caplog.records] == [True]
     assert all(block._compiled_call_impl is None for block in find_blocks(model).values())
 
-
-def test_a_block_that_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
 

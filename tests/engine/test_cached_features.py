@@ -1,9 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Heads that train from cached features see what they would see above the encoder."""
 
+import argparse
 import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +18,64 @@ from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
+from qbheat_det.engine.feature_build import ViewEncoder
 from qbheat_det.engine.feature_cache import check_cacheable, check_frozen, use_cached_features
 from qbheat_det.engine.replay import replay_failure
 from qbheat_det.modeling.backbone import CachedBackbone
 from tests.data.pictures import draw
 
 from . import tiny_training
-from .cached_cases import FROZEN, MF_DETR, ON
-from .conftest import TrainAfresh, forget_runs
+from .conftest import TrainAfresh
 from .test_classifier_run import PROBE, start
+
+FROZEN = {
+    "MODEL.BACKBONE.FREEZE_AT": "5",
+    "INPUT.FIXED_VIEWS.COUNT": "2",
+    "SOLVER.MAX_ITER": "3",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+}
+MF_DETR = {**tiny_training.MF_DETR, "INPUT.DETR_CROP_RESIZE": "[]"}
+ON = {"MODEL.CACHE_FEATURES.ENABLED": "True", "MODEL.CACHE_FEATURES.DTYPE": "float32"}
+
+
+def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains two steps from a cache that all processes make together.
+
+    Returns:
+        How many views this process encoded, a weight of its encoder, and its head's weights.
+    """
+    encoded = 0
+    call = ViewEncoder.__call__
+
+    def counted(self: ViewEncoder, entries: Any) -> Any:
+        nonlocal encoded
+        encoded += len(entries)
+        return call(self, entries)
+
+    ViewEncoder.__call__ = counted  # type: ignore[method-assign]
+    folder = Path(args.folder)
+    opts = {
+        **FROZEN,
+        **MF_DETR,
+        **ON,
+        "MODEL.CACHE_FEATURES.FOLDER": str(folder / "cache"),
+        "INPUT.FIXED_VIEWS.COUNT": "4",
+        "SOLVER.MAX_ITER": "2",
+        "MODEL.DEVICE": "cpu",
+    }
+    # Each process begins with random weights of its own.
+    torch.manual_seed(torch.distributed.get_rank())
+    parsed = tiny_training.parse(folder / "run", Path(args.data), opts)
+    (folder / "run").mkdir(exist_ok=True)
+    trainer = Trainer(build_config(parsed))
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    backbone = next(m for m in trainer.bare_model.modules() if isinstance(m, CachedBackbone))
+    return {
+        "encoded": encoded,
+        "encoder": {k: v.clone() for k, v in backbone.encoder.state_dict().items()},
+        "head": {k: v.detach().clone() for k, v in trainer.bare_model.named_parameters()},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +86,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def build_trainer(output_dir: Path, data: Path, opts: dict[str, str]) -> Trainer:
     """A trainer as in a new process, of the same random weights each time."""
-    forget_runs()
     torch.manual_seed(0)
     trainer = Trainer(build_config(tiny_training.parse(output_dir, data, {**FROZEN, **opts})))
     trainer.resume_or_load(resume=False)
@@ -65,7 +114,6 @@ def test_mf_detr_from_a_float32_cache_is_that_trained_online_to_the_bit_and_goes
     args = tiny_training.parse(tmp_path / "eval", tiny_data, {"MODEL.WEIGHTS": weights})
     args.config_file = str(tmp_path / "cached" / "config.yaml")
     args.eval_only = True
-    forget_runs()
     assert str(evaluate(build_config(args))) == str(online)
 
     # A run that goes on finds the cache, and repeats the steps.
@@ -91,7 +139,6 @@ def first_losses(tmp_path: Path, data: Path, opts: dict[str, str]) -> list[dict[
         torch.manual_seed(1)
         losses = trainer.bare_model(next(stream))
         found.append({name: float(value.detach()) for name, value in losses.items()})
-    forget_runs()
     return found
 
 
@@ -118,7 +165,6 @@ def test_evaluation_encodes_the_test_set_alone_and_other_weights_make_another_ca
     folder = tmp_path / "cache"
     opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
     trainer = build_trainer(tmp_path / "run", tiny_data, opts)
-    assert trainer.cached_features is not None
     assert "bbox" in trainer.evaluate()
     assert len(list(folder.iterdir())) == 1
     trainer.cached_features.prepare(trainer.data_loader)
@@ -134,7 +180,6 @@ def test_evaluation_encodes_the_test_set_alone_and_other_weights_make_another_ca
     assert len(list(folder.iterdir())) == 4
     trainer.bare_model(next(iter(trainer.data_loader)))
     assert next(backbone.encoder.parameters()).device.type == "cpu"
-    forget_runs()
 
 
 def test_a_step_that_failed_is_replayed_with_its_features(
@@ -148,7 +193,6 @@ def test_a_step_that_failed_is_replayed_with_its_features(
     report = replay_failure(tmp_path / "failure_0000000_rank0.pt")
     assert report.error == ""
     assert "decoder" in str(report.first_module)
-    forget_runs()
 
 
 def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: Path) -> None:
@@ -159,23 +203,20 @@ def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: P
         path.parent.mkdir(parents=True, exist_ok=True)
         large.save(path, compress_level=1)
     (folder / "red" / "broken.png").write_bytes(b"no image")
-    views = {
-        "MODEL.CHANNELS_LAST": "True",
-        "SOLVER.MAX_ITER": "3",
-        "SOLVER.AMP.ENABLED": "False",  # online, the encoder would be in half precision too
-        "INPUT.PRETRAIN.MEMORY_GB": "4.0",
-        "INPUT.FIXED_VIEWS.COUNT": "2",
-    }
+    # Online, the encoder would be in half precision too.
+    views = tiny_training.read_opts("""
+MODEL.CHANNELS_LAST True SOLVER.MAX_ITER 3 SOLVER.AMP.ENABLED False INPUT.PRETRAIN.MEMORY_GB 4.0
+INPUT.FIXED_VIEWS.COUNT 2
+""")
     cache = {**ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache")}
     found = []
     for name, opts in {"online": views, "cached": {**views, **cache}}.items():
         torch.manual_seed(0)
-        trainer = start(tmp_path / name, PROBE, folder, opts, "--val", str(folder))
+        trainer = start(tmp_path / name, PROBE, str(folder), opts, "--val", str(folder))
         results = trainer.train()
         found.append((results, trainer.data_loader.skipped, tiny_training.losses(tmp_path / name)))
     assert found[0] == found[1]
     assert ["broken.png" in where for where in found[0][1]] == [True]
-    forget_runs(LABELLED_TRAIN, LABELLED_VAL)
 
 
 @pytest.mark.parametrize(

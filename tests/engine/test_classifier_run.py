@@ -1,56 +1,43 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Probing and fine-tuning of classifiers from shipped recipes: frozen, handed over, resumed."""
+"""Classifiers from class folders: probed, fine-tuned, resumed, evaluated in a run and alone."""
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
+from qbheat_det.checkpoint import class_names_of
 from qbheat_det.config import get_config_path
-from qbheat_det.engine import Trainer
+from qbheat_det.data import build_train_stream, register_image_folders
+from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
-from .conftest import forget_runs
+from .classifier_cases import configure, make_classes, train
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
-from .tiny_training import losses, parse_run, start_run, state
+from .tiny_training import losses, parse_run, read_opts, start_run, state
 
 PROBE, FINETUNE = "ImageNet-probing/tran1_3.7G.yaml", "ImageNet-finetune/tran1_3.7G.yaml"
 OPTS = {
     **PRETRAINING_OPTS,
-    "MODEL.CLASSIFIER.WIDTH": "64",
-    "INPUT.PRETRAIN.SIZE": "32",
-    "DATALOADER.NUM_WORKERS": "0",
-    "SOLVER.IMS_PER_BATCH": "8",
-    "SOLVER.BASE_LR": "0.05",  # for 256 images
+    **read_opts("""
+MODEL.CLASSIFIER.WIDTH 64 INPUT.PRETRAIN.SIZE 32 DATALOADER.NUM_WORKERS 0 SOLVER.IMS_PER_BATCH 8
+SOLVER.BASE_LR 0.05
+"""),
 }
-COLOURS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Class folders of four noisy images each."""
-    root = tmp_path_factory.mktemp("classes")
-    generator = torch.Generator().manual_seed(0)
-    for name, colour in COLOURS.items():
-        (root / name).mkdir()
-        for index in range(4):
-            noise = torch.randint(0, 56, (48, 40, 3), generator=generator)
-            pixels = (noise + torch.tensor(colour)).to(torch.uint8)
-            Image.fromarray(pixels.numpy()).save(root / name / f"{index}.png")
-    yield root
-    forget_runs(LABELLED_TRAIN, LABELLED_VAL)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_classes(tmp_path_factory.mktemp("classes"), {"blue": 4, "green": 4, "red": 4})
 
 
-def start(
-    output_dir: Path, recipe: str, folder: Path, opts: dict[str, str], *flags: str
-) -> Trainer:
+def start(output_dir: Path, recipe: str, folder: str, opts: dict[str, str], *flags: str) -> Trainer:
     """Returns the trainer before its first step."""
-    forget_runs(LABELLED_TRAIN, LABELLED_VAL)
     pairs = {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}
-    args = parse_run(get_config_path(recipe), pairs, "--data", str(folder), *flags)
+    args = parse_run(get_config_path(recipe), pairs, "--data", folder, *flags)
     return start_run(args)
 
 
@@ -59,7 +46,7 @@ def copy_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def test_a_probed_encoder_stays_and_fine_tuning_starts_from_it_and_resumes(
-    folder: Path, tmp_path: Path
+    folder: str, tmp_path: Path
 ) -> None:
     probe = start(tmp_path / "probe", PROBE, folder, {})
     before = copy_state(probe)
@@ -87,3 +74,74 @@ def test_a_probed_encoder_stays_and_fine_tuning_starts_from_it_and_resumes(
     start(run, FINETUNE, folder, opts, "--resume").train()
     assert losses(run) == expected
     torch.testing.assert_close(state(run)["model"], whole, rtol=0, atol=0)
+
+
+Folders = tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Four classes, of which the second folder has three, one image of it broken."""
+    root = tmp_path_factory.mktemp("classes")
+    train_folder = make_classes(root / "train", {"ape": 3, "bee": 4, "cat": 3, "dog": 2})
+    val_folder = make_classes(root / "val", {"bee": 3, "cat": 2, "dog": 2}, first=200)
+    (root / "val" / "dog" / "x.jpg").write_text("no image")
+    return train_folder, val_folder
+
+
+def flags_of(folders: Folders) -> list[str]:
+    return ["--data", folders[0], "--val", folders[1]]
+
+
+def labels_of(entries: list[dict[str, Any]]) -> set[tuple[str, int]]:
+    return {(Path(entry["file_name"]).parts[-2], entry["label"]) for entry in entries}
+
+
+def test_classes_come_from_the_training_folder_and_labels_from_their_names(
+    folders: Folders,
+) -> None:
+    cfg, _ = configure({}, *flags_of(folders))
+    assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog"]
+    assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
+    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == ((LABELLED_TRAIN,), (LABELLED_VAL,))
+    assert build_train_stream(cfg).num_images == 12
+    entries = [entry for batch in Trainer.build_test_loader(cfg, LABELLED_VAL) for entry in batch]
+    assert labels_of(entries) == {("bee", 1), ("cat", 2), ("dog", 3)}
+    assert len(entries) == 7
+
+
+def test_several_sets_of_unlike_classes_are_one(folders: Folders, tmp_path: Path) -> None:
+    more = make_classes(tmp_path / "more", {"cat": 1, "eel": 2}, first=400)
+    register_image_folders("more_classes", [more], labelled=True)
+    register_image_folders("some_classes", [folders[0]], labelled=True)
+    names = "('some_classes', 'more_classes')"
+    cfg, _ = configure({"DATASETS.TRAIN": names, "INPUT.PRETRAIN.MEMORY_GB": "0"})
+    assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog", "eel"]
+    stream = iter(build_train_stream(cfg))
+    seen = labels_of([entry for _ in range(4) for entry in next(stream)])
+    assert seen <= {(name, i) for i, name in enumerate(cfg.MODEL.CLASS_NAMES)}
+    assert len(seen) > 2
+
+
+def test_a_run_trains_evaluates_scores_neighbours_and_is_evaluated_alone(
+    folders: Folders, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    opts = {"TEST.EVAL_PERIOD": "2", "VIS.ENABLED": "True"}
+    trainer = train(whole, opts, *flags_of(folders), "--knn")
+    found = trainer._last_eval_results["classification"]
+    assert 0 <= found["top1"] <= found["top5"] == 100  # there are but four classes
+    written = json.loads((whole / "inference" / LABELLED_VAL / "classification.json").read_text())
+    assert written["num_images"] == 7
+    assert (whole / "model_best.safetensors").is_file()
+    assert "x.jpg" in (whole / "log.txt").read_text()
+    assert list((whole / "visualizations").glob("knn_*.json"))
+    weights = str(whole / "model_final.safetensors")
+    assert class_names_of(weights) == ("ape", "bee", "cat", "dog")
+
+    # The weights know more classes than the folder has.
+    cfg, _ = configure({"MODEL.WEIGHTS": weights}, "--eval-only", "--val", folders[1])
+    assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
+    assert evaluate(cfg) == {"classification": pytest.approx(found)}
+    cfg, _ = configure({"OUTPUT_DIR": str(whole)}, "--eval-only", "--resume", "--val", folders[1])
+    assert evaluate(cfg, resume=True) == {"classification": pytest.approx(found)}

@@ -2,8 +2,10 @@
 """Flags that name data: sets that they make, what is refused, and what an older run left."""
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from detectron2.config import CfgNode
@@ -13,10 +15,9 @@ from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import RunFlags, build_config, setup
-from qbheat_det.engine.data_sources import CUSTOM_SETS, find_sources
+from qbheat_det.engine.data_sources import find_sources
 
 from .classifier_cases import make_classes
-from .conftest import forget_runs
 from .tiny_pretraining import RECIPE, make_folder
 from .tiny_training import CONFIG, parse_run
 
@@ -26,7 +27,7 @@ OTHERS = "TEST.KNN.TRAIN ('custom_knn_train',) TEST.KNN.VAL ('custom_knn_val',)"
 
 
 @pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Works in a folder with small sets of images; sets of classes are in capitals."""
     monkeypatch.chdir(tmp_path)
     make_folder(Path("one"), 2)
@@ -39,8 +40,6 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     content = {"images": [{"id": 1, "file_name": "1.jpg"}]}
     Path("images.json").write_text(json.dumps(content))
     Path("notes.txt").touch()
-    yield
-    forget_runs(*CUSTOM_SETS)
 
 
 def configure(words: str, config: str = CONFIG) -> CfgNode:
@@ -141,8 +140,9 @@ def test_bad_flags_are_named(words: str, named: str, config: str) -> None:
 def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path: Path) -> None:
     make_classes(Path("MANY"), {"ape": 10, "bee": 5})
     words = f"--data MANY --output {tmp_path}/run SEED"
+    args = parse_run(CLASSIFY, {}, *words.split()[:-1])
     cfg = configure(f"{words} 1", CLASSIFY)
-    setup(cfg, parse_run(CLASSIFY, {}, *words.split()[:-1]))
+    setup(cfg, args)
     split = json.loads(Path("run/split.json").read_text())
     assert [len(split[part]) for part in ("train", "val")] == [12, 3]
 
@@ -159,3 +159,56 @@ def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path: Path)
     assert held_out(configure(f"{words} 2", CLASSIFY)) != first
     assert held_out(configure(f"--resume {words} 2", CLASSIFY)) == first
     assert configure(f"{words} 1 DATASETS.VAL_FRACTION 0", CLASSIFY).DATASETS.TEST == ()
+
+
+Spoil = Callable[[Path], object]
+
+
+def edit(change: Callable[[dict[str, Any]], object]) -> Spoil:
+    """Changes the annotations of a folder."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "annotations.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return spoil
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:500])
+
+
+RLE = {"size": [64, 64], "counts": [0, 64, 64 * 63]}
+RETINANET, MASK_RCNN = "retinanet_285M_toy.yaml", "mask_rcnn_285M_toy.yaml"
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(
+    ("spoil", "named", "config"),
+    [
+        (lambda f: (f / "images" / "000002.jpg").unlink(), "json: image id 2", RETINANET),
+        (lambda f: truncate(f / "images" / "000002.jpg"), r"2.jpg' \(image id 2\)", RETINANET),
+        (edit(lambda c: c["annotations"][1].update(category_id=3)), "annotation id 2", RETINANET),
+        (edit(lambda c: c["images"][1].update(width=65)), "annotated with 65 x 64", RETINANET),
+        (lambda f: truncate(f / "annotations.json"), r"annotations\.json", RETINANET),
+        (edit(lambda c: c["annotations"][1].pop("segmentation")), r"id 1.*MASK_ON", MASK_RCNN),
+        (edit(lambda c: c["annotations"][1].update(segmentation=RLE)), "MASK_FORMAT", MASK_RCNN),
+    ],
+)
+def test_bad_data_are_named_before_anything_is_written(
+    tmp_path: Path, tiny_data: Path, spoil: Spoil, named: str, config: str, split: str
+) -> None:
+    flags = []
+    for name in ("train", "val"):
+        folder = Path(shutil.copytree(tiny_data, tmp_path / name))
+        if name == split:
+            spoil(folder)
+        flags += ["--data" if name == "train" else "--val", str(folder / "annotations.json")]
+    output = tmp_path / "output"
+    recipe = get_config_path(f"quick_schedules/{config}")
+    with pytest.raises(UserError, match=named) as error:
+        build_config(parse_run(recipe, {"OUTPUT_DIR": str(output)}, *flags))
+    assert f"/{split}/" in str(error.value)
+    assert not output.exists()

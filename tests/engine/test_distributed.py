@@ -2,7 +2,10 @@
 """Several processes do what one does with all images: gradients, evaluation, and failing."""
 
 import argparse
+import itertools
 import json
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
+from torch import Tensor, nn
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer
+from qbheat_det.engine.hooks import average_over_processes
+from qbheat_det.engine.launch import distribute
+from qbheat_det.engine.step import StepTrainer
 
-from .cached_cases import train_from_cache
 from .classifier_cases import make_classes
-from .conftest import forget_runs
-from .evaluation_cases import SETS, configure, evaluate_all, evaluate_weights
 from .gradient_cases import (
     CLASSIFIER,
     FAST_WITHOUT_NOISE,
@@ -33,7 +39,8 @@ from .gradient_cases import (
     run_wasserstein,
 )
 from .processes import make_args, run_in_processes
-from .state_cases import EQUAL, fail_and_average
+from .test_cached_features import train_from_cache
+from .test_evaluation import configure, evaluate_all, evaluate_weights
 
 UNEVEN = ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))
 KINDS: dict[str, dict[str, Any]] = {
@@ -103,7 +110,6 @@ def args(
     images = make_classes(folder / "images", dict.fromkeys("abc", 3))
     (folder / "images" / "c" / "broken.jpg").write_text("no image")
     cfg, _ = configure({}, "--images", images)
-    forget_runs(*SETS)
     torch.manual_seed(0)
     info = WeightsInfo.from_config(cfg, iteration=0, commit="")
     weights = str(folder / "weights.safetensors")
@@ -257,6 +263,48 @@ def test_two_processes_share_one_encoder_one_cache_and_one_head(
     assert first["encoded"] + second["encoded"] == 12 * 4 + 12
     caches = [folder for folder in (Path(args.folder) / "cache").iterdir() if folder.is_dir()]
     assert sorted(len(list(folder.glob("*.safetensors"))) for folder in caches) == [1, 2]
+
+
+EQUAL = torch.arange(1, 1000) / 7  # sums of three of which do not divide back
+
+
+class OneLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {"loss": self.weight.sum() * batch[0]["value"]}
+
+
+def fail_and_average(args: argparse.Namespace) -> dict[str, Any]:
+    """The job of one process: a loss that is not a number on the last, then two averages."""
+    rank = comm.get_rank()
+
+    def write_slowly(*_: Any) -> None:
+        time.sleep(0.5)
+        Path(args.file).write_text(str(rank))
+        raise UserError(f"written by {rank}")
+
+    model = OneLoss()
+    trainer = StepTrainer(
+        distribute(model),
+        itertools.repeat([{"value": math.nan if rank == 2 else 1.0}]),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batch_size=3,
+        on_failure=write_slowly,
+    )
+    said = ""
+    with EventStorage():
+        try:
+            trainer.run_step()
+        except UserError as error:
+            said = str(error)
+    frozen, moving = EQUAL.clone(), torch.tensor([3.0 * rank, 1.0])
+    for _ in range(3):
+        average_over_processes(frozen)
+    average_over_processes(moving)
+    return {"said": said, "frozen": frozen, "moving": moving, "weight": model.weight.detach()}
 
 
 def test_processes_wait_for_a_failing_one_and_average_their_statistics(tmp_path: Path) -> None:

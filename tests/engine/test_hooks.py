@@ -1,19 +1,23 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Hooks of a run that is only pretended: evaluation, the best weights, checkpoints, images."""
 
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
+from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError
 from qbheat_det.engine.hooks import SKIPPED_FILE, EvalHook, PeriodicCheckpointer, SkippedImages
+from qbheat_det.engine.token_monitor import TokenMonitor, mean_cosines
 
 
 class PretendedRun:
@@ -71,6 +75,12 @@ def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path: Path) -
     assert [value for value, _ in run.storage.history("bbox/AP").values()] == [7, 5, 7]
     assert "bbox/AP-ring" not in run.storage.histories()  # nan is no JSON
 
+    results = [{"task": {"loss_all": value}} for value in (3.0, 1.0, 2.0, 5.0)]
+    for metric, exported in (("task/loss_all", {"model_best": 1}), ("segm/AP", {})):
+        run = PretendedRun(tmp_path, results=results)
+        run.take_steps(EvalHook(period=1, best_metric=metric))
+        assert run.exported == exported
+
 
 def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_path: Path) -> None:
     run = PretendedRun(tmp_path, results=aps(9.0, 1.0, 8.0, 3.0))
@@ -83,16 +93,6 @@ def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_pat
     other = EvalHook(period=1, best_metric="segm/AP")
     other.load_state_dict(first.state_dict())
     assert other.best == {}
-
-
-def test_of_losses_the_lowest_is_the_best_and_an_unknown_metric_exports_nothing(
-    tmp_path: Path,
-) -> None:
-    results = [{"task": {"loss_all": value}} for value in (3.0, 1.0, 2.0, 5.0)]
-    for metric, exported in (("task/loss_all", {"model_best": 1}), ("segm/AP", {})):
-        run = PretendedRun(tmp_path, results=results)
-        run.take_steps(EvalHook(period=1, best_metric=metric))
-        assert run.exported == exported
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_training(tmp_path: Path) -> None:
@@ -178,3 +178,58 @@ def test_what_other_processes_met_is_known_to_all_and_to_a_resumed_run(
     assert sorted(hook.errors) == ["image 'a'", "image 'b'"]
     again.load_state_dict(hook.state_dict())
     assert again.errors == hook.errors
+
+
+def test_cosines_are_the_means_over_all_pairs() -> None:
+    tokens = torch.randn(4, 3, 5) + 0.5
+    (images, count, _), cosine = tokens.shape, nn.CosineSimilarity(dim=0)
+    over_images = [
+        cosine(tokens[i, m], tokens[j, m])
+        for m in range(count)
+        for i in range(images)
+        for j in range(i)
+    ]
+    over_tokens = [
+        cosine(tokens[i, m], tokens[i, n])
+        for i in range(images)
+        for m in range(count)
+        for n in range(m)
+    ]
+    expected = torch.stack([torch.stack(over_images).mean(), torch.stack(over_tokens).mean()])
+    torch.testing.assert_close(mean_cosines(tokens), expected)
+    right_angles = torch.tensor([[[2.0, 0.0], [0.0, 3.0]], [[1.0, 0.0], [1.0, 0.0]]])
+    assert mean_cosines(right_angles).tolist() == pytest.approx([0.5, 0.5])
+    assert mean_cosines(tokens[:1]).isnan().tolist() == [True, False]
+
+
+class Block(nn.Module):
+    """Gives a map and the tokens that it is told to."""
+
+    def forward(self, tokens: Tensor) -> tuple[None, Tensor]:
+        return None, tokens
+
+
+def test_a_collapse_that_lasts_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    same, other = torch.ones(3, 2, 4), torch.eye(4)[:3, None].expand(3, 2, 4)
+    alive, dead = Block(), Block()
+    monitor = TokenMonitor({"alive": alive, "dead": dead}, period=2, warmup=10)
+    run: Any = SimpleNamespace(iter=0, max_iter=60, storage=EventStorage(0))
+    monitor.trainer = run
+    warned: list[int] = []
+    for run.iter in range(60):
+        run.storage.iter = run.iter
+        monitor.before_step()
+        dead(same if run.iter != 15 else other)  # not collapsed for a moment, at a reading
+        dead(other)  # a second micro-batch
+        alive(other)
+        monitor.after_step()
+        with caplog.at_level(logging.WARNING):
+            warned += [run.iter] * (len(caplog.messages) > len(warned))
+    # Readings after the warm-up: 11, 13; then 17 and four more.
+    assert warned == [25]
+    assert "1 of 2 blocks" in caplog.text
+    assert "'dead'" in caplog.text
+    assert run.storage.history("cosine_over_images/dead").values()[0] == (1.0, 1)
+    assert run.storage.history("cosine_over_images/alive").latest() == pytest.approx(0, abs=1e-6)
+    assert len(run.storage.history("cosine_over_tokens/alive").values()) == 30
+    assert not dead._forward_hooks

@@ -5,58 +5,50 @@ A new file is tested by being there.
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from detectron2.modeling import build_model
 
-from qbheat_det.checkpoint import read_weights
+from qbheat_det.checkpoint import SafeCheckpointer, info_of, read_weights
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.data_sources import CUSTOM_IMAGES, LABELLED_TRAIN
-from tests.data.pictures import draw, save
+from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
-from .conftest import forget_runs
+from .classifier_cases import make_classes
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
-from .tiny_training import losses, parse_run, start_run, state
+from .tiny_training import TINY_ENCODER, losses, parse_run, read_opts, start_run, state
 
 FOLDER = Path(get_config_path("objectives/Base-Objective.yaml")).parent
 OBJECTIVES = sorted(path for path in FOLDER.glob("*.yaml") if not path.name.startswith("Base-"))
 OPTS = {
     **PRETRAINING_OPTS,
-    "MODEL.MOCO.HIDDEN_DIM": "16",
-    "MODEL.MOCO.DIM": "8",
-    "MODEL.MOCO.QUEUE_SIZE": "12",
-    "MODEL.MOCO.NORM_GROUPS": "2",
-    "MODEL.WASSERSTEIN.HIDDEN_DIM": "16",
-    "MODEL.WASSERSTEIN.DIM": "8",
-    "MODEL.WASSERSTEIN.CRITIC_DIM": "8",
-    "SOLVER.IMS_PER_BATCH": "4",
-    "SOLVER.ACCUMULATE": "1",
-    "SOLVER.MAX_ITER": "2",
-    "SOLVER.CHECKPOINT_PERIOD": "1",
+    **read_opts("""
+MODEL.MOCO.HIDDEN_DIM 16 MODEL.MOCO.DIM 8 MODEL.MOCO.QUEUE_SIZE 12 MODEL.MOCO.NORM_GROUPS 2
+MODEL.WASSERSTEIN.HIDDEN_DIM 16 MODEL.WASSERSTEIN.DIM 8 MODEL.WASSERSTEIN.CRITIC_DIM 8
+SOLVER.IMS_PER_BATCH 4 SOLVER.ACCUMULATE 1 SOLVER.MAX_ITER 2 SOLVER.CHECKPOINT_PERIOD 1
+"""),
 }
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def images(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of two class folders of three images each."""
-    folder = tmp_path_factory.mktemp("images")
-    for index in range(6):
-        path = folder / ("round", "square")[index % 2]
-        path.mkdir(exist_ok=True)
-        save(path / f"{index}.png", draw(72, 80, seed=index))
-    yield folder
-    forget_runs(CUSTOM_IMAGES, LABELLED_TRAIN)
+    return make_classes(tmp_path_factory.mktemp("images"), {"round": 3, "square": 3})
 
 
-def train(recipe: Path, images: Path, output_dir: Path, *flags: str) -> Trainer:
+def train(recipe: Path, images: str, output_dir: Path, *flags: str) -> Trainer:
     """Trains with the flag that names images for the objective."""
-    forget_runs(CUSTOM_IMAGES, LABELLED_TRAIN)
     labels = load_config(recipe).INPUT.DATASET_MAPPER_NAME == "classify"
-    flags = (*flags, "--data" if labels else "--images", str(images))
-    trainer = start_run(parse_run(str(recipe), {**OPTS, "OUTPUT_DIR": str(output_dir)}, *flags))
+    flags = (*flags, "--data" if labels else "--images", images)
+    # One whose weights in files are averages.
+    opts = {
+        **OPTS,
+        "OUTPUT_DIR": str(output_dir),
+        "SOLVER.EMA.ENABLED": str(recipe.stem == "qb_heat"),
+    }
+    trainer = start_run(parse_run(str(recipe), opts, *flags))
     trainer.train()
     return trainer
 
@@ -73,9 +65,29 @@ def test_objectives_differ_in_nothing_but_the_objective() -> None:
     assert all(other == first for other in others)
 
 
+def check_that_detectors_start_from(run: Path, trainer: Trainer) -> None:
+    """Each loads the encoder from either file, and nothing that only pre-training needs."""
+    averaged = dict(trainer.evaluated_model.backbone.state_dict())
+    words = [*(word for pair in TINY_ENCODER.items() for word in pair), "MODEL.DEVICE", "cpu"]
+    for name in ("mf_detr_211_285M_toy", "retinanet_285M_toy", "mask_rcnn_285M_toy"):
+        path = get_config_path(f"quick_schedules/{name}.yaml")
+        model = build_model(load_config(path, words))
+        for file in (run / "model_final.pth", run / "model_final.safetensors"):
+            checkpointer = SafeCheckpointer(model)
+            checkpointer.load(str(file))
+            assert checkpointer.report.groups["backbone"].is_full
+            skipped = trainer.bare_model.pretrain_only_modules
+            assert (
+                info_of(str(file)).pretrain_only_modules == checkpointer.report.skipped == skipped
+            )
+            encoder = get_encoder(get_backbone(model)).state_dict()
+            expected = {key: averaged[key] for key in encoder}  # a pyramid reads no expanded map
+            torch.testing.assert_close(dict(encoder), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("recipe", OBJECTIVES, ids=lambda path: path.stem)
 def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(
-    recipe: Path, images: Path, tmp_path: Path
+    recipe: Path, images: str, tmp_path: Path
 ) -> None:
     trainer = train(recipe, images, tmp_path)
     expected, whole = losses(tmp_path), state(tmp_path)["model"]
@@ -91,10 +103,11 @@ def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(
 
     # The exported weights name what only pre-training needs.
     tensors, info = read_weights(str(tmp_path / "model_final.safetensors"))
-    assert info is not None
     assert set(info.pretrain_only_modules) == set(trainer.bare_model.pretrain_only_modules)
     assert {name.partition(".")[0] for name in tensors} <= {"backbone", *info.pretrain_only_modules}
     assert set(names) <= set(tensors)
+    if recipe.stem == "qb_heat":
+        check_that_detectors_start_from(tmp_path, trainer)
 
     (tmp_path / "model_final.pth").unlink()
     (tmp_path / "last_checkpoint").write_text("model_0000000.pth")

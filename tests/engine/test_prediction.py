@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Prediction: weights that fit or are refused, pixels in the right order, results as COCO's."""
 
+import dataclasses
 from pathlib import Path
 
 import cv2
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
+from detectron2.modeling import build_model
 from PIL import Image
 
+from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
+from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.predict import (
     Predictions,
@@ -19,11 +23,7 @@ from qbheat_det.engine.predict import (
     name_outputs,
     predict_images,
 )
-from tests.engine.tiny_detectors import (
-    make_probe_config,
-    make_retinanet_config,
-    save_run,
-)
+from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 
 RED = (255, 0, 0)
 
@@ -127,17 +127,17 @@ def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_
     (folder / "text.png").write_text("not a picture")
     _save_image(folder / "thread.png", size=(3000, 1))
     found = _run(*probe, [folder], tmp_path / "out")
-    assert [Path(path).name for path, _ in found.skipped] == [
-        "cut.jpg",
-        "text.png",
-        "thread.png",
-    ]
+    assert [Path(path).name for path, _ in found.skipped] == ["cut.jpg", "text.png", "thread.png"]
     assert all(reason for _, reason in found.skipped)
     assert [box["file_name"] for box in found.results] == ["whole.jpg"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole.jpg"]
 
 
-def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
+def test_folders_are_searched_empty_ones_named_and_no_two_outputs_meet(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "nowhere.jpg"), str(tmp_path)):
+        with pytest.raises(UserError, match=name):
+            find_inputs([name])
+
     for name in ["in/a.png", "in/a.bmp", "in/A.PNG", "in/deep/a.png", "in/out/old.png", "b/a.png"]:
         _save_image(tmp_path / name)
     (tmp_path / "in" / "notes.txt").write_text("")
@@ -148,21 +148,78 @@ def test_folders_are_searched_and_no_two_outputs_meet(tmp_path: Path) -> None:
     assert names == ["A.png", "a-2.png", "a-3.png", "deep/a.png", "a-4.png"]
 
 
-def test_inputs_that_hold_nothing_are_named(tmp_path: Path) -> None:
-    for name in (str(tmp_path / "nowhere.jpg"), str(tmp_path)):
-        with pytest.raises(UserError, match=name):
-            find_inputs([name])
+def _save_alone(path: Path, cfg: CfgNode, config: str | None = None) -> str:
+    """Writes weights that hold all that prediction needs; ``config`` replaces what they say."""
+    info = WeightsInfo.from_config(cfg, iteration=1, commit="")
+    info = dataclasses.replace(info, config=info.config if config is None else config)
+    save_weights(str(path), build_model(cfg).state_dict(), info)
+    return str(path)
 
 
-def test_the_model_holds_the_tensors_of_the_file(tmp_path: Path) -> None:
-    cfg = make_retinanet_config()
-    cfg.MODEL.WEIGHTS = save_run(cfg, tmp_path / "run", seed=7)
-    expected = torch.load(cfg.MODEL.WEIGHTS, weights_only=True)["model"]
-    torch.testing.assert_close(build_predictor(cfg).model.state_dict(), expected, rtol=0, atol=0)
+def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(
+    tmp_path: Path,
+) -> None:
+    trained = make_probe_config()
+    trained.OUTPUT_DIR = "a folder of whoever trained them"
+    weights = _save_alone(tmp_path / "w.safetensors", trained)
+    (tmp_path / "config.yaml").write_text("of other weights: true")
+    cfg = load_run_config(weights, device="cpu", opts=["INPUT.MIN_SIZE_TEST", "48"])
+    assert cfg.MODEL.CLASS_NAMES == ["square", "disc"]
+    assert cfg.INPUT.MIN_SIZE_TEST == 48
+    assert cfg.OUTPUT_DIR == get_cfg().OUTPUT_DIR
+    red = np.full((100, 200, 3), (0, 0, 255), np.uint8)  # BGR, where the model wants RGB
+    found = build_predictor(cfg)(red)["instances"]
+    assert found.scores.item() == pytest.approx(1)
+    assert get_category_id(cfg, int(found.pred_classes)) == 9
 
-
-def test_classes_without_known_ids_count_from_one() -> None:
     cfg = make_probe_config()
     assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
     cfg.MODEL.CATEGORY_IDS = []
     assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("MODEL: {DEVICE: [", ""),
+        ("MODEL: {CLASS_NAME: [a]}", "MODEL.CLASS_NAMES"),
+        ("a: !!python/object/apply:os.system [touch ran]", ""),
+        ("_BASE_: /etc/hostname", ""),
+        ("[" * 1000, ""),
+        ("MODEL: {LOAD_PROPOSALS: true}", "MODEL.LOAD_PROPOSALS"),
+        ("DATASETS: {PROPOSAL_FILES_TEST: ['http://a/p.pkl']}", "DATASETS.PROPOSAL_FILES_TEST"),
+    ],
+)
+def test_a_strangers_config_inside_weights_is_read_with_care(
+    tmp_path: Path, config: str, named: str
+) -> None:
+    weights = _save_alone(tmp_path / "w.safetensors", make_probe_config(), config)
+    with pytest.raises(UserError, match=named) as caught:
+        load_run_config(weights)
+    assert weights in str(caught.value)
+
+
+def test_a_config_beside_weights_makes_nothing_unpickled_unless_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    torch.save({"model": {}}, tmp_path / "w.pth")
+    (tmp_path / "config.yaml").write_text("DATASETS: {PROPOSAL_FILES_TRAIN: [p.pkl]}")
+    weights = f"{tmp_path}/w.pth"
+    with pytest.raises(UserError, match=r"config\.yaml.*PROPOSAL_FILES"):
+        load_run_config(weights)
+    own = load_run_config(weights, f"{tmp_path}/config.yaml")
+    assert own.DATASETS.PROPOSAL_FILES_TRAIN == ("p.pkl",)
+    cfg = load_run_config(weights, opts=["DATASETS.PROPOSAL_FILES_TRAIN", "()"])
+    assert cfg.DATASETS.PROPOSAL_FILES_TRAIN == ()
+
+
+def test_weights_of_other_classes_than_the_configs_do_not_predict(tmp_path: Path) -> None:
+    weights = _save_alone(tmp_path / "w.safetensors", make_retinanet_config())
+    cfg = load_run_config(weights, device="cpu")
+    build_predictor(cfg)
+    named = make_retinanet_config()
+    named.MODEL.CLASS_NAMES = ["a", "b", "c"]
+    cfg.MODEL.WEIGHTS = _save_alone(tmp_path / "named.safetensors", named)
+    cfg.MODEL.CLASS_NAMES = ["a", "c", "b"]
+    with pytest.raises(UserError, match=r"\['a', 'b', 'c'\]"):
+        build_predictor(cfg)

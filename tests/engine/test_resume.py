@@ -13,19 +13,25 @@ from typing import Any
 
 import pytest
 import torch
+from detectron2.modeling import build_model
 from torch.utils._pytree import tree_leaves_with_path
 
-from qbheat_det.checkpoint import ExactCheckpointer, read_weights
-from qbheat_det.config import get_cfg
+from qbheat_det.checkpoint import ExactCheckpointer, WeightsInfo, read_weights, save_weights
+from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, Trainer, build_config
-from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
+from qbheat_det.engine.resume import (
+    check_same_config,
+    check_same_images,
+    check_start,
+    warn_of_weights,
+)
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.modeling.contracts import train_only_modules
 
 from . import tiny_training
-from .conftest import TrainAfresh, forget_runs
-from .tiny_training import MF_DETR, losses, state
+from .conftest import TrainAfresh
+from .tiny_training import MF_DETR, TINY_ENCODER, losses, read_opts, state
 
 GROUPS = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
 AUXILIARY = {"MODEL.MF_DETR.DENOISING.GROUPS": "2", GROUPS: "2"}
@@ -34,13 +40,10 @@ CASES = {
     "mf_detr_with_everything": {
         **MF_DETR,
         **AUXILIARY,
-        "SOLVER.EMA.ENABLED": "True",
-        "SOLVER.EMA.DECAY": "0.9",
-        "SOLVER.ACCUMULATE": "2",
-        "SOLVER.AMP.ENABLED": "True",
-        "SOLVER.AMP.PRECISION": "bfloat16",
-        "DATALOADER.NUM_WORKERS": "1",
-        "TEST.EVAL_PERIOD": "3",
+        **read_opts("""
+SOLVER.EMA.ENABLED True SOLVER.EMA.DECAY 0.9 SOLVER.ACCUMULATE 2 SOLVER.AMP.ENABLED True
+SOLVER.AMP.PRECISION bfloat16 DATALOADER.NUM_WORKERS 1 TEST.EVAL_PERIOD 3
+"""),
     },
 }
 
@@ -82,10 +85,8 @@ def run_whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
     @functools.cache
     def run(case: str) -> Path:
-        forget_runs()
         folder = tmp_path_factory.mktemp("whole")
         tiny_training.train(folder, tiny_data, CASES[case])
-        forget_runs()
         return folder
 
     return run
@@ -128,7 +129,6 @@ def test_auxiliary_queries_are_resumed_but_not_exported_and_weights_fit_without_
         (AUXILIARY, "model_final.pth", kept),
         ({**AUXILIARY, GROUPS: "4"}, "model_final.safetensors", exported),
     ):
-        forget_runs()
         cfg = build_config(tiny_training.parse(tmp_path, tiny_data, {**MF_DETR, **opts}))
         model = Trainer.build_model(cfg)
         ExactCheckpointer(model, class_names=cfg.MODEL.CLASS_NAMES).load(str(folder / file))
@@ -139,7 +139,6 @@ def test_auxiliary_queries_are_resumed_but_not_exported_and_weights_fit_without_
         fit = {name: value for name, value in expected.items() if name in found}
         assert fit.keys() >= exported.keys()
         torch.testing.assert_close({n: found[n] for n in fit}, dict(fit), rtol=0, atol=0)
-    forget_runs()
 
 
 def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(
@@ -289,3 +288,22 @@ def test_a_run_killed_at_twenty_moments_ends_with_the_bits_of_a_whole_one(
     assert not list(killed.glob(".*.incomplete"))
     assert losses(killed) == losses(whole)
     assert_same_bits(comparable(state(killed)), comparable(state(whole)))
+
+
+def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = get_config_path("quick_schedules/retinanet_285M_toy.yaml")
+    words = [word for pair in TINY_ENCODER.items() for word in pair]
+    cfg = load_config(path, [*words, "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.FREEZE_AT", "5"])
+    model, file = build_model(cfg), str(tmp_path / "weights.safetensors")
+    warn_of_weights(model, cfg)
+    assert "frozen with random weights" in caplog.text
+    caplog.clear()
+    save_weights(file, model.state_dict(), WeightsInfo.from_config(cfg, iteration=1, commit=""))
+    cfg.MODEL.WEIGHTS = file
+    warn_of_weights(model, cfg)
+    assert not caplog.messages
+    cfg.MODEL.PIXEL_STD = [128.0, 128.0, 128.0]
+    warn_of_weights(model, cfg)
+    assert "MODEL.PIXEL_STD" in caplog.text

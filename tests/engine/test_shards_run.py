@@ -20,7 +20,7 @@ from .tiny_training import state
 KEYS = {
     "DATALOADER.SHUFFLE_SHARDS": "2",
     "DATALOADER.RETRY_SECONDS": "1.0",
-    "SOLVER.CHECKPOINT_PERIOD": "0",
+    "SOLVER.CHECKPOINT_PERIOD": "100",
 }
 
 

@@ -4,7 +4,6 @@
 import argparse
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,16 @@ from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import FixedViews, build_mapper
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_sources import CUSTOM_IMAGES, CUSTOM_VAL_IMAGES
+from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain.distillation import feature_loss
-from tests.data.pictures import draw, save
 
-from .conftest import forget_runs
-from .tiny_pretraining import OPTS
+from .tiny_pretraining import OPTS, make_folder
 from .tiny_training import parse_run, start_run, state
 
 RECIPE = "configs/custom/distill_285M_cpu.yaml"
 TEACHER = "mobilenetv3_small_050"
-SETS = (CUSTOM_IMAGES, CUSTOM_VAL_IMAGES)
 FINER = {
     "MODEL__TEACHER__FINER": "[['s8', 's16']]",
     "MODEL__MOBILE_FORMER__OUT_FEATURES": "['s8', 's16_expanded']",
@@ -39,24 +35,20 @@ FINER = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images to train on, held-out ones, and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("teacher")
-    for index in range(8):
-        part = folder / ("images" if index < 5 else "val")
-        part.mkdir(exist_ok=True)
-        save(part / f"{index}.png", draw(72, 80, seed=index))
+    make_folder(folder / "images", 5)
+    make_folder(folder / "val", 3, first=5)
     (folder / "val" / "x.jpg").write_text("no image")
     torch.manual_seed(0)
     weights = timm.create_model(TEACHER).state_dict()
     save_weights(str(folder / "teacher.safetensors"), weights, WeightsInfo())
-    yield folder
-    forget_runs(*SETS)
+    return folder
 
 
 def configure(folder: Path, output_dir: Path, *flags: str, **changes: str) -> argparse.Namespace:
     """Returns the arguments of a run with held-out images; flags of "train_net.py" can follow."""
-    forget_runs(*SETS)
     opts = {
         **OPTS,
         "MODEL.TEACHER.NAME": TEACHER,
@@ -110,8 +102,6 @@ def check_targets(trainer: Trainer, folder: Path) -> None:
         allowed = []
         for number in range(2):
             large_view, small_view = large.view(record, number), small.view(record, number)
-            assert isinstance(large_view, dict)
-            assert isinstance(small_view, dict)
             pair = small_view["image"], encode(folder, large_view["image"])["s32"]
             allowed += [pair, tuple(x.flip(-1) for x in pair)]
         for _ in range(6):
@@ -133,8 +123,6 @@ def check_held_out_loss(trainer: Trainer, folder: Path, found: dict[str, float])
     means: dict[str, list[float]] = {}
     for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)[:3]):
         seen, entry = large(record), small(record)
-        assert isinstance(seen, dict)
-        assert isinstance(entry, dict)
         targets = encode(folder, seen["image"])
         for view, places in get_views(cfg).items():
             place = {"place": places[i % len(places)]} if places else {}
@@ -155,9 +143,7 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("visible", "changes"),
-    [("whole", {}), ("both", FINER)],
-    ids=["whole", "quarters-two-maps"],
+    ("visible", "changes"), [("whole", {}), ("both", FINER)], ids=["whole", "quarters-two-maps"]
 )
 def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
     visible: str, changes: dict[str, str], folder: Path, tmp_path: Path

@@ -26,7 +26,6 @@ from qbheat_det.engine.step import seed_step
 from qbheat_det.engine.visualize import VisualizationHook, build_visualization_hook, undisturbed
 from tests.data.pictures import draw, save
 
-from .conftest import forget_runs
 from .tiny_pretraining import make_folder, train
 from .tiny_training import losses, state
 
@@ -185,10 +184,9 @@ def test_fixed_images_are_spread_over_the_set_and_can_be_read(tmp_path: Path) ->
     images = load_fixed_images(cfg, 3)
     assert [int(entry["image"].float().mean().round()) for entry in images] == [0, 100, 160]
     assert len(load_fixed_images(cfg, 64)) == 11
-    forget_runs("grey")
 
 
-def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
+def test_a_run_with_figures_and_tokens_logged_has_the_losses_and_weights_of_one_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def draw_noise(model: Any, load_images: Any, cfg: Any) -> Figure:
@@ -198,15 +196,23 @@ def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
 
     monkeypatch.setattr(VisualizationHook, "_run_seconds", lambda _: 1e9)
     register_image_folders("seen", [make_folder(tmp_path / "data", 6)])
-    opts = {"DATASETS.TRAIN": "('seen',)", "SOLVER.MAX_ITER": "2"}
+    opts = {"DATASETS.TRAIN": "('seen',)", "SOLVER.MAX_ITER": "2", "SOLVER.LOG_TOKENS": "False"}
     train(tmp_path / "without", opts)
     monkeypatch.setattr(visualize, "TRAINING_FIGURES", {"noise": draw_noise})
-    forget_runs()
     shown = {"VIS.ENABLED": "True", "VIS.PERIOD": "1", "VIS.NUM_IMAGES": "2"}
+    shown["SOLVER.LOG_TOKENS"] = "True"
     train(tmp_path / "with", {**opts, **shown})
-    forget_runs("seen")
     assert len(list((tmp_path / "with" / "visualizations").glob("noise_*.json"))) == 3
     assert not (tmp_path / "without" / "visualizations").exists()
+    logged = {}
+    for name in ("with", "without"):
+        lines = map(json.loads, (tmp_path / name / "metrics.json").read_text().splitlines())
+        logged[name] = [{k: v for k, v in x.items() if k.startswith("cosine_")} for x in lines]
+    assert not any(logged["without"])
+    for scalars in logged["with"]:
+        kinds = {name.partition("/")[0] for name in scalars}
+        assert kinds == {"cosine_over_images", "cosine_over_tokens"}
+        assert all(-1 <= value <= 1.000001 for value in scalars.values())
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     expected, found = state(tmp_path / "without"), state(tmp_path / "with")
     torch.testing.assert_close(found["model"], expected["model"], rtol=0, atol=0)

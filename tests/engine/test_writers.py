@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writers of runs that begin, resume, fail, or share a folder with another run."""
+"""What runs print and write: log, metrics, TensorBoard, wandb, run.json."""
 
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,18 @@ from detectron2.utils.events import EventStorage
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.writers import PeriodicWriter, WandbWriter, drop_metrics_from
+from qbheat_det.engine import console
+from qbheat_det.engine.writers import (
+    PeriodicWriter,
+    WandbWriter,
+    drop_metrics_from,
+    find_code_version,
+    read_run_record,
+    write_run_record,
+)
+
+from .conftest import TrainAfresh
+from .tiny_training import forget_runs
 
 
 @pytest.fixture
@@ -27,7 +39,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 def make_config(folder: Path, *, project: str = "") -> CfgNode:
     cfg = get_cfg()
-    cfg.OUTPUT_DIR = str(folder)
+    cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(folder), "cpu"
     cfg.SOLVER.LOG_PERIOD = cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.SOLVER.WANDB_PROJECT = project
     return cfg
@@ -132,3 +144,138 @@ def test_wandb_marks_a_failed_run_and_is_refused_if_missing(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"SOLVER\.WANDB_PROJECT"):
         run(cfg, start=0, end=2)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_every_start_adds_an_entry_without_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-mine")
+    cfg = make_config(tmp_path / "new")
+    write_run_record(cfg, command=["train_net.py", "SEED", "1"], seed=1)
+    checkpoint = "model_0000019.pth"
+    write_run_record(cfg, command=["--resume"], resumed_from=checkpoint, processes=2, seed=1)
+    text = (tmp_path / "new" / "run.json").read_text()
+    assert "a-secret-of-mine" not in text
+    first, second = json.loads(text)
+    assert first["command"] == ["train_net.py", "SEED", "1"]
+    assert first["resumed_from"] is None
+    assert second["resumed_from"] == checkpoint
+    assert (second["processes"], second["seed"], second["device"]) == (2, 1, "cpu")
+    assert first["started"].endswith("+00:00")
+    names = {"python", "torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy"}
+    assert set(first["versions"]) == names
+    assert first["versions"]["torch"].startswith("2.")
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '[{"sta'])
+def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"run\.json"):
+        write_run_record(make_config(tmp_path), command=[])
+    assert path.read_text() == content
+    assert read_run_record(tmp_path / "missing.json") == []
+
+
+def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "qbheat_det").mkdir(parents=True)
+    (checkout / "qbheat_det" / "__init__.py").write_text("")
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "first")):
+        git(checkout, *arguments)
+    find_code_version.cache_clear()
+    commit = git(checkout, "rev-parse", "HEAD")
+    (checkout / "output").mkdir()
+    (checkout / "output" / "log.txt").write_text("no code")
+    git(tmp_path, "init", "-q", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))  # as inside a git hook
+    assert find_code_version(checkout) == (commit, False)
+    find_code_version.cache_clear()
+    (checkout / "qbheat_det" / "new.py").write_text("")
+    assert find_code_version(checkout) == (commit, True)
+
+    # A wheel has no commit, and neither has a machine without git.
+    installed = checkout / "venv" / "site-packages"
+    (installed / "qbheat_det").mkdir(parents=True)
+    (installed / "qbheat_det" / "__init__.py").write_text("")
+    assert find_code_version(installed) == (None, None)
+    assert find_code_version(checkout / "no such folder") == (None, None)
+    find_code_version.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert find_code_version(checkout) == (None, None)
+
+
+def test_the_terminal_gets_a_summary_and_the_file_everything(
+    tmp_path: Path, train_afresh: TrainAfresh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_afresh(tmp_path, {"SOLVER.MAX_ITER": "4", "SOLVER.LOG_PERIOD": "2"})
+    printed, log = capsys.readouterr(), (tmp_path / "log.txt").read_text()
+    summary = printed.err.splitlines()
+    assert len(summary) <= 40
+    assert sum("M parameters" in line for line in summary) == 1
+    for details in ("BatchNorm2d(", "PIXEL_MEAN", "iter: 3"):
+        assert details in log
+        assert details not in printed.err
+    for line in summary:
+        assert line.removeprefix(line[:11]).removeprefix("warning: ") in log
+    lines = [json.loads(line) for line in printed.out.splitlines()]  # and nothing else
+    assert [line["iteration"] for line in lines if "total_loss" in line] == [1, 3]
+    assert lines[-1]["eta_seconds"] == 0
+
+
+def test_a_second_run_leaves_the_log_of_the_first_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        console.open_log(tmp_path / name)
+        logging.getLogger("qbheat_det.engine").info(f"this is the {name}")
+        logging.getLogger("detectron2.data").info("hidden")
+        logging.getLogger("fvcore.common").warning("shown")
+    console.open_log(tmp_path, rank=1)
+    logging.getLogger("qbheat_det").warning("of another process")
+    forget_runs()
+    logs = [(tmp_path / name / "log.txt").read_text() for name in ("first", "second")]
+    assert [("first" in log, "second" in log, "hidden" in log) for log in logs] == [
+        (True, False, True),
+        (False, True, True),
+    ]
+    assert "of another process" in (tmp_path / "log.txt.rank1").read_text()
+    printed = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert printed == [
+        "this is the first",
+        "warning: shown",
+        "this is the second",
+        "warning: shown",
+    ]
+
+
+def test_json_lines_are_valid_and_outlive_their_reader(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printer = console.JSONPrinter(window_size=2)
+    with EventStorage() as storage:
+        storage.put_scalars(loss=1 / 3, ap=float("nan"))
+        printer.write()
+        printer.write()  # nothing is new
+        line = capsys.readouterr().out
+        assert json.loads(line) == {"iteration": 0, "loss": 0.333333, "ap": None}
+
+        class Closed:
+            def write(self, text: str) -> None:
+                raise BrokenPipeError
+
+        monkeypatch.setattr(sys, "stdout", Closed())
+        storage.step()
+        storage.put_scalar("loss", 1.0)
+        printer.write()

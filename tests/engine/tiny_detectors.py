@@ -10,7 +10,7 @@ from detectron2.modeling import META_ARCH_REGISTRY, build_model
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
-from qbheat_det.config import get_cfg
+from qbheat_det.config import load_config
 
 
 @META_ARCH_REGISTRY.register()
@@ -33,37 +33,23 @@ class ChannelProbe(nn.Module):
 
 
 def make_probe_config() -> CfgNode:
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE = "ChannelProbe"
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.MODEL.CLASS_NAMES = ["square", "disc"]
-    cfg.MODEL.CATEGORY_IDS = [4, 9]
-    cfg.INPUT.FORMAT = "RGB"
-    cfg.INPUT.MIN_SIZE_TEST = 32
-    cfg.INPUT.MAX_SIZE_TEST = 64
-    return cfg
+    words = """
+MODEL.META_ARCHITECTURE ChannelProbe MODEL.DEVICE cpu MODEL.CLASS_NAMES ["square","disc"]
+MODEL.CATEGORY_IDS [4,9] INPUT.FORMAT RGB INPUT.MIN_SIZE_TEST 32 INPUT.MAX_SIZE_TEST 64"""
+    return load_config(None, words.split())
 
 
 def make_retinanet_config() -> CfgNode:
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.MODEL.BACKBONE.NAME = "build_retinanet_resnet_fpn_backbone"
-    cfg.MODEL.RESNETS.OUT_FEATURES = ["res3", "res4", "res5"]
-    cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 16
-    cfg.MODEL.RESNETS.STEM_OUT_CHANNELS = 8
-    cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 4
-    cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4", "res5"]
-    cfg.MODEL.FPN.OUT_CHANNELS = 8
-    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[16], [32], [64], [128], [256]]
-    cfg.MODEL.RETINANET.NUM_CLASSES = 3
-    cfg.MODEL.RETINANET.NUM_CONVS = 1
-    cfg.MODEL.RETINANET.PRIOR_PROB = 0.5  # random weights give boxes at once
-    cfg.INPUT.FORMAT = "RGB"
-    cfg.INPUT.MIN_SIZE_TEST = 64
-    cfg.INPUT.MAX_SIZE_TEST = 96
-    cfg.TEST.DETECTIONS_PER_IMAGE = 20
-    return cfg
+    """Returns that of a RetinaNet whose random weights give boxes at once."""
+    words = """
+MODEL.META_ARCHITECTURE RetinaNet MODEL.DEVICE cpu INPUT.FORMAT RGB INPUT.MIN_SIZE_TEST 64
+INPUT.MAX_SIZE_TEST 96 MODEL.BACKBONE.NAME build_retinanet_resnet_fpn_backbone
+MODEL.RESNETS.OUT_FEATURES ["res3","res4","res5"] MODEL.RESNETS.RES2_OUT_CHANNELS 16
+MODEL.RESNETS.STEM_OUT_CHANNELS 8 MODEL.RESNETS.WIDTH_PER_GROUP 4
+MODEL.FPN.IN_FEATURES ["res3","res4","res5"] MODEL.FPN.OUT_CHANNELS 8
+MODEL.ANCHOR_GENERATOR.SIZES [[16],[32],[64],[128],[256]] MODEL.RETINANET.NUM_CLASSES 3
+MODEL.RETINANET.NUM_CONVS 1 MODEL.RETINANET.PRIOR_PROB 0.5 TEST.DETECTIONS_PER_IMAGE 20"""
+    return load_config(None, words.split())
 
 
 def save_run(cfg: CfgNode, folder: Path, *, seed: int = 0) -> str:

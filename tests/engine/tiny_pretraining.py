@@ -8,26 +8,17 @@ from qbheat_det.config import get_config_path
 from qbheat_det.engine import Trainer
 from tests.data.pictures import draw, save
 
-from .tiny_training import TINY_ENCODER, parse_run, start_run
+from .tiny_training import TINY_ENCODER, parse_run, read_opts, start_run
 
 RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
 OPTS = {
     **TINY_ENCODER,
-    "MODEL.DEVICE": "cpu",
-    "MODEL.QB_HEAT.FEATURE_DIM": "16",
-    "MODEL.QB_HEAT.DECODER_DEPTH": "1",
-    "MODEL.QB_HEAT.DECODER_DIM": "16",
-    "INPUT.PRETRAIN.SIZE": "64",
-    "DATALOADER.NUM_WORKERS": "0",
-    "SOLVER.IMS_PER_BATCH": "5",
-    "SOLVER.ACCUMULATE": "2",
-    "SOLVER.MAX_ITER": "4",
-    "SOLVER.CHECKPOINT_PERIOD": "2",
-    "SOLVER.LOG_PERIOD": "1",
-    "SOLVER.BASE_LR": "0.1",  # for 256 images
-    "SOLVER.WARMUP_ITERS": "1",
-    "VIS.ENABLED": "False",
-    "SEED": "3",
+    **read_opts("""
+MODEL.DEVICE cpu MODEL.QB_HEAT.FEATURE_DIM 16 MODEL.QB_HEAT.DECODER_DEPTH 1
+MODEL.QB_HEAT.DECODER_DIM 16 INPUT.PRETRAIN.SIZE 64 DATALOADER.NUM_WORKERS 0 SOLVER.IMS_PER_BATCH 5
+SOLVER.ACCUMULATE 2 SOLVER.MAX_ITER 4 SOLVER.CHECKPOINT_PERIOD 2 SOLVER.LOG_PERIOD 1
+SOLVER.BASE_LR 0.1 SOLVER.WARMUP_ITERS 1 VIS.ENABLED False SEED 3
+"""),
 }
 
 

@@ -3,21 +3,32 @@
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils import events
 
 import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.config import get_config_path
 from qbheat_det.config.loading import EPOCH_KEYS
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, build_config, setup
+from qbheat_det.engine.data_sources import CUSTOM_SETS
 from tools.train_net import parse_args
 
 from .gradient_cases import BLOCKS
+
+
+def read_opts(text: str) -> dict[str, str]:
+    """Returns overrides by key, of words none of which has a space."""
+    words = text.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
 
 CONFIG = get_config_path("demo/toy_retinanet.yaml")
 TINY_ENCODER = {
@@ -30,33 +41,18 @@ TINY_ENCODER = {
 """Overrides that replace a recipe's Mobile-Former by one of some thousand parameters."""
 TINY = {
     **TINY_ENCODER,
-    "MODEL.FPN.OUT_CHANNELS": "16",
-    "MODEL.RETINANET.NUM_CONVS": "1",
-    "SOLVER.IMS_PER_BATCH": "2",
-    "SOLVER.LOG_PERIOD": "1",
-    "SOLVER.WARMUP_ITERS": "2",
-    "SOLVER.MAX_ITER": "5",
-    "SOLVER.CHECKPOINT_PERIOD": "2",
-    "DATALOADER.NUM_WORKERS": "0",
-    "INPUT.MIN_SIZE_TRAIN": "(64,)",
-    "INPUT.MIN_SIZE_TEST": "64",
-    "TEST.EVAL_PERIOD": "0",
-    "SEED": "3",
+    **read_opts("""
+MODEL.FPN.OUT_CHANNELS 16 MODEL.RETINANET.NUM_CONVS 1 SOLVER.IMS_PER_BATCH 2 SOLVER.LOG_PERIOD 1
+SOLVER.WARMUP_ITERS 2 SOLVER.MAX_ITER 5 SOLVER.CHECKPOINT_PERIOD 2 DATALOADER.NUM_WORKERS 0
+INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64 TEST.EVAL_PERIOD 0 SEED 3
+"""),
 }
-MF_DETR = {
-    "MODEL.META_ARCHITECTURE": "MFDETR",
-    "MODEL.BACKBONE.NAME": "MobileFormer",
-    "MODEL.MF_DETR.NUM_BLOCKS": "[1, 1, 1]",
-    "MODEL.MF_DETR.HIDDEN_DIM": "16",
-    "MODEL.MF_DETR.NHEADS": "2",
-    "MODEL.MF_DETR.DIM_FEEDFORWARD": "32",
-    "MODEL.MF_DETR.NUM_OBJECT_QUERIES": "8",
-    "MODEL.MF_DETR.DROPOUT": "0.2",
-    "MODEL.MOBILE_FORMER.DROP_PATH": "0.2",
-    "INPUT.DATASET_MAPPER_NAME": "detr",
-    "INPUT.DETR_CROP_RESIZE": "[64, 80]",
-    "INPUT.DETR_CROP_RANGE": "[40, 64]",
-}
+MF_DETR = read_opts("""
+MODEL.META_ARCHITECTURE MFDETR MODEL.BACKBONE.NAME MobileFormer MODEL.MF_DETR.NUM_BLOCKS [1,1,1]
+MODEL.MF_DETR.HIDDEN_DIM 16 MODEL.MF_DETR.NHEADS 2 MODEL.MF_DETR.DIM_FEEDFORWARD 32
+MODEL.MF_DETR.NUM_OBJECT_QUERIES 8 MODEL.MF_DETR.DROPOUT 0.2 MODEL.MOBILE_FORMER.DROP_PATH 0.2
+INPUT.DATASET_MAPPER_NAME detr INPUT.DETR_CROP_RESIZE [64,80] INPUT.DETR_CROP_RANGE [40,64]
+""")
 """Overrides that replace the tiny RetinaNet by an MF-DETR with dropout everywhere."""
 
 
@@ -65,8 +61,23 @@ def make_data(cache: Path) -> Path:
     return Path(prepare_toy_set(ToySpec(name="tiny", num_images=12, image_size=64), cache))
 
 
+def forget_runs() -> None:
+    """Removes what a run leaves in Detectron2's global state."""
+    for name in CUSTOM_SETS:
+        if name in DatasetCatalog:
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+    events._CURRENT_STORAGE_STACK.clear()
+    for logger in map(logging.getLogger, ("detectron2", "fvcore", "qbheat_det")):
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.propagate = True
+
+
 def parse_run(config: str, opts: Mapping[str, str], *flags: str) -> argparse.Namespace:
-    """Returns the arguments of ``tools/train_net.py``."""
+    """Returns the arguments of ``tools/train_net.py``, for a run as in a new process."""
+    forget_runs()
     return parse_args(
         ["--config-file", config, *flags, *(w for pair in opts.items() for w in pair)]
     )

@@ -207,13 +207,26 @@ def test_without_annotations_ap_is_nan_and_without_predictions_zero_with_a_warni
         assert math.isnan(value) if is_nan else value == 0
 
 
-def test_a_class_that_the_dataset_lacks_is_named(register: Register) -> None:
+def test_a_class_that_the_dataset_lacks_and_unknown_sets_and_libraries_are_named(
+    register: Register, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(0)
     dataset = _make_dataset(rng)
     predictions = _predict(rng, dataset, masks=False)
     predictions[0].pred_classes[:] = 79
     with pytest.raises(UserError, match=r"79.*NUM_CLASSES"):
         _evaluate(register(dataset), dataset, predictions, "auto")
+
+    cfg = get_cfg()
+    cfg.OUTPUT_DIR = str(tmp_path)
+    name = register(_make_dataset(np.random.default_rng(0)))
+    assert isinstance(build_evaluator(cfg, name), CocoEvaluator)
+    with pytest.raises(UserError, match="never_registered"):
+        build_evaluator(cfg, "never_registered")
+    MetadataCatalog.pop("never_registered")
+    cfg.TEST.COCO_EVAL_LIBRARY = "fastest"
+    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
+        build_evaluator(cfg, name)
 
 
 def test_auto_takes_the_fast_library_only_where_it_is_installed(
@@ -226,16 +239,3 @@ def test_auto_takes_the_fast_library_only_where_it_is_installed(
         resolve_coco_library("faster-coco-eval")
     with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
         resolve_coco_library("fastest")
-
-
-def test_build_evaluator_reads_the_metadata(register: Register, tmp_path: Path) -> None:
-    cfg = get_cfg()
-    cfg.OUTPUT_DIR = str(tmp_path)
-    name = register(_make_dataset(np.random.default_rng(0)))
-    assert isinstance(build_evaluator(cfg, name), CocoEvaluator)
-    with pytest.raises(UserError, match="never_registered"):
-        build_evaluator(cfg, "never_registered")
-    MetadataCatalog.pop("never_registered")
-    cfg.TEST.COCO_EVAL_LIBRARY = "fastest"
-    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
-        build_evaluator(cfg, name)

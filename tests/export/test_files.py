@@ -1,22 +1,35 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files of each format agree with PyTorch at sizes they were not traced at, or are not written."""
+"""Files of each format agree with PyTorch, or are not written; files of backbones alone."""
 
 import contextlib
 import io
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from PIL import Image
+from torch import Tensor
 
-from qbheat_det.checkpoint import load_run_config
+from qbheat_det.checkpoint import (
+    SafeCheckpointer,
+    WeightsInfo,
+    load_run_config,
+    read_weights,
+    save_weights,
+)
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine.predict import build_predictor, find_inputs, read_bgr
 from qbheat_det.export import ExportedModel, export_model
-from qbheat_det.export.api import read_images
+from qbheat_det.export.api import read_images, write_model
+from tests.engine.gradient_cases import MF_DETR, RETINANET, on_timm
 from tests.export.tiny_models import make_config, save, save_model, save_photos
-from tests.tool_modules import load_tool
+from tests.tool_modules import load_tool, refuse
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +117,7 @@ def test_the_tool_prints_the_differences_and_keeps_existing_files(
         [*arguments, "--overwrite", "--tolerance", "0"],
         [*arguments, "--overwrite", "--weights", "x.pth"],
     ):
-        with pytest.raises(SystemExit, match="2"):
-            load_tool("export").main(changed)
-        assert "--" in capsys.readouterr().err
+        assert "--" in refuse(load_tool("export").main, changed, capsys)
     assert Path(arguments[-1]).read_bytes() == content
 
 
@@ -143,3 +154,112 @@ def test_a_file_that_does_not_agree_is_not_written(
     with pytest.raises(UserError, match=r"--tolerance(?s:.*)differs"):
         export_model(cfg, root / "new" / "x.pt2", images=[str(root / "photos")])
     assert not (root / "new").exists()
+
+
+FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # by default some CPUs compute in bfloat16
+
+
+@pytest.mark.slow
+def test_openvino_agrees_with_onnxruntime(root: Path, tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    cfg = make_config("two_maps")
+    cfg.MODEL.WEIGHTS = save_model(tmp_path / "run", cfg)
+    write_model(build_predictor(cfg).model, cfg, tmp_path / "m.onnx")
+    exported = ExportedModel.open(tmp_path / "m.onnx", device="cpu")
+    compiled = openvino.Core().compile_model(str(tmp_path / "m.onnx"), "CPU", FLOAT32)
+    for file in find_inputs([str(root / "photos")]):
+        image = read_bgr(file.path)
+        images = np.stack([image, image[::-1]])
+        expected, found = exported.run(images), compiled({"images": images})
+        for row in range(2):
+            _assert_same_boxes(*({k: out[k][row] for k in expected} for out in (found, expected)))
+
+
+def _assert_same_boxes(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Boxes have partners of their own, in whatever order, as scores of random weights are close.
+
+    One may differ, where suppression chose the other of two.
+    """
+    count = int(expected["counts"])
+    assert int(found["counts"]) == count > 0
+    rows = [
+        np.column_stack([out["boxes"][:count], 1e3 * out["scores"][:count], out["labels"][:count]])
+        for out in (found, expected)
+    ]
+    apart = np.abs(rows[0][:, None] - rows[1][None]).max(axis=2)
+    is_same = apart.min(axis=1) < 0.05  # pixels, and thousandths of a score
+    assert is_same.sum() >= count - 1
+    partners = apart.argmin(axis=1)[is_same]
+    assert len(set(partners.tolist())) == len(partners)
+
+
+main = load_tool("export_backbone").main
+
+
+def _train(cfg: CfgNode, folder: Path) -> dict[str, Tensor]:
+    """Writes the weights that a training run writes; returns the backbone's state."""
+    cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS = ["cat", "dog", "bird"], [1, 2, 3]
+    cfg.INPUT.FORMAT, cfg.INPUT.MIN_SIZE_TEST = "RGB", 64
+    cfg.DATALOADER.NUM_WORKERS = 0
+    model = build_model(cfg)
+    info = WeightsInfo.from_config(cfg, iteration=7, commit="c0ffee", pretrain_only_modules=["x"])
+    save_weights(str(folder / "run.safetensors"), model.state_dict(), info)
+    backbone = getattr(model.backbone, "bottom_up", model.backbone)
+    return {key: value.clone() for key, value in backbone.state_dict().items()}
+
+
+def _words(folder: Path, *more: str) -> list[str]:
+    words = ["--weights", f"{folder}/run.safetensors", "--output", f"{folder}/b.safetensors"]
+    return [*words, *more]
+
+
+def test_the_file_holds_the_backbone_alone_and_fills_that_of_any_config(tmp_path: Path) -> None:
+    expected = _train(on_timm(RETINANET, "resnet18"), tmp_path)
+    main(_words(tmp_path))
+    state, info = read_weights(f"{tmp_path}/b.safetensors")
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    assert (info.class_names, info.category_ids, info.pretrain_only_modules) == ((), (), ())
+    assert (info.iteration, info.commit, info.pixel_format) == (7, "c0ffee", "RGB")
+    for other in (MF_DETR, RETINANET):
+        checkpointer = SafeCheckpointer(build_model(on_timm(other, "resnet18")))
+        checkpointer.load(f"{tmp_path}/b.safetensors")
+        assert checkpointer.report.groups["backbone"].is_full
+        assert checkpointer.report.unexpected == ()
+
+
+def test_batch_norm_is_recalibrated_on_whole_images_and_all_else_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "images").mkdir()
+    for index in range(6):
+        pixels = torch.randint(0, 256, (64 + 32 * (index % 2), 64, 3), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(tmp_path / "images" / f"{index}.png")
+    before = _train(on_timm(RETINANET, "resnet18"), tmp_path)
+    folder = ["--images", f"{tmp_path}/images", "MODEL.DEVICE", "cpu"]
+    main(_words(tmp_path, "--recalibrate-bn", "6", *folder))
+    state, _ = read_weights(f"{tmp_path}/b.safetensors")
+    assert state.keys() == before.keys()
+    for key, value in state.items():
+        if "running" in key:
+            assert not torch.equal(value, before[key]), key
+        elif "num_batches" not in key:
+            torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+    assert "--overwrite" in refuse(main, _words(tmp_path), capsys)
+
+
+def test_invalid_input_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"stem.weight": torch.zeros(1)}, "bare.pth")
+    for weights, output, more, named in (
+        ("none.pth", "b.safetensors", [], "none.pth"),
+        ("bare.pth", "b.safetensors", [], "bare.pth"),
+        ("bare.pth", "b.pth", [], "b.pth"),
+        ("x", "b.safetensors", ["--recalibrate-bn", "0"], "recalibrate"),
+        ("x", "b.safetensors", ["--images", "."], "recalibrate"),
+    ):
+        assert named in refuse(main, ["--weights", weights, "--output", output, *more], capsys)
+        assert not Path("b.safetensors").exists()

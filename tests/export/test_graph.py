@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The module that is exported, in PyTorch: a batch gives what the predictor gives of each image."""
+"""The module that is exported, in PyTorch, and the measure of agreement with it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,18 +9,26 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.engine import DefaultPredictor
+from PIL import Image
 from torch import Tensor, nn
 from torch.export import Dim
 from torchvision.ops import nms
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.predict import build_predictor
-from qbheat_det.export.agreement import build_reference
-from qbheat_det.export.formats import write_onnx
-from qbheat_det.export.graph import build_exportable, trace
+from qbheat_det.export import ExportedModel, ExportInfo, ExportReport
+from qbheat_det.export.agreement import (
+    Agreement,
+    build_reference,
+    compare_detections,
+    measure_agreement,
+)
+from qbheat_det.export.formats import TASK_OUTPUTS, Task, write_onnx
+from qbheat_det.export.graph import CenterCrop, Preprocessing, ShortestEdge, build_exportable, trace
 from qbheat_det.export.heads import EMPTY, suppress_operator, suppress_overlaps
-from qbheat_det.export.runtime import to_instances
+from qbheat_det.export.runtime import Images, Outputs, to_instances
 from tests.export.tiny_models import TwoMaps, build, make_config, save_model
 
 
@@ -118,3 +127,172 @@ def test_classifiers_and_backbones_give_what_the_package_computes(kind: str) -> 
         for index in range(2):
             expected = torch.from_numpy(reference(images[index])[name])
             torch.testing.assert_close(values[index : index + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+def _as_planes(image: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float()
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "min_size", "max_size"),
+    [
+        (97, 405, 256, 400),  # smaller along both sides, held by the longer one
+        (60, 80, 100, 133),  # larger; the longer side is a half before it is rounded
+        (64, 64, 128, 200),  # weights of quarters: many values at a half
+        (1, 30, 16, 64),
+        (33, 47, 33, 1333),  # as it is
+    ],
+)
+def test_the_shortest_edge_is_detectron2s_to_the_bit(
+    height: int, width: int, min_size: int, max_size: int
+) -> None:
+    image = _noise(1, height, width)[0]
+    resize = ResizeShortestEdge([min_size, min_size], max_size).get_transform(image)
+    expected = resize.apply_image(image)
+    planes, sizes = ShortestEdge(min_size, max_size)(torch.from_numpy(image)[None])
+    torch.testing.assert_close(planes, _as_planes(expected), rtol=0, atol=0)
+    assert sizes.tolist() == [height, width, *expected.shape[:2]]
+
+
+@pytest.mark.parametrize(("height", "width", "share"), [(40, 61, 1.0), (75, 36, 0.875)])
+def test_the_center_crop_is_pillows(height: int, width: int, share: float) -> None:
+    image = _noise(1, height, width)[0]
+    side = round(share * min(height, width))
+    top, left = (height - side) // 2, (width - side) // 2
+    square = Image.fromarray(image[top : top + side, left : left + side])
+    expected = np.asarray(square.resize((32, 32), Image.Resampling.BILINEAR))
+    planes, _ = CenterCrop(32, share)(torch.from_numpy(image)[None])
+    torch.testing.assert_close(planes, _as_planes(expected), rtol=0, atol=0)
+
+
+def test_images_are_normalised_and_then_padded_with_zeros() -> None:
+    preprocessing = Preprocessing(
+        ShortestEdge(0, 0), mean=[1.0, 2.0, 3.0], std=[2.0, 4.0, 8.0], size_divisibility=4
+    )
+    # A length of 0 does not resize.
+    padded, sizes = preprocessing(torch.full((1, 5, 8, 3), 11, dtype=torch.uint8))
+    expected = torch.zeros(1, 3, 8, 8)
+    expected[0, 0, :5], expected[0, 1, :5], expected[0, 2, :5] = 5.0, 2.25, 1.0
+    torch.testing.assert_close(padded, expected)
+    assert sizes.tolist() == [5, 8, 5, 8]
+
+
+_ROWS = 6
+Change = Callable[[Outputs], object]
+
+
+def _detect(image: Images, num_found: int = 3) -> Outputs:
+    """Boxes and scores that depend on the pixels, in a table of ``_ROWS`` rows."""
+    height, width = image.shape[:2]
+    means = image.reshape(-1, 3).mean(axis=0) / 255
+    scores = np.zeros((1, _ROWS))
+    scores[0, :num_found] = 0.9 - 0.1 * np.arange(num_found) - 0.05 * means[0]
+    corner = np.stack([means[1] * width, means[2] * height]) * 0.5
+    boxes = np.tile(np.concatenate([corner, corner + 0.4 * np.array([width, height])]), (_ROWS, 1))
+    boxes[:, :2] *= 1 - np.arange(_ROWS)[:, None] / 20
+    labels = np.arange(_ROWS)[None] % 2
+    counts = np.array([num_found])
+    return {"boxes": boxes[None], "scores": scores, "labels": labels, "counts": counts}
+
+
+_REFERENCES: dict[str, tuple[Task, Callable[[Images], Outputs]]] = {
+    "detector": ("detection", _detect),
+    "full table": ("detection", lambda image: _detect(image, _ROWS)),
+    "empty table": ("detection", lambda image: _detect(image, 0)),
+    "classifier": (
+        "classification",
+        lambda image: {"scores": image.reshape(-1, 3).mean(axis=0)[None] / 255},
+    ),
+    "backbone": ("features", lambda image: {"s8": image[:1, :1].astype(np.float64)}),
+}
+
+
+def _measure(kind: str, change: Change | None = None, number: int = 5) -> ExportReport:
+    """Measures a file that gives the results of the reference, changed afterwards."""
+    task, reference = _REFERENCES[kind]
+
+    def run(images: Images) -> Outputs:
+        found = [reference(image) for image in images]
+        outputs = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+        if change is not None:
+            change(outputs)
+        return outputs
+
+    sizes = [(40, 50), (31, 64), (70, 33), (1, 200), (44, 40)][:number]
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+    info = ExportInfo(task, TASK_OUTPUTS.get(task, ("s8",)), "RGB", score_threshold=0.05)
+    model = ExportedModel(Path("x.onnx"), info, run)
+    return measure_agreement(model, reference, images, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["detector", "full table", "classifier", "backbone"])
+def test_equal_results_agree_and_every_image_is_in_a_batch(kind: str) -> None:
+    for number, counts in ((1, [1, 2, 8]), (5, [5, 6, 8])):
+        report = _measure(kind, number=number)
+        report.check()
+        assert [row.num_images for row in report.rows] == counts
+        for row in report.rows:
+            assert row.score == row.box == 0
+            assert row.num_values == (_ROWS if kind == "full table" else 3) * row.num_images
+
+
+def _set(name: str, value: float, row: Any = 0) -> Change:
+    return lambda outputs: outputs[name].__setitem__((slice(None), row), value)
+
+
+def _reverse(outputs: Outputs) -> None:
+    for name in ("boxes", "scores", "labels"):
+        outputs[name][:, :3] = outputs[name][:, 2::-1].copy()
+
+
+_ERRORS: dict[str, Change] = {
+    "NaN box": _set("boxes", np.nan, 1),
+    "another box": _set("boxes", 0),
+    "other labels": lambda outputs: np.subtract(1, outputs["labels"], out=outputs["labels"]),
+    "axes": lambda outputs: outputs.update(boxes=outputs["boxes"][..., [1, 0, 3, 2]]),
+    "a row less": lambda outputs: np.subtract(outputs["counts"], 1, out=outputs["counts"]),
+    "ascending": _reverse,
+}
+
+
+@pytest.mark.parametrize("error", _ERRORS)
+def test_a_detector_with_one_error_does_not_agree(error: str) -> None:
+    report = _measure("detector", _ERRORS[error])
+    assert str(report).count("differs") == 3
+    with pytest.raises(UserError):
+        report.check()
+
+
+@pytest.mark.parametrize("kind", ["detector", "classifier", "backbone"])
+def test_nan_and_the_first_image_repeated_do_not_agree(kind: str) -> None:
+    def repeat_first(outputs: Outputs) -> None:
+        for values in outputs.values():
+            values[:] = values[:1].copy()
+
+    def spoil(outputs: Outputs) -> None:
+        for name, values in outputs.items():
+            if name not in ("labels", "counts"):
+                values[:] = np.nan
+
+    for number in (1, 5):
+        rows = _measure(kind, repeat_first, number).rows
+        assert [row.holds(1e-4) for row in rows] == [True, False, False]
+    assert not any(row.holds(1e9) for row in _measure(kind, spoil).rows)
+    with pytest.raises(UserError, match="--images"):
+        _measure("empty table").check()  # which proves nothing
+
+
+def test_unmatched_detections_are_counted_except_at_the_threshold() -> None:
+    boxes = np.array([[[0, 0, 10, 10], [20, 0, 30, 10], [0, 20, 10, 30.0]]])
+    mine = {"scores": np.array([[0.9, 0.8, 0.0]]), "labels": np.array([[1, 0, 0]])}
+    theirs = {"scores": np.array([[0.7, 0.6]]), "labels": np.array([[0, 0]])}
+    mine |= {"boxes": boxes[:, [1, 0, 2]], "counts": np.array([2])}
+    theirs |= {"boxes": boxes[:, :2] + 0.5, "counts": np.array([2])}
+    row, above = Agreement(1), Agreement(1)
+    compare_detections(row, mine, theirs, 0.05, (100, 50), 0.2)
+    # The first box has a partner, 0.1 and half a pixel off; the second has another label.
+    assert (row.num_values, row.unmatched) == (1, 2)
+    assert (row.score, row.box, row.relative_box) == pytest.approx((0.1, 0.5, 0.005))
+    compare_detections(above, mine, theirs, 0.75, (100, 50), 0.2)
+    assert above.unmatched == 0

@@ -109,7 +109,6 @@ def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
     state, info = read_weights(str(shipped / entry.file))
     torch.testing.assert_close(state, halve_precision(backbone.state), rtol=0, atol=0)
     assert not bare_backbone(state)
-    assert info is not None
     assert (info.iteration, info.pixel_format) == (7, backbone.cfg.INPUT.FORMAT)
     assert not any(word in info.config for word in ("someone", "runs", "before"))
     assert info.value_of("OUTPUT_DIR") == get_cfg().OUTPUT_DIR

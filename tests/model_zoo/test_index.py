@@ -1,18 +1,32 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The index: entries survive a round trip, and whatever is invalid is refused by its field."""
+"""The index and its page, and recipes, configs, files and models by name."""
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from detectron2.utils.file_io import PathManager
 
+import qbheat_det.model_zoo as zoo
+from qbheat_det.checkpoint import (
+    check_weights_file,
+    class_names_of,
+    info_of,
+    load_run_config,
+    read_weights,
+)
+from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo import find_entry, list_entries, load_index
+from qbheat_det.model_zoo import Metric, find_entry, index, list_entries, load_index, sources
 from qbheat_det.model_zoo.index import to_plain
+from qbheat_det.model_zoo.sources import _write_pytorch
+from qbheat_det.model_zoo.table import ZOO_FILE, render_entries, write_table
 
-from .conftest import MakeEntry, make_entry, save_index
+from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained, make_entry, save_index
 
 
 def _metric(**changes: Any) -> dict[str, Any]:
@@ -24,11 +38,20 @@ def _output(**changes: Any) -> dict[str, Any]:
     return {"fingerprint": {"version": 1, "outputs": [output | changes]}}
 
 
-def test_saved_entries_are_loaded_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_saved_entries_are_loaded_by_name_and_other_files_refused(tmp_path: Path) -> None:
     entries = [make_entry("b/two"), make_entry("a/one", b"x", metrics=(), fingerprint=None)]
     save_index(entries, tmp_path / "index.json")
     assert load_index(tmp_path / "index.json") == (entries[1], entries[0])
     assert '"values": [0.5, -1e-07],' in (tmp_path / "index.json").read_text()  # one line
+
+    path = tmp_path / "mine.json"
+    for text in ("", "{}", "[3]", "[", "[" * 100_000):
+        if text:
+            path.write_text(text)
+        with pytest.raises(UserError, match=r"mine\.json"):
+            load_index(path)
+    with pytest.raises(UserError, match=r"a/B.*a/b"):
+        save_index([make_entry("a/b"), make_entry("a/B")], path)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +89,6 @@ def test_an_invalid_field_is_refused_by_file_and_field(
     assert str(path) in str(caught.value)
 
 
-def test_other_files_and_names_that_differ_only_in_case_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    for text in ("", "{}", "[3]", "[", "[" * 100_000):
-        if text:
-            path.write_text(text)
-        with pytest.raises(UserError, match=r"mine\.json"):
-            load_index(path)
-    with pytest.raises(UserError, match=r"a/B.*a/b"):
-        save_index([make_entry("a/b"), make_entry("a/B")], path)
-
-
 def test_entries_are_found_by_name_pattern_and_folder(
     ship: MakeEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,3 +110,116 @@ def test_entries_are_found_by_name_pattern_and_folder(
     monkeypatch.setenv("QBHEAT_ZOO", "/no/such/folder")
     with pytest.raises(UserError, match="/no/such/folder"):
         list_entries()
+
+
+def test_the_file_of_the_repository_has_the_entries_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = Path(index.__file__).parent
+    monkeypatch.setattr(sources, "SHIPPED", package / "weights")
+    monkeypatch.setattr(index, "INDEX_FILE", package / "index.json")
+    text = ZOO_FILE.read_text(encoding="utf-8")
+    (tmp_path / "ZOO.md").write_text(text, encoding="utf-8")
+    updated = write_table(tmp_path / "ZOO.md").read_text(encoding="utf-8")
+    assert text == updated, "run: qbheat zoo table"
+    links = re.findall(r"\]\(configs/([^)]+)\)", text)
+    assert len(links) > 27  # of the paper's results
+    for link in links:
+        get_config_path(link)
+
+
+def test_all_fields_of_an_entry_and_its_metrics_are_rendered(ship: MakeEntry) -> None:
+    entry = ship(command="echo 1\nrm x")
+    text = render_entries([entry])
+    for word in (
+        *(entry.summary, entry.file, entry.sha256, entry.data, entry.data_licence, entry.licence),
+        *(entry.commit, entry.date, f"(configs/{entry.config})", "](#retinanettiny)", "AP 12.5 %"),
+        "\n\n```sh\necho 1\nrm x\n```",
+    ):
+        assert word in text
+
+    metric = Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds")
+    assert str(metric) == "kNN top-1 61.2 ±0.4 %"
+    text = render_entries([make_entry(metrics=(metric, Metric("loss", 0.8094, "", "toy")))])
+    assert "- kNN top-1 61.25 % on val (±0.4, the standard error; 3 seeds)\n" in text
+    assert "- loss 0.8094 on toy\n" in text
+
+
+def test_unknown_recipes_and_files_without_the_section_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml"):
+        render_entries([make_entry(config="none.yaml")])
+    (tmp_path / "ZOO.md").write_text("# Model zoo")
+    with pytest.raises(UserError, match=r"ZOO\.md"):
+        write_table(tmp_path / "ZOO.md")
+
+
+ADDRESS = f"qbheat://{DETECTOR}"
+
+
+@pytest.fixture
+def _tiny_zoo(ship: MakeEntry, detector: Trained, backbone: Trained) -> None:
+    _write_pytorch.cache_clear()
+    ship(DETECTOR, detector.path.read_bytes())
+    ship(BACKBONE, backbone.path.read_bytes())
+
+
+@pytest.mark.usefixtures("_tiny_zoo")
+def test_names_recipes_and_files(detector: Trained, shipped: Path) -> None:
+    assert zoo.list() == [BACKBONE, DETECTOR]
+    assert zoo.list("retina*") == [DETECTOR]
+    recipe = "coco/retinanet_285M_finetune.yaml"
+    assert zoo.get_config_file(DETECTOR) == get_config_path(recipe)
+    assert zoo.get_config(DETECTOR, trained=False).MODEL.RETINANET.NUM_CLASSES == 80
+    assert zoo.get_address(DETECTOR) == ADDRESS
+    assert zoo.get_checkpoint(DETECTOR) == f"{shipped}/retinanet-tiny.safetensors"
+    cfg = zoo.get_config(ADDRESS)
+    assert (cfg.MODEL.WEIGHTS, cfg.MODEL.CLASS_NAMES) == (ADDRESS, ["square", "disc", "cross"])
+    assert cfg.MODEL.DEVICE == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.usefixtures("_tiny_zoo")
+@pytest.mark.parametrize("name", [DETECTOR, BACKBONE])
+def test_a_model_has_its_weights_and_is_in_evaluation_mode(
+    name: str, detector: Trained, backbone: Trained
+) -> None:
+    expected = (detector if name == DETECTOR else backbone).state
+    model = zoo.get(name, device="cpu")
+    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
+    assert not any(module.training for module in model.modules())
+    random = zoo.get(name, trained=False, device="cpu").state_dict()
+    assert {k: t.shape for k, t in random.items()} == {k: t.shape for k, t in expected.items()}
+    assert any(not torch.equal(random[key], expected[key]) for key in expected)
+
+
+@pytest.mark.usefixtures("_tiny_zoo")
+def test_the_package_s_own_readers_take_the_address(detector: Trained) -> None:
+    check_weights_file(ADDRESS)
+    found, info = read_weights(ADDRESS)
+    torch.testing.assert_close(found, detector.state, rtol=0, atol=0)
+    assert info == info_of(ADDRESS)
+    assert (info.iteration, info.category_ids) == (7, (4, 9, 11))
+    assert class_names_of(ADDRESS) == ("square", "disc", "cross")
+    own = load_run_config(ADDRESS, device="cpu")
+    assert (own.MODEL.WEIGHTS, own.MODEL.RESNETS) == (ADDRESS, detector.cfg.MODEL.RESNETS)
+    for read in (read_weights, info_of, check_weights_file, load_run_config):
+        with pytest.raises(UserError, match="'no/such'"):
+            read("qbheat://no/such")
+
+
+@pytest.mark.usefixtures("_tiny_zoo")
+def test_the_path_manager_s_file_is_written_once_and_a_damaged_one_again(
+    detector: Trained, shipped: Path
+) -> None:
+    path = Path(PathManager.get_local_path(ADDRESS))
+    written, content = path.stat().st_mtime_ns, path.read_bytes()
+    _write_pytorch.cache_clear()  # as in another process
+    assert PathManager.get_local_path(ADDRESS) == str(path)
+    assert path.stat().st_mtime_ns == written
+    _write_pytorch.cache_clear()
+    path.write_bytes(content.replace(b"disc", b"dish"))
+    assert Path(PathManager.get_local_path(ADDRESS)).read_bytes() == content
+    # The hash of the weights is checked each time.
+    source = shipped / "retinanet-tiny.safetensors"
+    source.write_bytes(source.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"retinanet-tiny\.safetensors"):
+        read_weights(ADDRESS)

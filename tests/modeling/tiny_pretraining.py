@@ -11,7 +11,7 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.config import get_cfg
+from qbheat_det.config import load_config
 from qbheat_det.modeling.backbone import arch_of_rows
 from qbheat_det.modeling.pretrain import ReconstructionLoss, ReconstructionModel
 
@@ -86,43 +86,25 @@ def make_copying_model(
 
 def make_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:
     """Returns that of a Mobile-Former at 64 pixels, with keys of ``MODEL.QB_HEAT``."""
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE = meta_arch
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.MODEL.BACKBONE.NAME = "MobileFormer"
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded"]
-    cfg.INPUT.PRETRAIN.SIZE = 64
-    small = {"FEATURE_DIM": 32, "DECODER_DIM": 32, "DECODER_DEPTH": 2, "DECODER_HEADS": 4}
-    for key, value in {**small, **qb_heat}.items():
-        cfg.MODEL.QB_HEAT[key] = value
+    words = f"""
+MODEL.META_ARCHITECTURE {meta_arch} MODEL.DEVICE cpu MODEL.BACKBONE.NAME MobileFormer
+MODEL.BACKBONE.FREEZE_AT 0 MODEL.MOBILE_FORMER.OUT_FEATURES ["s16_expanded"]
+INPUT.PRETRAIN.SIZE 64 MODEL.QB_HEAT.FEATURE_DIM 32 MODEL.QB_HEAT.DECODER_DIM 32
+MODEL.QB_HEAT.DECODER_DEPTH 2 MODEL.QB_HEAT.DECODER_HEADS 4"""
+    cfg = load_config(None, words.split())
+    cfg.MODEL.QB_HEAT.update(qb_heat)
     return cfg
 
 
 def make_tiny_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:
     """Returns one whose Mobile-Former has four blocks of a few channels."""
     cfg = make_config(meta_arch, **qb_heat)
-    cfg.MODEL.MOBILE_FORMER.VARIANT = "custom"
-    cfg.MODEL.MOBILE_FORMER.TOKEN_DIM = 16
-    cfg.MODEL.MOBILE_FORMER.STEM_CHANNELS = 8
-    cfg.MODEL.MOBILE_FORMER.EXPANDED_CHANNELS = 64
-    cfg.MODEL.MOBILE_FORMER.BLOCKS = [
-        ["lite", 16, 8, 0],
-        ["down", 16, 12, 24],
-        ["down", 24, 16, 32],
-        ["down", 32, 24, 48],
-    ]
+    own = {"VARIANT": "custom", "TOKEN_DIM": 16, "STEM_CHANNELS": 8, "EXPANDED_CHANNELS": 64}
+    blocks = [["lite", 16, 8, 0], ["down", 16, 12, 24], ["down", 24, 16, 32], ["down", 32, 24, 48]]
+    cfg.MODEL.MOBILE_FORMER.update(own | {"BLOCKS": blocks})
     return cfg
 
 
 def make_inputs(count: int, size: int = 64) -> list[dict[str, Any]]:
     shape = (3, size, size)
     return [{"image": torch.randint(256, shape, dtype=torch.uint8)} for _ in range(count)]
-
-
-def plane_wave(angle: float) -> Tensor:
-    """Returns an image (3, 64, 64) that each patch sees a different part of."""
-    y, x = torch.meshgrid(torch.arange(64.0), torch.arange(64.0), indexing="ij")
-    direction = torch.tensor(angle)
-    wave = torch.sin((x * direction.cos() + y * direction.sin()) / 7)
-    return (127 + 120 * wave).to(torch.uint8).expand(3, 64, 64)

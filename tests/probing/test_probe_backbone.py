@@ -15,8 +15,8 @@ from qbheat_det.config import get_cfg, load_config
 from qbheat_det.export import export_backbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.run import count_images_seen
-from tests.data.pictures import draw, save
-from tests.tool_modules import load_tool
+from tests.engine.classifier_cases import make_classes
+from tests.tool_modules import load_tool, refuse
 
 main = load_tool("probe_backbone").main
 
@@ -34,15 +34,10 @@ def make_config(tmp_path: Path, backbone: str = "timm:resnet10t") -> str:
 @pytest.fixture
 def folders(tmp_path: Path) -> list[str]:
     """Flags that name two folders of three classes each, with a broken image."""
-    flags = []
-    for split in ("train", "val"):
-        for i in range(9):
-            folder = tmp_path / split / "abc"[i % 3]
-            folder.mkdir(parents=True, exist_ok=True)
-            save(folder / f"{i}.png", draw(32 + i % 3, 40, seed=i + 100 * (split == "val")))
-        flags += ["--data" if split == "train" else "--val", str(tmp_path / split)]
+    train = make_classes(tmp_path / "train", dict.fromkeys("abc", 3))
+    val = make_classes(tmp_path / "val", dict.fromkeys("abc", 3), first=100)
     (tmp_path / "train" / "b" / "x.png").write_text("no image")
-    return flags
+    return ["--data", train, "--val", val]
 
 
 def probe(words: list[str], tmp_path: Path) -> dict[str, Any]:
@@ -120,14 +115,11 @@ def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
         (row,) = probe(words, tmp_path)["rows"]
         digests.add(row["digest"])
     assert len(digests) == 2
-    with pytest.raises(SystemExit):
-        probe([*words, "MODEL.PIXEL_STD", "[2.0, 2.0, 2.0]"], tmp_path)
-    assert "(pixels)" in capsys.readouterr().err
-    image = next(Path(folders[1]).rglob("*.png"))
-    image.rename(image.with_name("another.png"))
-    with pytest.raises(SystemExit):
-        probe(words, tmp_path)
-    assert "(contents)" in capsys.readouterr().err
+    words += ["--json", str(tmp_path / "out.json")]
+    assert "(pixels)" in refuse(main, [*words, "MODEL.PIXEL_STD", "[2.0, 2.0, 2.0]"], capsys)
+    image = next(Path(folders[1]).rglob("*.jpg"))
+    image.rename(image.with_name("another.jpg"))
+    assert "(contents)" in refuse(main, words, capsys)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +146,7 @@ def test_bad_arguments_are_named(
     if "w.safetensors" in words:
         other = load_config(make_config(tmp_path, "timm:resnet14t"))
         write_weights(other, tmp_path / "w.safetensors", seed=0)
-    (tmp_path / "other" / "d").mkdir(parents=True)
-    save(tmp_path / "other" / "d" / "0.png", draw(32, 32, seed=0))
+    make_classes(tmp_path / "other", {"d": 1})
     for name in "abc":
         (tmp_path / "broken" / name).mkdir(parents=True)
         (tmp_path / "broken" / name / "0.png").write_text("no image")
@@ -164,10 +155,8 @@ def test_bad_arguments_are_named(
         (tmp_path / name).write_text(text)
     made = ("w.safetensors", "other", "broken", *contents)
     given = [str(tmp_path / word) if word in made else word for word in words]
-    with pytest.raises(SystemExit) as stopped:
-        main(["--config-file", make_config(tmp_path), *folders, *given])
-    assert stopped.value.code == 2
-    assert re.search(expected, capsys.readouterr().err)
+    said = refuse(main, ["--config-file", make_config(tmp_path), *folders, *given], capsys)
+    assert re.search(expected, said)
     assert all((tmp_path / name).read_text() == text for name, text in contents.items())
 
 

@@ -1,17 +1,23 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Parameter groups and clipping against hand arithmetic."""
+"""Parameter groups, layers, clipping and fused steps against hand arithmetic and others."""
+
+import copy
+import math
+from typing import Any
 
 import pytest
+import timm
 import torch
 from detectron2.layers import batch_norm
 from detectron2.modeling import build_model
+from timm.optim import param_groups_layer_decay
 from torch import nn
 from torch.optim import Optimizer
 
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.solver import build_optimizer, parameter_groups
-from qbheat_det.solver.optimizer import build_fused, clip_before_step
+from qbheat_det.solver import build_optimizer, layers_above, parameter_groups
+from qbheat_det.solver.optimizer import build_fused, clip_before_step, clip_norm
 
 RECIPES = [
     "ImageNet-QBHeat/qb_heat_285M_100ep.yaml",
@@ -82,7 +88,7 @@ def test_every_parameter_of_every_recipe_lies_in_one_group_with_its_settings(nam
     assert len(groups) == len({tuple(value) for value in found.values()})
 
 
-def test_parameters_of_the_model_itself_and_shared_ones_lie_in_one_group() -> None:
+def test_shared_parameters_lie_in_one_group_and_biases_follow_their_own_factor() -> None:
     model = nn.Module()
     model.scale = nn.Parameter(torch.ones(2, 2))
     model.backbone = nn.Linear(2, 2)
@@ -93,8 +99,6 @@ def test_parameters_of_the_model_itself_and_shared_ones_lie_in_one_group() -> No
     assert sorted(map(id, held)) == sorted(map(id, model.parameters()))
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
-
-def test_biases_follow_their_own_factor_and_packed_ones_too() -> None:
     model = nn.Sequential(nn.MultiheadAttention(4, 1), nn.Linear(4, 4))
     groups = parameter_groups(model, **PLAIN, bias_lr_factor=2.0)
     rates = {p: group["lr"] for group in groups for p in group["params"]}
@@ -187,3 +191,107 @@ def test_the_token_path_of_a_mobile_former_has_a_rate_of_its_own() -> None:
         rate = 0.5 if name.startswith("backbone.") else 1.0
         rate *= 0.1 if any(path in name for path in paths) else 1.0
         assert rates[parameter] == pytest.approx(rate), name
+
+
+KINDS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.05}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}),
+}
+
+
+def small_model(*, channels_last: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 5, 1))
+    return model.to(memory_format=torch.channels_last) if channels_last else model
+
+
+def build(kind: str, model: nn.Module) -> Optimizer:
+    optimizer, arguments = KINDS[kind]
+    return build_fused(optimizer, [{"params": model.parameters()}], **arguments)
+
+
+def train(model: nn.Module, optimizer: Optimizer, *, start: int, steps: int) -> None:
+    for step in range(start, start + steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 9, 9)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "channels_last"), [("AdamW", True), ("SGD", False)])
+def test_fused_steps_are_those_of_the_plain_optimizer(kind: str, channels_last: bool) -> None:
+    models = [small_model(channels_last=channels_last).double() for _ in range(2)]
+    plain, arguments = KINDS[kind]
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizers = [
+            build(kind, models[0]),
+            plain(models[1].parameters(), foreach=False, **arguments),
+        ]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, start=0, steps=4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizers[0].param_groups[0]["fused"]
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("before", ["plain", "contiguous"])
+def test_state_of_a_plain_run_and_of_another_layout_is_taken_up(before: str) -> None:
+    old = small_model(channels_last=before == "plain")
+    if before == "plain":
+        optimizer: Optimizer = torch.optim.AdamW(old.parameters(), **KINDS["AdamW"][1])  # type: ignore[arg-type]
+    else:
+        optimizer = build("AdamW", old)
+    train(old, optimizer, start=0, steps=2)
+    new = small_model(channels_last=True)
+    new.load_state_dict(old.state_dict())
+    continued = build("AdamW", new)
+    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert continued.param_groups[0]["fused"]
+    for parameter, state in continued.state.items():
+        assert state["exp_avg"].stride() == parameter.stride()
+    for model, stepped in ((old, optimizer), (new, continued)):
+        train(model, stepped, start=2, steps=2)
+    for ours, theirs in zip(new.parameters(), old.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    plain = torch.optim.AdamW(new.parameters(), fused=False)  # and the other way
+    plain.load_state_dict(continued.state_dict())
+    train(new, plain, start=4, steps=1)
+
+
+def test_steps_are_not_fused_on_a_device_without_kernels() -> None:
+    optimizer = build("SGD", nn.Linear(2, 2, device="meta"))
+    assert not optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "value"),
+    [(0.5, 3.0), (4.999, 3.0), (5.0, 3.0), (7.0, 3.0), (math.inf, 3.0), (1.0, math.nan)],
+)
+def test_clipping_leaves_the_bits_that_torch_leaves(max_norm: float, value: float) -> None:
+    found, expected = ([nn.Parameter(torch.zeros(1)) for _ in range(3)] for _ in range(2))
+    for group in (found, expected):
+        group[0].grad, group[1].grad = torch.tensor([value]), torch.tensor([-4.0])
+    norm = clip_norm(found, max_norm=max_norm, norm_type=2.0)
+    same: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected, max_norm), **same)
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, **same)
+    assert found[2].grad is None
+
+
+def test_rates_are_those_of_timms_layer_decay_and_of_its_classifier_one() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=7)
+    groups = param_groups_layer_decay(model, layer_decay=0.8)
+    scales = {p: group["lr_scale"] for group in groups for p in group["params"]}
+    backbone = timm.create_model("vit_tiny_patch16_224", num_classes=0)
+    for name, number in layers_above(backbone).items():
+        assert 0.8**number == pytest.approx(scales[model.get_parameter(name)]), name
+    assert {scales[p] for p in model.head.parameters()} == {1.0}
+
+
+def test_a_backbone_without_known_layers_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"LAYER_DECAY.*Sequential"):
+        layers_above(nn.Sequential(nn.Conv2d(3, 4, 1)))

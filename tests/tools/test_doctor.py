@@ -1,8 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""tools/doctor.py: what it recognises, what it advises, and its exit code."""
+"""tools/doctor.py and tools/install_detectron2.py: what they recognise, advise and install."""
 
+import hashlib
 import importlib
+import importlib.metadata
+import importlib.util
+import io
 import subprocess
+import sys
+import tarfile
 import venv
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,3 +86,102 @@ def test_detectron2_gets_the_command_that_mends_it(
     (finding,) = doctor.check_detectron2(Imports(**{module: error}))
     assert finding.required
     assert command in finding.command
+
+
+tool = load_tool("install_detectron2")
+
+
+def test_an_archive_yields_its_regular_files_and_no_links(tmp_path: Path) -> None:
+    path = tmp_path / "sdist.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        link = tarfile.TarInfo("top/detectron2/link.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+        outside = tarfile.TarInfo("top/../../outside.py")
+        outside.size = 1
+        archive.addfile(outside, io.BytesIO(b"1"))
+        inside = tarfile.TarInfo("top/detectron2/inside.py")
+        inside.size = 2
+        archive.addfile(inside, io.BytesIO(b"22"))
+        project = tarfile.TarInfo("top/projects/PointRend/point_rend/a.py")
+        archive.addfile(project, io.BytesIO(b""))
+    files = tool.read_sdist(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert files["detectron2/inside.py"] == b"22"
+    assert "detectron2/link.py" not in files
+    # What would climb out of the archive is not below a folder that is installed; projects move
+    # below the package, as in upstream's setup.
+    assert set(tool.adapt(files, ())) == {
+        "detectron2/inside.py",
+        "detectron2/projects/point_rend/a.py",
+        "detectron2/_C.py",
+    }
+
+
+def test_an_adaptation_replaces_whole_names_and_says_so_in_the_file() -> None:
+    old = "a = np.int(1) + np.int64(2)\n"
+    rule = tool.Adaptation("a.py", r"\bnp\.int\b", "int", 1)
+    package = tool.adapt({"detectron2/a.py": old.encode(), "setup.py": b""}, [rule])
+    first, *rest = package["detectron2/a.py"].decode().splitlines()
+    assert first == "a = int(1) + np.int64(2)"
+    assert rest[0].startswith("# Changed by")
+    assert "setup.py" not in package
+
+
+@pytest.mark.parametrize(("file", "times"), [("a.py", 0), ("a.py", 2), ("gone.py", 1)])
+def test_an_adaptation_that_applies_another_number_of_times_is_an_error(
+    file: str, times: int
+) -> None:
+    with pytest.raises(tool.InstallError, match=file):
+        tool.adapt({"detectron2/a.py": b"old"}, [tool.Adaptation(file, "old", "new", times)])
+
+
+def test_the_wheel_installs_as_a_distribution_that_pip_can_remove(tmp_path: Path) -> None:
+    wheel = tool.build_wheel({"detectron2/a.py": b"A = 1\n"}, b"the licence", tmp_path)
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q"]
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
+    (found,) = importlib.metadata.distributions(name="detectron2", path=[str(target)])
+    assert found.version == tool.VERSION
+    assert "torch>=1.8" in (found.requires or [])
+    assert (target / "detectron2" / "a.py").read_text() == "A = 1\n"
+    licence = target / f"detectron2-{tool.VERSION}.dist-info" / "licenses" / "LICENSE"
+    assert licence.read_text() == "the licence"
+
+
+def test_an_archive_with_another_hash_is_refused_before_it_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "not-even-an-archive.tar.gz"
+    wrong.write_bytes(b"anything")
+    assert tool.main(["--sdist", str(wrong), "--wheel-only", str(tmp_path)]) == 2
+    assert str(wrong) in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.whl"))
+
+
+@pytest.mark.parametrize(("error", "code"), [("", 0), ("undefined symbol: foo", 2)])
+def test_an_installed_detectron2_is_never_replaced(
+    error: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool, "find_installed", lambda: tool.Found("0.6", "/built/here", error))
+    monkeypatch.setattr(tool, "run_pip", lambda *_: pytest.fail("pip was run"))
+    assert tool.main([]) == code
+    captured = capsys.readouterr()
+    assert (error or "/built/here") in captured.out + captured.err
+
+
+def test_an_empty_folder_is_no_installation_and_a_broken_one_is_found_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "venv")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (tmp_path / "detectron2").mkdir()
+    (site / "detectron2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert tool.find_installed(python) is None
+    (site / "detectron2" / "__init__.py").write_text("import torch_of_another_version\n")
+    found = tool.find_installed(python)
+    assert found.version == "of unknown version"
+    assert Path(found.path).samefile(site / "detectron2")
+    assert "No module named 'torch_of_another_version'" in found.error

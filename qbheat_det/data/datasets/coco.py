@@ -25,13 +25,7 @@ PathLike = str | os.PathLike[str]
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
-    """Registers an annotation file with Detectron2; it is read when the set is first loaded.
-
-    Registering a name again with the same files does nothing.
-
-    Raises:
-        UserError: the name is taken by other files.
-    """
+    """Registers an annotation file with Detectron2; another one of its name is a ``UserError``."""
     root = str(image_root) if "://" in str(image_root) else os.path.abspath(image_root)
     paths = os.path.abspath(json_file), root
     if not _is_registered(name, *paths):
@@ -105,22 +99,14 @@ def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
 
 
 def check_coco_file(content: CocoFile) -> None:
-    """Logs what is odd in annotations.
-
-    Raises:
-        UserError: the first of their errors, with the number of the others.
-    """
+    """Logs what is odd in annotations; raises a ``UserError`` for their first error."""
     raise_first(content.errors)
     for warning in content.warnings:
         logger.warning(warning)
 
 
 def check_same_classes(train: CocoFile, val: CocoFile) -> None:
-    """Checks that two annotation files mean the same by class 0, 1, 2, …
-
-    Raises:
-        UserError: names are missing in one of them, or their ids put them in another order.
-    """
+    """Raises a ``UserError`` unless two annotation files mean the same by class 0, 1, 2, …"""
     if train.class_names == val.class_names:
         return
     files = f"'{train.json_file}' and '{val.json_file}'"

@@ -55,16 +55,10 @@ _RULES: dict[str, dict[str, Rule]] = {
 class CocoFile:
     """An annotation file, separated into what is valid and what is not.
 
-    What stops a run, or silently spoils it, is an error that names the file and the id. What
-    Detectron2 copes with, and COCO's own files contain, is a warning with a count.
-
-    Attributes:
-        json_file: the file.
-        image_root: folder that file names are relative to.
-        images, annotations: entries without an error, as they are in the file.
-        categories: those without an error, in contiguous order: by id, as Detectron2 sorts them.
-        errors: one for each thing that is wrong.
-        warnings: messages about what is odd but can be worked with.
+    What stops a run, or silently spoils it, is one of ``errors``, which names the file and the id.
+    What Detectron2 copes with is one of ``warnings``. ``images`` and ``annotations`` are the
+    entries without an error, ``categories`` those in contiguous order: by id, as Detectron2 sorts
+    them.
     """
 
     def __init__(
@@ -82,12 +76,10 @@ class CocoFile:
             image_root: folder that file names are relative to, or address of shards, in which no
                 file is looked for.
             needed: lists that it must have; without "annotations", images need an id and a file.
-            converted: what stands in files of another format, in place of reading ``json_file``,
-                which is then what messages name as a whole.
+            converted: what stands in files of another format, in place of reading ``json_file``.
 
         Raises:
-            UserError: nothing can be said about single entries: the file or the image folder does
-                not exist, the file is not JSON, or not COCO, or has no images or no categories.
+            UserError: nothing can be said about single entries, as the file is not COCO's.
         """
         self.json_file = json_file
         self.image_root = image_root
@@ -127,15 +119,9 @@ class CocoFile:
         return tuple(entry["id"] for entry in self.categories)
 
     def _validate(
-        self,
-        key: str,
-        rules: dict[str, Rule],
-        find: Callable[[Entry], Found] = lambda entry: None,
+        self, key: str, rules: dict[str, Rule], find: Callable[[Entry], Found] = lambda entry: None
     ) -> list[Entry]:
-        """Returns the entries of a list without an error, and adds the errors of the others.
-
-        Valid entries keep all rules and have an id of their own, and ``find`` finds no error.
-        """
+        """Returns the entries of a list without an error, and adds the errors of the others."""
         kind = _LISTS[key]
         valid: dict[int, Entry] = {}
         for number, entry in enumerate(self._lists[key], start=1):
@@ -233,10 +219,7 @@ def has_area(entry: Entry) -> bool:
 
 
 def has_polygon(entry: Entry) -> bool:
-    """Returns whether an annotation has a polygon of three points, or RLE, or nothing.
-
-    Detectron2 leaves out the others.
-    """
+    """Whether an annotation has a polygon of three points, or RLE, or nothing, for Detectron2."""
     segmentation = entry.get("segmentation")
     if not segmentation or isinstance(segmentation, dict):
         return True

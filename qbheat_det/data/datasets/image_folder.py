@@ -36,18 +36,9 @@ def register_image_folders(
 ) -> None:
     """Registers the images of folders as one data set; they are listed when it is first loaded.
 
-    A record holds ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``: the
-    contiguous index of its class folder; ``folder_classes`` of the metadata then lists these once
-    the set is loaded. Registering a name again with the same folders does nothing.
-
-    Args:
-        name: of the new data set.
-        folders: to be searched with all that is below them.
-        labelled: see above.
-        keep: paths of images relative to their folder; None keeps all.
-
-    Raises:
-        UserError: the name is taken by other data.
+    A record holds ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``, the
+    index of its class folder in ``folder_classes`` of the metadata. ``keep`` are paths relative to
+    their folder. A name with the same folders is left alone; one of other data is a ``UserError``.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
     if name in DatasetCatalog:
@@ -71,10 +62,7 @@ def register_image_folders(
 
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(
-        image_folders=paths,
-        labelled=labelled,
-        unlabelled=True,
-        evaluator_type="reconstruction",
+        image_folders=paths, labelled=labelled, unlabelled=True, evaluator_type="reconstruction"
     )
 
 
@@ -83,10 +71,7 @@ def load_image_folders(
 ) -> tuple[Records, list[str]]:
     """Returns the records of folders, one folder after another, and the names of their classes.
 
-    Args:
-        folders: to be searched with all that is below them.
-        labelled: whether the folders right below these are classes. Folders of one name in
-            several of them are one class; classes are in the order of their names.
+    With ``labelled``, the folders right below these are classes, in the order of their names.
 
     Raises:
         UserError: a folder does not exist or holds no image, or an image lies in no class folder.
@@ -110,14 +95,10 @@ def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Re
 
 
 def list_images(folder: PathLike) -> list[str]:
-    """Returns the paths of all images in a folder and below it: the files of a folder before those
-    of the folders in it, both by name.
+    """Returns the paths of all images in and below a folder, its files before its folders, by name.
 
-    An image is a file whose name ends as in ``IMAGE_SUFFIXES``, in large or small letters. Hidden
-    names, which begin with a dot, are left out. Links are followed, but not in circles.
-
-    Raises:
-        UserError: the folder does not exist, cannot be read, or holds no image.
+    An image is a file whose name ends as in ``IMAGE_SUFFIXES``. Hidden names are left out. Links
+    are followed, but not in circles. A folder without any is a ``UserError``.
     """
     images = [path for images in _walk(os.fspath(folder)) for path in images]
     if not images:

@@ -79,11 +79,7 @@ class DataSource:
 
 
 def find_kind(path: str) -> Kind:
-    """Returns the format of a file or a folder, by names alone.
-
-    Raises:
-        UserError: there is no such path, or it has none of the formats.
-    """
+    """Returns the format of a file or a folder, by names alone; a ``UserError`` if it has none."""
     if are_shards(path):
         packed: dict[str, Kind] = {"boxes": "coco", "classes": "classes", "images": "images"}
         return packed[read_index(absolute(path))["kind"]]
@@ -111,15 +107,10 @@ def find_kind(path: str) -> Kind:
 
 
 def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
-    """Returns where the images and boxes of a path are.
+    """Returns where the images and boxes of a path are, or raises a ``UserError``.
 
-    Args:
-        path: file or folder, see ``find_kind``.
-        image_root: folder of the images of a COCO json; empty searches beside it.
-        likely_root: where that search begins.
-
-    Raises:
-        UserError: as ``find_kind``, or the images of a COCO json are not found.
+    ``image_root`` is the folder of a COCO json's images; by default it is searched beside the file,
+    from ``likely_root`` on.
     """
     kind, root = find_kind(path), Path(path).absolute()
     if are_shards(path) and not image_root:

@@ -16,13 +16,10 @@ SPLIT_FILE = "split.json"
 
 
 def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:
-    """Returns which of some images are held out; the same ones for the same seed.
+    """Returns which of N images are held out, the same ones for the same seed.
 
-    Args:
-        groups: (N,), by which the images are stratified: of each group, the share is within one
-            image of ``fraction``. The only image of a group is never held out.
-        fraction: in (0, 1).
-        seed: of the choice.
+    The share of each of ``groups`` (N,) is within one image of ``fraction``, in (0, 1); the only
+    image of a group is never held out.
     """
     generator = random.Random(f"{seed} hold out")
     sizes = Counter(groups)
@@ -74,11 +71,7 @@ def split_names(
 
 
 def read_split(path: str | Path) -> dict[str, Any]:
-    """Returns what a ``split.json`` holds.
-
-    Raises:
-        UserError: the file cannot be read, or holds something else.
-    """
+    """Returns what a ``split.json`` holds; a ``UserError`` if it cannot be read."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         parts = [content["train"], content["val"]]

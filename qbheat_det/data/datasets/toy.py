@@ -37,14 +37,7 @@ _JPEG_QUALITY = 95
 
 @dataclass(frozen=True)
 class ToySpec:
-    """What determines a toy set, down to the byte on one machine.
-
-    Attributes:
-        name: makes two sets of the same seed differ, such as ``"train"`` and ``"val"``.
-        num_images: how many images.
-        image_size: side of the square images, in pixels.
-        seed: any non-negative integer.
-    """
+    """What determines a set of square images, down to the byte; names make sets differ."""
 
     name: str
     num_images: int
@@ -103,18 +96,14 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
 def register_toy_set(
     name: str, spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None
 ) -> None:
-    """Registers a toy set with Detectron2; nothing is drawn before it is first loaded.
-
-    The cache folder is settled here, because the metadata names the annotation file.
-    """
+    """Registers a toy set with Detectron2; nothing is drawn before it is first loaded."""
     cache = get_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = cache / spec.folder_name
     json_file, image_root = str(folder / ANNOTATION_FILE), str(folder / "images")
 
     def load() -> list[dict[str, Any]]:
         prepare_toy_set(spec, cache)
-        dataset: list[dict[str, Any]] = load_coco_json(json_file, image_root, name)
-        return dataset
+        return load_coco_json(json_file, image_root, name)
 
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(
@@ -157,14 +146,7 @@ def annotate(scene: Scene) -> list[dict[str, Any]]:
 
 
 def trace_polygons(mask: NDArray[np.bool_]) -> list[list[int]]:
-    """Returns polygons along the pixel borders of a mask: one a part, holes cut in by slits.
-
-    Args:
-        mask: (H, W).
-
-    Returns:
-        ``[x, y, x, y, …]`` each, whole numbers with (0, 0) at the image's upper left corner.
-    """
+    """Returns polygons [x, y, …] along the pixel borders of a mask (H, W), holes by slits."""
     # Contours run through pixel centres. At twice the size, the two centres 2x and 2x + 1 of
     # a pixel tell its left border x from its right border x + 1: both are (c + 1) // 2.
     doubled = np.repeat(np.repeat(mask.astype(np.uint8), 2, axis=0), 2, axis=1)

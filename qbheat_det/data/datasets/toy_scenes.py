@@ -68,13 +68,10 @@ CLASS_NAMES = tuple(OBJECTS)
 
 @dataclass(frozen=True)
 class Item:
-    """One painted shape.
+    """One painted shape; ``label`` is -1 for a distractor.
 
-    Attributes:
-        label: index into :data:`CLASS_NAMES`, or -1 for a distractor.
-        top, left: pixel of the image on which the patch's first pixel lies; may be negative.
-        mask: (P, P), the whole shape, also where it is hidden or outside the image.
-        texture: (P, P, 3) RGB.
+    ``top`` and ``left`` are where the patch's first pixel lies in the image and may be negative;
+    ``mask`` (P, P) is the whole shape, also where it is hidden; ``texture`` (P, P, 3) is RGB.
     """
 
     label: int
@@ -86,13 +83,9 @@ class Item:
 
 @dataclass
 class Scene:
-    """A background and the shapes before it, first painted first.
+    """A background (S, S, 3), noise that is added last, and the shapes, first painted first.
 
-    Attributes:
-        background: (S, S, 3) RGB.
-        noise: (S, S, 3), added last.
-        items: the shapes, distractors included.
-        owner: (S, S), which item's pixel it is, as an index into ``items``; -1 for none.
+    ``owner`` (S, S) is the index of the item that a pixel shows, or -1.
     """
 
     background: ByteArray
@@ -126,17 +119,11 @@ class Scene:
             image_part, patch_part = _overlap(item, len(image))
             mask = item.mask[patch_part]
             image[image_part][mask] = item.texture[patch_part][mask]
-        noisy: ByteArray = np.clip(image + self.noise, 0, 255).astype(np.uint8)
-        return noisy
+        return np.clip(image + self.noise, 0, 255).astype(np.uint8)
 
 
 def sample_scene(rng: np.random.Generator, size: int) -> Scene:
-    """Draws a random scene.
-
-    Args:
-        rng: the only source of randomness.
-        size: side S of the square image, in pixels.
-    """
+    """Draws a random scene of ``size`` x ``size`` pixels."""
     amplitude = int(rng.integers(2, 13))
     noise = rng.integers(-amplitude, amplitude + 1, size=(size, size, 3), dtype=np.int16)
     scene = Scene(background=_background(rng, size), noise=noise)

@@ -28,14 +28,7 @@ _LARGEST = 10_000_000  # bytes of a data.yaml
 
 @dataclass(frozen=True)
 class YoloConfig:
-    """What a ``data.yaml`` says.
-
-    Attributes:
-        file: its path, absolute.
-        names: of the classes, in the order of their numbers.
-        subsets: of those among "train" and "val" that it names, folders and lists of images.
-        has_keypoints: whether lines go on with keypoints after the box.
-    """
+    """What a ``data.yaml`` says: its path, classes, folders and lists, and if it has keypoints."""
 
     file: Path
     names: list[str]
@@ -44,11 +37,7 @@ class YoloConfig:
 
 
 def read_data_yaml(file: str | Path) -> YoloConfig:
-    """Reads a ``data.yaml``.
-
-    Raises:
-        UserError: it cannot be read, has no valid names, or names folders that do not exist.
-    """
+    """Reads a ``data.yaml``; a ``UserError`` if it, its names or its folders are not valid."""
     file = Path(file).absolute()
     try:
         if file.stat().st_size > _LARGEST:

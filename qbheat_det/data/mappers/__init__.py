@@ -15,14 +15,7 @@ from qbheat_det.data.checks import DataError
 
 from .classification import ClassificationMapper
 from .detr import DetrDatasetMapper, build_detr_crop
-from .fixed_views import (
-    VIEW_ROW,
-    CachedViews,
-    FixedViews,
-    Mapper,
-    PreparedMapper,
-    number_records,
-)
+from .fixed_views import VIEW_ROW, CachedViews, FixedViews, Mapper, PreparedMapper, number_records
 from .pretraining import PretrainingMapper, TwoViewMapper
 
 __all__ = [

@@ -99,7 +99,6 @@ class ClassificationMapper:
         }
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """See ``PretrainingMapper.prepare``."""
         self._crop.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:

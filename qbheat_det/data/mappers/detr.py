@@ -18,14 +18,10 @@ from qbheat_det.data.checks import check_input_keys
 class DetrDatasetMapper(DatasetMapper):
     """Detectron2's mapper with DETR's random crop before its resize and flip.
 
-    In training: with probability 1/2 the shorter side is resized to one of
-    ``INPUT.DETR_CROP_RESIZE`` and a part of random height and width is cut out; then resize
-    (``INPUT.MIN_SIZE_TRAIN``, ``INPUT.MAX_SIZE_TRAIN``) and flip (``INPUT.RANDOM_FLIP``) as
-    usual. Boxes are clipped to the crop, and those without area left are dropped; an image
-    that loses all of them stays, with no instances. In inference it is ``DatasetMapper``.
-
-    Masks (``MODEL.MASK_ON``) are cropped along; for ``INPUT.MASK_FORMAT: polygon`` this
-    needs the ``shapely`` package.
+    In training, with probability 1/2 the shorter side is resized to one of
+    ``INPUT.DETR_CROP_RESIZE`` and a part of random height and width is cut out. Boxes are clipped
+    to the crop; an image that loses all of them stays. Masks (``MODEL.MASK_ON``) are cropped along;
+    polygons need ``shapely``.
     """
 
     @classmethod
@@ -44,8 +40,7 @@ def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T
 
     Args:
         resize_to: lengths in pixels, one of which the shorter side gets.
-        crop_range: smallest and largest height and width of the part, in pixels, both
-            uniform and independent; a smaller image is cut no further than its own size.
+        crop_range: smallest and largest height and width of the part, in pixels.
 
     Raises:
         UserError: a length is not positive, or ``crop_range`` is not [min, max].

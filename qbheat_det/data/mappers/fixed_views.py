@@ -76,15 +76,11 @@ class FixedViews:
 class CachedViews:
     """From a record to what its mapper returned, with features in the place of pixels.
 
-    Chooses views as ``FixedViews`` does, so that training from a cache gets the same. Returns the
-    record's "file_name", "image_id" and "label", as far as it has them, with:
-
-    - "features": the encoder's outputs by name, (C, h, w) or (M, D) each, in the cache's dtype;
-    - "image" (3, H, W), uint8: zeros in the size of the view, which take no memory;
-    - "height" and "width" of the whole image, and "instances" with ``gt_boxes`` and
-      ``gt_classes``, if the mapper gave them.
-
-    An image that the mapper skipped is skipped here: a ``DataError`` or None.
+    Chooses views as ``FixedViews`` does. Returns the record's "file_name", "image_id" and "label",
+    as far as it has them; "features", the encoder's outputs by name, (C, h, w) or (M, D); "image"
+    (3, H, W), zeros in the size of the view, which take no memory; "height" and "width" of the
+    whole image, and "instances", if the mapper gave them. What the mapper skipped is a
+    ``DataError`` or None.
     """
 
     def __init__(self, store: FeatureStore, count: int) -> None:
@@ -113,18 +109,10 @@ class CachedViews:
 
 
 class TargetViews:
-    """From a record to one of its views, with a teacher's maps (C, h, w) of it as "targets".
-
-    An image that the mapper skipped is skipped here: a ``DataError`` or None.
-    """
+    """From a record to one of its views, with a teacher's maps (C, h, w) of it as "targets"."""
 
     def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
-        """
-        Args:
-            views: of each image.
-            store: holds maps of as many views of each image.
-            flips: whether one view in two is mirrored, image and targets, anew at every visit.
-        """
+        """``flips`` mirrors one view in two, image and targets, anew at every visit."""
         self.views = views
         self.store = store
         self.flips = flips

@@ -146,13 +146,9 @@ class PretrainingMapper:
 class TwoViewMapper:
     """From a record with ``file_name`` to two views of the image.
 
-    Returns what ``PretrainingMapper`` returns, and in training beside ``image`` a second view,
-    ``image_key`` (3, S, S), uint8, drawn independently. In inference there is the one square in
-    the middle, and nothing is done to its colours. All that is drawn is drawn from torch's global
-    generator. An image that cannot be read is a ``DataError``.
-
-    An image that is not in memory is read from its file once for each view, each time only as
-    much of it as the view needs.
+    Returns what ``PretrainingMapper`` returns, and in training a second view, ``image_key`` (3, S,
+    S), uint8, drawn independently from torch's global generator. In inference there is one square
+    in the middle.
     """
 
     @configurable
@@ -219,7 +215,6 @@ class TwoViewMapper:
         }
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """See ``PretrainingMapper.prepare``."""
         self._crop.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
@@ -243,5 +238,4 @@ class TwoViewMapper:
         sigma = float(torch.empty(()).uniform_(*self._sigma))
         # The time of a blur grows with the square of this; no farther than a mirror image reaches.
         radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
-        blurred: Tensor = F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
-        return blurred
+        return F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)

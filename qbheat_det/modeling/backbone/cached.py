@@ -25,25 +25,18 @@ _OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 class CachedBackbone(Backbone):
     """Batches the features that come with the images, instead of running the encoder.
 
-    The model's ``preprocess_image`` hands over a ``CachedImages`` where it would hand over pixels.
+    The model's ``preprocess_image`` hands over a ``CachedImages`` instead of pixels. The encoder
+    stays on the CPU and is no child module: optimizer, device and data-parallel wrappers do not see
+    it, but its weights are loaded and saved under their names without a cache. Copies of the model
+    share it.
 
-    The encoder stays on the CPU and is no child module: neither the optimizer, nor the device, nor
-    a wrapper for several processes sees it. Its weights are loaded and saved under the names that
-    they have without a cache. Copies of the model share it.
-
-    Features are trusted only for the weights that they were computed with: before ``trust``, and
-    once other weights are loaded, ``forward`` raises.
+    Before ``trust``, and once other weights are loaded, ``forward`` raises.
     """
 
     def __init__(
         self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
     ) -> None:
-        """
-        Args:
-            encoder: the network that is replaced, entirely frozen.
-            outputs: names of the outputs that the model reads.
-            channels_last: whether the encoder's maps have their channels innermost in memory.
-        """
+        """Takes a frozen encoder, the outputs that are read, and the layout of its maps."""
         super().__init__()
         self.outputs = list(outputs)
         self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
@@ -85,14 +78,10 @@ class CachedBackbone(Backbone):
     def forward(
         self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """
-        Args:
-            x: images with features; pixels (N, 3, H, W) only within ``encode``.
-            image_sizes: (N, 2), for encoders that mask padding; features need no mask.
+        """From images with features, or pixels within ``encode``, to the outputs by name.
 
-        Returns:
-            The outputs by name: maps (N, C, ceil(H / s), ceil(W / s)) and "tokens" (N, M, D),
-            float32.
+        Maps are (N, C, ceil(H / s), ceil(W / s)), "tokens" (N, M, D), float32; ``image_sizes`` (N,
+        2) is for encoders that mask padding.
 
         Raises:
             UserError: the images come without features, or these are of other weights or images.
@@ -120,13 +109,10 @@ class CachedBackbone(Backbone):
             self.encoder.to("cpu")
 
     def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Returns what the encoder gives where ``model``, in its present mode, runs it on a batch.
+        """Returns the encoder's outputs by name, where ``model`` runs it on a batch.
 
-        The model itself prepares the N images of one size, so that they are normalised, padded and
-        masked as without a cache; its forward pass ends behind the encoder.
-
-        Returns:
-            The outputs by name, with N in front.
+        The model itself prepares the images, so that they are normalised, padded and masked as
+        without a cache; its forward pass ends behind the encoder.
         """
         self._is_encoding = True
         try:

@@ -18,16 +18,13 @@ from fvcore.nn import weight_init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.modeling.contracts import get_encoder
+from qbheat_det.modeling.contracts import get_encoder, pick_outputs
 
 from .prefixes import accept_prefixes
 
 
 class StridedLevels(nn.Module):
-    """Coarser pyramid levels: consecutive 3x3 convolutions of stride 2.
-
-    As in RetinaNet, a ReLU precedes P7 and coarser levels (P6 -> ReLU -> P7).
-    """
+    """Coarser levels by 3x3 convolutions of stride 2, as in RetinaNet (P6 -> ReLU -> P7)."""
 
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
         """Takes C of all levels, the level to start from, such as "p4", and how many to add."""
@@ -81,12 +78,7 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     for each in (own.MODEL.MOBILE_FORMER, own.MODEL.TIMM, own.MODEL.RESNETS):
         each.OUT_FEATURES = wanted
     bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
-    shapes = bottom_up.output_shape()
-    if not wanted or set(wanted) - set(shapes):
-        raise ValueError(
-            f"MODEL.FPN.IN_FEATURES {wanted} are not all among the outputs of '{name}', {[*shapes]}"
-        )
-    stride = shapes[wanted[-1]].stride
+    stride = pick_outputs(bottom_up, wanted, "MODEL.FPN.IN_FEATURES")[-1].stride
     return pyramid_on(
         bottom_up=bottom_up,
         in_features=node.IN_FEATURES,

@@ -130,14 +130,10 @@ class MobileFormer(Backbone):
         }
 
     def forward(self, x: Tensor, image_sizes: Tensor | None = None) -> dict[str, Tensor]:
-        """
-        Args:
-            x: (N, 3, H, W), normalised images, at the top left where the batch is padded.
-            image_sizes: (N, 2) heights and widths in pixels of a padded batch. Each image then
-                gives what it gives alone; without them, padding counts as image.
+        """From normalised images (N, 3, H, W) to the outputs by name, see the class.
 
-        Returns:
-            The outputs by name: (N, C, ceil(H / s), ceil(W / s)) and "tokens" (N, M, D).
+        With ``image_sizes`` (N, 2), heights and widths in pixels of a padded batch, each image
+        gives what it gives alone; without them, padding counts as image.
         """
         stages = list(self.run_stages(x, image_sizes))
         outputs = {name: out for name, out, _ in stages}
@@ -173,10 +169,7 @@ class MobileFormer(Backbone):
                 nn.init.zeros_(module.bias)
 
     def freeze(self, freeze_at: int = 0) -> "MobileFormer":
-        """Freezes from the stem on, see ``freeze_at`` in the constructor; returns itself.
-
-        Frozen parts have no gradients, keep their BatchNorm statistics and drop no paths.
-        """
+        """Freezes from the stem on: no gradients, no changes of BatchNorm, no dropped paths."""
         if freeze_at >= 1:
             self.tokens.requires_grad_(False)
             self.stem = _freeze(self.stem)
@@ -216,11 +209,7 @@ class MobileFormer(Backbone):
 
 
 def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
-    """Returns the widths of ``MODEL.MOBILE_FORMER``.
-
-    Raises:
-        UserError: the variant has no such name, or the custom table is not a network.
-    """
+    """Returns the widths of ``MODEL.MOBILE_FORMER``; a ``UserError`` if they are no network."""
     node = cfg.MODEL.MOBILE_FORMER
     if node.VARIANT != "custom":
         return named_arch(node.VARIANT)

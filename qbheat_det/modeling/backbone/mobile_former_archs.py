@@ -99,23 +99,21 @@ def arch_of_rows(
     expanded: int,
     head_dim: int = 0,
 ) -> MobileFormerArch:
-    """Returns widths from rows [kind, hidden, out, second hidden], as in configs.
-
-    Raises:
-        TypeError: a row is too long or too short.
-        ValueError: the rows are not a network.
-    """
+    """Returns widths from rows [kind, hidden, out, second hidden], or raises a ``ValueError``."""
     specs = tuple(BlockSpec(*row) for row in blocks)
     return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, head_dim)
 
 
 # fmt: off
-_SMALLEST = [
-    ("lite_down", 24, 12), ("plain", 36, 12),                                         # 1/4
-    ("down", 72, 24, 96), ("plain", 72, 24),                                          # 1/8
-    ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),                   # 1/16
-    ("down", 384, 96, 384), ("plain", 576, 96),                                       # 1/32
-]
+_SMALLEST = arch_of_rows(
+    num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024,
+    blocks=[
+        ("lite_down", 24, 12), ("plain", 36, 12),                                     # 1/4
+        ("down", 72, 24, 96), ("plain", 72, 24),                                      # 1/8
+        ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),               # 1/16
+        ("down", 384, 96, 384), ("plain", 576, 96),                                   # 1/32
+    ],
+)
 MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
     "285M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=16, expanded=720,
@@ -198,23 +196,14 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 528, 128, 512), ("plain", 768, 128),
         ],
     ),
-    "52M": arch_of_rows(
-        num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024, blocks=_SMALLEST
-    ),
-    # Grouped convolutions and their shuffles are dense weights here.
-    "26M": arch_of_rows(
-        num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024, blocks=_SMALLEST
-    ),
+    # Grouped convolutions of "26M" and their shuffles are dense weights here.
+    **dict.fromkeys(("52M", "26M"), _SMALLEST),
 }
 # fmt: on
 
 
 def named_arch(variant: str) -> MobileFormerArch:
-    """Returns one of ``MOBILE_FORMER_ARCHS``.
-
-    Raises:
-        UserError: there is none of that name.
-    """
+    """Returns one of ``MOBILE_FORMER_ARCHS``; a ``UserError`` if there is none of that name."""
     if variant not in MOBILE_FORMER_ARCHS:
         known = [*MOBILE_FORMER_ARCHS, "custom"]
         raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")
@@ -222,11 +211,7 @@ def named_arch(variant: str) -> MobileFormerArch:
 
 
 def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:
-    """Returns the shapes of some outputs, for the heads of LazyConfigs.
-
-    Raises:
-        ValueError: a network of these widths has no such output.
-    """
+    """Returns the shapes of some outputs, for LazyConfigs; a ``ValueError`` if one is unknown."""
     shapes = arch.output_shapes()
     if set(names) - set(shapes):
         raise ValueError(f"outputs of MobileFormer are {[*shapes]}, not {list(names)}")

@@ -19,8 +19,7 @@ _PREFIXES = ("backbone.bottom_up.", "backbone.", _PYRAMID)
 def accept_prefixes(backbone: Backbone) -> None:
     """Lets ``load_state_dict`` find a backbone, or that below a pyramid, by whatever prefix.
 
-    The file may hold a detector, a pyramid or a bare backbone. A file with a part of the encoder,
-    or, as far as can be seen, with none of it, raises a ``UserError``, even if not ``strict``.
+    A file with a part of the encoder, or with none of it, raises a ``UserError``.
     """
     backbone.register_load_state_dict_pre_hook(_find_own)
 

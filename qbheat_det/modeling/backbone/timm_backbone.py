@@ -36,13 +36,9 @@ _PROBE_SIZE = (64, 96)  # of an image whose maps differ in height, width and cha
 class TimmBackbone(Backbone):
     """The maps of a timm model, named by stride: "s2", "s4", "s8", "s16", "s32".
 
-    Of several maps at one stride it is the last. Stages after the last output, and the classifier,
-    are removed, so that each trainable parameter contributes to an output. Images are padded to a
-    multiple of the coarsest stride; padding counts as image, so that a padded batch does not give
-    exactly what its images give one by one.
-
-    ``net`` is timm's model with timm's names of tensors and its layer groups for layer-wise decay;
-    timm's weights fit as they are.
+    Of several maps at one stride it is the last. Stages after the last output are removed. Images
+    are padded to a multiple of the coarsest stride, and padding counts as image. ``net`` is timm's
+    model, whose weights fit as they are.
     """
 
     @configurable
@@ -106,20 +102,13 @@ class TimmBackbone(Backbone):
         return max(self._out_feature_strides.values())
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """
-        Args:
-            x: (N, 3, H, W), normalised images, H and W multiples of ``size_divisibility``.
-
-        Returns:
-            The outputs by name, (N, C, H / s, W / s).
-        """
+        """From images (N, 3, H, W), padded, to the outputs by name, (N, C, H / s, W / s)."""
         return dict(zip(self._out_features, self._maps(x, self._indices), strict=True))
 
     def _maps(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        maps: list[Tensor] = self.net.forward_intermediates(
+        return self.net.forward_intermediates(
             x, indices=list(indices), output_fmt="NCHW", intermediates_only=True
         )
-        return maps
 
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
@@ -166,11 +155,7 @@ class TimmBackbone(Backbone):
 
 
 def list_outputs(name: str) -> list[str]:
-    """Returns the names of all maps of a timm model, finest first.
-
-    Raises:
-        UserError: timm has no such model, or it has no maps for images of any size.
-    """
+    """Returns the names of all maps of a timm model, finest first; a ``UserError`` without maps."""
     check_timm_name(name)
     with torch.device("meta"):
         return list(_list_maps(timm.create_model(name, pretrained=False), name))
@@ -211,10 +196,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """A timm network and the maps of it that are the targets of ``FeatureDistillation``.
-
-    It has an image size and pixel statistics of its own, those of ``MODEL.TEACHER``.
-    """
+    """A timm network, frozen, whose maps ``FeatureDistillation`` predicts; ``MODEL.TEACHER``."""
 
     mapper_name = "pretrain"
 
@@ -238,22 +220,14 @@ class Teacher(ImageModel):
 
     @torch.inference_mode()
     def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper with "image" (3, S, S).
-
-        Returns:
-            The maps by name, (N, C, S / stride, S / stride).
-        """
-        maps: dict[str, Tensor] = self.backbone(self.preprocess_image(batched_inputs))
-        return maps
+        """From dicts with "image" (3, S, S) to the maps by name, (N, C, S / stride, S / stride)."""
+        return self.backbone(self.preprocess_image(batched_inputs))
 
 
 def find_teacher_maps(cfg: CfgNode) -> dict[str, ShapeSpec]:
     """Returns channels and stride of the teacher's maps, without memory for its weights."""
     with torch.device("meta"):
-        shapes: dict[str, ShapeSpec] = _build_teacher(cfg).output_shape()
-        return shapes
+        return _build_teacher(cfg).output_shape()
 
 
 def list_teacher_maps(cfg: CfgNode) -> list[str]:
@@ -270,16 +244,12 @@ def _build_teacher(cfg: CfgNode) -> TimmBackbone:
 class TraceableConv2dSame(Conv2dSame):
     """``Conv2dSame`` whose padding is constant in exported graphs.
 
-    There its input's sides are multiples of its stride, as those of images are of the coarsest.
-    What timm computes is then the same, but by terms of unknown sizes, on which ``torch.export``
-    stops.
+    There the input's sides are multiples of its stride; ``torch.export`` stops on timm's terms.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``Conv2dSame``."""
         if not torch.compiler.is_compiling():
-            output: Tensor = super().forward(x)
-            return output
+            return super().forward(x)
         height, width = (
             max(dilation * (kernel - 1) + 1 - stride, 0)
             for kernel, stride, dilation in zip(

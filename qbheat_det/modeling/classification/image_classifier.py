@@ -1,14 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """An image classifier: linear probing, decoder probing and fine-tuning of any encoder.
 
-Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12. Its
-two classifiers are linear ("lin") and transformer ("tran-1", "tran-4"). As in its Table 8, the
-pooled map is joined with the first token if the backbone has tokens. Its parameter counts (Tables 6
-and 15) show that the transformer has no position embedding; heads of width 64 are chosen here.
+QB-Heat, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12: a linear ("lin") and a transformer decoder
+("tran-1", "tran-4"), which by its counts (Tables 6 and 15) has no position embedding; heads of
+width 64 are chosen here. The pooled map is joined with the first token, if any (Table 8).
 
-Mixup and CutMix are timm's: "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412;
-"CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features",
-arXiv:1905.04899; label smoothing: "Rethinking the Inception Architecture for Computer Vision",
+Mixup, arXiv:1710.09412, and CutMix, arXiv:1905.04899, are timm's; label smoothing:
 arXiv:1512.00567.
 """
 
@@ -41,13 +38,10 @@ class LinearDecoder(nn.Module):
         normalize: bool = False,
         in_feature: str = "s16_expanded",
     ) -> None:
-        """Args:
-        input_shape: the backbone's ``output_shape()``, with ``in_feature`` and optionally
-        "tokens".
-        num_classes: K.
-        normalize: BatchNorm without scale and offset before the linear layer, as in linear
+        """Takes the backbone's ``output_shape()``, K, and the name of the map to pool.
+
+        ``normalize`` puts a BatchNorm without scale and offset before the layer, as in linear
         probing.
-        in_feature: name of the map to pool.
         """
         super().__init__()
         self.pool = _pool(input_shape, in_feature)
@@ -59,8 +53,7 @@ class LinearDecoder(nn.Module):
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to logits (N, K)."""
-        logits: Tensor = self.classifier(self.norm(self.pool(features)))
-        return logits
+        return self.classifier(self.norm(self.pool(features)))
 
 
 class TransformerDecoder(nn.Module):
@@ -106,8 +99,7 @@ class TransformerDecoder(nn.Module):
         positions = features[self.pool.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
         positions = self.norm(self.blocks(self.projection(positions)))
         pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)
-        logits: Tensor = self.classifier(self.pool.join_token(pooled, features))
-        return logits
+        return self.classifier(self.pool.join_token(pooled, features))
 
 
 def _pool(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> PooledFeatures:
@@ -156,8 +148,7 @@ class BatchMixing:
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """From images (N, 3, H, W), mixed in place, and labels (N,) to images and targets (N, K).
 
-        Raises:
-            UserError: the batch is mixed, and its number of images is odd.
+        Raises a ``UserError`` if the batch is mixed and its number of images is odd.
         """
         if self._mix is None:
             return images, mixup_target(labels, self.num_classes, smoothing=self.label_smoothing)
@@ -173,13 +164,11 @@ class BatchMixing:
 
 @META_ARCH_REGISTRY.register()
 class ImageClassifier(ImageModel):
-    """An encoder, a decoder to class scores, and cross-entropy.
+    """An encoder, a decoder to class scores, and cross-entropy, a mean over images.
 
-    Any Detectron2 backbone serves as encoder. Without trainable parameters it is frozen: it stays
-    in evaluation mode, without changes of statistics or dropped paths, and without gradients.
-
-    The loss is a mean over images; gradients of several processes are those of one with the joined
-    batch, except for random mixing and dropout, and for BatchNorm's statistics of each process.
+    An encoder without trainable parameters is frozen: it stays in evaluation mode. Gradients of
+    several processes are those of one with the joined batch, except for random mixing and dropout,
+    and for BatchNorm's statistics of each process.
     """
 
     pretrain_only_modules = ("decoder",)
@@ -194,13 +183,7 @@ class ImageClassifier(ImageModel):
         mixing: BatchMixing,
         **others: Any,
     ) -> None:
-        """As ``ImageModel``, and:
-
-        Args:
-            backbone: has the outputs that ``decoder`` reads.
-            decoder: from the backbone's outputs to logits of K classes.
-            mixing: from labels to targets, and optionally mixes images.
-        """
+        """As ``ImageModel``, with a decoder to logits (N, K), and what makes targets of labels."""
         pool = decoder.pool
         super().__init__(
             backbone=backbone,
@@ -260,17 +243,11 @@ class ImageClassifier(ImageModel):
         return self
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S), in training with "label"
-                from 0 on.
+        """From dicts of a mapper with "image" (3, S, S), in training with "label" from 0 on.
 
-        Returns:
-            {"loss_cls"}, (), in training; else a list with a dict for each image: "scores" (K,),
-            which sum to one.
-
-        Raises:
-            UserError: an image has another size, or a label is missing or out of range.
+        Returns {"loss_cls"}, (), in training; else for each image {"scores"} (K,), which sum to
+        one. An image of another size, or a label that is missing or out of range, is a
+        ``UserError``.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -290,11 +267,7 @@ class ImageClassifier(ImageModel):
         return logits.float()
 
     def prepare_labels(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns the labels (N,), checked on the CPU, so that nothing waits for the device.
-
-        Raises:
-            UserError: one is missing or out of range.
-        """
+        """Returns the labels (N,); a ``UserError`` if one is missing or out of range."""
         labels = [entry.get("label", -1) for entry in batched_inputs]
         for entry, label in zip(batched_inputs, labels, strict=True):
             if not 0 <= label < self.num_classes:

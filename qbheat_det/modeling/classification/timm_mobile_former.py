@@ -30,15 +30,8 @@ from qbheat_det.modeling.backbone import (
 class TimmMobileFormer(MobileFormer):
     """A Mobile-Former with class scores and timm's access to its stages.
 
-    The classifier is that of ``LinearDecoder``. timm's heads take one map, so ``forward_features``
-    concatenates the first token to every position, (N, C + D, H / 16, W / 16), which pooling over
-    positions does not change.
-
-    Attributes:
-        num_classes: K; 0 without a classifier.
-        num_features: C + D.
-        head_hidden_size: the same.
-        feature_info: "num_chs", "reduction" and "module" of the stages.
+    timm's heads take one map, so ``forward_features`` concatenates the first token to every
+    position, (N, C + D, H / 16, W / 16), which pooling over positions does not change.
     """
 
     def __init__(
@@ -96,8 +89,7 @@ class TimmMobileFormer(MobileFormer):
             pooled, token = x[:, :-token_dim], x[:, -token_dim:]
             x = self.neck(torch.cat([F.hardswish(pooled), token], dim=1))
         x = F.dropout(x, self.drop_rate, self.training)
-        logits: Tensor = x if pre_logits else self.classifier(x)
-        return logits
+        return x if pre_logits else self.classifier(x)
 
     def forward_intermediates(
         self,
@@ -126,10 +118,7 @@ class TimmMobileFormer(MobileFormer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """As in timm: removes the layers after the stages in ``indices``, and returns these.
-
-        ``prune_norm`` removes the final convolution, the counterpart of other models' last norm.
-        """
+        """As in timm: removes layers after the stages in ``indices``; "norm" is the expansion."""
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm:
@@ -209,7 +198,7 @@ def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
     num_maps = 1 + sum(block.halves for block in MOBILE_FORMER_ARCHS[size].blocks)
 
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        model: nn.Module = build_model_with_cfg(
+        return build_model_with_cfg(
             TimmMobileFormer,
             name,
             pretrained,
@@ -218,7 +207,6 @@ def _entry_of(size: str, name: str) -> Callable[..., nn.Module]:
             arch=MOBILE_FORMER_ARCHS[size],
             **kwargs,
         )
-        return model
 
     create.__name__ = name
     return create

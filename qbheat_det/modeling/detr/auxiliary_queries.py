@@ -1,21 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Queries that pass through MF-DETR's decoder beside its own in training, and their losses.
 
-They attend to the map and are refined by the same weights, but neither the object queries nor the
-map read them. Two kinds:
+They are refined by the same weights, but neither the object queries nor the map read them. Groups
+of object queries are matched one-to-one each: "Group DETR", arXiv:2207.13085; the first group is
+the decoder's own, and the map reads it alone (a deviation). Denoising queries are ground truth with
+noise: "DN-DETR", arXiv:2203.01305, and for the negatives "DINO", arXiv:2203.03605, Sec. 3.3.
 
-Groups of object queries, each matched one-to-one: "Group DETR: Fast DETR Training with Group-Wise
-One-to-Many Assignment", arXiv:2207.13085. Each box then trains as many queries as there are groups;
-the first group is the decoder's own and the only one in inference. Deviation: the map, which the
-paper's decoder does not change, reads the first group alone.
-
-Denoising queries, ground truth with noise added that is to be reconstructed: "DN-DETR: Accelerate
-DETR Training by Introducing Query DeNoising", arXiv:2203.01305, and for the negatives "DINO: DETR
-with Improved DeNoising Anchor Boxes", arXiv:2203.03605, Sec. 3.3. Deviations: MF-DETR's queries are
-no boxes, so a two-layer network over the sine code of a noised box gives the query's position, as
-in DAB-DETR; there is no indicator beside the embedded label, since the content of MF-DETR's own
-queries is zero; the number of groups depends on the image's own boxes, so that an image gives the
-same alone as beside a crowded one.
+Deviations: as in DAB-DETR, a two-layer network over the sine code of a noised box gives a query's
+position; there is no indicator beside the embedded label; the number of groups depends on the
+image's own boxes, so that an image gives the same alone as beside a crowded one.
 """
 
 import math
@@ -40,12 +33,7 @@ class QueryGroups(nn.Module):
     prefix = "loss_group_"
 
     def __init__(self, *, num_groups: int, num_queries: int, dim: int, weight: float = 1.0) -> None:
-        """Args:
-        num_groups: G, without the decoder's own group; 1 to 99.
-        num_queries: Q, of each group.
-        dim: C, width of the decoder's queries.
-        weight: factor on the losses of each group; 1 is the weight of the decoder's own.
-        """
+        """Takes G from 1 to 99, Q of each group, C, and a factor on the groups' losses."""
         super().__init__()
         if not 1 <= num_groups < 100 or weight < 0:
             raise ValueError(
@@ -76,16 +64,10 @@ class QueryGroups(nn.Module):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """
-        Args:
-            logits: (L, N, E, K + 1), of the queries from ``forward``.
-            boxes: (L, N, E, 4), cxcywh in [0, 1] of the unpadded image.
-            targets: ground truth of the N images.
-            criterion: matches a group and computes its losses.
-            normalizers: (2,), of classes and of boxes.
+        """Returns ``SetCriterion.block_losses`` of each block and group.
 
-        Returns:
-            What ``SetCriterion.block_losses`` returns, of each block and group.
+        Logits (L, N, E, K + 1) and boxes (L, N, E, 4), cxcywh in [0, 1] of the unpadded image, are
+        of the queries from ``forward``; ``normalizers`` (2,) of classes and of boxes.
         """
         # A group of a block is matched as a block is: (L * G, N, Q, …).
         logits, boxes = (
@@ -95,7 +77,7 @@ class QueryGroups(nn.Module):
         return criterion.block_losses(logits, boxes, targets, normalizers)
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """As ``SetCriterion.normalizers``, of the boxes in each image: those of the own queries."""
+        """As ``SetCriterion.normalizers``, of the boxes in each image."""
         return criterion.normalizers(counts, self.num_queries)
 
 
@@ -169,15 +151,11 @@ class Denoising(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, targets: Targets, noise: Tensor | None = None) -> QuerySet:
-        """
-        Args:
-            targets: ground truth of the N images.
-            noise: (N, E, 6), in [0, 1), random if None: four numbers move the corners of a box,
-                the fifth selects labels to replace, the sixth their new values.
+        """Returns the queries of a batch, as many for each image as for the one with the most.
 
-        Returns:
-            The queries, as many for each image as for the one with the most; no query attends to
-            those beyond an image's own.
+        ``noise`` (N, E, 6) in [0, 1) is random by default: four numbers move the corners of a box,
+        the fifth selects labels to replace, the sixth their new values. No query attends to those
+        beyond an image's own.
         """
         device = targets.boxes.device
         layout = _Layout(*(field.to(device, non_blocking=True) for field in self._layout(targets)))
@@ -198,12 +176,9 @@ class Denoising(nn.Module):
         )
 
     def noised_boxes(self, boxes: Tensor, negative: Tensor, shift: Tensor) -> Tensor:
-        """Returns boxes (N, E, 4), cxcywh, with their corners moved within the image.
+        """Returns boxes (N, E, 4), cxcywh in [0, 1], with their corners moved within the image.
 
-        Args:
-            boxes: (N, E, 4), cxcywh in [0, 1] of the unpadded image.
-            negative: (N, E), True where a corner moves further.
-            shift: (N, E, 4), random numbers.
+        ``negative`` (N, E) is True where a corner moves further; ``shift`` (N, E, 4) is random.
         """
         signed = 2 * shift - 1
         further = torch.where(signed < 0, -1.0, 1.0) * negative[..., None]
@@ -222,7 +197,6 @@ class Denoising(nn.Module):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """As ``QueryGroups.losses``, for the queries of the same targets."""
         layout, device = self._layout(targets), logits.device
         # Indices come from the counts on the host, so that nothing waits for the device: the
         # queries of all images in one row, without gaps.
@@ -252,7 +226,6 @@ class Denoising(nn.Module):
         )
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """As ``SetCriterion.normalizers``, of the boxes in each image."""
         kept = sum(groups * used for groups, used in map(self._shape_of, counts))
         return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
 
@@ -268,11 +241,7 @@ class Denoising(nn.Module):
 
 @lru_cache(maxsize=1)  # the losses of a batch use the layout of its queries again
 def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
-    """Returns the layout of a batch's queries, on the CPU: group by group, negatives last.
-
-    ``shapes`` has the number of groups of each image and of boxes in each; ``copies`` is 2 with
-    negatives, else 1.
-    """
+    """Returns the layout of queries, on the CPU, from groups and boxes in each of each image."""
     groups, used = torch.tensor(shapes).T[..., None]
     length = copies * used  # of a group, (N, 1)
     total = groups * length
@@ -317,12 +286,8 @@ class AuxiliaryQueries(nn.ModuleDict):
     ) -> dict[str, Tensor]:
         """Returns weighted losses by name, "loss_group_ce" and so on, summed over the blocks.
 
-        Args:
-            outputs: "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4), of the queries
-                from ``forward``.
-            targets: ground truth of the N images.
-            criterion: of the decoder's own queries.
-            normalizers: (P, 2), a row for each kind.
+        ``outputs`` are "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4) of the queries
+        from ``forward``; ``normalizers`` (P, 2) has a row for each kind.
         """
         logits, boxes = criterion.supervised(outputs)
         losses: dict[str, Tensor] = {}

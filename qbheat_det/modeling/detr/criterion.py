@@ -91,16 +91,13 @@ class SetCriterion(nn.Module):
     def forward(
         self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
     ) -> dict[str, Tensor]:
-        """
+        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou"; of inner blocks with "_0" ….
+
         Args:
             outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
                 of the unpadded image, one entry of L a block.
             targets: ground truth of the N images.
             normalizers: (2,), from ``mean_normalizers`` of the effective batch.
-
-        Returns:
-            "loss_ce", "loss_bbox", "loss_giou" of the last block, and the same with "_0", "_1", …
-            of the earlier ones. Weighted; their sum is the loss.
         """
         logits, boxes = self.supervised(outputs)
         losses = self.block_losses(logits, boxes, targets, normalizers)
@@ -115,13 +112,8 @@ class SetCriterion(nn.Module):
     def match(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Matches:
         """Returns the assignment of least cost: of the class, L1 of cxcywh and -GIoU.
 
-        Args:
-            logits: (L, N, Q, K + 1), the last class being "no object".
-            boxes: (L, N, Q, 4), cxcywh in [0, 1] of the unpadded image.
-            targets: ground truth of the N images.
-
-        Returns:
-            min(Q, T_i) pairs for each block and image i, ordered by block, image and query.
+        Of logits (L, N, Q, K + 1) and boxes (L, N, Q, 4) these are min(Q, T_i) pairs for each block
+        and image i, ordered by block, image and query.
         """
         cost = self.matching_cost(logits.float(), boxes.float(), targets).cpu().numpy()
         rows = [np.empty((4, 0), dtype=np.int64)]
@@ -160,11 +152,7 @@ class SetCriterion(nn.Module):
         normalizers: Tensor,
         matches: Matches | None = None,
     ) -> dict[str, Tensor]:
-        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou", (L,) each.
-
-        Arguments are those of ``forward``, with ``matches`` of queries and boxes, from ``match`` by
-        default.
-        """
+        """Returns weighted "loss_ce", "loss_bbox", "loss_giou", (L,), as ``forward``."""
         if matches is None:
             matches = self.match(logits, boxes, targets)
         classes, num_boxes = normalizers
@@ -175,22 +163,14 @@ class SetCriterion(nn.Module):
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
-        """Returns the divisors of a batch's sums, by itself: of classes, and of boxes.
-
-        ``counts`` are the boxes of each image, ``num_queries`` is Q.
-        """
+        """Returns the divisors of a batch's sums, of classes and boxes, from its boxes."""
         # The same for every block, which all have as many matches.
         matched = sum(min(count, num_queries) for count in counts)
         unmatched = len(counts) * num_queries - matched
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Returns (…, 2): divisors for each part of an effective batch, whose mean is its loss.
-
-        Args:
-            totals: (…, 2), sums of ``normalizers`` over all parts.
-            parts: their number, over micro-batches and processes.
-        """
+        """From sums (…, 2) of ``normalizers`` over all parts to the divisors of each, (…, 2)."""
         # The least divisors of the whole batch.
         least = totals.new_tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least) / parts

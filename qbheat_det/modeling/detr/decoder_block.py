@@ -1,14 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The blocks of MF-DETR's decoder: queries and a map that update each other.
 
-Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows "End-to-End Object
-Detection with Transformers", arXiv:2005.12872 (post-norm), the adapted query positions and the
-bridge back to the map follow "Mobile-Former", arXiv:2108.05895.
-
-Not printed in the paper but determined by its counts of parameters and multiply-adds: full
-projections on the query side, hidden width 1024, expansion 6 in M-F-. Not determined by any count
-and chosen here: 8 heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a
-block's start.
+Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows DETR,
+arXiv:2005.12872 (post-norm), the rest Mobile-Former, arXiv:2108.05895. Determined by the paper's
+counts: full projections on the query side, hidden width 1024, expansion 6 in M-F-. Chosen here: 8
+heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a block's start.
 """
 
 from collections.abc import Sequence
@@ -47,16 +43,12 @@ class DecoderWidths:
 
 @dataclass(frozen=True)
 class LevelMap:
-    """The map of one level, between its blocks.
+    """The map of one level, in row order, with its position code, size and padding."""
 
-    ``x`` is (N, HW, C) in row order, ``position`` (N or 1, HW, C), ``size`` is (H, W) and
-    ``padding`` (N, 1, H, W), True where there is no image, or None.
-    """
-
-    x: Tensor
-    position: Tensor
-    size: Sequence[int]
-    padding: Tensor | None
+    x: Tensor  # (N, HW, C)
+    position: Tensor  # (N or 1, HW, C)
+    size: Sequence[int]  # (H, W)
+    padding: Tensor | None  # (N, 1, H, W), True where there is no image
 
     @property
     def ignored(self) -> Tensor | None:
@@ -95,22 +87,14 @@ class SeparableConv(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """(N, C, H, W) to (N, C', ceil(H / stride), ceil(W / stride))."""
-        hidden: Tensor = self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
-        return hidden
+        return self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
 
 
 class MaskedGroupNorm(nn.GroupNorm):
     """GroupNorm with statistics over the images of a padded batch, without the padding."""
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """
-        Args:
-            x: (N, C, H, W).
-            padding: (N, 1, H, W), True where there is no image, or None.
-
-        Returns:
-            (N, C, H, W), within each image the result of GroupNorm for it alone.
-        """
+        """(N, C, H, W) to the same; ``padding`` (N, 1, H, W) is True where there is no image."""
         if padding is None:
             return super().forward(x)
         valid = (~padding).to(x.dtype)[:, :, None]  # (N, 1, 1, H, W)
@@ -133,8 +117,7 @@ class Lateral(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
         """(N, C, H, W) to (N, C', H, W)."""
-        normalised: Tensor = self.norm(self.conv(x), padding)
-        return normalised
+        return self.norm(self.conv(x), padding)
 
 
 class QueryLayer(nn.Module):
@@ -155,15 +138,9 @@ class QueryLayer(nn.Module):
     def forward(
         self, queries: Tensor, position: Tensor, level: LevelMap, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            queries: (N, Q, C).
-            position: (N, Q, C).
-            level: the map to attend to.
-            mask: (N * heads, Q, Q), True where a query (row) may not attend to another, or None.
+        """From queries and positions (N, Q, C), and the map to attend to, to the next of both.
 
-        Returns:
-            Queries and positions, (N, Q, C) each.
+        ``mask`` (N * heads, Q, Q) is True where a query (row) may not attend to another.
         """
         position = position + self.adapt_position(queries)
         gathered = self.cross_attention(
@@ -189,14 +166,7 @@ class TransformerMobile(nn.Module):
         self.dropout = Dropout(widths.dropout)
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """
-        Args:
-            level: the map.
-            queries: (N, Q, C), not used here.
-
-        Returns:
-            (N, HW, C).
-        """
+        """From the map of a level to (N, HW, C); ``queries`` (N, Q, C) are not used here."""
         x = level.x
         located = x + level.position
         exchanged = self.attention(located, located, x, key_padding_mask=level.ignored)
@@ -205,10 +175,7 @@ class TransformerMobile(nn.Module):
 
 
 class LiteMobile(nn.Module):
-    """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, plus its input.
-
-    Without norms, as the counts require; the first query drives the dynamic ReLU.
-    """
+    """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, without norms."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -234,15 +201,7 @@ class QueryToMap(nn.Module):
         self.value = nn.Linear(widths.dim, widths.dim)
 
     def forward(self, level: LevelMap, queries: Tensor, position: Tensor) -> Tensor:
-        """
-        Args:
-            level: the map.
-            queries: (N, Q, C).
-            position: (N, Q, C).
-
-        Returns:
-            (N, HW, C): the map plus the attention's output.
-        """
+        """From queries and positions (N, Q, C) to (N, HW, C): the map plus what it attends to."""
         query, key, value = (
             t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for t in (level.x + level.position, self.key(queries + position), self.value(queries))
@@ -276,17 +235,7 @@ class DecoderBlock(nn.Module):
         mask: Tensor | None = None,
         num_read: int | None = None,
     ) -> tuple[Tensor, Tensor, LevelMap]:
-        """
-        Args:
-            queries: (N, Q, C).
-            position: (N, Q, C).
-            level: the map.
-            mask: see ``QueryLayer.forward``.
-            num_read: number of first queries that the map attends to; all if None.
-
-        Returns:
-            Queries, positions and the map, updated.
-        """
+        """Updates queries and positions (N, Q, C), and the map by the first ``num_read`` ones."""
         queries, position = self.query_layer(queries, position, level, mask)
         if self.mobile is not None and self.query_to_map is not None:
             read = queries[:, :num_read]

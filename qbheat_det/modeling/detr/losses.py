@@ -31,15 +31,13 @@ class ClassificationLoss(ABC):
 
     @abstractmethod
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        """
+        """Returns (N, …), the loss of each query, before division by ``normalizer``.
+
         Args:
             logits: (N, …, K + 1), float32.
             wanted: (N, …), classes in [0, K], where K is "no object".
-            quality: (N, …), IoU in [0, 1] of a query's box with the one it is matched to, without
-                gradient; ignored where K is wanted, and unless ``reads_quality``.
-
-        Returns:
-            (N, …), the loss of each query, before division by ``normalizer``.
+            quality: (N, …), IoU of a query's box with the one it is matched to, without gradient;
+                ignored where K is wanted, and unless ``reads_quality``.
         """
 
     @abstractmethod
@@ -51,12 +49,7 @@ class ClassificationLoss(ABC):
         """From logits (…, K + 1) to probabilities of the classes (…, K)."""
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns (…, T), the loss if these classes were wanted, up to a constant.
-
-        Args:
-            logits: (…, K + 1), float32.
-            labels: (…, T), classes in [0, K).
-        """
+        """From logits (…, K + 1) and classes (…, T) to (…, T), the loss if wanted, shifted."""
         # -p stands for 1 - p.
         return -self.scores(logits).gather(-1, labels)
 
@@ -73,17 +66,14 @@ class SoftmaxClassification(ClassificationLoss):
         self.no_object_weight = no_object_weight
 
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        """See ``ClassificationLoss.loss``: weighted cross-entropy."""
         weight = logits.new_ones(logits.shape[-1])
         weight[-1] = self.no_object_weight
         return F.cross_entropy(logits.movedim(-1, 1), wanted, weight, reduction="none")
 
     def normalizer(self, matched: int, unmatched: int) -> float:
-        """See ``ClassificationLoss.normalizer``: the sum of all queries' weights."""
         return matched + self.no_object_weight * unmatched
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See ``ClassificationLoss.scores``; no-object takes part in the softmax."""
         return logits.softmax(dim=-1)[..., :-1]
 
 
@@ -132,7 +122,6 @@ class FocalClassification(ClassificationLoss):
         self.initial_bias = -math.log((1 - prior) / prior)
 
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        """See ``ClassificationLoss.loss``."""
         logits = logits[..., :-1]
         is_wanted = wanted[..., None] == torch.arange(logits.shape[-1], device=logits.device)
         target = (1 - self.iou_target * (1 - quality))[..., None] * is_wanted
@@ -142,11 +131,9 @@ class FocalClassification(ClassificationLoss):
         return (balance * distance.pow(self.gamma) * entropy).sum(dim=-1)
 
     def normalizer(self, matched: int, unmatched: int) -> float:
-        """See ``ClassificationLoss.normalizer``: the matches."""
         return float(matched)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """See ``ClassificationLoss.scores``."""
         return logits[..., :-1].sigmoid()
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:

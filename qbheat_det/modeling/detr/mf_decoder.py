@@ -18,12 +18,7 @@ from detectron2.layers import ShapeSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import (
-    DynamicReLU,
-    SinePositionEncoding,
-    halve,
-    resize_bilinear,
-)
+from qbheat_det.layers import DynamicReLU, SinePositionEncoding, halve, resize_bilinear
 
 from .decoder_block import (
     DecoderBlock,
@@ -55,8 +50,7 @@ class QuerySet:
     def mask(self, num_own: int) -> Tensor:
         """Returns (N, Q + E, Q + E), True where a query (row) may not attend to another.
 
-        Args:
-            num_own: Q, of the decoder's own queries, which come first and attend to none of these.
+        The decoder's own Q queries come first and attend to none of these.
         """
         num_images, num_extra = self.content.shape[:2]
         own = torch.arange(num_own + num_extra, device=self.masked.device) >= num_own
@@ -83,8 +77,7 @@ class BoxHead(nn.Module):
         for layer in self.hidden:
             queries = F.relu(layer(queries))
         # Float32 under autocast: half precision has too few steps for a pixel in [0, 1].
-        deltas: Tensor = self.last(queries).float()
-        return deltas
+        return self.last(queries).float()
 
 
 class MFDecoder(nn.Module):
@@ -172,17 +165,16 @@ class MFDecoder(nn.Module):
         padding: Tensor | None = None,
         extra: QuerySet | None = None,
     ) -> dict[str, Any]:
-        """
+        """Returns "pred_logits" (L, N, Q + E, K + 1) and "pred_boxes" (L, N, Q + E, 4).
+
+        L counts the blocks while training and is 1, the last block, otherwise. Boxes are cxcywh in
+        [0, 1] of the unpadded image, further queries last. With a ``selection``, in training, also
+        "proposals", what it chose from.
+
         Args:
             features: the backbone's maps, finest first, (N, C, H, W) each.
             padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
             extra: E further queries for each image, which do not influence the decoder's own.
-
-        Returns:
-            "pred_logits" (L, N, Q + E, K + 1), the last class being "no object", and "pred_boxes"
-            (L, N, Q + E, 4), cxcywh in [0, 1] of the unpadded image, further queries last. L
-            counts the blocks while training and is 1, the last block, otherwise. With a
-            ``selection``, in training, also "proposals", what it chose from.
         """
         if self.selection is None:
             states = self.refine_queries(features, padding, extra)
@@ -261,10 +253,7 @@ class MFDecoder(nn.Module):
 
     def predict(self, queries: Tensor) -> dict[str, Any]:
         """Queries (..., Q, C) to "pred_logits" (..., Q, K + 1) and "pred_boxes" (..., Q, 4)."""
-        return {
-            "pred_logits": self.class_embed(queries),
-            "pred_boxes": self.bbox_embed(queries),
-        }
+        return {"pred_logits": self.class_embed(queries), "pred_boxes": self.bbox_embed(queries)}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
+from qbheat_det.modeling.contracts import pick_outputs
 from qbheat_det.modeling.image_model import find_cached_images
 
 from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
@@ -38,8 +39,7 @@ class MFDETR(nn.Module):
 
     Any Detectron2 backbone with maps at strides 8 and 16 fits. If its ``forward`` takes
     ``image_sizes``, as ``MobileFormer``'s does, a padded batch gives what its images give one by
-    one; with other backbones it does not, and a warning is logged. In training, the statistics of
-    BatchNorm include the padding, as in Detectron2.
+    one; else a warning is logged. In training, BatchNorm's statistics include the padding.
     """
 
     train_only_modules = ("auxiliary_queries",)
@@ -90,16 +90,11 @@ class MFDETR(nn.Module):
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node = cfg.MODEL.MF_DETR
         backbone = build_backbone(cfg)
-        shapes = backbone.output_shape()
-        if set(node.IN_FEATURES) - set(shapes):
-            raise ValueError(
-                f"MODEL.MF_DETR.IN_FEATURES {list(node.IN_FEATURES)} are not all among the "
-                f"backbone's outputs {list(shapes)}"
-            )
+        shapes = pick_outputs(backbone, node.IN_FEATURES, "MODEL.MF_DETR.IN_FEATURES")
         return {
             "backbone": backbone,
             "criterion": _build_criterion(node),
-            "decoder": _build_decoder(node, [shapes[name] for name in node.IN_FEATURES]),
+            "decoder": _build_decoder(node, shapes),
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
@@ -152,15 +147,10 @@ class MFDETR(nn.Module):
         targets: Targets,
         normalizers: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """
-        Args:
-            features: maps at strides 8 and 16, (N, C, H, W) each.
-            padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
-            targets: ground truth of the N images.
-            normalizers: see ``forward``.
+        """Returns the losses of the criterion, then those of auxiliary queries.
 
-        Returns:
-            The losses of the criterion, then those of auxiliary queries.
+        Features are maps at strides 8 and 16, (N, C, H, W) each, ``padding`` (N, 1, H, W) at stride
+        8; for ``normalizers`` see ``forward``.
         """
         if normalizers is None:
             counts = self._loss_counts(targets.counts).to(self.device)
@@ -186,18 +176,12 @@ class MFDETR(nn.Module):
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns (P, 2): divisors of a batch's losses of classes and boxes, by itself.
 
-        The first row is of the object queries, the others of each kind of auxiliary queries. They
-        depend on the ground truth alone.
+        The first row is of the object queries, the others of each kind of auxiliary queries.
         """
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns (P, 2): divisors for each part of an effective batch, whose mean is its loss.
-
-        Args:
-            counts: (P, 2), sum of ``loss_counts`` over all parts.
-            parts: their number, over micro-batches and processes.
-        """
+        """Returns (P, 2), divisors of each part, from the sum of all ``loss_counts``."""
         return self.criterion.mean_normalizers(counts, parts)
 
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:
@@ -247,12 +231,7 @@ class MFDETR(nn.Module):
     def inference(
         self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Instances]:
-        """Brings the last block's predictions to absolute XYXY of the model's input images.
-
-        Args:
-            outputs: as ``MFDecoder.forward`` returns them.
-            image_sizes: (height, width) of each image in pixels, before padding.
-        """
+        """Brings the last block's predictions to absolute XYXY of the unpadded inputs."""
         probability = self.criterion.classification.scores(outputs["pred_logits"][-1].float())
         scores, classes = probability.max(dim=-1)  # (N, Q)
         corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")

@@ -108,11 +108,7 @@ class QuerySelection(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
-        """
-        Args:
-            levels: maps (N, C, H, W), one for each stride.
-            masks: their paddings, (N, 1, H, W), True where there is no image, or None.
-        """
+        """From maps (N, C, H, W), one for each stride, and their paddings (N, 1, H, W), or None."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
         return Proposals(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 
@@ -144,11 +140,7 @@ class QuerySelection(nn.Module):
     ) -> dict[str, Tensor]:
         """Returns the weighted losses of the dense head, "loss_proposal_ce" and so on.
 
-        Args:
-            proposals: of the N images.
-            targets: their ground truth.
-            criterion: of the decoder's queries.
-            normalizers: (2,), the divisors of the decoder's own losses.
+        ``normalizers`` (2,) are the divisors of the decoder's own losses.
         """
         logits, boxes = (x.float()[None] for x in (proposals.logits, proposals.boxes))
         matches = self.assign(proposals, targets, criterion)

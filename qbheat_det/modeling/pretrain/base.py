@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class PretrainingModel(ImageModel):
-    """A backbone to pre-train, and the map of it that the objective learns from.
-
-    See ``PretrainingObjective`` in ``modeling/contracts.py`` for what callers rely on.
-    """
+    """A backbone to pre-train, and the map of it that the objective learns from."""
 
     pretrain_only_modules: tuple[str, ...] = ()
     mapper_name = "pretrain"
@@ -38,11 +35,7 @@ class PretrainingModel(ImageModel):
     def __init__(
         self, *, backbone: Backbone, in_feature: str, image_size: int, **others: Any
     ) -> None:
-        """As ``ImageModel``.
-
-        Raises:
-            ValueError: the backbone has no map ``in_feature``.
-        """
+        """As ``ImageModel``; a ``ValueError`` if the backbone has no map ``in_feature``."""
         shape = find_map(backbone.output_shape(), in_feature, image_size)
         for name, other in backbone.output_shape().items():
             if (other.stride or 0) > shape.stride:
@@ -73,13 +66,7 @@ class ProjectionHead(nn.Module):
         return self.pool.in_features
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """
-        Args:
-            features: the map (N, C, H, W) and, if the backbone has them, "tokens" (N, M, E).
-
-        Returns:
-            (N, D), float32, each row of length 1.
-        """
+        """From the map (N, C, H, W) and "tokens", if any, to (N, D), float32, rows of length 1."""
         projected = self.out(F.relu(self.hidden(self.pool(features))))
         # In float32 under autocast too: half precision would blur similarities near one.
         return F.normalize(projected.float(), dim=1)
@@ -102,10 +89,7 @@ def embedding_from_config(
     return {
         "backbone": backbone,
         "head": ProjectionHead(
-            input_shape=shapes,
-            in_feature=node.IN_FEATURE,
-            hidden_dim=node.HIDDEN_DIM,
-            dim=node.DIM,
+            input_shape=shapes, in_feature=node.IN_FEATURE, hidden_dim=node.HIDDEN_DIM, dim=node.DIM
         ),
         "in_feature": node.IN_FEATURE,
         "image_size": size,
@@ -115,11 +99,7 @@ def embedding_from_config(
 
 
 def check_equal_shares(batch_size: int, processes: int) -> None:
-    """Checks that all processes get as many images, for objectives that gather embeddings.
-
-    Raises:
-        UserError: the shares are not equal.
-    """
+    """Raises a ``UserError`` unless all processes get as many images, which gathering needs."""
     if batch_size % processes:
         raise UserError(
             f"SOLVER.IMS_PER_BATCH {batch_size} is no multiple of the {processes} processes: this "
@@ -130,17 +110,10 @@ def check_equal_shares(batch_size: int, processes: int) -> None:
 def find_map(
     shapes: Mapping[str, ShapeSpec], name: str, image_size: int, *, multiple: int | None = None
 ) -> ShapeSpec:
-    """Returns the shape of a backbone's map.
+    """Returns the shape of a backbone's map, or raises a ``ValueError``.
 
-    Args:
-        shapes: of the backbone's outputs.
-        name: of the map.
-        image_size: rows and columns of the images, in pixels.
-        multiple: the number of positions along a side of the map must be a multiple of it, and each
-            position cover stride x stride pixels; None allows any image size.
-
-    Raises:
-        ValueError: there is no such map, or the image size does not fit.
+    With ``multiple``, the number of positions along a side of the map must be a multiple of it, and
+    each position cover stride x stride pixels of the image; None allows any image size.
     """
     strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
     if name not in strides:

@@ -33,12 +33,9 @@ class MapPrediction(nn.Module):
     def __init__(
         self, *, channels: int, dim: int, target_channels: int, predictor: HeatPredictor | None
     ) -> None:
-        """
-        Args:
-            channels: of the encoder's map.
-            dim: C of the features that are predicted.
-            target_channels: of the teacher's map.
-            predictor: of the features of the hidden part; None if the whole image is visible.
+        """Takes the channels of the encoder's map, C of what is predicted, and those of the target.
+
+        ``predictor`` predicts the features of the hidden part; None if the whole image is visible.
         """
         super().__init__()
         self.projection = nn.Linear(channels, dim)
@@ -69,16 +66,7 @@ class FeatureDistillation(PretrainingModel):
         targets: Mapping[str, str],
         **statistics: Any,
     ) -> None:
-        """As ``PretrainingModel``, and:
-
-        Args:
-            backbone: has the outputs that are learned from.
-            in_feature: name of the backbone's map that others read too.
-            image_size: S, rows and columns of the images.
-            predictions: by name of the backbone's map; ``in_feature`` is among them.
-            targets: the teacher's map for each of these.
-            statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
-        """
+        """As ``PretrainingModel``; predictions and teacher maps by name of the backbone's map."""
         super().__init__(
             backbone=backbone,
             in_feature=in_feature,
@@ -131,16 +119,11 @@ class FeatureDistillation(PretrainingModel):
         return QBHeat.views_from_config(cfg) or {"image": ()}
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S); "targets", the teacher's
-                maps (T, G, G) of the same view by name; and, in some test sets, "place", the
-                position of the visible quarter.
+        """From dicts with "image" (3, S, S), a teacher's maps (T, G, G) as "targets", "place".
 
-        Returns:
-            The losses, () each, in training; else for each image {"loss_feature"}, of all maps
-            together, with its "place" if it has one. Without targets {"target"} in evaluation, the
-            main map that is predicted from the whole image, of vectors of mean 0 and variance 1.
+        Returns the losses, () each, in training; else for each image {"loss_feature"}, of all maps
+        together, with its "place" if it has one. Without targets {"target"} in evaluation, the main
+        map predicted from the whole image, of vectors of mean 0 and variance 1.
         """
         images = self.preprocess_image(batched_inputs)
         if not (self.training or "targets" in batched_inputs[0]):

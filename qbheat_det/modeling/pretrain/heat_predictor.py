@@ -41,10 +41,7 @@ class LinearModels(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
-        """Takes C, the number of explicit models (8, 4 or 2) and the offset.
-
-        The offset is Δx and Δy as a part of the image's side; A is ``matrices()["A1"] / offset``.
-        """
+        """Takes C, the number of explicit models (8, 4 or 2) and Δx in sides of the image."""
         super().__init__()
         if num_models not in _EXPLICIT:
             raise ValueError(f"NUM_MODELS is one of {tuple(_EXPLICIT)}, not {num_models}")
@@ -94,14 +91,10 @@ class HeatPredictor(nn.Module):
         )
 
     def forward(self, z: Tensor, counts: Sequence[int]) -> Tensor:
-        """
-        Args:
-            z: (N, H, W, C), features of visible quarters, ordered by their position.
-            counts: how many there are at each of the four corners and at the centre; 0 where the
-                predictor has no models.
+        """From features (N, H, W, C) of visible quarters, ordered by position, to (N, 2H, 2W, C).
 
-        Returns:
-            (N, 2H, 2W, C), the visible features at their position and the predicted ones around.
+        ``counts`` are their numbers at each of the four corners and at the centre. Visible features
+        stay in place, with the predicted ones around.
         """
         *corners, centre = z.split(list(counts))
         # Empty groups take part, so that every matrix has a gradient on every process.
@@ -121,15 +114,10 @@ class HeatPredictor(nn.Module):
 
 
 def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
-    """Predicts in the three directions that lead away from a corner.
+    """Predicts from (N, H, W, C) away from a corner, to (N, 2H, 2W, C).
 
-    Args:
-        z: (N, H, W, C), features of a block.
-        corner: index of the corner where the block lies, twice its row plus its column.
-        models: (C, C) for each of ``DIRECTIONS``.
-
-    Returns:
-        (N, 2H, 2W, C), the block in its corner and the predictions in the others.
+    The index of the ``corner`` where the block lies is twice its row plus its column; ``models``
+    are (C, C) for each of ``DIRECTIONS``.
     """
     row, column = divmod(corner, 2)
     others = [block for block in product((0, 1), (0, 1)) if block != (row, column)]

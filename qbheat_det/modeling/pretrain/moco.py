@@ -1,15 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """MoCo-v2: pre-training by contrast of two views of an image with views of other images.
 
-Papers: "Momentum Contrast for Unsupervised Visual Representation Learning", He et al.,
-arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive Learning", Chen et al.,
-arXiv:2003.04297. Differences: keys enter the queue and the momentum encoder is updated at the end
-of a step, which gives the same numbers; a process can normalise its batch in groups.
+Papers: "Momentum Contrast", arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive
+Learning", arXiv:2003.04297. Keys enter the queue and the momentum encoder is updated at the end of
+a step, which gives the same numbers.
 
 Shuffled BatchNorm (the first paper, Sec. 3.3): with shared batch statistics the encoder could
 recognise the right key by these. So the images of all processes are redistributed for the encoder
-of keys. With few processes, groups within each, with batch statistics of their own, have the same
-effect.
+of keys; with few processes, groups within each have the same effect.
 """
 
 import copy
@@ -78,11 +76,7 @@ class FeatureQueue(nn.Module):
         self._held: list[Tensor] = []
 
     def hold(self, keys: Tensor) -> None:
-        """Keeps keys (M, D) until ``push_held``.
-
-        Raises:
-            RuntimeError: more keys are held than the queue has room for.
-        """
+        """Keeps keys (M, D) until ``push_held``; a ``RuntimeError`` if there are more than K."""
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(
@@ -104,10 +98,7 @@ class FeatureQueue(nn.Module):
 
 
 def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: int) -> Tensor:
-    """Returns (N, D) of images (N, 3, H, W), encoded in ``groups`` consecutive parts.
-
-    Sizes of parts differ by one image at most; no part is empty.
-    """
+    """Returns (N, D) of images (N, 3, H, W), encoded in ``groups`` parts of about equal size."""
     parts = images.tensor_split(min(groups, len(images)))
     return torch.cat([embed(part) for part in parts])
 
@@ -127,10 +118,9 @@ def embed_shuffled(
     """Encodes the images of all processes, distributed to them by ``order``.
 
     Args:
-        embed: from images (n, 3, H, W) to (n, D).
+        embed: from images (n, 3, H, W) to (n, D), in ``groups`` with batch statistics of their own.
         images: (N, 3, H, W), those of this process; equally many on each.
         order: (P N,), of the images of P processes; the first N go to the first process.
-        groups: parts of each process with batch statistics of their own.
 
     Returns:
         (P N, D), in the original order, the first process first.
@@ -176,12 +166,9 @@ class MoCo(PretrainingModel):
         norm_groups: int = 1,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, and:
+        """As ``PretrainingModel``, with a head to embeddings, a queue of as wide keys, and:
 
         Args:
-            backbone: the encoder of queries.
-            head: from the backbone's outputs to embeddings.
-            queue: of keys as wide as the embeddings.
             temperature: divides similarities, above 0.
             momentum: see ``MomentumCopy``.
             norm_groups: parts of each process's batch with batch statistics of their own.
@@ -256,13 +243,11 @@ class MoCo(PretrainingModel):
 
     def embed(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to embeddings (N, D), by the encoder of queries."""
-        embedded: Tensor = self.head(self.backbone(images))
-        return embedded
+        return self.head(self.backbone(images))
 
     def embed_keys(self, images: Tensor) -> Tensor:
         """From images (N, 3, S, S) to embeddings (N, D), by the momentum encoder."""
-        embedded: Tensor = self.momentum_head(self.momentum_backbone(images))
-        return embedded
+        return self.momentum_head(self.momentum_backbone(images))
 
     def after_step(self) -> None:
         """Puts the step's keys into the queue and updates the momentum encoder."""
@@ -274,12 +259,9 @@ class MoCo(PretrainingModel):
 def check_batch(
     queue_size: int, groups: int, *, batch_size: int, processes: int, accumulate: int
 ) -> None:
-    """Checks that the queue holds whole batches, and that groups have two images or more.
+    """Raises a ``UserError`` unless the queue holds whole batches and groups have two images.
 
     A query and its key in a group of one would have the same batch statistics.
-
-    Raises:
-        UserError: one of these does not hold.
     """
     if queue_size < 1 or queue_size % batch_size:
         raise UserError(

@@ -22,18 +22,9 @@ class DecoderBlock(Block):
     """timm's pre-norm block, with the names of its parameters; without dropout and layer scale."""
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """
-        Args:
-            x: (N, L, D).
-            positions: (N, K), indices of the results to return; None for all.
-            kwargs: of timm's block, where ``positions`` is None.
-
-        Returns:
-            (N, L, D) or (N, K, D); each position attends to all L.
-        """
+        """From (N, L, D) to the same, or to (N, K, D) for the indices (N, K) of ``positions``."""
         if positions is None:
-            whole: Tensor = super().forward(x, **kwargs)
-            return whole
+            return super().forward(x, **kwargs)
         memory = self.norm1(x)
         x = take(x, positions) + self._attend(take(memory, positions), memory)
         return x + self.mlp(self.norm2(x))
@@ -49,8 +40,7 @@ class DecoderBlock(Block):
         pairs = linear(memory, weight_kv, bias_kv).unflatten(2, (2, *heads))
         key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value)
-        projected: Tensor = attention.proj(attended.transpose(1, 2).flatten(2))
-        return projected
+        return attention.proj(attended.transpose(1, 2).flatten(2))
 
 
 class ReconstructionDecoder(nn.Module):
@@ -119,13 +109,9 @@ class ReconstructionDecoder(nn.Module):
         return self.grid_size * self.patch_size
 
     def forward(self, z: Tensor, positions: Tensor | None = None) -> Tensor:
-        """
-        Args:
-            z: (N, G, G, C).
-            positions: (N, K), indices of the positions to reconstruct; None for all.
+        """From (N, G, G, C) to pixels as of ``patchify``, (N, G * G, 3 * patch_size ** 2).
 
-        Returns:
-            (N, G * G, 3 * patch_size ** 2), pixels in the order of ``patchify``; or (N, K, …).
+        With indices (N, K) of ``positions`` only these are reconstructed, (N, K, …).
         """
         x = self.embed(z.flatten(1, 2)) + self.position
         *blocks, last = self.blocks
@@ -136,10 +122,7 @@ class ReconstructionDecoder(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -> Tensor:
-    """Cuts images (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2).
-
-    With indices (N, K) of ``positions``, returns only these.
-    """
+    """Cuts (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2), or some."""
     squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # One copy, after which the values of a patch are contiguous.
     patches = squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
@@ -159,10 +142,8 @@ def take(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def masked_positions(visible: Tensor, count: int) -> Tensor:
-    """Returns indices (N, K) of the masked positions, in order.
+    """From (N, L), False at ``count`` positions each, to the indices (N, K) of these, in order.
 
-    Args:
-        visible: (N, L), with ``count`` positions of each image that are False.
-        count: K, a number on the host, so that nothing waits for the device.
+    The count is known on the host, so that nothing waits for the device.
     """
     return visible.byte().argsort(dim=1, stable=True)[:, :count]

@@ -42,11 +42,7 @@ class VisibleQuarters:
 
     @classmethod
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
-        """Draws from torch's global generators.
-
-        ``visible`` is "corner", "centre", or "both" for half of the images each. The remainder of a
-        batch that cannot be shared equally gets random positions.
-        """
+        """Draws from torch's global generators; with "both", half of the images have corners."""
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
         counts = [at_corners // 4] * 4
@@ -99,10 +95,9 @@ def visible_positions(size: int) -> Tensor:
 class QBHeat(ReconstructionModel):
     """An encoder of a quarter of the image, linear predictions of the rest, a decoder to pixels.
 
-    Any Detectron2 backbone serves as encoder; it gets the visible quarter alone, at a quarter of
-    the cost. Its map has G x G positions over the image, G a multiple of 4.
-
-    The matrices of the paper are ``predictor.scales["corner"].matrices()["A1"]`` and so on.
+    The encoder gets the visible quarter alone. Its map has G x G positions over the image, G a
+    multiple of 4. The paper's matrices are ``predictor.scales["corner"].matrices()["A1"]`` and so
+    on.
     """
 
     predictor: HeatPredictor
@@ -162,11 +157,7 @@ class QBHeat(ReconstructionModel):
         return self.in_order(quarters, self.inference(z, images, visible))
 
     def choose_quarters(self, num_images: int, quadrants: Sequence[str] | None) -> VisibleQuarters:
-        """Returns the visible quarter of each image, see ``forward``.
-
-        Raises:
-            ValueError: a quadrant is unknown, or the predictor has no models for it.
-        """
+        """Returns the visible quarter of each image; a ``ValueError`` if a quadrant is unknown."""
         known = QUADRANTS_OF[self.predictor.visible]
         if quadrants is None and self.training:
             return VisibleQuarters.draw(

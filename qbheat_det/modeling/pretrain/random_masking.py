@@ -1,16 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Random masking: pre-training by reconstruction of patches masked all over the image.
 
-Two objectives that differ in one part, the features of masked positions: interpolated from visible
-ones, or one learned [MASK] token as in "Masked Autoencoders Are Scalable Vision Learners" (MAE),
-arXiv:2111.06377.
-
-The former applies the assumption of QB-Heat, that neighbouring features differ by a linear map, to
-positions with visible neighbours on both sides; no paper fixes the details, see the class.
-Deviations from MAE: the encoder is convolutional, so it takes the whole image with zeros at masked
-patches, at the cost of the whole image (four times QB-Heat's), and visible positions see visible
-neighbours through their receptive fields. Its output at masked positions is discarded. Decoder,
-target and their config keys, ``MODEL.QB_HEAT``, are QB-Heat's.
+Two objectives that differ in the features of masked positions: one learned [MASK] token as in MAE,
+arXiv:2111.06377, or interpolated from visible ones, which applies QB-Heat's assumption that
+neighbouring features differ by a linear map. Deviations from MAE: the encoder is convolutional, so
+it takes the whole image with zeros at masked patches, at its full cost, and visible positions see
+visible neighbours. Its output at masked positions is discarded. Decoder, target and their config
+keys, ``MODEL.QB_HEAT``, are QB-Heat's.
 """
 
 import zlib
@@ -80,13 +76,9 @@ class InterpolatedFeatures(nn.Module):
         self.y = nn.Parameter(torch.zeros(dim, dim))  # M_y
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """
-        Args:
-            z: (N, G, G, C); values at masked positions have no influence.
-            visible: (N, G, G), True where the encoder got the patch.
+        """From (N, G, G, C) to the same, with visible features as they are.
 
-        Returns:
-            (N, G, G, C), with visible features as they are.
+        ``visible`` (N, G, G) is True where the encoder got the patch.
         """
         along_x, any_x = interpolate(z, visible)
         along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
@@ -103,11 +95,7 @@ class InterpolatedFeatures(nn.Module):
 
 
 class MaskToken(nn.Module):
-    """All masked features are the same learned vector.
-
-    MAE's token has the decoder's width and comes after its first linear layer; this one comes
-    before it, like interpolated features.
-    """
+    """All masked features are the same learned vector, before the decoder's first linear layer."""
 
     def __init__(self, *, dim: int) -> None:
         """Takes C of the features."""
@@ -116,15 +104,14 @@ class MaskToken(nn.Module):
         self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))  # as in MAE
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """As ``InterpolatedFeatures.forward``."""
         return torch.where(visible.unsqueeze(-1), z, self.token.to(z.dtype))
 
 
 def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Mixes the nearest visible features on both sides within a row, linearly by distance.
 
-    Takes (N, H, W, C) and (N, H, W); returns (N, H, W, C) in float32, with 0 in rows without
-    visible features, and (N, H, W), True in the other rows.
+    From (N, H, W, C) and (N, H, W) to (N, H, W, C), float32, 0 in rows without visible features,
+    and (N, H, W), True in the other rows.
     """
     width = visible.shape[-1]
     index = torch.arange(width, device=visible.device)
@@ -152,10 +139,7 @@ def mean_visible(z: Tensor, visible: Tensor) -> Tensor:
 
 
 class RandomMasking(ReconstructionModel):
-    """An encoder of an image with masked patches, predicted features of these, a decoder to pixels.
-
-    K of the G x G patches are visible, at random, as many in each image.
-    """
+    """An encoder of an image with masked patches, predicted features, a decoder to pixels."""
 
     predictor: InterpolatedFeatures | MaskToken
     predictor_class: type[InterpolatedFeatures] | type[MaskToken]
@@ -177,16 +161,10 @@ class RandomMasking(ReconstructionModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, for the mask in
-                evaluation, "image_id" or "file_name".
-            visible: (N, G, G), True where the encoder gets the patch. By default random in
-                training, and a function of the image's name in evaluation. As many in each image.
+        """From dicts with "image" (3, S, S) and a name to losses or ``inference``'s results.
 
-        Returns:
-            A dict of losses in training; else a list with a dict for each image, see
-            ``ReconstructionModel.inference``.
+        ``visible`` (N, G, G) is True where the encoder gets the patch, as many in each image: by
+        default random in training, and a function of the image's name in evaluation.
         """
         images = self.preprocess_image(batched_inputs)
         num_visible = self.mask.num_visible if visible is None else int(visible[0].sum())

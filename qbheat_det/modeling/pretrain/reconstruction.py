@@ -2,11 +2,8 @@
 """What objectives that reconstruct masked pixels share: QB-Heat and random masking.
 
 They differ in which part of the image the encoder gets and in how the features of the rest are
-predicted. Projection, decoder, target and their config keys are the same: all of them read
-``MODEL.QB_HEAT.FEATURE_DIM``, ``DECODER_*``, ``LOSS_ON``, ``NORM_PIXEL_LOSS`` and ``IN_FEATURE``.
-
-Papers: QB-Heat, arXiv:2211.13228, Sec. 4; normalised patches are those of MAE, arXiv:2111.06377.
-The former does not say which positions count; here, as in MAE, masked ones do.
+predicted; all read ``MODEL.QB_HEAT``. QB-Heat, arXiv:2211.13228, Sec. 4; normalised patches, and
+that masked positions count, are MAE's, arXiv:2111.06377.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +26,7 @@ class ReconstructionLoss(nn.Module):
     """Mean squared error over the pixels of patches, P = 3 * patch_size ** 2 in each."""
 
     def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
-        """Takes the patches to count, "masked" or "all", and whether targets are normalised.
-
-        Normalised patches have mean 0 and variance 1.
-        """
+        """Takes what counts, "masked" or "all", and whether targets are normalised patches."""
         super().__init__()
         if positions not in LOSS_POSITIONS:
             raise ValueError(f"LOSS_ON is one of {LOSS_POSITIONS}, not '{positions}'")
@@ -40,14 +34,9 @@ class ReconstructionLoss(nn.Module):
         self.normalize_patches = normalize_patches
 
     def forward(self, predicted: Tensor, patches: Tensor, visible: Tensor) -> Tensor:
-        """
-        Args:
-            predicted: (N, L, P), of any precision.
-            patches: (N, L, P), the true ones.
-            visible: (N, L), True where the encoder got the patch, equally often in each image.
+        """From predicted and true patches (N, L, P) to the loss of each image, (N,).
 
-        Returns:
-            (N,), the loss of each image, whose mean is that of the batch.
+        ``visible`` (N, L) is True where the encoder got the patch, equally often in each image.
         """
         error = (predicted.float() - self.find_target(patches)).square().mean(dim=-1)
         if self.positions == "all":
@@ -187,11 +176,8 @@ class ReconstructionModel(PretrainingModel):
     ) -> dict[str, Tensor]:
         """Returns the mean loss, decoding only positions that count.
 
-        Args:
-            z: (N, G, G, C), features of all positions.
-            images: (N, 3, S, S), normalised.
-            visible: (N, G * G), True where the encoder got the patch, equally often in each image.
-            num_masked: number of positions of an image that are not visible.
+        From features (N, G, G, C), normalised images (N, 3, S, S), and where the encoder got the
+        patch, (N, G * G), all but ``num_masked`` in each image.
         """
         masked = None
         if self.loss.positions == "masked":
@@ -201,14 +187,10 @@ class ReconstructionModel(PretrainingModel):
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
-        """Decodes all features, compares them with the images, and brings patches to pixels.
+        """Returns of each image "reconstruction" (3, S, S), "visible" (S, S) and its loss.
 
-        Arguments are those of ``training_losses``.
-
-        Returns:
-            For each image "reconstruction" (3, S, S), predicted pixels in the mapper's format (with
-            normalised patches, mean and deviation of each patch are the image's); "visible" (S, S),
-            True where the encoder got the image; "loss_reconstruction" ().
+        Arguments are those of ``training_losses``. Reconstructions are in the mapper's pixels;
+        normalised patches get mean and deviation of the image's.
         """
         size, grid = self.decoder.patch_size, self.decoder.grid_size
         predicted, patches = self.decoder(z), patchify(images, size)

@@ -71,17 +71,10 @@ class LipschitzCritic(nn.Module):
             return values + ((x @ self.interaction) * y).sum(dim=-1)
 
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
-        """Measures the critic's slope between pairs of the same image and of different images.
+        """Returns (N,), the critic's slope between pairs of the same image and of different images.
 
         The pairs are detached: the critic gets gradients of the slopes, the encoder none.
-
-        Args:
-            joint: pairs of the same image.
-            others: pairs of different images.
-            mixing: (N,), in [0, 1], the share of ``joint`` in the point on the line between them.
-
-        Returns:
-            (N,), norms of the gradient in (x, y), differentiable.
+        ``mixing`` (N,) in [0, 1] is the share of ``joint`` in the point on the line between them.
         """
         share = mixing[:, None]
         between = [
@@ -116,11 +109,9 @@ def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
 class WassersteinDependency(PretrainingModel):
     """An encoder of two quarters of each image, and a critic of pairs of quarters.
 
-    Every area is compared with every other of the batch, over all processes. With BatchNorm's
-    statistics fixed or synchronised, the loss is that of one process with the joined batch, but for
-    areas and mixing, which each process draws. Several processes need a ``NORM`` that synchronises:
-    by statistics of each process, the right pairs could be recognised. The critic's layers have
-    N x N x ``CRITIC_DIM`` values for N images.
+    Every area is compared with every other of the batch, over all processes, which need a ``NORM``
+    that synchronises: by statistics of each process, the right pairs could be recognised. The
+    critic's layers have N x N x ``CRITIC_DIM`` values for N images.
 
     The dual form of the loss is E f(x, y) over the joint distribution minus E f(x, y') over the
     product of the marginals. The contrastive form, which the paper trains, has log-sum-exp over all
@@ -142,16 +133,11 @@ class WassersteinDependency(PretrainingModel):
         radius: float = 1.0,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, and:
+        """As ``PretrainingModel``, with a head to embeddings (N, D) and a critic of pairs.
 
-        Args:
-            backbone: encodes quarters of images.
-            head: from the backbone's outputs to embeddings (N, D) of length 1.
-            critic: of pairs of embeddings.
-            form: "dual" or "contrastive".
-            penalty_weight: of the squared excess of slopes over 1, above 0. At the optimum of the
-                dual form for a distance W, the slope is 1 + W / (2 weight).
-            radius: length that embeddings are scaled to, above 0.
+        ``form`` is "dual" or "contrastive". ``penalty_weight`` is of the squared excess of slopes
+        over 1: at the optimum of the dual form for a distance W, the slope is 1 + W / (2 weight).
+        ``radius`` is the length that embeddings are scaled to.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
@@ -185,18 +171,10 @@ class WassersteinDependency(PretrainingModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
     ) -> Any:
-        """
-        Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S).
-            drawn: what is random in training; by default from ``draw``.
+        """From dicts with "image" (3, S, S) to "loss_dependency" and "loss_penalty", ().
 
-        Returns:
-            In training {"loss_dependency", "loss_penalty"}, () each, of which the former is in the
-            dual form the negative of the distance; else a list with a dict for each image:
-            "embedding" (D,), of length ``radius``, of the whole image.
-
-        Raises:
-            UserError: images have another size, or there is only one in training.
+        Else for each image {"embedding"} (D,), of length ``radius``, of the whole image. ``drawn``
+        is what is random in training. Less than two images in training are a ``UserError``.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -233,15 +211,13 @@ class WassersteinDependency(PretrainingModel):
 
     def embed(self, images: Tensor) -> Tensor:
         """From images or areas of them, (N, 3, H, W), to embeddings (N, D)."""
-        embedded: Tensor = self.radius * self.head(self.backbone(images))
-        return embedded
+        return self.radius * self.head(self.backbone(images))
 
 
 def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gathers the pairs (N, D) of all processes, with gradients; N is equal on all.
 
-    Returns:
-        All x and all y, (M, D), and the indices of this process's among them, (N,).
+    Returns all x and all y, (M, D), and the indices of this process's among them, (N,).
     """
     own = torch.arange(len(x), device=x.device)
     if comm.get_world_size() == 1:

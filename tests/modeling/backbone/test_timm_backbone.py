@@ -3,7 +3,6 @@
 
 import copy
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +15,9 @@ from detectron2.utils.events import EventStorage
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
-from tests.modeling.backbone.timm_models import (
-    NAMES,
-    make_batch,
-    make_mf_detr_config,
-    make_retinanet_config,
-)
+from tests.engine.gradient_cases import MF_DETR, RETINANET, make_image, on_timm
 
+NAMES = ("resnet18", "efficientnet_b0", "mobilenetv4_conv_small", "convnext_atto")
 EVERY_STRIDE = ["s4", "s8", "s16", "s32"]
 
 
@@ -79,26 +74,22 @@ def test_what_lies_behind_the_last_output_is_cut_and_the_rest_is_the_same(name: 
     assert [key for key, p in short.named_parameters() if p.grad is None] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "make_config"),
-    [("resnet18", make_retinanet_config), ("convnext_atto", make_mf_detr_config)],
-)
+@pytest.mark.parametrize(("name", "config"), [("resnet18", RETINANET), ("convnext_atto", MF_DETR)])
 def test_a_detector_trains_a_step_and_every_parameter_gets_a_gradient(
-    name: str, make_config: Callable[[str], CfgNode]
+    name: str, config: str
 ) -> None:
-    model = build_model(make_config(name)).train()
+    model, batch = build_model(on_timm(config, name)).train(), [make_image(0), make_image(1)]
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with EventStorage():  # RetinaNet counts there
-        losses = model(make_batch())
+        losses = model(batch)
     sum(losses.values()).backward()
     assert [key for key, p in model.named_parameters() if p.grad is None] == []
     optimizer.step()
     moved = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
     assert any(key.startswith("backbone.") for key in moved)
     with torch.no_grad():
-        results = model.eval()(make_batch())
-    assert len(results) == 2
+        assert len(model.eval()(batch)) == 2
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,35 +10,26 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.modeling.meta_arch.fcos import FCOS
-from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 from torch.testing import assert_close
 
 from qbheat_det.modeling.dense import SyncFCOS
+from tests.engine.gradient_cases import NUM_BOXES, make_image
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 
 @pytest.fixture
 def cfg() -> CfgNode:
     cfg = make_tiny_config("SyncFCOS")
+    # Of a map of one place, 32 groups of 32 channels have no statistics.
+    cfg.MODEL.FCOS.update({"NUM_CLASSES": 3, "NUM_CONVS": 1, "NORM": ""})
+    cfg.MODEL.FPN.update({"IN_FEATURES": ["s8", "s16"], "OUT_CHANNELS": 32})
     cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
-    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
-    cfg.MODEL.FPN.OUT_CHANNELS = 32
-    cfg.MODEL.FCOS.NUM_CLASSES = 3
-    cfg.MODEL.FCOS.NUM_CONVS = 1
-    cfg.MODEL.FCOS.NORM = ""  # of a map of one place, 32 groups of 32 channels have no statistics
     return cfg
 
 
 def _images(*num_boxes: int) -> list[dict[str, Any]]:
-    batch = []
-    for count in num_boxes:
-        instances = Instances((64, 64))
-        corner = torch.rand(count, 2) * 24
-        instances.gt_boxes = Boxes(torch.cat([corner, corner + 16 + 20 * torch.rand(count, 2)], 1))
-        instances.gt_classes = torch.randint(3, (count,))
-        batch.append({"image": torch.randint(256, (3, 64, 64)).byte(), "instances": instances})
-    return batch
+    return [make_image(NUM_BOXES.index(count)) for count in num_boxes]
 
 
 def _as_detectron2(model: SyncFCOS) -> FCOS:

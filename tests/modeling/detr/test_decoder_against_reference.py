@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``MFDecoder`` against the naive second implementation, parameter by parameter."""
+"""``MFDecoder`` against the naive second implementation; queries selected from the maps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
+from detectron2.structures import Boxes, Instances
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.modeling.detr import MFDecoder
+from qbheat_det.modeling.backbone.timm_backbone import TimmBackbone
+from qbheat_det.modeling.detr import MFDETR, MFDecoder, SetCriterion
+from qbheat_det.modeling.detr.criterion import Targets
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
+from qbheat_det.modeling.detr.losses import FocalClassification
+from qbheat_det.modeling.detr.query_selection import QuerySelection, refine_boxes
 
 from ..reference_mf_decoder import mf_decoder
 from ..reference_mobile_former import Weights, randomise_
@@ -103,3 +108,173 @@ def test_evaluation_predicts_from_the_last_block_and_training_from_all() -> None
         outputs = decoder(features)
         for key, tensor in decoder.predict(states).items():
             assert_close(outputs[key], tensor)
+
+
+CLASSES, QUERIES, DIM = 3, 7, 64
+SHAPES = [ShapeSpec(channels=c, stride=s) for c, s in ((16, 8), (24, 16), (40, 32))]
+
+
+def build_decoder() -> MFDecoder:
+    torch.manual_seed(0)
+    selection = QuerySelection(
+        num_classes=CLASSES, num_queries=QUERIES, dim=DIM, positions_per_box=2
+    )
+    widths = DecoderWidths(dim=DIM, num_heads=4, hidden=32, expansion=2, dropout=0.0)
+    return MFDecoder(
+        input_shape=SHAPES,
+        num_classes=CLASSES,
+        num_queries=QUERIES,
+        num_blocks=(1, 1, 1),
+        widths=widths,
+        selection=selection,
+    )
+
+
+def build_criterion() -> SetCriterion:
+    return SetCriterion(num_classes=CLASSES, classification=FocalClassification(), class_weight=2.0)
+
+
+def features(height: int, width: int, images: int = 2) -> list[Tensor]:
+    return [
+        torch.randn(images, s.channels, -(-height // s.stride), -(-width // s.stride)).double()
+        for s in SHAPES
+        if s.channels and s.stride
+    ]
+
+
+def test_an_untrained_decoder_returns_what_was_selected() -> None:
+    decoder = build_decoder()
+    with torch.no_grad():
+        outputs = decoder([x.float() for x in features(64, 96)])
+    proposals = outputs["proposals"]
+    scores = proposals.logits[..., :-1].amax(dim=-1)
+    sizes = [(2, 3), (4, 6), (8, 12)]  # coarsest first, as the levels
+    for image in range(2):
+        start, peaks = 0, []
+        for height, width in sizes:
+            level = scores[image, start : start + height * width].reshape(height, width)
+            for row in range(height):
+                for column in range(width):
+                    around = level[max(row - 1, 0) : row + 2, max(column - 1, 0) : column + 2]
+                    if level[row, column] >= around.max():
+                        peaks.append(start + row * width + column)
+            start += height * width
+        peaks.sort(key=lambda place: -float(scores[image, place]))
+        assert len(peaks) >= QUERIES
+        chosen = peaks[:QUERIES]
+        assert_close(outputs["pred_logits"][-1, image], proposals.logits[image, chosen])
+        assert_close(outputs["pred_boxes"][-1, image], proposals.boxes[image, chosen])
+
+
+def test_boxes_are_moved_by_shares_of_their_sides() -> None:
+    box = torch.tensor([0.5, 0.4, 0.2, 0.1])
+    moved = refine_boxes(box, torch.tensor([0.5, -1.0, 0.0, 2.0]).log1p().nan_to_num(-1.0))
+    shift = torch.tensor([1.5, 0.0, 1.0, 3.0]).log()
+    assert_close(moved[0], 0.5 + 0.2 * shift[0])
+    assert_close(moved[2:], torch.tensor([0.2, 0.3]))
+
+
+@pytest.mark.parametrize("counts", [[2, 0], [3, 1], [0, 0]], ids=str)
+def test_assignment_equals_loops(counts: list[int]) -> None:
+    decoder, criterion = build_decoder(), build_criterion()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        proposals = decoder([x.float() for x in features(64, 96)])["proposals"]
+    boxes = [torch.rand(n, 4) * 0.4 + 0.2 for n in counts]
+    targets = Targets.stack([torch.arange(n) % CLASSES for n in counts], boxes)
+    matches = decoder.selection.assign(proposals, targets, criterion)
+    found = set(
+        zip(matches.image.tolist(), matches.query.tolist(), matches.target.tolist(), strict=True)
+    )
+    expected = set()
+    for image, count in enumerate(counts):
+        wanted: dict[int, tuple[float, int]] = {}
+        for target in range(count):
+            one = Targets.stack(
+                [targets.labels[image, target : target + 1]], [boxes[image][target : target + 1]]
+            )
+            cost = criterion.matching_cost(
+                proposals.logits[None, image : image + 1],
+                proposals.boxes[None, image : image + 1],
+                one,
+            )[0, 0, :, 0]
+            x, y, width, height = boxes[image][target].tolist()
+            for place, (u, v) in enumerate(proposals.centers[image].tolist()):
+                out = max(abs(u - x) - width / 2, abs(v - y) - height / 2)
+                cost[place] += 1000 * (1 + out) if out > 0 else 0
+            for place in cost.argsort()[:2].tolist():
+                wanted[place] = min(
+                    wanted.get(place, (torch.inf, -1)), (float(cost[place]), target)
+                )
+        expected |= {(image, place, target) for place, (_, target) in wanted.items()}
+    assert found == expected
+
+
+def build_model() -> MFDETR:
+    names = ["s8", "s16", "s32"]
+    backbone = TimmBackbone(name="tf_efficientnet_lite0", out_features=names)
+    shapes = backbone.output_shape()
+    selection = QuerySelection(num_classes=CLASSES, num_queries=20, dim=256)
+    return MFDETR(
+        backbone=backbone,
+        decoder=MFDecoder(
+            input_shape=[shapes[name] for name in names],
+            num_classes=CLASSES,
+            num_queries=20,
+            num_blocks=(2, 1, 1),
+            selection=selection,
+        ),
+        criterion=build_criterion(),
+        in_features=names,
+        pixel_mean=[127.0] * 3,
+        pixel_std=[128.0] * 3,
+    )
+
+
+def test_a_padded_batch_gives_what_its_images_give_alone() -> None:
+    decoder = build_decoder().double().eval()
+    randomise_(decoder, gain=0.5)
+    sizes = [(64, 96), (96, 64)]
+    alone = [features(*size, images=1) for size in sizes]
+    padding = torch.ones(2, 1, 12, 12, dtype=torch.bool)
+    together = [
+        torch.full((2, x.shape[1], 12 // s, 12 // s), 9.0).double()
+        for s, x in zip((1, 2, 4), alone[0], strict=True)
+    ]
+    for image, maps in enumerate(alone):
+        for batch, x in zip(together, maps, strict=True):
+            batch[image, :, : x.shape[2], : x.shape[3]] = x[0]
+        padding[image, :, : maps[0].shape[2], : maps[0].shape[3]] = False
+    outputs = decoder(together, padding)
+    for image, maps in enumerate(alone):
+        single = decoder(maps)
+        for key in ("pred_logits", "pred_boxes"):
+            assert_close(outputs[key][:, image], single[key][:, 0], rtol=0, atol=1e-9)
+
+
+def test_it_learns_one_image() -> None:
+    torch.manual_seed(0)
+    model = build_model().train()
+    instances = Instances((64, 96))
+    instances.gt_boxes = Boxes([[8.0, 10.0, 40.0, 50.0], [50.0, 20.0, 90.0, 60.0]])
+    instances.gt_classes = torch.tensor([0, 2])
+    empty = Instances((64, 96), gt_boxes=Boxes([]), gt_classes=torch.zeros(0, dtype=torch.long))
+    batch: list[dict[str, Any]] = [
+        {"image": torch.randint(0, 256, (3, 64, 96)).float(), "instances": each}
+        for each in (instances, empty)
+    ]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(60):
+        losses = model(batch)
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        if not step:
+            missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            assert not missing
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        found = model(batch[:1])[0]["instances"]
+    for label, box in zip(instances.gt_classes, instances.gt_boxes.tensor, strict=True):
+        same = found[found.pred_classes == label]
+        assert_close(same.pred_boxes.tensor[same.scores.argmax()], box, rtol=0, atol=8)
