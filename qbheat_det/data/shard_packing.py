@@ -146,7 +146,7 @@ def _read(
     path: str, image: dict[str, Any], errors: list[DataError], *, annotated: bool
 ) -> bytes | None:
     """Returns an image file and sets the image's size; None, and an error, if it is broken."""
-    sizes = {key: image[key] for key in ("width", "height") if key in image}
+    sizes: dict[str, Any] = {key: image[key] for key in ("width", "height") if key in image}
     error = find_image_error({"file_name": path, "image_id": image["id"], **sizes})
     if error is None or (error.kind == _READABLE and not annotated):
         try:
