@@ -9,7 +9,6 @@ import socket
 import subprocess
 import tarfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -338,7 +337,7 @@ def _put(address: str, content: bytes) -> None:
         try:
             urllib.request.urlopen(request, timeout=10).close()
             return
-        except urllib.error.URLError:
+        except OSError:
             if time.monotonic() > end:
                 raise
             time.sleep(0.5)
