@@ -48,11 +48,10 @@ def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Res
             places = {"folder": str(root / "images"), "shards": str(root / "shards")}
             places["http"] = address
             for number in range(rounds):
-                os.environ["QBHEAT_CACHE"] = str(root / f"cache_{number}")
                 for (place, path), workers in itertools.product(places.items(), (0, 2)):
+                    os.environ["QBHEAT_CACHE"] = str(root / f"cache_{number}_{place}_{workers}")
                     rate = _measure(path, workers, images=min(count, 768))
                     rates.setdefault((place, workers), []).append(rate)
-                    os.environ["QBHEAT_CACHE"] = str(root / f"cache_{number}_{workers}")
     return [
         PairedResult.higher_is_better(
             f"shards/{place}_{workers}_workers_vs_folder", values, rates["folder", workers], "img/s"
@@ -68,6 +67,7 @@ def _measure(path: str, workers: int, *, images: int) -> float:
     cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
     cfg.INPUT.PRETRAIN.MEMORY_GB = 0.0
     cfg.DATALOADER.NUM_WORKERS = workers
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
     cfg.DATALOADER.SHUFFLE_SHARDS = 4
     cfg.SOLVER.IMS_PER_BATCH = _BATCH
     cfg.DATASETS.TRAIN = ("shards_benchmark",)
@@ -93,7 +93,7 @@ def _serve(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "http.server", str(port), "-b", "127.0.0.1", "-d", str(folder)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             address = f"http://127.0.0.1:{port}"
             for _ in range(100):
