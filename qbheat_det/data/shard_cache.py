@@ -38,7 +38,7 @@ _REFUSED = 3  # exit code of ``_FROM_BUCKET`` for what waiting does not change
 _FROM_BUCKET = """
 import os, sys
 import obstore
-from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 address, target, stalled = sys.argv[1:]
 folder, _, name = address.rpartition("/")
 plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
@@ -53,7 +53,7 @@ try:
             file.write(block)
         file.truncate()
     sys.exit(0 if os.path.getsize(target) == answer.meta["size"] else "the answer was cut short")
-except (NotFoundError, PermissionDeniedError, UnauthenticatedError) as error:
+except (FileNotFoundError, PermissionDeniedError, UnauthenticatedError) as error:
     print(str(error).splitlines()[0], file=sys.stderr)
     sys.exit(3)
 except Exception as error:

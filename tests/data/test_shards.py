@@ -298,7 +298,7 @@ def test_a_bucket_that_fails_is_waited_for_as_well(
         server.faults = {"train-000001.tar": ["503", "cut", "stall"]}
         assert comparable(take("images", "", "s3://bucket/set", NUM_WORKERS=1)) == expected
         assert server.asked.count("train-000001.tar") == 4
-        with pytest.raises(UserError, match=r"s3://bucket/none/index\.json"):
+        with pytest.raises(UserError, match=r"s3://bucket/none/index\.json. cannot be read"):
             take("images", "", "s3://bucket/none")
         configure_cache(gigabytes=1, retry_seconds=1)
         server.faults = {"*": ["503"] * 100}
