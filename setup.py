@@ -80,6 +80,7 @@ setup(
         # The page of `qbheat app`: Gradio as it was tested, and the Pillow that it takes.
         "app": ["gradio>=6.31,<7", "Pillow<13"],
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
+        "shards": ["obstore>=0.11"],  # training from buckets
         "openvino": ["openvino>=2025.2"],  # minimum not tested
         "wandb": ["wandb>=0.16"],  # minimum not tested
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],

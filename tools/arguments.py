@@ -33,7 +33,7 @@ def hide_foreign_warnings() -> None:
 
 SOURCES = (
     "a COCO json, a folder with annotations/ and images/, a YOLO data.yaml, a Pascal VOC folder, "
-    "or class folders"
+    "class folders, or the folder or address of shards"
 )
 
 

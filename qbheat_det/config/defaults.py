@@ -210,6 +210,14 @@ _KEYS: dict[str, dict[str, Any]] = {
         # 0 trains on all and evaluates on none.
         "VAL_FRACTION": 0.2,
     },
+    "DATALOADER": {
+        # Shards whose images mix; fewer shards than that, and 0, mix all images, as folders do.
+        "SHUFFLE_SHARDS": 32,
+        # Shards at an address: what their copies may take on this machine (1e9 bytes), and how long
+        # one that does not answer is waited for.
+        "CACHE_GB": 20.0,
+        "RETRY_SECONDS": 300.0,
+    },
     "INPUT": {
         # "default" is Detectron2's DatasetMapper, "detr" flips, scales and crops as DETR does,
         # "pretrain" cuts out a random part of an image without annotations, "classify" augments it

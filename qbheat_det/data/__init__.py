@@ -29,6 +29,7 @@ from .datasets.sources import (
     find_kind,
     forget_annotations,
     forget_source,
+    open_images,
     open_source,
     origin_of,
     read_annotations,
@@ -51,6 +52,9 @@ from .mappers import (
     number_records,
 )
 from .seeding import STEP, preserved_randomness, seed_place
+from .shard_cache import configure_cache
+from .shard_packing import pack_source
+from .shards import absolute, is_in_shard
 
 __all__ = [
     "DATASET_MAPPERS",
@@ -69,6 +73,7 @@ __all__ = [
     "Source",
     "ToySpec",
     "TrainStream",
+    "absolute",
     "build_class_batches",
     "build_detr_crop",
     "build_image_batches",
@@ -77,6 +82,7 @@ __all__ = [
     "check_coco_json",
     "check_image_folder",
     "check_same_classes",
+    "configure_cache",
     "cut",
     "find_image_errors",
     "find_kind",
@@ -85,6 +91,7 @@ __all__ = [
     "forget_annotations",
     "forget_source",
     "get_cache_dir",
+    "is_in_shard",
     "join_messages",
     "list_classes",
     "load_class_folders",
@@ -92,8 +99,10 @@ __all__ = [
     "load_image_folders",
     "load_labelled_sets",
     "number_records",
+    "open_images",
     "open_source",
     "origin_of",
+    "pack_source",
     "prepare_toy_set",
     "preserved_randomness",
     "raise_first",

@@ -27,6 +27,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
+from qbheat_det.core.errors import UserError
+
 from .checks import DataError
 
 logger = logging.getLogger(__name__)
@@ -136,12 +138,13 @@ def find_image_errors(
 ) -> list[DataError]:
     """Returns what is missing, no image, cut short or of another size than annotated, in order."""
     with ThreadPoolExecutor(num_threads) as pool:
-        found = pool.map(_find_image_error, dataset_dicts)
+        found = pool.map(find_image_error, dataset_dicts)
         bar = tqdm(found, desc="Checking image files", total=len(dataset_dicts), delay=2)
         return [error for error in bar if error is not None]
 
 
-def _find_image_error(record: dict[str, Any]) -> DataError | None:
+def find_image_error(record: dict[str, Any]) -> DataError | None:
+    """Returns what is wrong with the file of one record, see ``find_image_errors``."""
     path = record["file_name"]
     try:
         with PathManager.open(path, "rb") as file:
@@ -237,15 +240,16 @@ class DecodedImages(dict[str, ImageInMemory]):
 
 
 def decode_if_small(
-    file_names: Sequence[str], *, shorter_side: int, budget: float
+    records: Sequence[dict[str, Any]], *, shorter_side: int, budget: float
 ) -> DecodedImages | None:
     """Decodes images, scaled down to ``shorter_side``, if all take at most ``budget`` bytes."""
-    if budget <= 0 or not file_names:
+    if budget <= 0 or not records:
         return None
     budget /= comm.get_local_size()
-    sampled = file_names[:: -(-len(file_names) // _SAMPLED)]
-    needed = sum(_count_bytes(name, shorter_side) for name in sampled) / len(sampled)
-    if needed * len(file_names) <= budget:
+    sampled = records[:: -(-len(records) // _SAMPLED)]
+    needed = sum(_count_bytes(record, shorter_side) for record in sampled) / len(sampled)
+    if needed * len(records) <= budget:
+        file_names = [record["file_name"] for record in records]
         decoded = DecodedImages(file_names, shorter_side=shorter_side)
         if decoded.num_bytes <= budget:
             logger.info(
@@ -262,7 +266,7 @@ def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
         with open_image(file_name) as image:
             full = image.width, image.height
             pixels = image.read((0, 0, *full), shorter_side)
-    except MemoryError:
+    except (MemoryError, UserError):  # a shard that cannot be had is no broken image
         raise
     except Exception:  # what a broken file raises depends on its format's decoder
         return None
@@ -272,13 +276,17 @@ def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
     return ImageInMemory(pixels, width=full[0], height=full[1])
 
 
-def _count_bytes(file_name: str, shorter_side: int) -> int:
-    """Returns what an image takes in memory, from its header; 0 if it cannot be read."""
+def _count_bytes(record: dict[str, Any], shorter_side: int) -> int:
+    """Returns what an image takes in memory; 0 if its size is not known and cannot be read."""
     try:
-        with PathManager.open(file_name, "rb") as file, Image.open(file) as image:
-            width, height = _scale_down(image.size, shorter_side)
+        if "width" in record and "height" in record:
+            size = record["width"], record["height"]
+        else:
+            with PathManager.open(record["file_name"], "rb") as file, Image.open(file) as image:
+                size = image.size
     except Exception:
         return 0
+    width, height = _scale_down(size, shorter_side)
     return 3 * width * height
 
 

@@ -27,10 +27,11 @@ from qbheat_det.data.checks import DataError
 from .datasets.image_folder import list_classes, load_classes
 from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
 from .seeding import IMAGE, preserved_randomness, seed_place
+from .shard_order import ShardSampler, check_window, count_images_ahead, fetch_ahead, number_shards
 
 Entry = tuple[int, int]
 """Position in the stream of images, and index in the dataset."""
-BuildSampler = Callable[[int], TrainingSampler | RepeatFactorTrainingSampler]
+BuildSampler = Callable[[int], TrainingSampler | RepeatFactorTrainingSampler | ShardSampler]
 T = TypeVar("T")
 
 _SKIPPED = "skipped"  # key of an image's dict: the errors of the images that it replaces
@@ -57,6 +58,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         num_workers: int = 0,
         seed: int = 0,
         pin_memory: bool = False,
+        images_ahead: int = 0,
     ) -> None:
         """
         Args:
@@ -70,6 +72,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             num_workers: loading processes; 0 loads in this one.
             seed: of order and augmentation.
             pin_memory: give tensors in memory that a GPU copies from by itself.
+            images_ahead: images between the download of their shard and their use; 0 downloads
+                none before its use.
 
         Raises:
             UserError: there are no images, or fewer in a batch than processes.
@@ -92,13 +96,17 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self._build_sampler = build_sampler or (lambda seed: TrainingSampler(size, seed=seed))
         self.num_workers = num_workers
         self._pin_memory = pin_memory
+        self._images_ahead = images_ahead
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # A generator, so that neither workers nor reading begin before the first batch is asked
         # for: ``start`` and ``seed`` of a resumed run are known only after construction.
+        shares = self._shares()
+        if self._images_ahead:
+            shares = fetch_ahead(shares, self.dataset, images_ahead=self._images_ahead)
         batches: Iterable[list[dict[str, Any]]] = DataLoader(
             _SeededImages(self.dataset, self.mapper, self.seed),
-            batch_sampler=self._shares(),
+            batch_sampler=shares,
             num_workers=self.num_workers,
             pin_memory=self._pin_memory,
             collate_fn=trivial_batch_collator,
@@ -189,6 +197,7 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         num_workers=cfg.DATALOADER.NUM_WORKERS,
         seed=max(cfg.SEED, 0),
         pin_memory=cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available(),
+        images_ahead=count_images_ahead([str(entry.get("file_name", "")) for entry in dataset]),
     )
 
 
@@ -207,9 +216,16 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
 
 def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:
     keys, size = cfg.DATALOADER, len(dataset)
+    names = [str(entry.get("file_name", "")) for entry in dataset]
     if keys.SAMPLER_TRAIN == "TrainingSampler":
+        shards = number_shards(names) if keys.SHUFFLE_SHARDS else None
+        if shards and max(shards) >= keys.SHUFFLE_SHARDS:
+            check_window(names, keys.SHUFFLE_SHARDS)
+            return lambda seed: ShardSampler(shards, window=keys.SHUFFLE_SHARDS, seed=seed)
+        check_window(names, 0)
         return lambda seed: TrainingSampler(size, seed=seed)
     if keys.SAMPLER_TRAIN == "RepeatFactorTrainingSampler":
+        check_window(names, 0)
         factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
             dataset, keys.REPEAT_THRESHOLD
         )

@@ -22,11 +22,13 @@ from qbheat_det.data import (
     SPLIT_FILE,
     DataSource,
     Source,
+    absolute,
     build_mapper,
     check_same_classes,
     forget_annotations,
     list_classes,
     load_classes,
+    open_images,
     open_source,
     read_split,
     register_source,
@@ -175,8 +177,7 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
             if job != "images":
                 flag, needed = ("--val-images", "--val") if opened else ("--images", "--data")
                 raise UserError(f"{flag} needs {needed}, which has the {job}")
-            folders = [os.path.abspath(folder) for folder in images]
-            opened.append(DataSource("classes", {"image_folders": folders, "labelled": False}))
+            opened.append(open_images(images))
         else:
             opened.append(None)
     return opened[0], opened[1]
@@ -190,7 +191,7 @@ def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
     if not 0 < fraction < 1:
         raise UserError(f"DATASETS.VAL_FRACTION must be from 0 to below 1, but is {fraction}")
     split = split_source(source, fraction=fraction, seed=max(cfg.SEED, 0))
-    return {"data": os.path.abspath(str(flags.data)), **split}
+    return {"data": absolute(str(flags.data)), **split}
 
 
 def _find_held_out(
@@ -202,7 +203,7 @@ def _find_held_out(
     if not file.is_file():
         return whole, None
     split = read_split(file)
-    if split.get("data") != os.path.abspath(str(flags.data)):
+    if split.get("data") != absolute(str(flags.data)):
         return whole, None
     logger.info(f"Evaluating on the {len(split['val']):,} images that '{file}' holds out")
     return {**whole, "split": {"file": str(file), "part": "val"}}, split

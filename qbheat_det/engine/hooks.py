@@ -76,6 +76,14 @@ def save_checkpoint(run: TrainingRun) -> None:
     run.save("model_final")
 
 
+def save_step_before(run: TrainingRun) -> None:
+    """Saves the checkpoint of the step before this one, which has not changed anything yet."""
+    if run.iter > run.start_iter:
+        run.iter -= 1
+        save_checkpoint(run)
+        run.iter += 1
+
+
 def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
     """Returns timm's moving average of ``model``, buffers included, if ``SOLVER.EMA`` asks for it.
 

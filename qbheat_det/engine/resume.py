@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 # What may change when a run is resumed: where and how it computes, when it ends, what it logs.
 _FREE = (
     "CUDNN_BENCHMARK",
+    "DATALOADER.CACHE_GB",
     "DATALOADER.NUM_WORKERS",
+    "DATALOADER.RETRY_SECONDS",
     "DATASETS.CHECK_IMAGES",
     "DATASETS.TEST",
     "FLOAT32_PRECISION",

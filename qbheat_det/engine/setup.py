@@ -21,8 +21,10 @@ from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     check_image_folder,
+    configure_cache,
     find_image_errors,
     find_record_errors,
+    is_in_shard,
     raise_first,
 )
 from qbheat_det.modeling.contracts import has_held_out_loss
@@ -42,6 +44,7 @@ _MINIMUM = {
     "SOLVER.CHECKPOINTS_KEPT": 0,
     "SOLVER.WEIGHT_DECAY": 0,
     "DATALOADER.NUM_WORKERS": 0,
+    "DATALOADER.SHUFFLE_SHARDS": 0,
 }
 
 
@@ -66,6 +69,8 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
         cfg.SEED = comm.shared_random_seed()  # the same for all processes, and recorded
     if cfg.MODEL.WEIGHTS:
         check_weights_file(cfg.MODEL.WEIGHTS)
+    keys = cfg.DATALOADER
+    configure_cache(gigabytes=keys.CACHE_GB, retry_seconds=keys.RETRY_SECONDS)
     use_data_flags(cfg, args)
     used = _check_datasets(cfg, eval_only=args.eval_only)
     labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
@@ -223,8 +228,9 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
                 mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
             )
         )
-        if cfg.DATASETS.CHECK_IMAGES:
-            raise_first(find_image_errors(records))
+        if cfg.DATASETS.CHECK_IMAGES:  # those in shards were checked when they were packed
+            files = [record for record in records if not is_in_shard(record["file_name"])]
+            raise_first(find_image_errors(files))
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):
         DatasetCatalog.get(name)
 

@@ -3,10 +3,8 @@
 
 Joins Detectron2's ``SimpleTrainer`` and ``AMPTrainer``. The effective batch is what all processes
 and all micro-batches of a step see together; gradients are those of one process that takes it
-whole. Only the statistics of BatchNorm stay local.
-
-On a GPU, the next batch is loaded and copied while the step computes, and losses are read while the
-backward pass runs.
+whole. Only the statistics of BatchNorm stay local. On a GPU, the next batch is loaded and copied
+while the step computes, and losses are read while the backward pass runs.
 """
 
 import contextlib
@@ -76,6 +74,7 @@ class StepTrainer(SimpleTrainer):
         self.seed = seed
         self.log_period = log_period
         self.on_failure = on_failure
+        self.is_between_steps = False  # while a batch is taken
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         self._source = BatchSource(lambda: next(self._data_loader_iter), self._device)
@@ -89,7 +88,9 @@ class StepTrainer(SimpleTrainer):
             UserError: the share has fewer images than micro-batches, or a loss is not finite on
                 some process; then every process raises.
         """
+        self.is_between_steps = True
         share, data_time = self._source.take()
+        self.is_between_steps = False
         if len(share) < self.accumulate:
             raise UserError(
                 f"SOLVER.ACCUMULATE is {self.accumulate}, but a process has {len(share)} images of "
@@ -208,6 +209,7 @@ class BatchSource:
         self._device = device
         self._ahead: BatchedInputs | None = None
         self._in_use: BatchedInputs | None = None
+        self._end: Exception | None = None
         self._waited = 0.0
 
     def take(self) -> tuple[BatchedInputs, float]:
@@ -218,13 +220,13 @@ class BatchSource:
         Raises:
             StopIteration: there is none left.
         """
+        start = time.perf_counter()
         if self._stream is None:
-            start = time.perf_counter()
             return self._next_batch(), time.perf_counter() - start
         if self._ahead is None:
             self.load_ahead()
         if self._ahead is None:
-            raise StopIteration
+            raise self._end or StopIteration
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._in_use, self._ahead = self._ahead, None
         return self._in_use, self._waited
@@ -238,7 +240,8 @@ class BatchSource:
         start = time.perf_counter()
         try:
             batch = self._next_batch()
-        except StopIteration:  # is raised by ``take``
+        except (StopIteration, UserError) as error:  # is raised by ``take``
+            self._end = self._end or error
             return
         self._waited = time.perf_counter() - start if computed.query() else 0.0
         with torch.cuda.stream(self._stream):

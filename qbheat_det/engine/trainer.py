@@ -52,7 +52,7 @@ from .evaluation import (
 )
 from .failure import report_failure
 from .feature_cache import use_cached_features
-from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average
+from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average, save_step_before
 from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import BatchedInputs, StepTrainer, choose_precision
@@ -182,6 +182,10 @@ class Trainer(DefaultTrainer):
             write_atomically(path, text.encode())
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
+        except UserError:  # images cannot be had: what was trained so far stays
+            if self._trainer.is_between_steps:
+                save_step_before(self)
+            raise
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
         logger.info(f"Done: weights in '{Path(self.cfg.OUTPUT_DIR) / 'model_final.safetensors'}'")

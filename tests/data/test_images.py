@@ -2,6 +2,7 @@
 """Parts of image files: the right ones, of every format; and sets of images in memory."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,10 @@ def draw_set(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
+def _records(names: list[str]) -> list[dict[str, Any]]:
+    return [{"file_name": name} for name in names]
+
+
 def whole(images: DecodedImages, name: str) -> Tensor:
     image = images[name]
     return image.read((0, 0, image.width, image.height), 1)
@@ -154,12 +159,12 @@ def test_small_images_are_kept_as_they_are(tmp_path: Path) -> None:
 def test_the_budget_decides_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(draw_set(tmp_path))
     needed = 3 * (60 * 40 + 33 * 75 + 45 * 72 + 45 * 150)
-    assert decode_if_small(names, shorter_side=45, budget=needed - 1) is None
-    images = decode_if_small(names, shorter_side=45, budget=needed)
+    assert decode_if_small(_records(names), shorter_side=45, budget=needed - 1) is None
+    images = decode_if_small(_records(names), shorter_side=45, budget=needed)
     assert images.num_bytes == needed
     few = [*names[:1] * 200, names[2]]  # the sample does not see the large one
-    assert decode_if_small(few, shorter_side=1000, budget=201 * 60 * 40 * 3) is None
+    assert decode_if_small(_records(few), shorter_side=1000, budget=201 * 60 * 40 * 3) is None
 
     name = save(tmp_path / "a.jpg", draw(50, 50))
     monkeypatch.setattr(reading, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
-    assert decode_if_small([name] * 100_000, shorter_side=50, budget=1e6) is None
+    assert decode_if_small(_records([name]) * 100_000, shorter_side=50, budget=1e6) is None

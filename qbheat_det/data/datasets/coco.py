@@ -1,9 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Annotation files in COCO's format: registering them, and checking them before training."""
 
+import json
 import logging
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -16,13 +19,15 @@ from qbheat_det.data.checks import raise_first
 from .coco_file import CocoFile
 
 logger = logging.getLogger(__name__)
+_FILE_NAME = re.compile(r'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 PathLike = str | os.PathLike[str]
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
     """Registers an annotation file with Detectron2; another one of its name is a ``UserError``."""
-    paths = os.path.abspath(json_file), os.path.abspath(image_root)
+    root = str(image_root) if "://" in str(image_root) else os.path.abspath(image_root)
+    paths = os.path.abspath(json_file), root
     if not _is_registered(name, *paths):
         register_coco_instances(name, {}, *paths)
 
@@ -117,13 +122,58 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
     )
 
 
+def locate_images(json_file: Path, given: str = "", likely: str = "") -> dict[str, Any]:
+    """Returns the source of a COCO json, with the folder that its first image is in.
+
+    Args:
+        json_file: absolute.
+        given: the folder, if it is known.
+        likely: where else than beside the file it may be.
+
+    Raises:
+        UserError: the folder is not found.
+    """
+    above, subset = json_file.parent.parent, json_file.stem.removeprefix("instances_")
+    beside = [json_file.parent / "images", above / "images", json_file.parent]
+    beside += [above / "images" / subset, above / subset, json_file.parent / subset]
+    folders = [*([Path(likely).absolute()] if likely else []), *beside]
+    first = "" if given else _read_first_name(json_file)
+    if given or not first:  # of a broken file, which is reported when it is read
+        folders = [Path(given or json_file.parent).absolute()]
+    elif holding := [folder for folder in folders if (folder / first).is_file()]:
+        folders = holding
+    else:  # one image may be missing
+        folders = [folder for folder in folders[: len(folders) - 4] if folder.is_dir()]
+    if not folders:
+        raise UserError(
+            f"the images of '{json_file}', such as '{first}', are not beside it: name their folder "
+            "with --images, or of --val with --val-images"
+        )
+    return {"json_file": str(json_file), "image_root": str(folders[0]), "labelled": True}
+
+
+def _read_first_name(json_file: Path) -> str:
+    """Returns the first ``file_name`` without reading all of a file that may be large."""
+    text = ""
+    with open(json_file, encoding="utf-8", errors="replace") as file:
+        while chunk := file.read(1 << 20):
+            text += chunk
+            if match := _FILE_NAME.search(text):
+                try:
+                    return str(json.loads(match[1]))
+                except ValueError:
+                    return ""
+    return ""
+
+
 def _is_registered(name: str, json_file: str, image_root: str, *, unlabelled: bool = False) -> bool:
     """Returns whether a name is that of these files."""
     if name not in DatasetCatalog:
         return False
     known = MetadataCatalog.get(name)
     paths = [
-        path and os.path.abspath(path) for path in (known.get("json_file"), known.get("image_root"))
+        path and path if "://" in path else os.path.abspath(path)
+        for path in (known.get("json_file"), known.get("image_root"))
     ]
     if paths != [json_file, image_root] or known.get("unlabelled", False) != unlabelled:
         raise UserError(

@@ -73,7 +73,8 @@ class CocoFile:
 
         Args:
             json_file: the file.
-            image_root: folder that file names are relative to.
+            image_root: folder that file names are relative to, or address of shards, in which no
+                file is looked for.
             needed: lists that it must have; without "annotations", images need an id and a file.
             converted: what stands in files of another format, in place of reading ``json_file``.
 
@@ -87,11 +88,12 @@ class CocoFile:
         self.annotations: list[Entry] = []
         self._places = converted.places if converted else {}
         self._lists = converted.lists if converted else _read(json_file, needed)
-        if not os.path.isdir(image_root):
+        is_folder = "://" not in image_root
+        if is_folder and not os.path.isdir(image_root):
             raise UserError(f"the image folder '{image_root}' of {json_file} does not exist")
 
         def find_file(entry: Entry) -> Found:
-            if os.path.isfile(os.path.join(image_root, entry["file_name"])):
+            if not is_folder or os.path.isfile(os.path.join(image_root, entry["file_name"])):
                 return None
             name = short(entry["file_name"])
             where = f"in '{image_root}', which file_name must be relative to"

@@ -2,7 +2,8 @@
 """What ``--data`` may name, recognised by its files: where its images and boxes are.
 
 A source is what JSON can hold, so that a run can record it: ``json_file`` with ``image_root``;
-``yolo_file`` or ``voc_folder`` with ``subset``; or ``image_folders``. Further ``labelled``, whether
+``yolo_file``, ``voc_folder`` or ``shards`` (their address) with ``subset``; or ``image_folders``.
+Further ``labelled``, whether
 boxes or the names of folders are read; ``classes`` for VOC, which lists none itself; and ``split``,
 if it is a part of the images that ``split.json`` lists.
 """
@@ -12,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +22,25 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import raise_first
+from qbheat_det.data.shards import (
+    PREFIX,
+    absolute,
+    are_shards,
+    has_boxes,
+    locate_image,
+    read_index,
+    read_part,
+    register_shards,
+)
 
-from .coco import check_coco_file, load_coco_images, register_coco_images, register_coco_json
-from .coco_file import CocoFile
+from .coco import (
+    check_coco_file,
+    load_coco_images,
+    locate_images,
+    register_coco_images,
+    register_coco_json,
+)
+from .coco_file import CocoFile, Converted
 from .image_folder import (
     IMAGE_SUFFIXES,
     check_image_folder,
@@ -36,7 +53,7 @@ from .voc import convert_voc, find_voc_list
 from .yolo import convert_yolo, list_yolo_images, read_data_yaml
 
 Source = dict[str, Any]
-Kind = Literal["coco", "yolo", "voc", "classes"]
+Kind = Literal["coco", "yolo", "voc", "classes", "images"]
 
 _VAL_NAMES = ("val", "valid", "validation", "test")
 _COCO = {
@@ -50,7 +67,6 @@ _FORMATS = (
     "Pascal VOC with Annotations/ and JPEGImages/, or a folder with a folder of images for each "
     "class"
 )
-_FILE_NAME = re.compile(r'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,9 @@ class DataSource:
 
 def find_kind(path: str) -> Kind:
     """Returns the format of a file or a folder, by names alone; a ``UserError`` if it has none."""
+    if are_shards(path):
+        packed: dict[str, Kind] = {"boxes": "coco", "classes": "classes", "images": "images"}
+        return packed[read_index(absolute(path))["kind"]]
     if not os.path.exists(path):
         raise UserError(f"'{path}' does not exist")
     root = Path(path)
@@ -94,7 +113,11 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
     from ``likely_root`` on.
     """
     kind, root = find_kind(path), Path(path).absolute()
-    if kind != "coco" and image_root:
+    if are_shards(path) and not image_root:
+        if kind == "images":
+            raise UserError(f"the shards at '{path}' have no labels: name them with --images")
+        return _open_shards(kind, path)
+    if image_root and (kind != "coco" or are_shards(path)):
         raise UserError(f"'{path}' is no COCO json, so its images need no folder '{image_root}'")
     if kind == "classes":
         return _open_classes(root)
@@ -108,10 +131,27 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
         train, val = (find_voc_list(root, subset) for subset in ("train", "val"))
         return _make(kind, source, "train" if train else "all", "val" if train and val else None)
     if root.is_file():
-        return DataSource(kind, _locate_images(root, image_root, likely_root))
+        return DataSource(kind, locate_images(root, image_root, likely_root))
     files = [found for part in _COCO if (found := _find_json(root, part))]
-    sources = [_locate_images(file, image_root, likely_root) for file in files]
+    sources = [locate_images(file, image_root, likely_root) for file in files]
     return DataSource(kind, sources[0], sources[1] if len(sources) > 1 else None)
+
+
+def open_images(paths: Sequence[str]) -> DataSource:
+    """Returns the source of images without labels: of folders, or of one set of shards."""
+    if not any(map(are_shards, paths)):
+        folders = [os.path.abspath(folder) for folder in paths]
+        return DataSource("images", {"image_folders": folders, "labelled": False})
+    if len(paths) > 1:
+        raise UserError(f"--images takes one set of shards: pack {' and '.join(paths)} together")
+    return _open_shards("images", paths[0])
+
+
+def _open_shards(kind: Kind, path: str) -> DataSource:
+    address = absolute(path)
+    source = {"shards": address, "labelled": kind != "images"}
+    has_val = "val" in read_index(address)["parts"]
+    return _make(kind, source, "train", "val" if has_val else None)
 
 
 def _make(kind: Kind, source: Source, train: str, val: str | None) -> DataSource:
@@ -139,44 +179,9 @@ def _find_json(root: Path, part: str) -> Path | None:
     return found[0] if found else None
 
 
-def _locate_images(json_file: Path, given: str, likely: str) -> Source:
-    """Finds the folder that the file names in a COCO json are relative to, by its first image."""
-    above, subset = json_file.parent.parent, json_file.stem.removeprefix("instances_")
-    beside = [json_file.parent / "images", above / "images", json_file.parent]
-    beside += [above / "images" / subset, above / subset, json_file.parent / subset]
-    folders = [*([Path(likely).absolute()] if likely else []), *beside]
-    first = "" if given else _read_first_name(json_file)
-    if given or not first:  # of a broken file, which is reported when it is read
-        folders = [Path(given or json_file.parent).absolute()]
-    elif holding := [folder for folder in folders if (folder / first).is_file()]:
-        folders = holding
-    else:  # one image may be missing
-        folders = [folder for folder in folders[: len(folders) - 4] if folder.is_dir()]
-    if not folders:
-        raise UserError(
-            f"the images of '{json_file}', such as '{first}', are not beside it: name their folder "
-            "with --images, or of --val with --val-images"
-        )
-    return {"json_file": str(json_file), "image_root": str(folders[0]), "labelled": True}
-
-
-def _read_first_name(json_file: Path) -> str:
-    """Returns the first ``file_name`` without reading all of a file that may be large."""
-    text = ""
-    with open(json_file, encoding="utf-8", errors="replace") as file:
-        while chunk := file.read(1 << 20):
-            text += chunk
-            if match := _FILE_NAME.search(text):
-                try:
-                    return str(json.loads(match[1]))
-                except ValueError:
-                    return ""
-    return ""
-
-
 def origin_of(source: Source) -> str:
     """Returns the file or folder of a source, as errors name it."""
-    keys = ("json_file", "yolo_file", "voc_folder", "image_folders")
+    keys = ("json_file", "yolo_file", "voc_folder", "shards", "image_folders")
     found = next(source[key] for key in keys if key in source)
     return str(found if isinstance(found, str) else found[0])
 
@@ -196,6 +201,10 @@ def _read_annotations(key: str) -> CocoFile:
     if "json_file" in source:
         return CocoFile(source["json_file"], source["image_root"])
     file = origin_of(source)
+    if "shards" in source:
+        part = read_part(file, source["subset"])
+        lists = {key: part[key] for key in ("images", "annotations", "categories")}
+        return CocoFile(file, f"{PREFIX}{file}", converted=Converted(lists, {}, []))
     if "yolo_file" in source:
         converted, root = convert_yolo(file, source["subset"]), os.path.dirname(file)
     else:
@@ -206,6 +215,7 @@ def _read_annotations(key: str) -> CocoFile:
 def forget_annotations() -> None:
     """Frees what ``read_annotations`` keeps, so that files are read again when they are needed."""
     _read_annotations.cache_clear()
+    read_part.cache_clear()
 
 
 def register_source(
@@ -231,6 +241,8 @@ def register_source(
         register_image_folders(
             name, source["image_folders"], labelled=source["labelled"], keep=keep
         )
+    elif "shards" in source and not has_boxes(source):
+        register_shards(name, source, keep)
     else:
         annotations = _register_annotated(name, source, keep)
     MetadataCatalog.get(name).source = source
@@ -251,7 +263,11 @@ def _register_annotated(name: str, source: Source, keep: Collection[str] | None)
     check_coco_file(annotations)
     files = origin, annotations.image_root
     if keep is not None or "json_file" not in source:
-        files = _write_json(name, origin, annotations.keep(keep)), annotations.image_root
+        lists = annotations.keep(keep)
+        if "shards" in source:
+            named = [{**one, "file_name": locate_image(one)} for one in lists["images"]]
+            lists = {**lists, "images": named}
+        files = _write_json(name, origin, lists), annotations.image_root
     register_coco_json(name, *files)
     ids = {category: index for index, category in enumerate(annotations.category_ids)}
     MetadataCatalog.get(name).set(
@@ -289,6 +305,10 @@ def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any
         records, _ = load_image_folders([folder], labelled=True)
         names = [os.path.relpath(record["file_name"], folder) for record in records]
         groups = [record["label"] for record in records]
+    elif "shards" in source and not has_boxes(source):
+        images = read_part(source["shards"], source["subset"])["images"]
+        names = [image["file_name"] for image in images]
+        groups = [image["label"] for image in images]
     else:
         annotations = read_annotations(source)
         check_coco_file(annotations)

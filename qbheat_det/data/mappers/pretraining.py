@@ -18,6 +18,7 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import Box, DecodedImages, decode_if_small, open_image, resize
 
@@ -106,7 +107,7 @@ class PretrainingMapper:
         # The smallest part that can be drawn still has as many pixels as the model sees.
         smallest = math.sqrt(self.scale[0] * min(self.ratio[0], 1 / self.ratio[1]))
         self._memory = decode_if_small(
-            [record["file_name"] for record in dataset_dicts],
+            dataset_dicts,
             shorter_side=math.ceil(self.size / smallest),
             budget=self._memory_gb * 1e9,
         )
@@ -118,7 +119,7 @@ class PretrainingMapper:
             with nullcontext(kept_image) if kept_image else open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
                 pixels = picture.read(box, self.size)
-        except MemoryError:
+        except (MemoryError, UserError):  # a shard that cannot be had is no broken image
             raise
         except Exception as error:  # what a broken file raises depends on its format's decoder
             reason = " ".join(f"{type(error).__name__}: {error}".split())
