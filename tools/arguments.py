@@ -10,8 +10,8 @@ import os
 import sys
 import warnings
 
-# Where other programs use the cores, waiting threads are to sleep: spinning, two threads took 30 times
-# as long; on idle cores sleeping takes up to twice as long (docs/performance.md). torch reads it.
+# Where other programs use the cores, waiting threads are to sleep: spinning, two threads took 30
+# times as long; on idle cores sleeping takes up to twice as long (docs/performance.md).
 if os.getloadavg()[0] > (os.cpu_count() or 1):
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
