@@ -10,9 +10,10 @@ import os
 import sys
 import warnings
 
-# Waiting threads sleep: by default they spin, and two threads beside other programs then take 30
-# times as long (docs/performance.md). To be set before torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Where other programs use the cores, waiting threads are to sleep: spinning, two threads took 30
+# times as long; on idle cores sleeping takes up to twice as long (docs/performance.md).
+if os.getloadavg()[0] > (os.cpu_count() or 1):
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _FOREIGN = (
     "torch|torchvision|torchgen|detectron2|fvcore|iopath|timm|pycocotools|faster_coco_eval|onnx.*|"

@@ -79,6 +79,8 @@ def inspect(args: argparse.Namespace) -> int:
     for name, content in files.items():
         write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
     print(format_report(inspections, errors, warnings, cfg))
+    if args.data and len(inspections) == 1 and (share := cfg.DATASETS.VAL_FRACTION):
+        print(f"There is no validation set: training holds out {share:.0%}, or name one by --val.")
     print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")
     return 1 if errors else 0
 

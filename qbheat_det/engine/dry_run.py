@@ -101,7 +101,8 @@ class DryRunReport:
                 "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
                 "MODEL.CACHE_FEATURES.FOLDER to another disk."
             )
-        return "\n".join([*lines, "Larger images take more memory and time."])
+        lines.append("Larger images take more memory and time.")
+        return "\n".join([*lines, "Shorter: SOLVER.EPOCHS 4.0, say, at the end of the command."])
 
 
 def dry_run(
