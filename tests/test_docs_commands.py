@@ -149,7 +149,7 @@ def test_every_block_is_tested_or_says_why_not() -> None:
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
     """A reader's folder: photos, boxes as COCO files and as a YOLO set, class folders."""
-    picture = PIL.Image.open(ROOT / "docs" / "zoo_predictions.jpg")
+    picture = PIL.Image.open(ROOT / "docs" / "cells.jpg")
     width, height = picture.size
     (tmp_path / "photos").mkdir()
     for index in range(4):  # with blood cells, which the zoo's detector finds
