@@ -102,7 +102,9 @@ class DryRunReport:
                 "MODEL.CACHE_FEATURES.FOLDER to another disk."
             )
         lines.append("Larger images take more memory and time.")
-        return "\n".join([*lines, "Shorter: SOLVER.EPOCHS 4.0, say, at the end of the command."])
+        return "\n".join(
+            [*lines, "A lower SOLVER.EPOCHS at the end of the command makes it shorter."]
+        )
 
 
 def dry_run(

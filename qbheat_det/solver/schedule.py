@@ -151,7 +151,9 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
         steps = ", ".join(late)
         lines.append(f"Note: SOLVER.STEPS {steps} have no effect, as the run ends before them")
     if solver.WARMUP_ITERS > solver.MAX_ITER:
-        lines.append(f"Note: the run ends within SOLVER.WARMUP_ITERS {solver.WARMUP_ITERS:,}")
+        lines.append(
+            f"Note: the run ends within SOLVER.WARMUP_ITERS {solver.WARMUP_ITERS:,}: lower it"
+        )
     return "\n".join(lines)
 
 

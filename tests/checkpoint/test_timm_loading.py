@@ -231,7 +231,11 @@ def test_every_tensor_of_the_encoder_is_loaded(
         torch.save({"model": state, "matching_heuristics": prefix == ""}, file)
         path = str(file)
     rest = DetectionCheckpointer(own).load(path)
-    torch.testing.assert_close(dict(_encoder_of(own).state_dict()), encoder, rtol=0, atol=0)
+    found = dict(_encoder_of(own).state_dict())
+    # The file's BatchNorm is frozen and counts no batches.
+    counters = {name for name in found if name.endswith("num_batches_tracked")}
+    filled = {name: found[name] for name in found.keys() - (counters - encoder.keys())}
+    torch.testing.assert_close(filled, encoder, rtol=0, atol=0)
     if prefix == "zoo":
         assert rest["info"]["class_names"] == ["RBC", "WBC", "Platelets"]
     if prefix == "zoo" and model in ("pyramid", "foreign"):  # the pyramid's layers come along
