@@ -24,7 +24,10 @@ TASKS = ("pretraining", "detection", "classification")
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A measured number, such as "AP" of 21.3 "%", ±0.4, on the data "Aquarium test"."""
+    """A measured number, such as "AP" of 21.3 "%" on the data "Aquarium test".
+
+    ``spread`` is such as "±0.4, over 3 seeds"; ``unit``, ``spread`` and ``note`` may be empty.
+    """
 
     name: str
     value: float
