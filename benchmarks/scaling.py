@@ -260,8 +260,8 @@ def format_rows(prices: Mapping[str, float], seed: int) -> list[str]:
             largest = sorted(shares.items(), key=lambda pair: -pair[1])[:2]
             other = ", ".join(f"{cause} {share:.0%}" for cause, share in largest if share >= 0.005)
             rows.append(
-                f"| {job.name} | {nodes} x {kind} | {_format(found.hours)} | {_format(found.cost)} | "
-                f"{computing:.0%} | {other} |"
+                f"| {job.name} | {nodes} x {kind} | {_format(found.hours)} | "
+                f"{_format(found.cost)} | {computing:.0%} | {other} |"
             )
     return rows
 
