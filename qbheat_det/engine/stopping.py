@@ -44,12 +44,12 @@ class StopSignals(HookBase):
         self._before = {}
 
     def after_step(self) -> None:
-        """Ends the run if a process was asked to, unless this was the last step.
+        """Ends the run if a process was asked to.
 
         Raises:
             Interrupted: on every process, once the checkpoint is there.
         """
-        if self.trainer.stops and self.trainer.iter + 1 < self.trainer.max_iter:
+        if self.trainer.stops:
             comm.synchronize()  # torchrun ends the others when the first is gone
             raise self._interrupt()
 

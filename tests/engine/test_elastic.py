@@ -26,6 +26,7 @@ from .tiny_training import CONFIG, TINY, read_opts, state
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 90
+KINDS = ["machine stays away", "machine", "process"]
 OPTS = {
     **TINY,
     **read_opts(f"""
@@ -98,15 +99,15 @@ class Cluster:
     def last(self) -> str:
         return self._tag.read_text() if self._tag.exists() else ""
 
-    def break_something(self, rng: random.Random) -> None:
+    def break_one(self, name: str, *, kind: str) -> None:
         """Kills a process, whose torchrun starts another, or a machine, which may stay away."""
-        name = rng.choice(sorted(self.nodes))
-        if rng.random() < 0.4:
+        if kind == "process":
             for pid in self.nodes[name].find_workers():
                 os.killpg(pid, signal.SIGKILL)
             return
         self.nodes[name].kill()
-        time.sleep(rng.choice((0, 12)))
+        if kind == "machine stays away":
+            self.wait_for_checkpoints(1)  # of the others
         self.nodes[name] = Node(name, **self._node)
 
     def close(self) -> None:
@@ -152,11 +153,11 @@ def test_machines_come_and_go_and_the_run_ends_with_the_bits_of_its_worlds(
     rng = random.Random(count)
     cluster = Cluster(count, tmp_path, tiny_data)
     try:
-        for _ in range(kills):
-            checkpoints = rng.randrange(4)  # 0: while processes start
+        for kind in rng.sample(KINDS * 2, kills):
+            checkpoints = rng.randrange(kind == KINDS[0], 4)  # 0: while processes start
             cluster.wait_for_checkpoints(checkpoints)
             time.sleep(rng.uniform(0, 0.3 if checkpoints else 8))
-            cluster.break_something(rng)
+            cluster.break_one(rng.choice(sorted(cluster.nodes)), kind=kind)
         assert [node.wait(180) for node in cluster.nodes.values()] == [0] * count
     finally:
         cluster.close()
