@@ -34,6 +34,16 @@ def hide_foreign_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
+def check_inputs(*paths: str | os.PathLike[str] | None) -> None:
+    """Ends with an error at the first path that is missing, before imports take seconds."""
+    for path in map(str, filter(None, paths)):
+        if "://" not in path and not os.path.exists(path):
+            hint = " (overrides of the config go last)" if path.isupper() else ""
+            print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)
+            sys.exit(2)
+
+
+WEIGHTS = "a file (.safetensors, .pth), a run's folder, or a name in the zoo"
 SOURCES = (
     "a COCO json, a folder with annotations/ and images/, a YOLO data.yaml, a Pascal VOC folder, "
     "class folders, or the folder or address of shards"
@@ -49,7 +59,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="path of a config, or name of a shipped one, such as custom/retinanet_285M_probe.yaml "
         "(default: the one inside --weights; else one for the kind of --data)",
     )
-    parser.add_argument("--weights", default="", metavar="W", help="MODEL.WEIGHTS")
+    parser.add_argument("--weights", default="", metavar="W", help=f"MODEL.WEIGHTS: {WEIGHTS}")
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
     parser.add_argument(
         "--resume",

@@ -18,7 +18,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import add_batch_flags, check_batch_flags, hide_foreign_warnings, run_batch
+from arguments import (
+    WEIGHTS,
+    add_batch_flags,
+    check_batch_flags,
+    check_inputs,
+    hide_foreign_warnings,
+    run_batch,
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,7 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--weights", required=True, help="of a backbone, a pre-training, a classifier, or timm://…")
+    add("--weights", required=True, help=f"of an encoder or a classifier: {WEIGHTS}")
     add("--images", nargs="+", required=True, metavar="PATH", help="images, folders")
     add("--size", type=int, default=0, help="side of the square in the middle of an image as the "
         "encoder gets it, in pixels (default: as in its pre-training)")  # fmt: skip
@@ -47,6 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    check_inputs(*args.images)
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
 

@@ -41,8 +41,10 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import (
+    WEIGHTS,
     add_batch_flags,
     check_batch_flags,
+    check_inputs,
     hide_foreign_warnings,
     run_batch,
 )
@@ -59,7 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--weights", required=True, help="trained weights (.safetensors, .pth) or exported file")
+    add("--weights", required=True, help=f"{WEIGHTS}, or an exported file")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
     add("--images", nargs="+", required=True, metavar="PATH", help="images, videos, folders")
     add("--output", type=Path, metavar="DIR", help="folder for the drawn images")
@@ -94,6 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    check_inputs(*args.images)
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
 
@@ -125,7 +128,12 @@ def run(args: argparse.Namespace) -> int:
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     """Prints counts, where the results are, and which files were skipped."""
-    print(f"{report.num_images} files: {len(report.results)} results")
+    files = "file" if report.num_images == 1 else "files"
+    print(f"{report.num_images} {files}: {len(report.results)} results")
+    if report.num_images and not report.results:
+        print(
+            f"no box reaches --threshold {args.threshold}; the best score {report.best_score:.2f}"
+        )
     if args.output:
         print(f"images:  {args.output}")
     if args.json:
@@ -133,7 +141,7 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     for path, reason in report.skipped:
         print(f"skipped {path}: {reason}", file=sys.stderr)
     if report.skipped:
-        print(f"{len(report.skipped)} files could not be read", file=sys.stderr)
+        print(f"could not be read: {len(report.skipped)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

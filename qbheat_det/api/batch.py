@@ -22,7 +22,7 @@ from detectron2.config import CfgNode
 from torch import Tensor
 from tqdm import tqdm
 
-from qbheat_det.checkpoint import local_weights
+from qbheat_det.checkpoint import find_weights, local_weights
 from qbheat_det.core.errors import UserError, find_user_message
 from qbheat_det.core.files import check_writable, hash_file, remove_leftovers, write_atomically
 from qbheat_det.data import DataError, PretrainingMapper, configure_cache
@@ -50,6 +50,7 @@ from qbheat_det.probing import cache_features, find_feature
 
 from .detector import Encoder, Predictor
 from .files import build_detector, open_weights
+from .hub import HUB_PREFIX, download
 from .loading import load
 
 Row = dict[str, Any]
@@ -251,8 +252,9 @@ def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
     """Returns source and file of the images that have results; notes the settings in the folder."""
     settings = json.loads(json.dumps(asdict(job)))
     del settings["device"]  # a run may go on elsewhere
-    weights = Path(local_weights(job.weights))
-    settings["sha256"] = hash_file(weights) if weights.is_file() else ""
+    is_hub = job.weights.startswith(HUB_PREFIX)
+    weights = download(job.weights) if is_hub else local_weights(find_weights(job.weights))
+    settings["sha256"] = hash_file(weights) if Path(weights).is_file() else ""
     parts = list(folder.glob(_PARTS))
     if not parts:
         write_atomically(folder / _SETTINGS, json.dumps(settings, indent=1).encode())

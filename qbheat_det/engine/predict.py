@@ -59,12 +59,14 @@ class Predictions:
         images: of a detector, each image and frame as COCO has it, with "id", "file_name",
             "height" and "width" in pixels, "frame" in videos.
         num_images: images and videos that were predicted on.
+        best_score: the highest of all boxes, also of those below the threshold.
         skipped: path of each file that was not, and the reason.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
     num_images: int = 0
+    best_score: float = 0.0
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -262,6 +264,7 @@ def predict_images(
 
     def predict(image: Image, **origin: object) -> Instances:
         instances = predictor(image)["instances"].to("cpu")
+        found.best_score = max(found.best_score, *instances.scores.tolist(), 0.0)
         instances = instances[instances.scores >= score_threshold]
         image_id, (height, width) = next(image_ids), image.shape[:2]
         found.images.append({"id": image_id, **origin, "height": height, "width": width})
