@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -192,8 +192,8 @@ def _open_encoder(job: Job) -> tuple[Read, Run]:
 
 
 def _limit_cache(cfg: CfgNode) -> None:
-    node = cfg.DATALOADER
-    configure_cache(gigabytes=node.CACHE_GB, retry_seconds=node.RETRY_SECONDS)
+    keys = cfg.DATALOADER
+    configure_cache(gigabytes=keys.CACHE_GB, retry_seconds=keys.RETRY_SECONDS)
 
 
 def run_batch(
@@ -250,11 +250,11 @@ def run_batch(
 
 def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
     """Returns source and file of the images that have results; notes the settings in the folder."""
-    settings = json.loads(json.dumps(asdict(job)))
-    del settings["device"]  # a run may go on elsewhere
     is_hub = job.weights.startswith(HUB_PREFIX)
     weights = download(job.weights) if is_hub else local_weights(find_weights(job.weights))
-    settings["sha256"] = hash_file(weights) if Path(weights).is_file() else ""
+    settings = {**asdict(job), "opts": list(job.opts)}
+    settings["weights"] = hash_file(weights) if Path(weights).is_file() else job.weights
+    del settings["device"]  # a run may go on elsewhere
     parts = list(folder.glob(_PARTS))
     if not parts:
         write_atomically(folder / _SETTINGS, json.dumps(settings, indent=1).encode())
@@ -267,10 +267,8 @@ def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
         raise UserError(
             f"'{folder}' has results of other settings ({', '.join(changed)}): name another folder"
         )
-    tables = [
-        import_parquet().read_table(part, columns=["source", "file"]).to_pydict() for part in parts
-    ]
-    return {pair for table in tables for pair in zip(table["source"], table["file"], strict=True)}
+    tables = [import_parquet().read_table(part, columns=["source", "file"]) for part in parts]
+    return {tuple(row.values()) for table in tables for row in table.to_pylist()}
 
 
 def _run_here(job: Job, chunks: Sequence[Chunk]) -> Iterator[tuple[str, bytes]]:
@@ -295,12 +293,13 @@ def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tup
     import ray
     import ray.data
 
+    Worker(replace(job, device="cpu", fast=False))  # raises what each actor would
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(log_to_driver=False, logging_level="WARNING")
     ray.data.DataContext.get_current().enable_progress_bars = False  # there is one of images
-    for name in ("execution.streaming_executor", "progress"):
-        logging.getLogger(f"ray.data._internal.{name}").setLevel(logging.ERROR)
+    for name in ("_internal.execution.streaming_executor", "_internal.progress", "exceptions"):
+        logging.getLogger(f"ray.data.{name}").setLevel(logging.CRITICAL)
     cluster = ray.cluster_resources()
     gpus = 0 if job.device == "cpu" else cluster.get("GPU", 0)
     workers = workers or int(gpus or cluster.get("CPU", 1))
