@@ -13,7 +13,8 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
-from detectron2.modeling import FPN, build_backbone, build_model
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import BACKBONE_REGISTRY, FPN, build_backbone, build_model
 from torch import Tensor, nn
 
 import qbheat_det
@@ -261,8 +262,9 @@ def test_a_pre_trained_encoder_is_found_below_detectron2s_own_pyramid(child: str
     cfg = qbheat_det.get_cfg()
     cfg.MODEL.MOBILE_FORMER.VARIANT = "285M"
     cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s8", "s16"]
+    encoder = BACKBONE_REGISTRY.get("MobileFormer")(cfg, ShapeSpec(channels=3))
     own = nn.Module()
-    own.add_module(child, FPN(build_bare_backbone(cfg), ["s8", "s16"], 32))
+    own.add_module(child, FPN(encoder, ["s8", "s16"], 32))
     DetectionCheckpointer(own).load("qbheat://distill/285M")
     state, _ = read_weights("qbheat://distill/285M")
     found = getattr(own, child).bottom_up.state_dict()
