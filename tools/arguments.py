@@ -34,9 +34,13 @@ def hide_foreign_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-def check_inputs(*paths: str | os.PathLike[str] | None) -> None:
-    """Ends with an error at the first path that is missing, before imports take seconds."""
-    for path in map(str, filter(None, paths)):
+def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
+    """Ends with an error at the first path that is missing, before imports take seconds.
+
+    Weights are a path where their ending says so.
+    """
+    is_file = weights.lower().endswith((".safetensors", ".pth", ".onnx", ".pt2"))
+    for path in map(str, filter(None, [*paths, weights if is_file else None])):
         if "://" not in path and not os.path.exists(path):
             hint = " (overrides of the config go last)" if path.isupper() else ""
             print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)

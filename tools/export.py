@@ -38,7 +38,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import check_inputs, hide_foreign_warnings
+from arguments import WEIGHTS, check_inputs, hide_foreign_warnings
 
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
 
@@ -54,8 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         action="append",
         metavar="FILE",
-        help="trained weights (.safetensors, .pth, qbheat://NAME); with --shared-encoder repeated "
-        "for each head, as NAME=FILE or FILE",
+        help=f"{WEIGHTS}; with --shared-encoder repeated for each head, as NAME=FILE or FILE",
     )
     add("--shared-encoder", action="store_true", help="one file of the encoder, one of each head")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")

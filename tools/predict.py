@@ -64,7 +64,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weights", required=True, help=f"{WEIGHTS}, or an exported file")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
     add("--images", nargs="+", required=True, metavar="PATH", help="images, videos, folders")
-    add("--output", type=Path, metavar="DIR", help="folder for the drawn images")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder for the drawn images, small ones enlarged (default: output/predict)",
+    )
     add(
         "--json", type=Path, metavar="FILE", help="write boxes in COCO's results format, or classes"
     )
@@ -86,7 +91,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     check_batch_flags(parser, args)
     if not (args.output or args.json or args.parquet):
-        parser.error("nothing to write: name --output DIR, --json FILE, --parquet DIR")
+        args.output = Path("output/predict")
+    if args.output and args.output.suffix.lower() in (".jpg", ".jpeg", ".png", ".mp4"):
+        parser.error(f"--output is a folder, not '{args.output}'")
     if args.parquet and (args.output or args.format != "coco"):
         parser.error("--parquet goes without --output and --format: nothing is drawn")
     if not 0 <= args.threshold <= 1:
@@ -96,7 +103,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    check_inputs(*args.images)
+    check_inputs(*args.images, weights=args.weights)
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
 
@@ -123,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         opts=args.opts,
     )
     print_report(report, args)
-    return 1 if report.skipped else 0
+    return (1 if report.num_images else 2) if report.skipped else 0
 
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
@@ -134,7 +141,7 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
         print(
             f"no box reaches --threshold {args.threshold}; the best score {report.best_score:.2f}"
         )
-    if args.output:
+    if args.output and report.num_images:
         print(f"images:  {args.output}")
     if args.json:
         print(f"results: {args.json}")

@@ -236,7 +236,7 @@ def format_report(
     for error in errors:
         by_kind[error.kind].append(error)
     lines = [f"warning: {text}" for text in warnings]
-    lines.append(f"{len(errors):,} errors" if errors else "No errors.")
+    lines.append(f"{len(errors):,} error{'s'[: len(errors) > 1]}" if errors else "No errors.")
     for kind, found in by_kind.items():
         lines.append(f"  {kind}: {len(found):,}")
         messages = (error.message for error in found)

@@ -65,13 +65,13 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
         check_cacheable(cfg)
     _choose_device(cfg, is_given="MODEL.DEVICE" in given)
-    if cfg.SEED < 0 and not (args.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR))):
-        cfg.SEED = comm.shared_random_seed()  # the same for all processes, and recorded
     if cfg.MODEL.WEIGHTS:
         check_weights_file(cfg.MODEL.WEIGHTS)
     keys = cfg.DATALOADER
     configure_cache(gigabytes=keys.CACHE_GB, retry_seconds=keys.RETRY_SECONDS)
-    use_data_flags(cfg, args)
+    use_data_flags(cfg, args)  # before a seed is drawn: what is held out is the same each time
+    if cfg.SEED < 0 and not (args.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR))):
+        cfg.SEED = comm.shared_random_seed()  # the same for all processes, and recorded
     used = _check_datasets(cfg, eval_only=args.eval_only)
     labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:

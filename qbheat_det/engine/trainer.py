@@ -330,7 +330,7 @@ def evaluate(
         UserError: there are no weights, or they do not fit the model exactly.
     """
     if not cfg.MODEL.WEIGHTS and not resume:
-        raise UserError("--eval-only needs weights: add MODEL.WEIGHTS FILE, or --resume")
+        raise UserError("there is nothing to evaluate: add --weights FILE, or --resume")
     model = Trainer.build_model(cfg).eval()
     checkpointer = ExactCheckpointer(model, cfg.OUTPUT_DIR, class_names=cfg.MODEL.CLASS_NAMES)
     if resume and not checkpointer.has_checkpoint():

@@ -95,8 +95,8 @@ def find_local(entry: ZooEntry) -> Path | None:
 def describe_source(entry: ZooEntry) -> str:
     """Returns where ``fetch`` would take a file from; nothing is read or downloaded."""
     found = find_local(entry)
-    if found is None and entry.encoder:
-        return describe_source(entry.stored)
+    if entry.encoder and (found is None or found.parent == cache_folder(entry)):
+        return describe_source(entry.stored)  # the cached whole was put together of parts
     if found is None and entry.distribution:
         return entry.distribution.requirement
     if found is None:

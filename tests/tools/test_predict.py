@@ -112,7 +112,7 @@ def test_bad_arguments_are_named_with_exit_code_2(
     for words, named in (
         (f"--weights none.pth --images {photos} {out}", "'none.pth'"),
         (f"--weights {probe} --images nowhere {out}", "'nowhere'"),
-        (f"--weights {probe} --images {photos}", "--json"),
+        (f"--weights {probe} --images {photos} --output a.jpg", "'a.jpg'"),
         (f"--weights {probe} --images {photos} --json {tmp_path}", str(tmp_path)),
         (f"--weights {probe} --images {photos} {out} --threshold 2", "--threshold"),
         (f"--weights {probe} --images {photos} {out} A.B 1", "A.B"),
