@@ -20,6 +20,10 @@ examples:
   qbheat export --weights output/run/model_final.safetensors --output small.onnx \\
       INPUT.MIN_SIZE_TEST 480
 
+  # for one camera of 800 x 1333 pixels, in 8-bit integers for OpenVINO
+  qbheat export --weights output/run/model_final.safetensors --images photos/ \\
+      --image-size 800 1333 --int8-images training_photos/ --output camera.onnx
+
   # the feature maps of a pre-trained backbone
   qbheat export --weights output/pretraining/model_final.safetensors \\
       --images photos/ --output backbone.onnx
@@ -83,6 +87,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="maximum difference of scores from PyTorch's, and of boxes relative to the image's "
         "longer side (default: 1e-4)",
     )
+    add(
+        "--image-size",
+        nargs=2,
+        type=int,
+        default=(),
+        metavar=("H", "W"),
+        help="of all images that the file will get, one at a time: smaller and faster than a file "
+        "for any size",
+    )
+    add(
+        "--int8-images",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="use 8-bit integers (ONNX), calibrated on up to 32 of these images: training images, "
+        "not those that you evaluate on",
+    )
     add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
     if not args.tolerance > 0:
@@ -91,6 +112,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("several --weights need --shared-encoder")
     if args.format and args.shared_encoder and args.format != "onnx":
         parser.error("--shared-encoder writes ONNX")
+    if args.shared_encoder and (args.image_size or args.int8_images):
+        parser.error("--image-size and --int8-images are for single files")
+    if args.image_size and min(args.image_size) < 1:
+        parser.error("--image-size is at least 1 x 1 pixels")
     suffix = SUFFIXES.get(args.format, args.output.suffix)
     if not args.shared_encoder and args.output.suffix.lower() != suffix.lower():
         parser.error(f"--output of --format {args.format} must end in {suffix}")
@@ -153,7 +178,8 @@ def export(args: argparse.Namespace) -> None:
         for name, file in named.items()
     }
     if not args.shared_encoder:
-        print(export_model(configs[""], args.output, **shared))
+        own = {"image_size": tuple(args.image_size), "int8_images": args.int8_images}
+        print(export_model(configs[""], args.output, **shared, **own))
         files = [args.output]
     else:
         for name, report in export_shared_encoder(configs, args.output, **shared).items():
