@@ -40,6 +40,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import check_inputs, hide_foreign_warnings
@@ -72,13 +73,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=".onnx or .pt2, or with --shared-encoder a folder",
     )
     add("--overwrite", action="store_true", help="replace existing files")
-    add(
-        "--images",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="images and folders to compare on (default: the toy set)",
-    )
+    paths: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "PATH"}
+    add("--images", **paths, help="images and folders to compare on (default: the toy set)")
     add(
         "--tolerance",
         type=float,
@@ -98,14 +94,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--int8-images",
-        nargs="+",
-        default=[],
-        metavar="PATH",
+        **paths,
         help="use 8-bit integers (ONNX), calibrated on up to 32 of these images: training images, "
         "not those that you evaluate on",
     )
     add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
+    check_args(parser, args)
+    return args
+
+
+def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses flags that do not fit together, and adds ``heads``, the weights by their names."""
     if not args.tolerance > 0:
         parser.error("--tolerance must be above 0: runtimes never agree to the bit")
     if len(args.weights) > 1 and not args.shared_encoder:
@@ -123,7 +123,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.heads = name_heads(args.weights) if args.shared_encoder else {}
     except ValueError as error:
         parser.error(str(error))
-    return args
 
 
 def name_heads(weights: list[str]) -> dict[str, str]:

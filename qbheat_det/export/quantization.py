@@ -33,7 +33,7 @@ def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
+    class Reader(CalibrationDataReader):
         def __init__(self) -> None:
             self._images = iter(images)
 
