@@ -77,6 +77,6 @@ endif
 	@echo "[3/4] Detectron2"
 	@$(PY) tools/install_detectron2.py
 	@echo "[4/4] qbheat_det and the libraries that remain"
-	@$(PY) -m pip install --editable '.[bench,dev,docs,eval,export,interop,opencv,openvino,shards]'
+	@$(PY) -m pip install --editable '.[bench,dev,docs,eval,export,interop,opencv,openvino,ray,shards]'
 	@touch $@
 	@echo "Installed in $(VENV)."

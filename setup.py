@@ -81,6 +81,7 @@ setup(
         "app": ["gradio>=6.31,<7", "Pillow<13"],
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
         "shards": ["obstore>=0.11"],  # training from buckets
+        "ray": ["ray[data]>=2.59", "pyarrow>=25"],  # prediction over millions; minima not tested
         "openvino": ["openvino>=2025.2"],  # minimum not tested
         "wandb": ["wandb>=0.16"],  # minimum not tested
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],

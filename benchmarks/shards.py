@@ -42,7 +42,7 @@ def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Res
     rates: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        _draw(root / "images", count, size)
+        draw_photographs(root / "images", count, size)
         pack_source(open_images([str(root / "images")]), root / "shards", shard_bytes=8e6)
         with _serve(root / "shards") as address:
             places = {"folder": str(root / "images"), "shards": str(root / "shards")}
@@ -79,7 +79,7 @@ def _measure(path: str, workers: int, *, images: int) -> float:
     return images / (time.perf_counter() - start)
 
 
-def _draw(folder: Path, count: int, size: tuple[int, int]) -> None:
+def draw_photographs(folder: Path, count: int, size: tuple[int, int]) -> None:
     """Writes JPEGs with as much in them as photographs have, about 60 kB each at 640 x 480."""
     folder.mkdir()
     for index in range(count):

@@ -9,6 +9,8 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
 # Where other programs use the cores, waiting threads are to sleep: spinning, two threads took 30
 # times as long; on idle cores sleeping takes up to twice as long (docs/performance.md).
@@ -17,7 +19,7 @@ if os.getloadavg()[0] > (os.cpu_count() or 1):
 
 _FOREIGN = (
     "torch|torchvision|torchgen|detectron2|fvcore|iopath|timm|pycocotools|faster_coco_eval|onnx.*|"
-    "openvino|matplotlib|PIL|numpy|scipy|sklearn|yaml|tensorboard|pkg_resources|huggingface_hub"
+    "openvino|matplotlib|PIL|numpy|ray|scipy|sklearn|yaml|tensorboard|pkg_resources|huggingface_hub"
 )
 
 
@@ -32,6 +34,16 @@ def hide_foreign_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
+def check_inputs(*paths: str | os.PathLike[str] | None) -> None:
+    """Ends with an error at the first path that is missing, before imports take seconds."""
+    for path in map(str, filter(None, paths)):
+        if "://" not in path and not os.path.exists(path):
+            hint = " (overrides of the config go last)" if path.isupper() else ""
+            print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)
+            sys.exit(2)
+
+
+WEIGHTS = "a file (.safetensors, .pth), a run's folder, or a name in the zoo"
 SOURCES = (
     "a COCO json, a folder with annotations/ and images/, a YOLO data.yaml, a Pascal VOC folder, "
     "class folders, or the folder or address of shards"
@@ -47,7 +59,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="path of a config, or name of a shipped one, such as custom/retinanet_285M_probe.yaml "
         "(default: the one inside --weights; else one for the kind of --data)",
     )
-    parser.add_argument("--weights", default="", metavar="W", help="MODEL.WEIGHTS")
+    parser.add_argument("--weights", default="", metavar="W", help=f"MODEL.WEIGHTS: {WEIGHTS}")
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
     parser.add_argument(
         "--resume",
@@ -105,6 +117,50 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="as --images, of --val, or held-out images of pre-training",
     )
+
+
+def add_batch_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of results in Parquet files, see docs/batch_prediction.md."""
+    group = parser.add_argument_group("many images: results as Parquet files")
+    group.add_argument("--parquet", metavar="DIR", help="folder for the results; --images also "
+        "takes shards and Parquet files of paths or images")  # fmt: skip
+    group.add_argument("--resume", action="store_true",
+                       help="go on with the results in --parquet; images that have some are left "
+                       "out")  # fmt: skip
+    group.add_argument("--engine", choices=["local", "ray"],
+                       help="who computes: this process (default), or Ray's actors on all cores "
+                       "and machines of its cluster")  # fmt: skip
+    group.add_argument("--workers", type=int, metavar="N",
+                       help="actors of Ray (default: one for each GPU, or core)")  # fmt: skip
+    group.add_argument("--batch-size", type=int, metavar="N",
+                       help="images that go through the model together (default: 1)")  # fmt: skip
+    group.add_argument("--part-size", type=int, metavar="N",
+                       help="images in one file (default: 256)")  # fmt: skip
+    group.add_argument("--column", metavar="NAME", help="of Parquet files with paths or images")
+
+
+def run_batch(args: argparse.Namespace, **job: Any) -> int:
+    """Computes what a job asks for, prints counts and returns the exit code."""
+    from qbheat_det.api import Job
+    from qbheat_det.api import run_batch as run
+
+    names = ("engine", "workers", "part_size", "column", "resume")
+    options = {name: getattr(args, name) for name in names if getattr(args, name)}
+    job = {"batch_size": args.batch_size or 1, "device": args.device, "fast": args.fast, **job}
+    total, broken = run(Job(args.weights, **job), args.images, Path(args.parquet),
+                        json_file=getattr(args, "json", None), **options)  # fmt: skip
+    print(f"{total:,} images in {args.parquet}, of which {broken:,} could not be read")
+    return 1 if broken else 0
+
+
+def check_batch_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends with a message if a flag needs another, or is no number that makes sense."""
+    for name in ("engine", "workers", "batch_size", "part_size", "column", "resume"):
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value and not args.parquet:
+            parser.error(f"{flag} goes with --parquet DIR")
+        if type(value) is int and value < 1:
+            parser.error(f"{flag} must be at least 1")
 
 
 def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:

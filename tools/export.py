@@ -38,7 +38,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import hide_foreign_warnings
+from arguments import check_inputs, hide_foreign_warnings
 
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
 
@@ -129,6 +129,7 @@ def name_heads(weights: list[str]) -> dict[str, str]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    check_inputs(*args.images)
     hide_foreign_warnings()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("qbheat_det").setLevel(logging.INFO)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import add_data_flags
+from arguments import add_data_flags, check_inputs
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,6 +46,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    check_inputs(args.data, *args.images, args.val, *args.val_images)
     from qbheat_det.core.errors import exit_on_user_error
 
     return exit_on_user_error(inspect)(args)

@@ -27,6 +27,10 @@ examples:
   # program: open only files that you trust
   qbheat predict --weights output/model.onnx --images photos/ --output output/pictures
 
+  # millions: results as Parquet files, by all cores and machines of a cluster of Ray
+  qbheat predict --weights output/run/model_final.pth --images s3://bucket/shards \\
+      --parquet results/ --engine ray --fast --resume
+
 exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could be done.
 """
 
@@ -36,7 +40,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import hide_foreign_warnings
+from arguments import (
+    WEIGHTS,
+    add_batch_flags,
+    check_batch_flags,
+    check_inputs,
+    hide_foreign_warnings,
+    run_batch,
+)
 
 if TYPE_CHECKING:  # imported by main, after the arguments were parsed
     from qbheat_det.engine.predict import Predictions
@@ -50,7 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--weights", required=True, help="trained weights (.safetensors, .pth) or exported file")
+    add("--weights", required=True, help=f"{WEIGHTS}, or an exported file")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
     add("--images", nargs="+", required=True, metavar="PATH", help="images, videos, folders")
     add("--output", type=Path, metavar="DIR", help="folder for the drawn images")
@@ -70,10 +81,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="predict by the model's fastest equal form on this device (MODEL.DEPLOY.ENABLED)",
     )
+    add_batch_flags(parser)
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
-    if args.output is None and args.json is None:
-        parser.error("nothing to write: name --output DIR, --json FILE or both")
+    check_batch_flags(parser, args)
+    if not (args.output or args.json or args.parquet):
+        parser.error("nothing to write: name --output DIR, --json FILE, --parquet DIR")
+    if args.parquet and (args.output or args.format != "coco"):
+        parser.error("--parquet goes without --output and --format: nothing is drawn")
     if not 0 <= args.threshold <= 1:
         parser.error("--threshold is a probability: from 0 to 1")
     return args
@@ -81,6 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    check_inputs(*args.images)
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
 
@@ -89,6 +105,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Predicts as the arguments ask, and returns the exit code."""
+    if args.parquet:
+        chosen = {"threshold": args.threshold, "opts": tuple(args.opts)}
+        return run_batch(args, config_file=args.config_file, **chosen)
     from qbheat_det.api import predict_files
 
     report = predict_files(
@@ -109,7 +128,12 @@ def run(args: argparse.Namespace) -> int:
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     """Prints counts, where the results are, and which files were skipped."""
-    print(f"{report.num_images} files: {len(report.results)} results")
+    files = "file" if report.num_images == 1 else "files"
+    print(f"{report.num_images} {files}: {len(report.results)} results")
+    if report.num_images and not report.results:
+        print(
+            f"no box reaches --threshold {args.threshold}; the best score {report.best_score:.2f}"
+        )
     if args.output:
         print(f"images:  {args.output}")
     if args.json:
@@ -117,7 +141,7 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     for path, reason in report.skipped:
         print(f"skipped {path}: {reason}", file=sys.stderr)
     if report.skipped:
-        print(f"{len(report.skipped)} files could not be read", file=sys.stderr)
+        print(f"could not be read: {len(report.skipped)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import check_inputs
+
 if TYPE_CHECKING:  # imported by main, after the arguments were parsed
     from detectron2.config import CfgNode
 
@@ -120,13 +123,14 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UserError: an argument is not sound.
     """
-    from qbheat_det.checkpoint import check_weights_file
+    from qbheat_det.checkpoint import check_weights_file, find_weights
     from qbheat_det.core.errors import UserError
 
     if args.recalibrate_bn < 0:
         raise UserError(f"--recalibrate-bn is a number of images, not {args.recalibrate_bn}")
     if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
         raise UserError(f"--plot names an image, .svg or .png, not '{args.plot}'")
+    args.weights = [find_weights(name) for name in args.weights]
     for file in args.weights:
         check_weights_file(file)
     if not (args.weights or args.random or args.random_seeds):
@@ -168,6 +172,7 @@ def print_closing(result: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    check_inputs(args.data, args.val)
     from qbheat_det.core.errors import exit_on_user_error
 
     exit_on_user_error(run)(args)

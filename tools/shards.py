@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import SOURCES
+from arguments import SOURCES, check_inputs
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,6 +44,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    check_inputs(args.data, *args.images)
     from qbheat_det.core.errors import exit_on_user_error
 
     return exit_on_user_error(pack)(args)

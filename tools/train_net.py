@@ -37,6 +37,7 @@ from arguments import (
     add_data_flags,
     add_neighbour_flags,
     add_training_flags,
+    check_inputs,
     hide_foreign_warnings,
 )
 
@@ -116,6 +117,7 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
 
 def invoke_main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    check_inputs(args.data, *args.images, args.val, *args.val_images)
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.engine import run_distributed
     from qbheat_det.engine.replay import replay_failure

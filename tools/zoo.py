@@ -60,7 +60,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (description, add_arguments, _) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=description, description=description))
-    return parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    return parser.parse_args(given or ["list"])
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
@@ -87,13 +88,14 @@ def run_list(args: argparse.Namespace) -> int:
         (
             entry.name,
             entry.task,
-            "; ".join(f"{m} ({m.data})" for m in entry.metrics) or "none measured",
-            format_bytes(entry.stored.size) + (f" + {e.name}" if (e := entry.encoder) else ""),
-            describe_source(entry),
+            "\n".join([*map(str, entry.metrics), *{f"on {m.data}": 0 for m in entry.metrics}])
+            or "none measured",
+            format_bytes(entry.stored.size) + (f"\n+ {e.name}" if (e := entry.encoder) else ""),
+            describe_source(entry).partition(",")[0],
         )
         for entry in entries
     ]
-    print(tabulate(rows, ("name", "task", "metrics", "size", "from"), tablefmt="plain"))
+    print(tabulate(rows, ("name", "task", "measured", "size", "from"), tablefmt="plain"))
     return 0
 
 

@@ -31,7 +31,7 @@ from qbheat_det.export import ExportedModel, ExportReport, export_model
 
 from .hub import HUB_PREFIX, push_to_hub, save_pretrained
 from .results import Detections
-from .training import find_run_weights, train_detector
+from .training import train_detector
 
 T = TypeVar("T")
 Opened = TypeVar("Opened", bound="Trained")
@@ -274,8 +274,7 @@ class Detector(Trained):
         run = train_detector(
             self.cfg, str(data), epochs=epochs, output=output, overrides=overrides or {}, **flags
         )
-        weights = find_run_weights(run.path)
-        self.cfg = load_run_config(weights, device=self.cfg.MODEL.DEVICE)
+        self.cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
         self._predictor = build_predictor(self.cfg)
         self.model = self._predictor.model
         return run

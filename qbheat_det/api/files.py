@@ -73,7 +73,7 @@ def predict_files(
     """
     if json_file:
         check_writable(json_file)
-    exported, cfg = _open(weights, config_file, device=device, fast=fast, opts=opts)
+    exported, cfg = open_weights(weights, config_file, device=device, fast=fast, opts=opts)
     files = find_inputs(inputs, exclude=output)
     if json_format != "coco" and (is_classifier(cfg) or any(file.is_video for file in files)):
         raise UserError(f"the format '{json_format}' is for boxes on images: use coco")
@@ -86,12 +86,12 @@ def predict_files(
         if exported:
             score, names = build_exported_scorer(exported), exported.info.class_names
         else:
-            model, names = _build_predictor(weights, cfg).model, cfg.MODEL.CLASS_NAMES
+            model, names = build_detector(weights, cfg).model, cfg.MODEL.CLASS_NAMES
             score = build_scorer(model, cfg)
         found = classify_images(score, files, names)
     else:
         found = predict_images(
-            ExportedPredictor(exported) if exported else _build_predictor(weights, cfg),
+            ExportedPredictor(exported) if exported else build_detector(weights, cfg),
             files,
             cfg=cfg,
             score_threshold=score_threshold,
@@ -109,7 +109,7 @@ def predict_files(
     return found
 
 
-def _open(
+def open_weights(
     weights: str,
     config_file: str | None,
     *,
@@ -117,7 +117,7 @@ def _open(
     fast: bool,
     opts: Sequence[str],
 ) -> tuple[ExportedModel | None, CfgNode]:
-    """Returns the exported model, if the file is one, and the config of the model."""
+    """Returns the exported model, if the file is one, and the config; for arguments as above."""
     if not weights.lower().endswith(EXPORTED_SUFFIXES):
         wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
         return None, load_run_config(weights, config_file, device=device, opts=wanted)
@@ -130,7 +130,12 @@ def _open(
     return exported, exported.load_config()
 
 
-def _build_predictor(weights: str, cfg: CfgNode) -> BatchPredictor:
+def build_detector(weights: str, cfg: CfgNode) -> BatchPredictor:
+    """Returns a detector or classifier, deployed if ``MODEL.DEPLOY.ENABLED``.
+
+    Raises:
+        UserError: the weights are of a pre-training, or do not fit the config.
+    """
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
         raise UserError(
             f"'{weights}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), which "

@@ -10,6 +10,7 @@ from torch import nn
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
     bare_backbone,
+    find_weights,
     info_of,
     load_run_config,
     local_weights,
@@ -21,16 +22,13 @@ from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.engine.predict import build_predictor
 from qbheat_det.export import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
 from qbheat_det.model_zoo.api import open_trained
-from qbheat_det.model_zoo.index import PREFIX, find_entry
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs
 from qbheat_det.modeling.contracts import get_backbone
 
 from .detector import Detector, Encoder, Trained
 from .hub import HUB_PREFIX, download
-from .training import find_run_weights
 
-WEIGHTS_SUFFIXES = (".safetensors", ".pth", *EXPORTED_SUFFIXES)
 _TIMM = "timm://"
 
 
@@ -54,7 +52,8 @@ def load(
         UserError: there is no such file, entry or device, or the file does not fit its config.
     """
     _check_device(device)
-    name = _find_weights(str(weights))
+    is_hub = str(weights).startswith(HUB_PREFIX)
+    name = download(str(weights)) if is_hub else find_weights(weights)
     if name.lower().endswith(EXPORTED_SUFFIXES):
         if fast:
             raise UserError(f"'{name}' is exported: fast is for weights")
@@ -70,19 +69,6 @@ def load(
 
 
 Trained._load = staticmethod(load)  # for ``from_pretrained``
-
-
-def _find_weights(name: str) -> str:
-    """Returns a file, or an address that ``load_run_config`` takes."""
-    if name.startswith(HUB_PREFIX):
-        return download(name)
-    if Path(name).is_dir():
-        return find_run_weights(Path(name))
-    if Path(name).exists() or ("://" in name and not name.startswith(PREFIX)):
-        return name
-    if Path(name).suffix in WEIGHTS_SUFFIXES:
-        raise UserError(f"there is no file '{name}'")
-    return f"{PREFIX}{find_entry(name).name}"
 
 
 def _open_timm(address: str, device: str | None) -> Encoder:

@@ -15,7 +15,6 @@ from qbheat_det.analysis.curves import draw_training_curves
 from qbheat_det.analysis.run import Run
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import NotApplicable
 from qbheat_det.engine import Trainer, build_config, setup, write_run_record
 from qbheat_det.engine.run_flags import RunFlags
 
@@ -92,21 +91,6 @@ def train_detector(
     setup(own, asked)
     train(own)
     return Run.open(folder, device=cfg.MODEL.DEVICE)
-
-
-def find_run_weights(folder: Path) -> str:
-    """Returns the best weights of a run if it has chosen any, else the final or the last ones.
-
-    Raises:
-        UserError: the folder is not a run's, or has no weights yet.
-    """
-    for name in ("model.safetensors", "model_best.safetensors"):
-        if (folder / name).is_file():
-            return str(folder / name)
-    try:
-        return str(Run.open(folder).weights)
-    except NotApplicable as error:
-        raise UserError(f"'{folder}': {error}") from error
 
 
 def _find_free(folder: Path) -> Path:

@@ -49,6 +49,6 @@ def serve(
             from .page import launch
         except ImportError as error:
             raise UserError(
-                f"the page needs Gradio ({error}): pip install 'qbheat_det[app]'"
+                f"the page needs Gradio ({error}): pip install 'gradio>=6.31,<7'"
             ) from error
         launch(models, Path(folder), host=host, port=port)

@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
 
-from .weights_file import info_of, local_weights
+from .weights_file import find_weights, info_of, local_weights
 
 # If the first is true, Detectron2 unpickles the files that the other two name.
 _UNPICKLED = (
@@ -32,7 +32,7 @@ def load_run_config(
     """Returns the config of trained weights, with ``MODEL.WEIGHTS`` set to them.
 
     Args:
-        weights: a file, or an address such as ``qbheat://NAME``.
+        weights: as ``find_weights`` takes them.
         config_file: None for the config inside the weights, or ``config.yaml`` beside them.
         device: "cpu" or "cuda"; None for ``MODEL.DEVICE`` of ``opts``, or else the GPU if there is
             one.
@@ -41,6 +41,7 @@ def load_run_config(
     Raises:
         UserError: a file is missing, the config is invalid, or there is no such device.
     """
+    weights = find_weights(weights)
     cfg = load_config(config_file, opts) if config_file else _load_own_config(weights, opts)
     if device is None and "MODEL.DEVICE" not in opts[::2]:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,6 +7,7 @@ resolves, such as ``qbheat://retinanet/285M_bccd``.
 
 import dataclasses
 import json
+import os
 import pickle
 import typing
 import warnings
@@ -32,6 +33,8 @@ from qbheat_det.core.records import parse_record
 # One metadata key only: safetensors writes several in a random order, and equal weights should
 # give equal files.
 _METADATA_KEY = "qbheat_det"
+# Endings of files, which a name in the model zoo does not have: "mobile_former/1.0G".
+_SUFFIXES = (".safetensors", ".pth", ".pt", ".pkl", ".pickle", ".bin", ".onnx", ".pt2")
 # Keys under which training scripts store weights, the plain ones before their moving average.
 _STATE_KEYS = (
     "model", "state_dict", "model_state_dict", "model_state",
@@ -154,6 +157,29 @@ def local_weights(path: str) -> str:
         raise UserError(f"'{path}' cannot be fetched: {error}") from error
 
 
+def find_weights(name: str | os.PathLike[str]) -> str:
+    """Returns the file or the address that a name stands for.
+
+    Args:
+        name: the folder of a run, whose best weights are taken, or else the final or newest ones;
+            a file or an address, which are returned; or a name in the model zoo.
+
+    Raises:
+        UserError: the folder has no weights.
+    """
+    name, path = str(name), Path(name)
+    if not name or "://" in name or path.is_file() or path.suffix.lower() in _SUFFIXES:
+        return name
+    if not path.is_dir():
+        return f"qbheat://{name}"
+    for best in ("model.safetensors", "model_best.safetensors", "model_final.safetensors"):
+        if (path / best).is_file():
+            return str(path / best)
+    if checkpoints := sorted(path.glob("model_*.pth")):
+        return str(checkpoints[-1])
+    raise UserError(f"'{name}' is a folder without weights, such as model_final.safetensors")
+
+
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
     """Writes weights with their description as ``.safetensors``, atomically.
 
@@ -206,8 +232,7 @@ def check_weights_file(weights: str) -> None:
     if path.is_dir():
         raise UserError(f"'{weights}' is a folder: name a file in it, such as model_final.pth")
     if not path.is_file():
-        hint = "" if Path(weights).suffix else "; names of the model zoo begin with qbheat://"
-        raise UserError(f"weights file '{weights}' does not exist{hint}")
+        raise UserError(f"weights file '{weights}' does not exist")
     if not path.stat().st_size:
         raise UserError(f"weights file '{weights}' is empty: download or copy it again")
 

@@ -54,7 +54,7 @@ from .mappers import (
 from .seeding import STEP, preserved_randomness, seed_place
 from .shard_cache import configure_cache
 from .shard_packing import pack_source
-from .shards import absolute, is_in_shard
+from .shards import absolute, are_shards, is_in_shard, list_shard_images
 
 __all__ = [
     "DATASET_MAPPERS",
@@ -74,6 +74,7 @@ __all__ = [
     "ToySpec",
     "TrainStream",
     "absolute",
+    "are_shards",
     "build_class_batches",
     "build_detr_crop",
     "build_image_batches",
@@ -94,6 +95,7 @@ __all__ = [
     "is_in_shard",
     "join_messages",
     "list_classes",
+    "list_shard_images",
     "load_class_folders",
     "load_classes",
     "load_image_folders",

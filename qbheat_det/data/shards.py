@@ -140,6 +140,24 @@ def locate_image(image: dict[str, Any]) -> str:
     return f"{image['at']}/{image['file_name']}"
 
 
+def list_shard_images(address: str) -> list[tuple[str, str]]:
+    """Returns name and ``file_name`` of all images, in the order in which they lie in the shards.
+
+    Args:
+        address: as ``absolute`` returns it.
+
+    Raises:
+        UserError: see ``read_part``.
+    """
+    found = []
+    for part in read_index(address)["parts"]:
+        for image in read_part(address, part)["images"]:
+            place = f"{PREFIX}{address}/{locate_image(image)}"
+            shard, _, offset, *_ = parse_name(place)
+            found.append((shard, offset, image["file_name"], place))
+    return [(name, place) for _, _, name, place in sorted(found)]
+
+
 def has_boxes(source: Mapping[str, Any]) -> bool:
     """Returns whether a source of shards is to be read with its boxes."""
     return source["labelled"] and "categories" in read_part(source["shards"], source["subset"])

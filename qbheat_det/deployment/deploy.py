@@ -78,6 +78,11 @@ class DeployedModel(nn.Module):
                 return [self._run([entry])[0] for entry in inputs]
             return self._run(inputs)
 
+    @property
+    def size_divisibility(self) -> int:
+        """Of a backbone, what height and width of images are multiples of."""
+        return int(self.model.size_divisibility)  # type: ignore[arg-type]
+
     def train(self, mode: bool = True) -> "DeployedModel":
         """Stays in evaluation mode: weights are folded and compiled."""
         if mode:

@@ -13,10 +13,11 @@ import numpy.typing as npt
 import PIL.Image
 import torch
 from detectron2.config import CfgNode
-from detectron2.data.detection_utils import read_image
+from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
 from detectron2.engine import DefaultPredictor
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
+from detectron2.utils.file_io import PathManager
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
@@ -58,12 +59,14 @@ class Predictions:
         images: of a detector, each image and frame as COCO has it, with "id", "file_name",
             "height" and "width" in pixels, "frame" in videos.
         num_images: images and videos that were predicted on.
+        best_score: the highest of all boxes, also of those below the threshold.
         skipped: path of each file that was not, and the reason.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
     num_images: int = 0
+    best_score: float = 0.0
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -124,16 +127,26 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
     return outputs
 
 
-def read_bgr(path: Path) -> Image:
+def read_bgr(path: str | Path) -> Image:
     """Reads an image upright, as its EXIF orientation says: (H, W, 3), BGR.
+
+    Args:
+        path: of a file, or what else Detectron2's path manager opens.
 
     Raises:
         UnreadableImage: the file cannot be decoded.
+        UserError: the shard of the image cannot be had.
     """
     try:
-        with PIL.Image.open(path, formats=IMAGE_FORMATS) as header:
-            is_16_bit = header.mode.startswith("I")
-        image: Image = read_image(str(path), format="BGR")
+        with (
+            PathManager.open(str(path), "rb") as file,
+            PIL.Image.open(file, formats=IMAGE_FORMATS) as opened,
+        ):
+            is_16_bit = opened.mode.startswith("I")
+            # As Detectron2's read_image, which would open files of any format.
+            image: Image = convert_PIL_to_numpy(_apply_exif_orientation(opened), "BGR")
+    except (MemoryError, UserError):
+        raise
     except PIL.UnidentifiedImageError as error:
         raise UnreadableImage("not an image") from error
     except Exception as error:  # what a broken file raises depends on its format's decoder
@@ -251,6 +264,7 @@ def predict_images(
 
     def predict(image: Image, **origin: object) -> Instances:
         instances = predictor(image)["instances"].to("cpu")
+        found.best_score = max(found.best_score, *instances.scores.tolist(), 0.0)
         instances = instances[instances.scores >= score_threshold]
         image_id, (height, width) = next(image_ids), image.shape[:2]
         found.images.append({"id": image_id, **origin, "height": height, "width": width})
@@ -289,7 +303,7 @@ def is_classifier(cfg: CfgNode) -> bool:
 
 
 def classify_images(
-    score: Callable[[Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
+    score: Callable[[str | Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
 ) -> Predictions:
     """Classifies images; files that cannot be read are skipped.
 
@@ -303,16 +317,20 @@ def classify_images(
         with found.skip_unreadable(file):
             if file.is_video:
                 raise UnreadableImage("a classifier takes images, not videos")
-            scores = score(file.path)
-            classes = [
-                {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
-                for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
-            ]
+            classes = find_likeliest(score(file.path), class_names)
             found.results.append({"file_name": file.name, "classes": classes})
     return found
 
 
-def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[Path], Scores]:
+def find_likeliest(scores: Scores, class_names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns "name" and "score" of the five likeliest of the classes, from scores (K,)."""
+    return [
+        {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
+        for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
+    ]
+
+
+def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
     """Returns a function from an image's path to its scores (K,), as in evaluation.
 
     Args:
@@ -322,7 +340,7 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[Path], Scores]:
     mapper = build_mapper(cfg, is_train=False)
 
     @torch.no_grad()
-    def score(path: Path) -> Scores:
+    def score(path: str | Path) -> Scores:
         entry = mapper({"file_name": str(path), "image_id": 0})
         if not isinstance(entry, dict):
             raise UnreadableImage("not an image" if entry is None else entry.reason)

@@ -114,7 +114,8 @@ def check_start(cfg: CfgNode, flags: RunFlags) -> None:
             raise UserError(f"--resume evaluates a checkpoint, not MODEL.WEIGHTS '{given}'")
     elif last and not flags.resume:
         raise UserError(
-            f"OUTPUT_DIR '{folder}' contains a run up to {last}: add --resume to continue it"
+            f"OUTPUT_DIR '{folder}' contains a run up to {last}: add --resume to continue it, or "
+            "name another --output"
         )
     elif flags.resume and given and not (last and given == _initial_weights(folder)):
         raise UserError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from detectron2.config import CfgNode
 
-from qbheat_det.checkpoint import load_run_config
+from qbheat_det.checkpoint import find_weights, load_run_config
 from qbheat_det.config import find_config, get_cfg, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, find_kind
@@ -42,7 +42,7 @@ class RunFlags:
         val_images: as ``images``, of ``val``.
         knn_train_folder, knn_val_folder: class folders of a nearest-neighbour score.
         knn: whether the images of ``data`` and ``val`` are those of such a score.
-        weights: ``MODEL.WEIGHTS``.
+        weights: ``MODEL.WEIGHTS``, or as ``find_weights`` takes them.
         output: ``OUTPUT_DIR``.
         resume: whether to continue the run in ``output``.
         eval_only: whether ``weights`` are evaluated, and nothing is trained.
@@ -86,7 +86,7 @@ class RunFlags:
             if value := getattr(flags, name):
                 if key in flags.opts[::2]:
                     raise UserError(f"--{name} and {key} are the same: leave one out")
-                pairs += [key, str(value)]
+                pairs += [key, find_weights(value) if name == "weights" else str(value)]
         file = find_config(flags.config_file) if flags.config_file else ""
         opts = [*pairs, *map(str, flags.opts)]
         return dataclasses.replace(flags, config_file=file, weights="", output="", opts=opts)

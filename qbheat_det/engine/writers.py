@@ -208,9 +208,7 @@ def check_wandb() -> Any:
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
-        raise UserError(
-            "SOLVER.WANDB_PROJECT needs Weights & Biases: pip install 'qbheat_det[wandb]'"
-        ) from error
+        raise UserError("SOLVER.WANDB_PROJECT needs Weights & Biases: pip install wandb") from error
 
 
 def write_run_record(

@@ -48,6 +48,11 @@ class Agreement:
     relative_box: float = 0.0  # the same over the image's longer side
     unmatched: int = 0  # detections above the threshold without a partner on the other side
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether neither side detects anything, so that nothing could be compared."""
+        return not (self.num_values or self.unmatched or self.score)
+
     def holds(self, tolerance: float) -> bool:
         """Returns whether scores and relative boxes agree to ``tolerance``, and there are any."""
         is_close = max(self.score, self.relative_box) <= tolerance
@@ -69,16 +74,23 @@ class ExportReport:
         for row in self.rows:
             line = f"{row.batch_size:>5}  {row.num_images:>6}  {row.num_values:>8}"
             line += f"  {row.score:>10.1e}" + f"  {row.box:>8.1e}  {row.unmatched:>9}" * boxes
-            lines.append(line + ("" if row.holds(self.tolerance) else "  differs"))
+            if not row.holds(self.tolerance):
+                line += "  nothing found" if row.is_empty else "  differs"
+            lines.append(line)
         sides = ", of boxes relative to the image's longer side" * boxes
         return "\n".join([*lines, f"tolerance {self.tolerance:g}{sides}; {self.source}"])
 
     def check(self) -> None:
         """Raises a ``UserError`` if the file differs from PyTorch, or neither detects anything."""
+        if all(row.is_empty for row in self.rows):
+            raise UserError(
+                "nothing is written: the model detects nothing on these images, so the file cannot "
+                f"be compared with it: name --images that it knows\n{self}"
+            )
         if not all(row.holds(self.tolerance) for row in self.rows):
             raise UserError(
-                "nothing is written: the file differs from PyTorch by more than --tolerance, or "
-                f"neither detects anything on these --images\n{self}"
+                "nothing is written: the file differs from PyTorch by more than --tolerance\n"
+                f"{self}"
             )
 
 

@@ -105,7 +105,7 @@ def write_onnx(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"ONNX needs {error.name}, which is not installed: pip install 'qbheat_det[export]'"
+            f"ONNX needs {error.name}, which is not installed: pip install {error.name}"
         ) from error
     logger.info("Converting the trace to ONNX …")
     with quiet("onnxscript", "onnx_ir", "torch.onnx"):

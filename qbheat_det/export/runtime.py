@@ -158,7 +158,7 @@ class ExportedPredictor:
         return found
 
 
-def build_exported_scorer(model: ExportedModel) -> Callable[[Path], Scores]:
+def build_exported_scorer(model: ExportedModel) -> Callable[[str | Path], Scores]:
     """As ``build_scorer``, with an exported classifier; a ``UserError`` if it is none."""
     run = _on_bgr(model, "classification")
     return lambda path: run(read_bgr(path)[None])[0]

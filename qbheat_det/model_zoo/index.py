@@ -262,4 +262,4 @@ def find_entry(name: str) -> ZooEntry:
         return entries[name]
     nearest = difflib.get_close_matches(name, entries, n=2, cutoff=0.6)
     hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see qbheat zoo list"
-    raise UserError(f"the model zoo has no '{name}': {hint}")
+    raise UserError(f"the model zoo has no '{name}', which is no file either: {hint}")

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from qbheat_det.checkpoint import (
     SafeCheckpointer,
     WeightsInfo,
     class_names_of,
+    find_weights,
     info_of,
     read_weights,
     save_weights,
@@ -173,3 +175,17 @@ def test_a_runs_description_holds_its_whole_config_as_plain_yaml(tmp_path: Path)
     (tmp_path / "config.yaml").write_text(info.config)
     again = load_config(tmp_path / "config.yaml")
     assert yaml.safe_load(again.dump()) == yaml.safe_load(cfg.dump())
+
+
+def test_a_folder_stands_for_its_best_weights_and_a_bare_name_for_a_zoo_entry(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+        find_weights(tmp_path)
+    for name in ("model_0000009.pth", "model_0000019.pth", "model_final.pth",
+                 "model_final.safetensors", "model_best.safetensors"):  # fmt: skip
+        (tmp_path / name).touch()
+        assert find_weights(tmp_path) == str(tmp_path / name)
+    for kept in ("", "a.pth", "https://x/y", str(tmp_path / "model_final.pth")):
+        assert find_weights(kept) == kept
+    assert find_weights("mobile_former/1.0G") == "qbheat://mobile_former/1.0G"

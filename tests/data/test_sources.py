@@ -160,6 +160,17 @@ def test_a_bad_label_is_named_by_its_file_and_line(tmp_path: Path, line: str, re
         register_source(NAME, source)
 
 
+def test_labels_of_an_image_that_is_gone_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = open_source(str(write_yolo(tmp_path))).train
+    write(tmp_path / "train/labels/classes.txt", "cat\ndog\n")
+    (tmp_path / "train/images/b.jpg").unlink()
+    register_source(NAME, source)
+    assert "train/labels: no image for the labels b.txt" in caplog.text
+    assert "classes.txt" not in caplog.text
+
+
 BAD_YOLO = {
     "train: nowhere\nnames: [a]": "'nowhere'",
     "train: train/images\nnames: [a]\nnc: 2": "nc is 2",

@@ -193,7 +193,7 @@ def test_two_parts_of_one_data_yaml_are_not_the_same_data(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--images", "x"], "--data"),
+        (["--images", "/"], "--data"),
         (["--data", "/nowhere/x.json", "--images", "/"], "/nowhere/x.json"),
         (["--config-file", CONFIG, "DATASETS.TRAIN", "('none',)"], "no dataset 'none'"),
         ([], "names no dataset"),

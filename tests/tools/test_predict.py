@@ -116,7 +116,7 @@ def test_bad_arguments_are_named_with_exit_code_2(
         (f"--weights {probe} --images {photos} --json {tmp_path}", str(tmp_path)),
         (f"--weights {probe} --images {photos} {out} --threshold 2", "--threshold"),
         (f"--weights {probe} --images {photos} {out} A.B 1", "A.B"),
-        (f"--weights {tmp_path}/m.onnx --images x --json y --fast", "--fast"),
+        (f"--weights {tmp_path}/m.onnx --images {photos} --json y --fast", "--fast"),
         (f"--weights {pretrained} --images {photos} {out}", "QBHeat"),
         (f"--weights {classifier[2]} --images {photos} {out}", "--output"),
     ):

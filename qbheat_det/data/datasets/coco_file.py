@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qbheat_det.core.errors import UserError
@@ -84,7 +84,7 @@ class CocoFile:
         self.json_file = json_file
         self.image_root = image_root
         self.errors: list[DataError] = list(converted.errors) if converted else []
-        self.warnings: list[str] = []
+        self.warnings: list[str] = list(converted.warnings) if converted else []
         self.annotations: list[Entry] = []
         self._places = converted.places if converted else {}
         self._lists = converted.lists if converted else _read(json_file, needed)
@@ -206,11 +206,13 @@ class Converted:
         lists: "images", "annotations" and "categories", with ids that count from 1.
         places: what messages call an entry, by its list and its number in it, from 1.
         errors: what could not be converted.
+        warnings: what may be meant.
     """
 
     lists: dict[str, list[Any]]
     places: dict[tuple[str, int], str]
     errors: list[DataError]
+    warnings: list[str] = field(default_factory=list)
 
 
 def has_area(entry: Entry) -> bool:

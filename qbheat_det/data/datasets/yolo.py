@@ -8,7 +8,7 @@ fractions of the image's sides. An image without a label file has no objects.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
 from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import read_sizes
 
@@ -120,7 +121,20 @@ def convert_yolo(file: str, subset: str) -> Converted:
     if paths and not any_label:
         reason = f"no image of '{subset}' has a label file, such as '{find_label_file(paths[0])}'"
         errors.append(DataError("no labels", str(config.file), reason))
-    return Converted(lists, places, errors)
+    return Converted(lists, places, errors, _find_orphans(config, subset, paths))
+
+
+def _find_orphans(config: YoloConfig, subset: str, paths: Sequence[str]) -> list[str]:
+    """Returns a warning for each folder "labels" of a subset with files that lack an image."""
+    known = {find_label_file(path) for path in paths}
+    warnings = []
+    for folder in filter(Path.is_dir, config.subsets[subset]):
+        labels = find_label_file(str(folder / "any")).parent
+        orphans = sorted(set(labels.rglob("*.txt")) - known - {labels / "classes.txt"})
+        if orphans and labels != folder:  # else other text may lie among the images
+            names = join_first(file.relative_to(labels) for file in orphans)
+            warnings.append(f"{labels}: no image for the labels {names}")
+    return warnings
 
 
 def find_label_file(image: str) -> Path:

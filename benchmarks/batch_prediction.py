@@ -1,0 +1,106 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Images a second of prediction into Parquet files, by 1 and 2 actors of Ray and without Ray.
+
+A small detector of the zoo in its deployed form, on photographs of 640 x 480 pixels as JPEG. Each
+actor has one thread, and so has each of the plain processes beside them, which tell how much of two
+cores there is. Rates are of the half in the middle, without start and end.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.shards import draw_photographs
+from benchmarks.timing import ROOT, PairedResult, Result
+from qbheat_det.api import Job, batch
+from qbheat_det.engine.batch_inputs import Chunk, Item, cut_chunks, list_items
+
+_OPTS = ("INPUT.MIN_SIZE_TEST", "320", "MODEL.DEPLOY.COMPILE", "off")
+_JOB = Job("qbheat://retinanet/285M_bccd", device="cpu", fast=True, opts=_OPTS)
+
+
+def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Result]:
+    """Measures all in turns; returns actors beside as many processes, and two beside one.
+
+    Args:
+        quick: few images, to see that everything runs.
+        threads: is not used.
+        rounds: timed turns of each; by default 3.
+    """
+    import ray
+
+    parts, size, rounds = (16, 2, 1) if quick else (48, 8, rounds or 3)
+    rates: dict[tuple[str, int], list[float]] = {}
+    ray.init(num_cpus=2, log_to_driver=False, logging_level="WARNING")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            images = Path(folder, "images")
+            draw_photographs(images, parts * size, (640, 480))
+            chunks = cut_chunks(list_items([str(images)]), size, ())
+            for _ in range(rounds):
+                for count in (1, 2):
+                    for kind, measure in (("processes", _by_processes), ("actors", _by_actors)):
+                        times = sorted(measure(chunks, count))[parts // 4 : -parts // 4]
+                        rate = (len(times) - 1) * size / (times[-1] - times[0])
+                        rates.setdefault((kind, count), []).append(rate)
+                        print(f"{count} {kind}: {rate:.2f} images a second", flush=True)
+    finally:
+        ray.shutdown()
+    pairs = {
+        "1_actor_vs_1_process": (("actors", 1), ("processes", 1)),
+        "2_actors_vs_2_processes": (("actors", 2), ("processes", 2)),
+        "2_actors_vs_1_actor": (("actors", 2), ("actors", 1)),
+        "2_processes_vs_1_process": (("processes", 2), ("processes", 1)),
+    }
+    return [
+        PairedResult.higher_is_better(f"batch_prediction/{name}", rates[a], rates[b], "img/s")
+        for name, (a, b) in pairs.items()
+    ]
+
+
+def _by_actors(chunks: Sequence[Chunk], count: int) -> list[float]:
+    """Returns when each chunk was done."""
+    return [time.time() for _ in batch._run_on_ray(_JOB, chunks, count)]
+
+
+def _by_processes(chunks: Sequence[Chunk], count: int) -> list[float]:
+    """As ``_by_actors``, in sessions of their own, as Ray's are."""
+    command = [sys.executable, "-m", "benchmarks.batch_prediction"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    cwd=ROOT,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+            for _ in range(count)
+        ]
+        for number, process in enumerate(started):
+            assert process.stdin
+            process.stdin.write(json.dumps(chunks[number::count]))
+            process.stdin.close()
+        return [float(line) for process in started for line in process.stdout or ()]
+
+
+def _main() -> None:
+    chunks = [Chunk(name, [Item(*each) for each in items]) for name, items in json.load(sys.stdin)]
+    for _ in batch._run_here(_JOB, chunks):
+        print(time.time(), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

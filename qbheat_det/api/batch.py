@@ -1,0 +1,349 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Results of millions of images as Parquet files, by this process or by Ray's actors.
+
+Each chunk of images becomes one file, written whole or not at all by this process alone, under a
+name that its images decide. So whatever is killed, no image is lost or there twice.
+"""
+
+import importlib.util
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from detectron2.config import CfgNode
+from torch import Tensor
+from tqdm import tqdm
+
+from qbheat_det.checkpoint import find_weights, local_weights
+from qbheat_det.core.errors import UserError, find_user_message
+from qbheat_det.core.files import check_writable, hash_file, remove_leftovers, write_atomically
+from qbheat_det.data import DataError, PretrainingMapper, configure_cache
+from qbheat_det.deployment import deploy_by_config
+from qbheat_det.engine.batch_inputs import (
+    Chunk,
+    Item,
+    cut_chunks,
+    import_parquet,
+    list_items,
+    open_items,
+)
+from qbheat_det.engine.predict import (
+    Scores,
+    build_scorer,
+    check_elongation,
+    find_likeliest,
+    get_category_id,
+    is_classifier,
+    read_bgr,
+)
+from qbheat_det.engine.video import Image, UnreadableImage
+from qbheat_det.export import ExportedPredictor, build_exported_scorer
+from qbheat_det.probing import cache_features, find_feature
+
+from .detector import Encoder, Predictor
+from .files import build_detector, open_weights
+from .hub import HUB_PREFIX, download
+from .loading import load
+
+Row = dict[str, Any]
+Read = Callable[[str], Any]  # from what the path manager opens; raises UnreadableImage
+Run = Callable[[list[Any]], list[Row]]
+_SETTINGS = "_settings.json"  # readers of Parquet leave out names that begin so
+_PARTS = "part-*.parquet"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker computes; ``predict_files`` describes the first five.
+
+    Attributes:
+        threshold: boxes of a lower score are left out.
+        batch_size: images that go through the model together, if they have one size.
+        features: whether an encoder's features are computed, of the square in the middle.
+        size: of that square as the encoder gets it, in pixels; 0 for ``INPUT.PRETRAIN.SIZE``.
+    """
+
+    weights: str
+    config_file: str | None = None
+    device: str | None = None
+    fast: bool = False
+    opts: tuple[str, ...] = ()
+    threshold: float = 0.3
+    batch_size: int = 1
+    features: bool = False
+    size: int = 0
+
+
+class Worker:
+    """Holds a model, and turns chunks into Parquet files, each a function of its chunk alone."""
+
+    def __init__(self, job: Job) -> None:
+        """Raises a ``UserError`` if the weights cannot be read, or are of something else."""
+        import pyarrow as pa
+
+        self._batch_size = job.batch_size
+        self._read, self._run = _open_encoder(job) if job.features else _open_predictor(job)
+        columns = {name: pa.string() for name in ("source", "file", "error")}
+        if job.features:
+            columns["embedding"] = pa.list_(pa.float32())
+        else:
+            columns |= {"width": pa.int32(), "height": pa.int32()}
+            columns["boxes"] = pa.list_(pa.list_(pa.float32(), 4))
+            columns["scores"] = pa.list_(pa.float32())
+            columns |= {"classes": pa.list_(pa.string()), "category_ids": pa.list_(pa.int64())}
+        self._make_table = partial(pa.Table.from_pylist, schema=pa.schema(columns))
+
+    def __call__(self, chunk: Chunk) -> bytes:
+        """Returns a row for each image; of one that cannot be read, with "error" alone.
+
+        Raises:
+            UserError: a shard or a table cannot be had.
+        """
+        rows: list[Row] = [{"source": item.source, "file": item.file} for item in chunk.items]
+        with open_items(chunk.items) as paths:
+            for start in range(0, len(rows), self._batch_size):
+                images = {}
+                for number in range(start, min(start + self._batch_size, len(rows))):
+                    try:
+                        images[number] = self._read(paths[number])
+                    except UnreadableImage as error:
+                        rows[number]["error"] = str(error)
+                found = self._run(list(images.values())) if images else []
+                for number, row in zip(images, found, strict=True):
+                    rows[number].update(row)
+        file = io.BytesIO()
+        import_parquet().write_table(self._make_table(rows), file, compression="zstd")
+        return file.getvalue()
+
+
+def _open_predictor(job: Job) -> tuple[Read, Run]:
+    exported, cfg = open_weights(
+        job.weights, job.config_file, device=job.device, fast=job.fast, opts=job.opts
+    )
+    _limit_cache(cfg)
+    if is_classifier(cfg):
+        if exported:
+            return build_exported_scorer(exported), partial(_classify, exported.info.class_names)
+        score = build_scorer(build_detector(job.weights, cfg).model, cfg)
+        return score, partial(_classify, cfg.MODEL.CLASS_NAMES)
+
+    def read(path: str) -> Image:
+        image = read_bgr(path)
+        check_elongation(image, cfg)
+        return image
+
+    predictor = ExportedPredictor(exported) if exported else build_detector(job.weights, cfg)
+    return read, partial(_detect, predictor, cfg, job.threshold)
+
+
+def _detect(
+    predictor: Predictor, cfg: CfgNode, threshold: float, images: Sequence[Image]
+) -> list[Row]:
+    rows, names = [], cfg.MODEL.CLASS_NAMES
+    for found in predictor.predict_batch(images):
+        kept = found[found.scores >= threshold]
+        indices = kept.pred_classes.tolist()
+        ids = [get_category_id(cfg, index) for index in indices]
+        row = {"boxes": kept.pred_boxes.tensor.tolist(), "scores": kept.scores.tolist()}
+        row["classes"] = [names[index] for index in indices] if names else [str(i) for i in ids]
+        height, width = kept.image_size
+        rows.append({**row, "category_ids": ids, "width": width, "height": height})
+    return rows
+
+
+def _classify(class_names: Sequence[str], scores: Sequence[Scores]) -> list[Row]:
+    found = [find_likeliest(each, class_names) for each in scores]
+    keys = {"classes": "name", "scores": "score"}
+    return [{column: [one[key] for one in each] for column, key in keys.items()} for each in found]
+
+
+def _open_encoder(job: Job) -> tuple[Read, Run]:
+    encoder = load(job.weights, device=job.device)
+    if not isinstance(encoder, Encoder) or encoder.model is None:
+        raise UserError(f"'{job.weights}' is a detector or an exported file, and no encoder")
+    cfg, feature = encoder.cfg, find_feature(encoder.model)
+    _limit_cache(cfg)
+    if job.fast:
+        encoder = Encoder(deploy_by_config(encoder.model, cfg.MODEL.DEPLOY), cfg)
+    mapper = PretrainingMapper(size=job.size or cfg.INPUT.PRETRAIN.SIZE, is_train=False)  # RGB
+
+    def read(path: str) -> Row:
+        entry = mapper({"file_name": path, "label": 0})
+        if isinstance(entry, DataError):
+            raise UnreadableImage(entry.reason)
+        return entry
+
+    def describe(batch: list[Row]) -> dict[str, Tensor]:
+        return encoder([entry["image"] for entry in batch])
+
+    def run(batch: list[Row]) -> list[Row]:
+        found = cache_features(describe, [batch], num_images=len(batch), feature=feature)
+        return [{"embedding": vector} for vector in found.joined.tolist()]
+
+    return read, run
+
+
+def _limit_cache(cfg: CfgNode) -> None:
+    keys = cfg.DATALOADER
+    configure_cache(gigabytes=keys.CACHE_GB, retry_seconds=keys.RETRY_SECONDS)
+
+
+def run_batch(
+    job: Job,
+    images: Sequence[str],
+    folder: Path,
+    *,
+    json_file: Path | None = None,
+    engine: str = "local",
+    workers: int = 0,
+    part_size: int = 256,
+    column: str = "",
+    resume: bool = False,
+) -> tuple[int, int]:
+    """Predicts on images, or computes their features, see docs/batch_prediction.md.
+
+    Args:
+        job: what to compute.
+        images: see ``list_items``, and ``column`` too.
+        folder: for the Parquet files.
+        json_file: is written with boxes or classes, as ``predict_files`` does.
+        engine: "ray" for actors on Ray's cluster, if Ray is installed; "local" for this process.
+        workers: actors; 0 for one on each GPU of the cluster, or else on each CPU.
+        part_size: images in a file.
+        resume: whether ``folder`` may have results; images that are in them are left out.
+
+    Returns:
+        The number of images in the folder, and of those among them that could not be read.
+
+    Raises:
+        UserError: weights, inputs or arguments do not fit each other, or the folder has results.
+    """
+    parquet = import_parquet()
+    if json_file:
+        check_writable(json_file)
+    items = list_items(images, column, exclude=folder)
+    chunks = cut_chunks(items, part_size, _open_folder(folder, job, resume))
+    left = sum(len(chunk.items) for chunk in chunks)
+    if engine == "ray" and not importlib.util.find_spec("ray"):
+        print("Ray is not installed, so that one process does all: pip install 'qbheat_det[ray]' "
+              "takes it to all cores and machines", file=sys.stderr)  # fmt: skip
+        engine = "local"
+    run = _run_on_ray(job, chunks, workers) if engine == "ray" else _run_here(job, chunks)
+    sizes = {chunk.name: len(chunk.items) for chunk in chunks}
+    with tqdm(total=len(items), initial=len(items) - left, unit="image", disable=None) as bar:
+        for name, content in run if chunks else ():
+            write_atomically(folder / name, content)
+            bar.update(sizes[name])
+    if json_file:
+        write_atomically(json_file, partial(_write_json, folder))
+    errors = [parquet.read_table(path, columns=["error"])["error"] for path in folder.glob(_PARTS)]
+    return sum(map(len, errors)), sum(len(part) - part.null_count for part in errors)
+
+
+def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
+    """Returns source and file of the images that have results; notes the settings in the folder."""
+    is_hub = job.weights.startswith(HUB_PREFIX)
+    weights = download(job.weights) if is_hub else local_weights(find_weights(job.weights))
+    settings = {**asdict(job), "opts": list(job.opts)}
+    settings["weights"] = hash_file(weights) if Path(weights).is_file() else job.weights
+    del settings["device"]  # a run may go on elsewhere
+    parts = list(folder.glob(_PARTS))
+    if not parts:
+        write_atomically(folder / _SETTINGS, json.dumps(settings, indent=1).encode())
+        return set()
+    if not resume:
+        raise UserError(f"'{folder}' has results: --resume goes on, or name another folder")
+    remove_leftovers(folder)
+    found = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+    if changed := sorted(key for key in settings if found.get(key) != settings[key]):
+        raise UserError(
+            f"'{folder}' has results of other settings ({', '.join(changed)}): name another folder"
+        )
+    tables = [import_parquet().read_table(part, columns=["source", "file"]) for part in parts]
+    return {tuple(row.values()) for table in tables for row in table.to_pylist()}
+
+
+def _run_here(job: Job, chunks: Sequence[Chunk]) -> Iterator[tuple[str, bytes]]:
+    """Yields name and content of each file, done by this process."""
+    worker = Worker(job)
+    yield from ((chunk.name, worker(chunk)) for chunk in chunks)
+
+
+class _Actor(Worker):
+    """A worker as Ray Data calls it."""
+
+    def __call__(self, batch: Any) -> Any:
+        (text,) = batch["chunk"]
+        name, items = json.loads(text)
+        content = super().__call__(Chunk(name, [Item(*item) for item in items]))
+        return {"name": [name], "content": [content]}
+
+
+def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[str, bytes]]:
+    """As ``_run_here``, in any order, by actors; what was with one that dies goes to another."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    import ray.data
+
+    Worker(replace(job, device="cpu", fast=False))  # raises what each actor would
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        ray.init(log_to_driver=False, logging_level="WARNING")
+    ray.data.DataContext.get_current().enable_progress_bars = False  # there is one of images
+    for name in ("_internal.execution.streaming_executor", "_internal.progress", "exceptions"):
+        logging.getLogger(f"ray.data.{name}").setLevel(logging.CRITICAL)
+    cluster = ray.cluster_resources()
+    gpus = 0 if job.device == "cpu" else cluster.get("GPU", 0)
+    workers = workers or int(gpus or cluster.get("CPU", 1))
+    rows = [{"chunk": json.dumps(chunk)} for chunk in chunks]
+    try:
+        found = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+            _Actor,
+            fn_constructor_args=(job,),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=min(workers, len(rows))),
+            num_cpus=1,
+            num_gpus=min(1.0, gpus / workers),
+        )
+        for row in found.iter_rows():
+            yield row["name"], row["content"]
+    except Exception as error:  # Ray's own, with the traceback of the actor as its text
+        if sentence := find_user_message(str(error)):
+            raise UserError(sentence) from error
+        raise
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def _write_json(folder: Path, file: BinaryIO) -> None:
+    """Writes what ``predict_files`` writes, one result after another; images count from 1."""
+    separator, image_id = b"[", 0
+    for path in sorted(folder.glob(_PARTS)):
+        for row in import_parquet().read_table(path).to_pylist():
+            image_id += row["error"] is None
+            for result in _convert(row, image_id) if row["error"] is None else ():
+                file.write(separator + json.dumps(result).encode())
+                separator = b",\n"
+    file.write(b"]" if separator != b"[" else b"[]")
+
+
+def _convert(row: Row, image_id: int) -> list[Row]:
+    if row["boxes"] is None:
+        pairs = zip(row["classes"], row["scores"], strict=True)
+        classes = [{"name": name, "score": score} for name, score in pairs]
+        return [{"file_name": row["file"], "classes": classes}]
+    boxes = np.array(row["boxes"], np.float32).reshape(-1, 4)
+    boxes[:, 2:] -= boxes[:, :2]
+    columns = (boxes.tolist(), row["scores"], row["category_ids"], row["classes"])
+    keys = ("bbox", "score", "category_id", "category_name")
+    same = {"image_id": image_id, "file_name": row["file"]}
+    return [{**same, **dict(zip(keys, one, strict=True))} for one in zip(*columns, strict=True)]

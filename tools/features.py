@@ -1,0 +1,65 @@
+#!/usr/bin/env python
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Compute an encoder's features of images, to search or to find duplicates among them.
+
+examples:
+  qbheat features --weights output/encoder/model_final.safetensors --images photos/ \\
+      --parquet features/
+
+  # over millions, by all cores and machines of a cluster of Ray
+  qbheat features --weights qbheat://distill/285M --images s3://bucket/shards \\
+      --parquet features/ --engine ray --resume
+
+exit code: 0; 1 if an image could not be read, which is a row with an error; 2 if nothing was done.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import (
+    WEIGHTS,
+    add_batch_flags,
+    check_batch_flags,
+    check_inputs,
+    hide_foreign_warnings,
+    run_batch,
+)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    summary, examples = (__doc__ or "").split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        description=summary,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--weights", required=True, help=f"of an encoder or a classifier: {WEIGHTS}")
+    add("--images", nargs="+", required=True, metavar="PATH", help="images, folders")
+    add("--size", type=int, default=0, help="side of the square in the middle of an image as the "
+        "encoder gets it, in pixels (default: as in its pre-training)")  # fmt: skip
+    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add("--fast", action="store_true", help="compute by the encoder's fastest equal form")
+    add_batch_flags(parser)
+    args = parser.parse_args(argv)
+    check_batch_flags(parser, args)
+    if not args.parquet:
+        parser.error("nothing to write: name --parquet DIR")
+    if args.size < 0:
+        parser.error("--size is a number of pixels")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    check_inputs(*args.images)
+    hide_foreign_warnings()
+    from qbheat_det.core.errors import exit_on_user_error
+
+    return exit_on_user_error(run_batch)(args, features=True, size=args.size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
