@@ -74,7 +74,7 @@ def fetch(folder: Path, address: str, names: list[str]) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _run(seconds: float, action: str, folder: str, address: str, *words: str) -> None:
+def _run(seconds: float, action: str, folder: str, address: str, *words: str) -> str:
     end, pause = time.monotonic() + seconds, 0.5
     while True:
         try:
@@ -84,12 +84,14 @@ def _run(seconds: float, action: str, folder: str, address: str, *words: str) ->
                 fetch(Path(folder), address, list(words))
         except Exception as error:  # the types are those of whichever file system it is
             if isinstance(error, _FATAL) or time.monotonic() + pause > end:
-                sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             time.sleep(pause)
             pause = min(2 * pause, 20.0)
         else:
-            return
+            return ""
 
 
 if __name__ == "__main__":
-    _run(float(sys.argv[1]), *sys.argv[2:])
+    reason = _run(float(sys.argv[1]), *sys.argv[2:])
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(bool(reason))  # obstore's threads abort while Python ends in order

@@ -101,5 +101,5 @@ def _start(cfg: CfgNode, action: str, *words: str) -> subprocess.Popen[str]:
 
 def _finish(process: subprocess.Popen[str]) -> str:
     """Returns why a transfer failed; empty if it did not."""
-    said = process.communicate()[1].strip()
-    return said.splitlines()[-1] if process.returncode else ""
+    said = process.communicate()[1].strip().splitlines()
+    return (said[-1] if said else f"exit code {process.returncode}") if process.returncode else ""
