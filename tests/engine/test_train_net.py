@@ -142,7 +142,7 @@ def test_flags_are_those_of_detectron2_in_any_order() -> None:
     ("opts", "flags", "named"),
     [
         (("SOLVER.MAXITER", "3"), (), "SOLVER.MAX_ITER"),
-        ((), ("--eval-only",), "MODEL.WEIGHTS"),
+        ((), ("--eval-only",), "--weights"),
         (("MODEL.WEIGHTS", __file__ + ".pkl"), (), ".pkl"),
         (("OUTPUT_DIR", "/proc/nowhere"), (), "OUTPUT_DIR"),
         (("MODEL.META_ARCHITECTURE", "Bogus"), (), "Bogus"),
