@@ -55,6 +55,7 @@ setup(
         "torch>=2.6",
         "torchvision>=0.21",
         "filelock>=3.13",
+        "fsspec>=2023.5",  # torch needs it as well; minimum not tested
         "fvcore>=0.1.5.post20221221",
         "huggingface-hub>=0.30",  # timm needs it as well
         "Jinja2>=3.1",  # the page of reports
@@ -80,7 +81,7 @@ setup(
         # The page of `qbheat app`: Gradio as it was tested, and the Pillow that it takes.
         "app": ["gradio>=6.31,<7", "Pillow<13"],
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
-        "shards": ["obstore>=0.11"],  # training from buckets
+        "shards": ["obstore>=0.11"],  # training from buckets, and checkpoints in them
         "ray": ["ray[data]>=2.59", "pyarrow>=25"],  # prediction over millions; minima not tested
         "openvino": ["openvino>=2025.2"],  # minimum not tested
         "wandb": ["wandb>=0.16"],  # minimum not tested
