@@ -151,7 +151,9 @@ def find_worlds(run: Path) -> list[tuple[int, int]]:
     """Returns the number of processes, and the step up to which their work was kept."""
     starts = read_run_record(run / "run.json")
     names = [Path(start["resumed_from"] or "model_-1").stem for start in starts]
-    firsts = [int(name.removeprefix("model_")) + 1 for name in names]
+    last = f"model_{STEPS - 1}"
+    numbers = [name.replace("model_final", last).removeprefix("model_") for name in names]
+    firsts = [int(number) + 1 for number in numbers]
     ends = [*firsts[1:], STEPS]
     kept = [(s["processes"], e) for s, f, e in zip(starts, firsts, ends, strict=True) if e > f]
     return [list(group)[-1] for _, group in itertools.groupby(kept, key=lambda world: world[0])]
