@@ -34,6 +34,7 @@ BENCHMARKS = {
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images from memory",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
     "shards": "images a second of the stream from a folder, from shards here and over HTTP",
+    "scaling_check": "the simulation of scaling.py beside runs of two processes, one killed",
     "batch_prediction": "images a second of prediction into Parquet by 1 and 2 actors of Ray",
     # Last: what it deploys sets for the whole process how memory is kept.
     "growth": "how the cost grows with pixels, batch and queries",

@@ -21,6 +21,9 @@ with warnings.catch_warnings():
     from .deployment import deploy
     from .modeling import backbone, classification, dense, detr, pretrain  # noqa: F401
 
+# Detectron2's anchors call it in a way that new versions of torch warn of, once a process.
+warnings.filterwarnings("ignore", message="torch.meshgrid: in an upcoming release")
+
 if TYPE_CHECKING:
     from .api import load
 

@@ -33,6 +33,7 @@ from qbheat_det.core.records import parse_record
 # One metadata key only: safetensors writes several in a random order, and equal weights should
 # give equal files.
 _METADATA_KEY = "qbheat_det"
+BACKBONE_NAMES = "backbone_names"  # key of names whose prefix "backbone." was left out
 # Endings of files, which a name in the model zoo does not have: "mobile_former/1.0G".
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pkl", ".pickle", ".bin", ".onnx", ".pt2")
 # Keys under which training scripts store weights, the plain ones before their moving average.
@@ -263,7 +264,10 @@ def _read_pytorch(path: str) -> WeightsFile:
         for key in _STATE_KEYS:
             if _is_state(loaded.get(key)):
                 rest = {name: value for name, value in loaded.items() if name != key}
-                return WeightsFile(loaded[key], rest, WeightsInfo.from_dict(rest.get("info")))
+                bare = rest.pop(BACKBONE_NAMES, ())
+                bare = set(bare) if isinstance(bare, list) else set()
+                state = {f"backbone.{n}" if n in bare else n: t for n, t in loaded[key].items()}
+                return WeightsFile(state, rest, WeightsInfo.from_dict(rest.get("info")))
         if _is_state(loaded):
             return WeightsFile(loaded)
     raise UserError(f"'{path}' holds no weights: expected a dict of named tensors")

@@ -21,10 +21,19 @@ class UserError(Exception):
     """
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ended a run in order; ``code`` is the shell's exit code for that signal."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.code = 128 + number
+
+
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates a tool's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
-    So does a full disk, wherever it is met; Ctrl-C ends with code 130.
+    So does a full disk, wherever it is met; Ctrl-C ends with code 130, another signal that a run
+    heeds with 128 and its number.
 
     With ``QBHEAT_TRACEBACK=1`` in the environment the traceback is printed too.
     """
@@ -47,9 +56,9 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
                 file=sys.stderr,
             )
             raise SystemExit(2) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise SystemExit(130) from None
+        except KeyboardInterrupt as stop:
+            print(str(stop) or "interrupted", file=sys.stderr)
+            raise SystemExit(getattr(stop, "code", 130)) from None
 
     return wrapped
 

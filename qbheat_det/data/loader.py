@@ -8,6 +8,7 @@ that batches are formed of indices before anything is loaded, for all processes 
 
 import itertools
 import os
+import signal
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -104,18 +105,26 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         shares = self._shares()
         if self._images_ahead:
             shares = fetch_ahead(shares, self.dataset, images_ahead=self._images_ahead)
-        batches: Iterable[list[dict[str, Any]]] = DataLoader(
+        loader: Iterable[list[dict[str, Any]]] = DataLoader(
             _SeededImages(self.dataset, self.mapper, self.seed),
             batch_sampler=shares,
             num_workers=self.num_workers,
             pin_memory=self._pin_memory,
             collate_fn=trivial_batch_collator,
+            worker_init_fn=_leave_signals_to_trainer,
             generator=torch.Generator(),  # else it draws from the global one
         )
-        for batch in batches:
-            for image in batch:
-                self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
-            yield batch
+        batches = iter(loader)
+        workers = getattr(batches, "_workers", ())
+        try:
+            for batch in batches:
+                for image in batch:
+                    self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
+                yield batch
+        finally:
+            del batches  # which lets its workers finish for some seconds; they ignore SIGTERM
+            for worker in workers:
+                worker.kill()
 
     def _shares(self) -> Iterator[list[Entry]]:
         """Yields what this process takes of each batch."""
@@ -133,6 +142,12 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         else:
             groups = _group(entries, self._wide, self.batch_size)
         yield from itertools.islice(groups, self.start, None)
+
+
+def _leave_signals_to_trainer(worker: int) -> None:
+    # A run that is told to stop makes its step to the end, and its workers are told as well.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _SeededImages(Dataset[dict[str, Any]]):

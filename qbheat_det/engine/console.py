@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from detectron2.config import CfgNode
 from detectron2.evaluation.testing import flatten_results_dict
 from detectron2.utils.events import EventWriter, get_event_storage
+from torch import nn
 from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
@@ -142,3 +144,13 @@ def print_results(results: Mapping[str, Any]) -> None:
     """Prints the results of an evaluation as ``{"bbox/AP": …}``, unless a person has read them."""
     if not is_interactive():
         print_json(flatten_results_dict(results))
+
+
+def describe_model(cfg: CfgNode, model: nn.Module) -> str:
+    """Returns a line on a model and its size."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, free in sizes if free)
+    return (
+        f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {total / 1e6:.2f} M parameters, "
+        f"{trained / 1e6:.2f} M of them trained"
+    )

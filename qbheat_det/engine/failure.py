@@ -20,7 +20,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import join_first
 
-from .step import BatchedInputs
+from .batch_source import BatchedInputs
 
 _FORMAT = "qbheat_det failed step, 3"
 # What reading the file may call, besides what torch.load allows for tensors and containers; the

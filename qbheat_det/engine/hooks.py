@@ -18,7 +18,7 @@ from detectron2.utils.events import EventStorage
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import DataError, join_messages
 
@@ -49,6 +49,10 @@ class TrainingRun(Protocol):
     bare_model: nn.Module
 
     @property
+    def stops(self) -> bool:
+        """Whether a signal ends the run after this step; the same on all processes."""
+
+    @property
     def evaluated_model(self) -> nn.Module:
         """The moving average of the model where there is one, else ``bare_model``."""
 
@@ -65,6 +69,11 @@ class TrainingRun(Protocol):
 def is_due(run: TrainingRun, period: int) -> bool:
     """Whether a periodic action follows this step: period 0 acts after the last step only."""
     return run.iter + 1 >= run.max_iter or (period > 0 and (run.iter + 1) % period == 0)
+
+
+def is_saved(run: TrainingRun, period: int) -> bool:
+    """Whether a checkpoint follows this step: when it is due, and before a signal ends the run."""
+    return is_due(run, period) or run.stops
 
 
 def save_checkpoint(run: TrainingRun) -> None:
@@ -106,6 +115,7 @@ class EvalHook(HookBase):
 
     Attributes:
         best: ``value`` and ``iteration`` of the best evaluation so far; empty before.
+        is_evaluating: whether it evaluates just now.
         seconds: duration of the evaluation after the current step, 0.0 if there was none.
     """
 
@@ -120,6 +130,7 @@ class EvalHook(HookBase):
         self._period = period
         self._best_metric = best_metric
         self.best: dict[str, float] = {}
+        self.is_evaluating = False
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,13 +147,19 @@ class EvalHook(HookBase):
         self.seconds = 0.0
         if not (self.trainer.cfg.DATASETS.TEST and is_due(self.trainer, self._period)):
             return
+        if self.trainer.stops:
+            logger.warning("The evaluation that was due is left out")
+            return
         start = time.perf_counter()
         average_batch_statistics(self.trainer)
+        self.is_evaluating = True
         try:
             self._evaluate()
-        except Exception:
+        except (Exception, Interrupted):
             save_checkpoint(self.trainer)
             raise
+        finally:
+            self.is_evaluating = False
         self.seconds = time.perf_counter() - start
 
     def _evaluate(self) -> None:
@@ -186,7 +203,7 @@ class PeriodicCheckpointer(HookBase):
         """Saves if it is due."""
         self.seconds = 0.0
         run = self.trainer
-        if not is_due(run, self._period):
+        if not is_saved(run, self._period):
             return
         start = time.perf_counter()
         average_batch_statistics(run)
@@ -231,7 +248,7 @@ class SkippedImages(HookBase):
 
     def after_step(self) -> None:
         """Exchanges and names new images at the end of a period."""
-        if not is_due(self.trainer, self._period):
+        if not is_saved(self.trainer, self._period):
             return
         known = set(self.errors)
         for met in comm.all_gather(list(self.trainer.data_loader.skipped.values())):

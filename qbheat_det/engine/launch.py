@@ -5,6 +5,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from qbheat_det.core.errors import UserError, find_user_message
+from qbheat_det.core.errors import Interrupted, UserError, find_user_message
 from qbheat_det.modeling.contracts import get_backbone, get_in_features
 
 from .run_flags import RunFlags
@@ -26,6 +27,7 @@ R = TypeVar("R")
 # What torchrun gives to each process that it starts.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_STARTING = timedelta(minutes=5)  # within which all processes must have come
 _TORCHRUN = "torchrun --nproc-per-node N tools/train_net.py … (docs/distributed.md)"
 
 
@@ -87,7 +89,7 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
     missing = [name for name in _ADDRESS_VARIABLES if name not in os.environ]
     if missing:
         raise UserError(f"RANK is set, but not {' and '.join(missing)}: start with {_TORCHRUN}")
-    store, rank, world_size = next(rendezvous("env://"))
+    store, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
     try:
         backend = _choose_backend(args)
         dist.init_process_group(
@@ -97,6 +99,17 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         comm.synchronize()
         result = main(args)
         comm.synchronize()
+    except Interrupted as stop:
+        if rank:  # the first process says it
+            raise SystemExit(stop.code) from None
+        raise
+    except RuntimeError as error:
+        if not _is_lost_peer(error):
+            raise
+        raise UserError(
+            f"process {rank} lost another one, which has ended or cannot be reached: with "
+            "--max-restarts torchrun continues from the last checkpoint (docs/distributed.md)"
+        ) from error
     except UserError:
         # Most bad input is met by every process: the first one reports it.
         if store.add("qbheat_det/user_error", 1) == 1:
@@ -105,6 +118,10 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         raise SystemExit(2) from None
     dist.destroy_process_group()
     return result
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _choose_backend(args: argparse.Namespace) -> str:

@@ -9,7 +9,6 @@ while the step computes, and losses are read while the backward pass runs.
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer
-from detectron2.structures import Instances
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import Tensor, nn
@@ -29,8 +27,9 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import STEP, cut, seed_place
 from qbheat_det.modeling.contracts import SupportsAfterStep, SupportsLossNormalizers, get_metrics
 
+from .batch_source import BatchedInputs, BatchSource
+
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-BatchedInputs = list[dict[str, Any]]
 OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], None]
 _CUDA = 3  # last number of the seed, so that the GPU does not repeat the CPU's numbers
 
@@ -75,6 +74,8 @@ class StepTrainer(SimpleTrainer):
         self.log_period = log_period
         self.on_failure = on_failure
         self.is_between_steps = False  # while a batch is taken
+        self.asked_to_stop = False  # on this process
+        self.stops = False  # on all, after this step
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         self._source = BatchSource(lambda: next(self._data_loader_iter), self._device)
@@ -114,7 +115,7 @@ class StepTrainer(SimpleTrainer):
                 )
                 if weight != 1:
                     losses = {name: loss * weight for name, loss in losses.items()}
-                reading = LossReading(losses)
+                reading = LossReading(losses, asked_to_stop=self.asked_to_stop)
                 self.grad_scaler.scale(torch.stack(list(losses.values())).sum()).backward()
                 self._check(reading, batches[: index + 1], normalizers, logged)
         self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees true gradients
@@ -159,6 +160,7 @@ class StepTrainer(SimpleTrainer):
     ) -> None:
         """Adds losses to those logged; ends training if one is not finite on some process."""
         here, everywhere = reading.values()
+        self.stops = reading.stops
         if all(map(math.isfinite, everywhere.values())):
             for name, value in everywhere.items():
                 logged[name] = logged.get(name, 0.0) + value
@@ -195,69 +197,21 @@ class StepTrainer(SimpleTrainer):
         storage.put_scalars(smoothing_hint=False, **scalars)
 
 
-class BatchSource:
-    """Takes batches from an iterator, on a GPU one ahead.
+class LossReading:
+    """Losses of a micro-batch on their way to the CPU: one transfer, awaited when they are read.
 
-    Copies are asynchronous if the loader gives pinned memory. A batch stays in memory until the
-    next is taken: by then the losses of its step have been read back, so no GPU needs it.
+    Attributes:
+        stops: whether any process was asked to stop; known once the losses are read.
     """
 
-    def __init__(self, next_batch: Callable[[], BatchedInputs], device: torch.device) -> None:
-        """``next_batch`` loads a batch; raises StopIteration after the last."""
-        self._next_batch = next_batch
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._device = device
-        self._ahead: BatchedInputs | None = None
-        self._in_use: BatchedInputs | None = None
-        self._end: Exception | None = None
-        self._waited = 0.0
-
-    def take(self) -> tuple[BatchedInputs, float]:
-        """Returns a batch, and the seconds that the step waited for it to be loaded.
-
-        On a GPU they count only if it had nothing left to compute.
-
-        Raises:
-            StopIteration: there is none left.
-        """
-        start = time.perf_counter()
-        if self._stream is None:
-            return self._next_batch(), time.perf_counter() - start
-        if self._ahead is None:
-            self.load_ahead()
-        if self._ahead is None:
-            raise self._end or StopIteration
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._in_use, self._ahead = self._ahead, None
-        return self._in_use, self._waited
-
-    def load_ahead(self) -> None:
-        """Loads the next batch and copies it to the GPU while it computes; nothing on the CPU."""
-        if self._stream is None or self._ahead is not None:
-            return
-        computed = torch.cuda.Event()
-        computed.record(torch.cuda.current_stream(self._device))
-        start = time.perf_counter()
-        try:
-            batch = self._next_batch()
-        except (StopIteration, UserError) as error:  # is raised by ``take``
-            self._end = self._end or error
-            return
-        self._waited = time.perf_counter() - start if computed.query() else 0.0
-        with torch.cuda.stream(self._stream):
-            self._ahead = [_move(entry, self._device) for entry in batch]
-
-
-class LossReading:
-    """Losses of a micro-batch on their way to the CPU: one transfer, awaited when they are read."""
-
-    def __init__(self, losses: Mapping[str, Tensor]) -> None:
+    def __init__(self, losses: Mapping[str, Tensor], *, asked_to_stop: bool = False) -> None:
         """Starts the exchange of 0-d tensors between processes, and the transfer."""
         own = torch.stack([loss.detach().float() for loss in losses.values()])
+        own = torch.cat([own, own.new_full((1,), float(asked_to_stop))])
         mean = own.clone()
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(mean)
-        self._names = list(losses)
+        self._names, self.stops = list(losses), False
         self._values = both = torch.stack([own, mean / comm.get_world_size()])
         self._arrived: torch.cuda.Event | None = None
         if both.device.type == "cuda":
@@ -270,18 +224,10 @@ class LossReading:
         """Returns losses of this process, and their means over all."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        here, everywhere = (dict(zip(self._names, row)) for row in self._values.tolist())  # noqa: B905
+        rows = self._values.tolist()
+        self.stops = rows[1][-1] > 0
+        here, everywhere = (dict(zip(self._names, row)) for row in rows)  # noqa: B905
         return here, everywhere
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Instances):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _move(part, device) for name, part in value.items()}
-    return value
 
 
 def seed_step(seed: int, iteration: int, rank: int) -> None:

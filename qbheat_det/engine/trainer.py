@@ -42,7 +42,9 @@ from qbheat_det.solver import (
     resolve_schedule,
 )
 
+from .batch_source import BatchedInputs
 from .block_modes import apply_step_keys
+from .console import describe_model
 from .evaluation import (
     Evaluation,
     NeighbourScorer,
@@ -55,7 +57,8 @@ from .feature_cache import use_cached_features
 from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average, save_step_before
 from .launch import distribute
 from .resume import check_same_config, check_same_images, warn_of_weights
-from .step import BatchedInputs, StepTrainer, choose_precision
+from .step import StepTrainer, choose_precision
+from .stopping import StopSignals
 from .teacher_features import TeacherFeatures
 from .token_monitor import build_token_monitor
 from .visualize import build_visualization_hook
@@ -86,7 +89,7 @@ class Trainer(DefaultTrainer):
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
         logger.info(describe_schedule(cfg, self.cfg, stream.num_images))
         self.bare_model = self.build_model(self.cfg)
-        logger.info(_describe(self.cfg, self.bare_model))
+        logger.info(describe_model(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         apply_step_keys(self.cfg, self.bare_model)
@@ -132,6 +135,11 @@ class Trainer(DefaultTrainer):
     def seed(self) -> int:
         """Of the order and augmentation of the images, and of the randomness in the model."""
         return self._trainer.seed
+
+    @property
+    def stops(self) -> bool:
+        """Whether a signal ends the run after this step; the same on all processes."""
+        return self._trainer.stops
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Continues the run in ``OUTPUT_DIR``, or starts one from ``MODEL.WEIGHTS``.
@@ -206,6 +214,7 @@ class Trainer(DefaultTrainer):
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
             ),
+            StopSignals(),
         ]
 
     def _update_average(self, trainer: TrainerBase) -> None:
@@ -307,15 +316,6 @@ class Trainer(DefaultTrainer):
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
         classifies = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
         return build_evaluator(cfg, dataset_name, classifies=classifies)
-
-
-def _describe(cfg: CfgNode, model: nn.Module) -> str:
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    total, trained = sum(size for size, _ in sizes), sum(size for size, free in sizes if free)
-    return (
-        f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {total / 1e6:.2f} M parameters, "
-        f"{trained / 1e6:.2f} M of them trained"
-    )
 
 
 def evaluate(

@@ -246,8 +246,15 @@ def write_run_record(
         "device": device,
         "processes": processes,
         "seed": seed,
+        "launch": find_launch(),
     }
     write_atomically(path, (json.dumps([*read_run_record(path), start], indent=2) + "\n").encode())
+
+
+def find_launch() -> str:
+    """Returns the ``--rdzv-id`` of the torchrun that started this process; "" without one."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if launch == "none" else launch  # torchrun's default, the same for all runs
 
 
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -27,6 +27,8 @@ from iopath.common.file_io import PathHandler, get_cache_dir
 
 from qbheat_det.checkpoint import bare_backbone, read_weights
 from qbheat_det.checkpoint.convert import convert_weights
+from qbheat_det.checkpoint.matching import BELOW_FPN
+from qbheat_det.checkpoint.weights_file import BACKBONE_NAMES
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_bytes, one_line
@@ -152,9 +154,17 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     """Writes weights as float32 in PyTorch's format; once a process, whatever the cache holds."""
     state, info = read_weights(str(source))
     tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-    content: dict[str, Any] = {"model": tensors, **({"info": info.to_dict()} if info else {})}
-    if not bare_backbone(tensors):  # Detectron2 finds the part of a model that the names end in
-        content["matching_heuristics"] = True
+    # Detectron2 finds the part of a model whose names end in those of the file, so an encoder with
+    # bare names is found below whatever it stands in; ``read_weights`` puts the prefix back.
+    bare = {} if any(name.startswith(BELOW_FPN) for name in tensors) else bare_backbone(tensors)
+    if tensors.keys() & bare.values():
+        bare = {}
+    content: dict[str, Any] = {
+        "model": {bare.get(name, name): tensor for name, tensor in tensors.items()},
+        BACKBONE_NAMES: list(bare.values()),
+        "matching_heuristics": bool(bare) or not bare_backbone(tensors),
+        **({"info": info.to_dict()} if info else {}),
+    }
     stream = io.BytesIO()
     torch.save(content, stream)
     target = folder / source.with_suffix(".pth").name

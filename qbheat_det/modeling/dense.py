@@ -10,7 +10,6 @@ here: labels of images without boxes, and GroupNorm heads on a recent PyTorch.
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +26,6 @@ from torch import Tensor, nn
 
 from qbheat_det.modeling.contracts import pick_outputs
 from qbheat_det.modeling.image_model import find_cached_images
-
-# Detectron2's anchors call it in a way that new versions of torch warn of once a process.
-warnings.filterwarnings("ignore", message="torch.meshgrid: in an upcoming release")
 
 _COUNT = "num_positives"  # key that ``losses`` adds to the losses
 

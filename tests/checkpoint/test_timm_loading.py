@@ -13,7 +13,8 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
-from detectron2.modeling import build_backbone, build_model
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import BACKBONE_REGISTRY, FPN, build_backbone, build_model
 from torch import Tensor, nn
 
 import qbheat_det
@@ -22,6 +23,7 @@ from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
     load_run_config,
+    read_weights,
     save_weights,
 )
 from qbheat_det.core.errors import UserError
@@ -253,6 +255,22 @@ def test_the_zoos_bare_files_find_their_place(
     own = _empty("foreign")
     DetectionCheckpointer(own).load(str(_write_pytorch(source, tmp_path / "cache")))
     torch.testing.assert_close(dict(_encoder_of(own).state_dict()), encoder, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("child", ["backbone", "trunk"])
+def test_a_pre_trained_encoder_is_found_below_detectron2s_own_pyramid(child: str) -> None:
+    cfg = qbheat_det.get_cfg()
+    cfg.MODEL.MOBILE_FORMER.VARIANT = "285M"
+    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s8", "s16"]
+    encoder = BACKBONE_REGISTRY.get("MobileFormer")(cfg, ShapeSpec(channels=3))
+    own = nn.Module()
+    own.add_module(child, FPN(encoder, ["s8", "s16"], 32))
+    DetectionCheckpointer(own).load("qbheat://distill/285M")
+    state, _ = read_weights("qbheat://distill/285M")
+    found = getattr(own, child).bottom_up.state_dict()
+    for name, tensor in found.items():
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(tensor, state[f"backbone.{name}"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("model", ["bare", "pyramid", "foreign"])

@@ -31,7 +31,7 @@ class PretendedRun:
         self.cfg = SimpleNamespace(
             OUTPUT_DIR=str(folder), DATASETS=SimpleNamespace(TEST=("any",) if results else ())
         )
-        self.iter, self.start_iter, self.max_iter = 0, 0, max_iter
+        self.iter, self.start_iter, self.max_iter, self.stops = 0, 0, max_iter, False
         self.storage = EventStorage(0)
         self.results = iter(results or [])
         self.exported: dict[str, int] = {}
@@ -132,7 +132,9 @@ def make_hook(folder: Path, *, period: int = 0, max_iter: int = 1) -> Any:
         SimpleNamespace(OUTPUT_DIR=str(folder)),
         SimpleNamespace(skipped={}, num_images=1000),
     )
-    hook.trainer = SimpleNamespace(iter=0, max_iter=max_iter, cfg=cfg, data_loader=data)
+    hook.trainer = SimpleNamespace(
+        iter=0, max_iter=max_iter, stops=False, cfg=cfg, data_loader=data
+    )
     return hook
 
 

@@ -15,7 +15,8 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.step import BatchSource, StepTrainer, seed_step
+from qbheat_det.engine.batch_source import BatchSource
+from qbheat_det.engine.step import StepTrainer, seed_step
 
 Batch = list[dict[str, Any]]
 

@@ -1,0 +1,49 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Whether a start continues the run in ``OUTPUT_DIR``: asked for, or restarted by torchrun."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from detectron2.utils import comm
+
+from qbheat_det.core.errors import UserError
+
+from .resume import name_last_checkpoint
+from .run_flags import RunFlags
+from .writers import RUN_FILE, find_launch, read_run_record
+
+logger = logging.getLogger(__name__)
+
+
+def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
+    """Returns whether to continue the run in ``OUTPUT_DIR``; the same on all processes.
+
+    With ``--resume``. Without it too, where the main process finds a checkpoint of a run that was
+    last started under the same ``--rdzv-id`` of torchrun: machines came or went, or the job was
+    put back into its queue. A run that ended before its first checkpoint starts anew.
+
+    Raises:
+        UserError: the processes find different checkpoints.
+    """
+    flags = RunFlags.read(args)
+    if flags.eval_only:
+        return flags.resume
+    folder = Path(flags.load_config().OUTPUT_DIR)
+    last = name_last_checkpoint(folder)
+    is_restart = bool(last) and not flags.resume and _began_in_this_launch(folder)
+    views = comm.all_gather((last, flags.resume or is_restart))
+    main, resumes = views[0]
+    if not resumes:
+        return False
+    if others := {name for name, _ in views} - {main}:
+        raise UserError(
+            f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
+            f"'{others.pop() or 'nothing'}' on another: it must be one folder that all of them see"
+        )
+    return True
+
+
+def _began_in_this_launch(folder: Path) -> bool:
+    launch, starts = find_launch(), read_run_record(folder / RUN_FILE)
+    return bool(launch and starts and starts[-1].get("launch") == launch)

@@ -1,0 +1,171 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Machines come and go under torchrun: the run goes on by itself, to the bits of its worlds."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from detectron2.engine import HookBase
+from torch.distributed import TCPStore
+
+from qbheat_det.core.errors import Interrupted
+
+from . import tiny_training
+from .processes import make_args, run_in_processes
+from .test_resume import assert_same_bits
+from .tiny_training import CONFIG, TINY, read_opts, state
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 90
+KINDS = ["machine stays away", "machine", "process"]
+OPTS = {
+    **TINY,
+    **read_opts(f"""
+SOLVER.IMS_PER_BATCH 6 SOLVER.MAX_ITER {STEPS} SOLVER.CHECKPOINT_PERIOD 2 SOLVER.LOG_PERIOD 50
+MODEL.DEVICE cpu VIS.ENABLED False
+"""),
+}
+
+
+class Node:
+    """A torchrun with one process, as one machine of several."""
+
+    def __init__(self, name: str, *, port: int, nodes: int, folder: Path, data: Path) -> None:
+        self.name = name
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{nodes}"]
+        command += ["--max-restarts", "100", "--monitor-interval", "0.1", "--rdzv-id", "elastic"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        command += ["--rdzv-conf", "is_host=0,last_call_timeout=2,keep_alive_interval=1"]
+        command += ["--local-addr", "127.0.0.1", str(ROOT / "tools" / "train_net.py")]
+        command += tiny_training_words(folder / "run", data)
+        self._log = (folder / f"{name}.txt").open("ab")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._agent = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, env=environment, start_new_session=True
+        )
+
+    def find_workers(self) -> list[int]:
+        path = Path(f"/proc/{self._agent.pid}/task/{self._agent.pid}/children")
+        return [int(word) for word in path.read_text().split()]
+
+    def kill(self) -> None:
+        """As a machine that is switched off: all its processes at once."""
+        if self._agent.poll() is not None:
+            return
+        os.kill(self._agent.pid, signal.SIGSTOP)  # so that it starts no other
+        for pid in self.find_workers():
+            os.killpg(pid, signal.SIGKILL)
+        self._agent.kill()
+        self._agent.wait()
+
+    def wait(self, timeout: float) -> int:
+        return self._agent.wait(timeout)
+
+
+def tiny_training_words(output_dir: Path, data: Path) -> list[str]:
+    truth, images = str(data / "annotations.json"), str(data / "images")
+    words = ["--config-file", CONFIG, "--data", truth, "--val", truth, "--images", images]
+    words += ["--output", str(output_dir)]
+    return [*words, *(word for pair in OPTS.items() for word in pair)]
+
+
+class Cluster:
+    """Machines that meet at a store which none of them holds, so that any may go."""
+
+    def __init__(self, count: int, folder: Path, data: Path) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._node = {"port": self._store.port, "nodes": count, "folder": folder, "data": data}
+        self.nodes = {name: Node(name, **self._node) for name in "abc"[:count]}
+        self._tag = folder / "run" / "last_checkpoint"
+
+    def wait_for_checkpoints(self, count: int) -> None:
+        last, end = self.last, time.monotonic() + 120
+        while count and time.monotonic() < end:
+            count, last = count - (self.last != last), self.last
+            time.sleep(0.005)
+        assert not count, "the run does not go on"
+
+    @property
+    def last(self) -> str:
+        return self._tag.read_text() if self._tag.exists() else ""
+
+    def break_one(self, name: str, *, kind: str) -> None:
+        """Kills a process, whose torchrun starts another, or a machine, which may stay away."""
+        if kind == "process":
+            for pid in self.nodes[name].find_workers():
+                os.killpg(pid, signal.SIGKILL)
+            return
+        self.nodes[name].kill()
+        if kind == "machine stays away":
+            self.wait_for_checkpoints(1)  # of the others
+        self.nodes[name] = Node(name, **self._node)
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.kill()
+
+
+def train_up_to(args: argparse.Namespace) -> None:
+    """The job of a process: goes on to ``args.end`` as a run of one world, and saves."""
+    opts = {**OPTS, "OUTPUT_DIR": args.output}
+    data = ["--data", f"{args.data}/annotations.json", "--images", f"{args.data}/images"]
+    trainer = tiny_training.start_run(
+        tiny_training.parse_run(CONFIG, opts, "--resume", *data, "--val", data[1])
+    )
+    trainer.register_hooks([StopAfter(args.end)])
+    with contextlib.suppress(Interrupted):
+        trainer.train()
+
+
+class StopAfter(HookBase):
+    def __init__(self, steps: int) -> None:
+        self._last = steps - 1
+
+    def before_step(self) -> None:
+        self.trainer._trainer.asked_to_stop = self.trainer.iter == self._last
+
+
+def find_worlds(run: Path) -> list[tuple[int, int]]:
+    """Returns the number of processes, and the step up to which their work was kept."""
+    starts = json.loads((run / "run.json").read_text())
+    names = [Path(start["resumed_from"] or "model_-1").stem for start in starts]
+    firsts = [int(name.removeprefix("model_")) + 1 for name in names]
+    ends = [*firsts[1:], STEPS]
+    kept = [(s["processes"], e) for s, f, e in zip(starts, firsts, ends, strict=True) if e > f]
+    return [list(group)[-1] for _, group in itertools.groupby(kept, key=lambda world: world[0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "kills"), [(2, 4), (3, 6)])
+def test_machines_come_and_go_and_the_run_ends_with_the_bits_of_its_worlds(
+    count: int, kills: int, tiny_data: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(count)
+    cluster = Cluster(count, tmp_path, tiny_data)
+    try:
+        for kind in rng.sample(KINDS * 2, kills):
+            checkpoints = rng.randrange(kind == KINDS[0], 4)  # 0: while processes start
+            cluster.wait_for_checkpoints(checkpoints)
+            time.sleep(rng.uniform(0, 0.3 if checkpoints else 8))
+            cluster.break_one(rng.choice(sorted(cluster.nodes)), kind=kind)
+        assert [node.wait(180) for node in cluster.nodes.values()] == [0] * count
+    finally:
+        cluster.close()
+    worlds = find_worlds(tmp_path / "run")
+    assert {processes for processes, _ in worlds} == {count, count - 1}
+    for processes, end in worlds:
+        args = make_args(output=str(tmp_path / "calm"), data=str(tiny_data), end=end)
+        run_in_processes(train_up_to, args, tmp_path, world_size=processes)
+    found, expected = state(tmp_path / "run"), state(tmp_path / "calm")
+    for key in ("model", "trainer"):
+        assert_same_bits(found[key], expected[key])

@@ -1,0 +1,183 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A run that is told to stop ends after its step, and one that is restarted goes on by itself."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from detectron2.utils import comm
+
+from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
+from qbheat_det.engine import RunFlags
+from qbheat_det.engine.hooks import EvalHook
+from qbheat_det.engine.restart import decide_to_resume
+from qbheat_det.engine.step import StepTrainer
+
+from . import tiny_training
+from .conftest import TrainAfresh
+from .processes import make_args, run_in_processes
+from .test_resume import assert_same_bits
+from .tiny_training import CONFIG, losses, state
+
+
+def signal_at(
+    iteration: int, patch: pytest.MonkeyPatch, *numbers: int, rank: int = 0, during: str = "step"
+) -> None:
+    """Lets this process signal itself within a step, or within the evaluation after it."""
+    owner, name = (StepTrainer, "run_step") if during == "step" else (EvalHook, "_evaluate")
+    act: Callable[..., None] = getattr(owner, name)
+
+    def act_and_signal(self: StepTrainer | EvalHook) -> None:
+        if comm.get_rank() == rank and getattr(self, "trainer", self).iter == iteration:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        act(self)
+
+    patch.setattr(owner, name, act_and_signal)
+
+
+@pytest.mark.parametrize(
+    ("during", "number", "launch"),
+    [("step", signal.SIGINT, ""), ("step", signal.SIGTERM, "job"), ("evaluation", 10, "")],
+)
+def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bits(
+    during: str,
+    number: int,
+    launch: str,
+    train_afresh: TrainAfresh,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opts = {"SOLVER.CHECKPOINT_PERIOD": "100", "TEST.EVAL_PERIOD": "3"}
+    train_afresh(tmp_path / "whole", opts)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    handler, folder = signal.getsignal(number), tmp_path / "stopped"
+    repeated = [number] * (2 if launch else 1)  # torchrun passes on what all have got already
+    with monkeypatch.context() as patch:
+        signal_at(2, patch, *repeated, during=during)
+        with pytest.raises(Interrupted, match="after 3 of 5 iterations: --resume") as stopped:
+            train_afresh(folder, opts)
+    assert stopped.value.code == 128 + number
+    assert signal.getsignal(number) is handler
+    assert [path.name for path in folder.glob("*.pth")] == ["model_0000002.pth"]
+    train_afresh(folder, opts, "--resume")
+    logged = losses(tmp_path / "whole")
+    if during == "evaluation":  # which comes before the log of its step
+        logged.pop(2)
+    assert losses(folder) == logged
+    assert_same_bits(state(folder)["model"], state(tmp_path / "whole")["model"])
+
+
+def test_a_second_interrupt_ends_at_once_and_one_in_the_last_step_leaves_the_weights(
+    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        signal_at(2, patch, signal.SIGINT, signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            train_afresh(tmp_path / "first", {"SOLVER.CHECKPOINT_PERIOD": "100"})
+    assert not isinstance(stopped.value, Interrupted)
+    assert not list(tmp_path.glob("first/*.pth"))
+    signal_at(4, monkeypatch, signal.SIGINT)
+    with pytest.raises(Interrupted, match="after 5 of 5"):
+        train_afresh(tmp_path / "last", {})
+    assert (tmp_path / "last" / "model_final.safetensors").is_file()
+
+
+def train_and_report(args: argparse.Namespace) -> str:
+    """The job of one of two processes, of which only the second is signalled."""
+    patch = pytest.MonkeyPatch()
+    signal_at(2, patch, signal.SIGTERM, rank=1)
+    try:
+        tiny_training.train(Path(args.output), Path(args.data), {"SOLVER.CHECKPOINT_PERIOD": "100"})
+    except Interrupted as stop:
+        return str(stop)
+    finally:
+        patch.undo()
+    return ""
+
+
+@pytest.mark.slow
+def test_processes_end_after_the_same_step(tiny_data: Path, tmp_path: Path) -> None:
+    args = make_args(output=str(tmp_path / "run"), data=str(tiny_data))
+    said = run_in_processes(train_and_report, args, tmp_path)
+    assert all("SIGTERM after 3 of 5" in words for words in said)
+    assert [path.name for path in tmp_path.glob("run/*.pth")] == ["model_0000002.pth"]
+
+
+def train_in_own_session(folder: str, data: str, opts: dict[str, str]) -> None:
+    os.setsid()
+    sys.stderr = (Path(folder).parent / "stderr.txt").open("w")
+    exit_on_user_error(tiny_training.train)(Path(folder), Path(data), opts, "--resume")
+
+
+@pytest.mark.slow
+def test_signals_to_a_process_and_its_workers_lose_no_step(tiny_data: Path, tmp_path: Path) -> None:
+    opts = {"SOLVER.MAX_ITER": "60", "SOLVER.CHECKPOINT_PERIOD": "100"}
+    context = multiprocessing.get_context("forkserver")
+
+    def start(folder: Path, **more: str) -> multiprocessing.process.BaseProcess:
+        words = (str(folder), str(tiny_data), {**opts, **more})
+        process = context.Process(target=train_in_own_session, args=words)
+        process.start()
+        return process
+
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    start(whole).join()
+    for number, workers in ((signal.SIGINT, "0"), (signal.SIGTERM, "2"), (signal.SIGUSR1, "1")):
+        process = start(stopped, **{"DATALOADER.NUM_WORKERS": workers})
+        before = len(losses(stopped)) if stopped.exists() else 0
+        while process.is_alive() and not (
+            (stopped / "metrics.json").exists() and len(losses(stopped)) > before + 2
+        ):
+            time.sleep(0.01)
+        began = time.monotonic()
+        os.killpg(process.pid or 0, number)
+        process.join(30)
+        assert process.exitcode == 128 + number
+        assert time.monotonic() - began < 30
+        text = (tmp_path / "stderr.txt").read_text()
+        assert f"stopped by {signal.Signals(number).name} after " in text
+    start(stopped).join()
+    assert losses(stopped) == losses(whole)
+    assert_same_bits(state(stopped)["model"], state(whole)["model"])
+
+
+@pytest.mark.parametrize(
+    ("began", "launch", "checkpoint", "flag", "expected"),
+    [
+        ("job", "job", True, False, True),
+        ("job", "job", False, False, False),  # it ended before its first checkpoint
+        ("job", "other", True, False, False),
+        ("none", "none", True, False, False),  # torchrun's default for every run
+        ("", "", True, False, False),
+        ("", "job", True, True, True),
+        ("job", "job", False, True, True),
+    ],
+)
+def test_a_run_continues_by_itself_under_the_launch_that_began_it(
+    began: str,
+    launch: str,
+    checkpoint: bool,
+    flag: bool,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps([{"launch": began if began != "none" else ""}]))
+    if checkpoint:
+        (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    flags = RunFlags(config_file=CONFIG, output=str(tmp_path), resume=flag)
+    assert decide_to_resume(flags) == expected
+    if not (checkpoint and expected):
+        return
+    monkeypatch.setattr(comm, "all_gather", lambda own: [own, ("", False)])
+    with pytest.raises(UserError, match=str(tmp_path)):
+        decide_to_resume(flags)
