@@ -287,6 +287,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         "REFERENCE_BATCH_SIZE": 0,
         "LR_SCALING": "linear",  # with the batch, as for SGD; or "sqrt", as for AdamW
         "CHECKPOINTS_KEPT": 3,  # newest ones; the best and the last are kept besides. 0: all
+        # Where each checkpoint is sent while training goes on, such as s3://bucket/run. At the
+        # start the last one comes from there to OUTPUT_DIR.
+        "CHECKPOINT_URL": "",
         "LOG_PERIOD": 20,  # iterations between two lines of the log
         "WANDB_PROJECT": "",  # logs to Weights & Biases too, with the extra "wandb"
         # Compile the blocks of backbone, decoder and head for training. The first steps take

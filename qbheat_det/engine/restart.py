@@ -9,6 +9,7 @@ from detectron2.utils import comm
 
 from qbheat_det.core.errors import UserError
 
+from .mirror import fetch_run
 from .resume import name_last_checkpoint
 from .run_flags import RunFlags
 from .writers import RUN_FILE, find_launch, read_run_record
@@ -24,12 +25,18 @@ def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
     put back into its queue. A run that ended before its first checkpoint starts anew.
 
     Raises:
-        UserError: the processes find different checkpoints.
+        UserError: the processes find different checkpoints, or ``SOLVER.CHECKPOINT_URL`` cannot
+            be read.
     """
     flags = RunFlags.read(args)
     if flags.eval_only:
         return flags.resume
-    folder = Path(flags.load_config().OUTPUT_DIR)
+    cfg = flags.load_config()
+    if cfg.SOLVER.CHECKPOINT_URL:
+        if comm.get_local_rank() == 0:
+            fetch_run(cfg)
+        comm.synchronize()
+    folder = Path(cfg.OUTPUT_DIR)
     last = name_last_checkpoint(folder)
     is_restart = bool(last) and not flags.resume and _began_in_this_launch(folder)
     views = comm.all_gather((last, flags.resume or is_restart))
@@ -39,7 +46,8 @@ def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
     if others := {name for name, _ in views} - {main}:
         raise UserError(
             f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
-            f"'{others.pop() or 'nothing'}' on another: it must be one folder that all of them see"
+            f"'{others.pop() or 'nothing'}' on another: all must see one folder, or bring the run "
+            "from SOLVER.CHECKPOINT_URL"
         )
     return True
 

@@ -56,6 +56,7 @@ from .failure import report_failure
 from .feature_cache import use_cached_features
 from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average, save_step_before
 from .launch import distribute
+from .mirror import Mirror
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
 from .stopping import StopSignals
@@ -214,6 +215,7 @@ class Trainer(DefaultTrainer):
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
             ),
+            Mirror(cfg) if main and cfg.SOLVER.CHECKPOINT_URL else None,
             StopSignals(),
         ]
 

@@ -4,7 +4,6 @@
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ from detectron2.engine import HookBase
 from torch.distributed import TCPStore
 
 from qbheat_det.core.errors import Interrupted
+from qbheat_det.engine.writers import read_run_record
 
 from . import tiny_training
 from .processes import make_args, run_in_processes
@@ -25,7 +25,7 @@ from .test_resume import assert_same_bits
 from .tiny_training import CONFIG, TINY, read_opts, state
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 90
+STEPS = 60
 KINDS = ["machine stays away", "machine", "process"]
 OPTS = {
     **TINY,
@@ -95,6 +95,13 @@ class Cluster:
             time.sleep(0.005)
         assert not count, "the run does not go on"
 
+    def wait_for_all(self) -> None:
+        """Until the world has all machines, for at most two minutes."""
+        file, end = self._tag.with_name("run.json"), time.monotonic() + 120
+        while [start["processes"] for start in read_run_record(file)][-1:] != [len(self.nodes)]:
+            assert time.monotonic() < end, "a machine does not join"
+            time.sleep(0.1)
+
     @property
     def last(self) -> str:
         return self._tag.read_text() if self._tag.exists() else ""
@@ -122,7 +129,8 @@ def train_up_to(args: argparse.Namespace) -> None:
     trainer = tiny_training.start_run(
         tiny_training.parse_run(CONFIG, opts, "--resume", *data, "--val", data[1])
     )
-    trainer.register_hooks([StopAfter(args.end)])
+    if args.end < STEPS:
+        trainer.register_hooks([StopAfter(args.end)])
     with contextlib.suppress(Interrupted):
         trainer.train()
 
@@ -137,7 +145,7 @@ class StopAfter(HookBase):
 
 def find_worlds(run: Path) -> list[tuple[int, int]]:
     """Returns the number of processes, and the step up to which their work was kept."""
-    starts = json.loads((run / "run.json").read_text())
+    starts = read_run_record(run / "run.json")
     names = [Path(start["resumed_from"] or "model_-1").stem for start in starts]
     firsts = [int(name.removeprefix("model_")) + 1 for name in names]
     ends = [*firsts[1:], STEPS]
@@ -155,6 +163,8 @@ def test_machines_come_and_go_and_the_run_ends_with_the_bits_of_its_worlds(
     try:
         for kind in rng.sample(KINDS * 2, kills):
             checkpoints = rng.randrange(kind == KINDS[0], 4)  # 0: while processes start
+            if checkpoints:
+                cluster.wait_for_all()
             cluster.wait_for_checkpoints(checkpoints)
             time.sleep(rng.uniform(0, 0.3 if checkpoints else 8))
             cluster.break_one(rng.choice(sorted(cluster.nodes)), kind=kind)
@@ -162,7 +172,7 @@ def test_machines_come_and_go_and_the_run_ends_with_the_bits_of_its_worlds(
     finally:
         cluster.close()
     worlds = find_worlds(tmp_path / "run")
-    assert {processes for processes, _ in worlds} == {count, count - 1}
+    assert {count, count - 1} <= {processes for processes, _ in worlds}
     for processes, end in worlds:
         args = make_args(output=str(tmp_path / "calm"), data=str(tiny_data), end=end)
         run_in_processes(train_up_to, args, tmp_path, world_size=processes)

@@ -1,0 +1,97 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Copies files of a run to or from an address with fsspec; it is run as a process of its own.
+
+So a transfer takes no time of the training, and the threads of obstore, which do not survive a
+fork, are not in the process that forks loaders. Nothing of the package is imported.
+"""
+
+import os
+import re
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+_FATAL = (FileNotFoundError, ImportError, PermissionError, ValueError)  # waiting changes nothing
+_TAG = "last_checkpoint"
+_PERIODIC = re.compile(r"model_(\d{7,})\.pth")
+
+
+def open_address(address: str) -> tuple[Any, str]:
+    """Returns fsspec's file system of an address, and the path of the folder in it."""
+    try:
+        from obstore.fsspec import register
+
+        register(["s3", "gs", "az"])
+        if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+            os.environ["AWS_ALLOW_HTTP"] = "true"
+    except ImportError:  # then fsspec asks for packages such as s3fs
+        pass
+    files, root = fsspec.core.url_to_fs(address)
+    return files, root.rstrip("/")
+
+
+def send(folder: Path, address: str, kept: int, names: list[str]) -> None:
+    """Sends files in their order, the tag of the last checkpoint at the end.
+
+    Of periodic checkpoints, only the ``kept`` newest up to that one stay there; 0 keeps all.
+    """
+    files, root = open_address(address)
+    files.makedirs(root, exist_ok=True)
+    for name in names:
+        files.put_file(str(folder / name), f"{root}/{name}")
+    if not kept or _TAG not in names:
+        return
+    there = [os.path.basename(path) for path in files.ls(root, detail=False)]
+    periodic = sorted((int(m[1]), m[0]) for m in map(_PERIODIC.fullmatch, there) if m)
+    sent = max((int(m[1]) for m in map(_PERIODIC.fullmatch, names) if m), default=10**9)
+    past = [name for number, name in periodic if number <= sent]
+    for name in {*past[:-kept], *(name for number, name in periodic if number > sent)}:
+        files.rm_file(f"{root}/{name}")
+
+
+def fetch(folder: Path, address: str, names: list[str]) -> None:
+    """Brings the last checkpoint and the named files, where they are there and not here yet."""
+    files, root = open_address(address)
+    if not files.exists(f"{root}/{_TAG}"):
+        return
+    last = os.path.basename(files.cat_file(f"{root}/{_TAG}").decode().strip())
+    tag = folder / _TAG
+    if (folder / last).is_file() and tag.is_file() and tag.read_text().strip() == last:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (last, *names, _TAG):
+        if not files.exists(f"{root}/{name}"):
+            continue
+        partial = folder / f".{name}.{uuid.uuid4().hex[:8]}.incomplete"
+        try:
+            files.get_file(f"{root}/{name}", str(partial))
+            os.replace(partial, folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _run(seconds: float, action: str, folder: str, address: str, *words: str) -> str:
+    end, pause = time.monotonic() + seconds, 0.5
+    while True:
+        try:
+            if action == "send":
+                send(Path(folder), address, int(words[0]), list(words[1:]))
+            else:
+                fetch(Path(folder), address, list(words))
+        except Exception as error:  # the types are those of whichever file system it is
+            if isinstance(error, _FATAL) or time.monotonic() + pause > end:
+                return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            time.sleep(pause)
+            pause = min(2 * pause, 20.0)
+        else:
+            return ""
+
+
+if __name__ == "__main__":
+    reason = _run(float(sys.argv[1]), *sys.argv[2:])
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(bool(reason))  # obstore's threads abort while Python ends in order

@@ -1,0 +1,104 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Checkpoints go to an address, whole or not at all, and another machine continues from there."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qbheat_det.checkpoint import transfer
+from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.engine.restart import decide_to_resume
+from tests.data.test_shards import _put
+
+from . import tiny_training
+from .test_resume import assert_same_bits
+from .test_stopping import signal_at
+from .tiny_training import losses, state
+
+
+def start(folder: Path, data: Path, address: str, *flags: str) -> None:
+    opts = {
+        "SOLVER.CHECKPOINT_URL": address,
+        "SOLVER.CHECKPOINT_PERIOD": "1",
+        "SOLVER.CHECKPOINTS_KEPT": "2",
+        "DATALOADER.RETRY_SECONDS": "2.0",
+    }
+    args = tiny_training.parse(folder, data, opts, *flags)
+    args.resume = decide_to_resume(args)
+    tiny_training.start_run(args).train()
+
+
+def run_on_two_machines(
+    address: str, tiny_data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Stops a run on one machine and continues on another; returns what was there between."""
+    tiny_training.train(folder / "whole", tiny_data, {"SOLVER.CHECKPOINT_PERIOD": "1"})
+    with monkeypatch.context() as patch:
+        signal_at(2, patch, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            start(folder / "first", tiny_data, address)
+    files, root = transfer.open_address(address)
+    between = [os.path.basename(path) for path in files.ls(root, detail=False)]
+    with pytest.raises(UserError, match=r"model_0000002\.pth"):  # a new run would mix with it
+        start(folder / "refused", tiny_data, address)
+    start(folder / "second", tiny_data, address, "--resume")
+    assert losses(folder / "second") == losses(folder / "whole")
+    assert_same_bits(state(folder / "second")["model"], state(folder / "whole")["model"])
+    assert files.exists(f"{root}/model_final.safetensors")
+    assert files.cat_file(f"{root}/last_checkpoint") == b"model_final.pth"
+    return between
+
+
+def test_a_run_continues_on_another_machine(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = tmp_path / "bucket"
+    between = run_on_two_machines(f"file://{bucket}", tiny_data, tmp_path, monkeypatch)
+    assert {name for name in between if name.endswith(".pth")} == {
+        "model_0000001.pth",
+        "model_0000002.pth",
+    }
+    assert {"config.yaml", "metrics.json", "last_checkpoint"} < set(between)
+
+    # A checkpoint without its tag, as a killed transfer leaves it, is not what others begin from.
+    (tmp_path / "x").mkdir()
+    shutil.copy(tmp_path / "whole" / "model_final.pth", tmp_path / "x" / "model_0000009.pth")
+    transfer.send(tmp_path / "x", f"file://{bucket}", 1, ["model_0000009.pth"])
+    transfer.fetch(tmp_path / "third", f"file://{bucket}", [])
+    assert [path.name for path in tmp_path.glob("third/*.pth")] == ["model_final.pth"]
+
+
+def test_an_address_that_fails_is_named_before_training(tiny_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for address in (f"file://{tmp_path}/file/run", "nothing://bucket"):
+        with pytest.raises(UserError, match=address):
+            start(tmp_path / "run", tiny_data, address)
+    assert not list(tmp_path.glob("run/*.pth"))
+
+
+@pytest.mark.slow
+def test_a_run_continues_from_a_bucket(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On moto's server, as for shards: $MOTO_SERVER."""
+    command = os.environ.get("MOTO_SERVER") or shutil.which("moto_server")
+    if not command:
+        pytest.skip("install moto[s3], flask and flask-cors in an environment of their own")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    endpoint = f"http://127.0.0.1:{port}"
+    for key in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{key}", "any")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with subprocess.Popen([command, "-H", "127.0.0.1", "-p", str(port)]) as server:
+        try:
+            _put(f"{endpoint}/bucket", b"")
+            run_on_two_machines("s3://bucket/a/run", tiny_data, tmp_path, monkeypatch)
+        finally:
+            server.terminate()
