@@ -74,7 +74,7 @@ setup(
         # Detectron2's Visualizer imports cv2 and leaves the choice of the build to its users.
         "opencv": ["opencv-python-headless>=4.7"],
         "eval": ["faster-coco-eval>=1.6"],
-        "bench": ["transformers>=5.20"],  # DETR-R50, measured beside ours
+        "bench": ["transformers>=5.20", "ray[data]>=2.59", "pyarrow>=25"],  # DETR-R50; as in ray
         # The lowest that the tests were run with, beside torch 2.15, whose exporter asks an
         # onnxscript 0.5 for what it has not.
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],

@@ -29,6 +29,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.detectors import DETECTORS, Forward, random_images
+from benchmarks.export import open_file
 from benchmarks.timing import set_threads
 from benchmarks.workers import Worker, open_answers, said, started
 
@@ -158,7 +159,10 @@ def main() -> None:
         images = random_images(height, width)
         with torch.inference_mode():
             start = time.perf_counter()
-            forward = build(name, form, quick=bool(quick), image_sizes=((height, width),))
+            if ":" in form:
+                forward = open_file(form, threads)
+            else:
+                forward = build(name, form, quick=bool(quick), image_sizes=((height, width),))
             forward(images)
             answer({"first": time.perf_counter() - start, "report": report_of(forward)})
             for _ in sys.stdin:

@@ -20,6 +20,10 @@ examples:
   qbheat export --weights output/run/model_final.safetensors --output small.onnx \\
       INPUT.MIN_SIZE_TEST 480
 
+  # for one camera of 800 x 1333 pixels, in 8-bit integers for OpenVINO
+  qbheat export --weights output/run/model_final.safetensors --images photos/ \\
+      --image-size 800 1333 --int8-images training_photos/ --output camera.onnx
+
   # the feature maps of a pre-trained backbone
   qbheat export --weights output/pretraining/model_final.safetensors \\
       --images photos/ --output backbone.onnx
@@ -36,6 +40,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import check_inputs, hide_foreign_warnings
@@ -68,13 +73,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=".onnx or .pt2, or with --shared-encoder a folder",
     )
     add("--overwrite", action="store_true", help="replace existing files")
-    add(
-        "--images",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="images and folders to compare on (default: the toy set)",
-    )
+    paths: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "PATH"}
+    add("--images", **paths, help="images and folders to compare on (default: the toy set)")
     add(
         "--tolerance",
         type=float,
@@ -83,14 +83,39 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="maximum difference of scores from PyTorch's, and of boxes relative to the image's "
         "longer side (default: 1e-4)",
     )
+    add(
+        "--image-size",
+        nargs=2,
+        type=int,
+        default=(),
+        metavar=("H", "W"),
+        help="of all images that the file will get, one at a time: smaller and faster than a file "
+        "for any size",
+    )
+    add(
+        "--int8-images",
+        **paths,
+        help="use 8-bit integers (ONNX), calibrated on up to 32 of these images: training images, "
+        "not those that you evaluate on",
+    )
     add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
+    check_args(parser, args)
+    return args
+
+
+def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses flags that do not fit together, and adds ``heads``, the weights by their names."""
     if not args.tolerance > 0:
         parser.error("--tolerance must be above 0: runtimes never agree to the bit")
     if len(args.weights) > 1 and not args.shared_encoder:
         parser.error("several --weights need --shared-encoder")
     if args.format and args.shared_encoder and args.format != "onnx":
         parser.error("--shared-encoder writes ONNX")
+    if args.shared_encoder and (args.image_size or args.int8_images):
+        parser.error("--image-size and --int8-images are for single files")
+    if args.image_size and min(args.image_size) < 1:
+        parser.error("--image-size is at least 1 x 1 pixels")
     suffix = SUFFIXES.get(args.format, args.output.suffix)
     if not args.shared_encoder and args.output.suffix.lower() != suffix.lower():
         parser.error(f"--output of --format {args.format} must end in {suffix}")
@@ -98,7 +123,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.heads = name_heads(args.weights) if args.shared_encoder else {}
     except ValueError as error:
         parser.error(str(error))
-    return args
 
 
 def name_heads(weights: list[str]) -> dict[str, str]:
@@ -154,7 +178,8 @@ def export(args: argparse.Namespace) -> None:
         for name, file in named.items()
     }
     if not args.shared_encoder:
-        print(export_model(configs[""], args.output, **shared))
+        own = {"image_size": tuple(args.image_size), "int8_images": args.int8_images}
+        print(export_model(configs[""], args.output, **shared, **own))
         files = [args.output]
     else:
         for name, report in export_shared_encoder(configs, args.output, **shared).items():

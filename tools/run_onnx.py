@@ -91,6 +91,9 @@ class OnnxModel:
             pixels of the image, "scores" (N, R), "labels" (N, R) and "counts" (N,): the first
             ``counts[n]`` rows are detections; of a classifier "scores" (N, K).
         """
+        size = self.description.get("image_size") or images.shape[1:3]
+        if tuple(size) != images.shape[1:3]:
+            raise InputError(f"the file takes images of {size[0]} x {size[1]} pixels alone")
         values = {"images": images}
         if self._encoder is not None:
             values = run(self._encoder, values)

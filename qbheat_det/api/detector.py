@@ -98,6 +98,8 @@ class Trained:
         images: Sequence[str | Path] = (),
         tolerance: float = 1e-4,
         overwrite: bool = False,
+        image_size: Sequence[int] = (),
+        int8_images: Sequence[str | Path] = (),
     ) -> ExportReport:
         """Writes ``.onnx`` or ``.pt2``, and compares it with PyTorch, see docs/export.md.
 
@@ -106,16 +108,22 @@ class Trained:
             images: files and folders to compare on; by default the toy set.
             tolerance: largest difference of scores, and of boxes relative to the image.
             overwrite: whether the file may exist.
+            image_size: (height, width) in pixels, if the file will get images of one size alone.
+            int8_images: files and folders to calibrate 8-bit integers on; by default float32.
 
         Raises:
             UserError: it cannot be exported, or does not agree with PyTorch.
         """
         if self.model is None:
             raise UserError(f"'{self.weights}' is exported already: export the weights")
-        paths = [str(path) for path in images]
-        cfg = self.cfg
         return export_model(
-            cfg, Path(output), images=paths, tolerance=tolerance, overwrite=overwrite
+            self.cfg,
+            Path(output),
+            images=[str(path) for path in images],
+            tolerance=tolerance,
+            overwrite=overwrite,
+            image_size=tuple(image_size),
+            int8_images=[str(path) for path in int8_images],
         )
 
     def save_pretrained(self, folder: str | Path) -> Path:

@@ -10,8 +10,8 @@ Fused blocks pass less often over wide maps; they equal the plain ones up to rou
   next one the second, and so on; the following convolution reads the channels in that order.
 * Position encodings are kept for the last few map sizes.
 
-Each fused block holds the plain one, and calls it for batches, padded images, training, compilers
-and exporters.
+Each fused block holds the plain one, and calls it for batches, padded images, training, compilers,
+and exported files but those for single images.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from qbheat_det.layers import (
     NormedConv2d,
     SinePositionEncoding,
 )
-from qbheat_det.layers.cpu_kernels import is_recorded
+from qbheat_det.layers.cpu_kernels import exported_form, is_recorded
 from qbheat_det.modeling.detr.decoder_block import LevelMap, LiteMobile
 
 _MIN_SLOPE = 1e-12  # slopes are divided by one another
@@ -104,8 +104,11 @@ class FusedMobile(nn.Module):
         block = self.plain
         if padding is not None or not _can_fuse(x, block.expand):
             return block(x, token, padding)
-        hidden, factor = scaled_prelu(block.expand_act, block.expand(x), token)
-        hidden = convolve(block.depthwise, hidden, factor)
+        if is_recorded() and block.expand.norm is None:
+            hidden = block.depthwise(convolve_and_bend(block.expand, block.expand_act, x, token))
+        else:
+            hidden, factor = scaled_prelu(block.expand_act, block.expand(x), token)
+            hidden = convolve(block.depthwise, hidden, factor)
         hidden, factor = scaled_prelu(block.depthwise_act, hidden, token)
         out = convolve(block.reduce, hidden, factor)
         return out.add_(x) if block.has_identity else out
@@ -148,6 +151,11 @@ class FusedLiteBottleneck(nn.Module):
         channels = x.shape[1]
         order = interleaved_order(depthwise)
         # Channels-last, so that each convolution's ReLU6 writes into its share of the channels.
+        if is_recorded():
+            parts = [
+                convolve_rows(depthwise, x, rows).clamp(0, 6) for rows in order.split(channels)
+            ]
+            return x + convolve(self.plain.pointwise, torch.cat(parts, dim=1), order=order), tokens
         hidden = x.new_empty(len(x), *x.shape[2:], len(order)).permute(0, 3, 1, 2)
         for start in range(0, len(order), channels):
             y = convolve_rows(depthwise, x, order[start : start + channels])
@@ -168,9 +176,13 @@ class FusedLiteMobile(nn.Module):
         if level.padding is not None or has_norm or not _can_fuse(level.x, depthwise):
             return self.plain(level, queries)
         image = level.as_image(level.x)
-        order = interleaved_order(depthwise)
-        parts = [convolve_rows(depthwise, image, rows) for rows in order.split(image.shape[1])]
-        hidden, factor = scaled_prelu(self.plain.act, torch.cat(parts, dim=1), queries[:, 0], order)
+        order = None if is_recorded() else interleaved_order(depthwise)
+        if order is None:
+            hidden = depthwise(image)
+        else:
+            parts = [convolve_rows(depthwise, image, rows) for rows in order.split(image.shape[1])]
+            hidden = torch.cat(parts, dim=1)
+        hidden, factor = scaled_prelu(self.plain.act, hidden, queries[:, 0], order)
         out = convolve(self.plain.pointwise, hidden, factor, order)
         return out.flatten(2).transpose(1, 2) + level.x
 
@@ -235,7 +247,24 @@ def scaled_prelu(
     if order is not None:
         low, high = low[order], high[order]
     high = high.clamp(min=_MIN_SLOPE)
+    if is_recorded():  # onnxruntime computes a PReLU with one thread
+        return torch.maximum(x, (low / high).view(1, -1, 1, 1) * x), high
     return F.prelu(x, low / high), high
+
+
+def convolve_and_bend(
+    convolution: NormedConv2d, act: DynamicReLU, x: Tensor, token: Tensor
+) -> Tensor:
+    """Applies a pointwise convolution without norm and a dynamic ReLU to a map (1, C, H, W).
+
+    The ReLU's factors are those of the convolution's outputs: runtimes are slow at a depthwise
+    convolution that follows if its weights differ from image to image.
+    """
+    low, high = (slope.flatten() for slope in act.bounds(token))
+    high = high.clamp(min=_MIN_SLOPE)
+    bias = None if convolution.bias is None else convolution.bias * high
+    y = F.conv2d(x, convolution.weight * high[:, None, None, None], bias)
+    return torch.maximum(y, (low / high).view(1, -1, 1, 1) * y)
 
 
 def convolve(
@@ -277,5 +306,7 @@ def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tens
 
 def _can_fuse(x: Tensor, convolution: NormedConv2d) -> bool:
     """Whether ``x`` is one image of the convolution's type that no gradient or compiler follows."""
+    if is_recorded() and not (exported_form.get() == "float" and type(x.shape[0]) is int):
+        return False
     is_single = len(x) == 1 and x.dtype == convolution.weight.dtype
-    return is_single and not (torch.is_grad_enabled() or is_recorded())
+    return is_single and not torch.is_grad_enabled()

@@ -108,7 +108,7 @@ def measure_agreement(
         model: the file.
         reference: from an image (H, W, 3), uint8, to the outputs that PyTorch gives of it alone.
         images: (H, W, 3), uint8, in the file's pixel format; those of a batch are brought to their
-            median height and width, cropped or tiled.
+            median height and width, or to the file's, cropped or tiled.
         tolerance: see ``Agreement.holds``.
         source: where the images are from, for the report.
     """
@@ -116,7 +116,7 @@ def measure_agreement(
     for size in BATCH_SIZES:
         logger.info("Comparing with PyTorch on %d images, in batches of %d …", len(images), size)
         row = Agreement(size)
-        for batch in _make_batches(images, size):
+        for batch in _make_batches(images, size, model.info.image_size):
             outputs = model.run(batch)
             for index, image in enumerate(batch):
                 one = {name: value[index : index + 1] for name, value in outputs.items()}
@@ -177,19 +177,27 @@ def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Re
     return torch.no_grad()(lambda image: compute(np.ascontiguousarray(image)))
 
 
-def _make_batches(images: Sequence[Images], size: int) -> list[Images]:
+def _make_batches(
+    images: Sequence[Images], size: int, image_size: tuple[int, ...] = ()
+) -> list[Images]:
     """Returns batches (N, H, W, 3) that hold every image, and darker ones to fill the last."""
     if size == 1:
-        return [image[None] for image in images]
+        return [fit_image(image, image_size)[None] for image in images]
     batches = []
     for start in range(0, len(images), size):
         numbers = range(start, start + size)
         batch = [images[n % len(images)] // (1 + n // len(images)) for n in numbers]
-        height, width = (int(np.median([image.shape[axis] for image in batch])) for axis in (0, 1))
-        rows, columns = range(height), range(width)
-        tiled = [x.take(rows, 0, mode="wrap").take(columns, 1, mode="wrap") for x in batch]
-        batches.append(np.stack(tiled))
+        median = (int(np.median([image.shape[axis] for image in batch])) for axis in (0, 1))
+        common = image_size or tuple(median)
+        batches.append(np.stack([fit_image(image, common) for image in batch]))
     return batches
+
+
+def fit_image(image: Images, size: tuple[int, ...]) -> Images:
+    """Crops or tiles (H, W, 3) to a ``size`` (H', W'); an empty one leaves it as it is."""
+    for axis, length in enumerate(size):
+        image = image.take(range(length), axis, mode="wrap")
+    return image
 
 
 def compare_detections(

@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,15 +30,19 @@ from qbheat_det.engine.video import UnreadableImage
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
-from .agreement import ExportReport, build_reference, measure_agreement
+from .agreement import ExportReport, build_reference, fit_image, measure_agreement
 from .formats import METADATA_KEY, write_onnx, write_torch_export
 from .graph import build_exportable, trace_images
 from .heads import suppress_operator, suppress_overlaps
+from .quantization import quantize_onnx
 from .runtime import EXPORTED_SUFFIXES, ExportedModel, Images
 
 TOLERANCE = 1e-4
 _TOY_SET = "qbheat_toy_val"
 _NUM_IMAGES = 8
+_NUM_CALIBRATION = 32
+_INT8_TOLERANCE = 0.02  # detections of INT8 are matched within ten times this
+logger = logging.getLogger(__name__)
 
 
 def export_model(
@@ -47,6 +52,8 @@ def export_model(
     images: Sequence[str] = (),
     tolerance: float = TOLERANCE,
     overwrite: bool = False,
+    image_size: tuple[int, ...] = (),
+    int8_images: Sequence[str] = (),
 ) -> ExportReport:
     """Writes a model with its weights to a file, and compares the two.
 
@@ -56,44 +63,73 @@ def export_model(
         images: files and folders to compare on; by default the toy set.
         tolerance: see ``Agreement.holds``.
         overwrite: whether ``output`` may exist.
+        image_size: (H, W) in pixels of all images that the file will get, one at a time; by
+            default it takes images of any size and number.
+        int8_images: files and folders to calibrate 8-bit integers on (ONNX). The file agrees before
+            it is quantised; the report is of what it gives then.
 
     Raises:
         UserError: the model or the weights cannot be exported, or the file does not agree with
             PyTorch; nothing is written then.
     """
     _check_output(output, EXPORTED_SUFFIXES, overwrite=overwrite)
+    if int8_images and output.suffix.lower() != ".onnx":
+        raise UserError(f"--int8-images needs ONNX: --output '{output}' must end in .onnx")
     cfg = on_cpu(cfg)
     examples, source = read_images(cfg, images)
+    calibration = read_images(cfg, int8_images, number=_NUM_CALIBRATION)[0] if int8_images else []
     predictor = build_predictor(cfg)
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / f"model{output.suffix}"
-        write_model(predictor.model, cfg, written)
+        write_model(predictor.model, cfg, written, image_size=image_size, int8=bool(int8_images))
         exported = ExportedModel.open(written, device="cpu")
         reference = build_reference(predictor, cfg, exported.info.task)
         report = measure_agreement(
             exported, reference, examples, tolerance=tolerance, source=source
         )
         report.check()
+        if calibration:
+            logger.info("Calibrating 8-bit integers on %d images …", len(calibration))
+            fitting = [fit_image(image, image_size) for image in calibration]
+            number = quantize_onnx(written, fitting)
+            report = measure_agreement(
+                ExportedModel.open(written, device="cpu"),
+                reference,
+                examples,
+                tolerance=max(tolerance, _INT8_TOLERANCE),
+                source=f"{number} layers in INT8, not held to the tolerance; {source}",
+            )
         write_atomically(output, written.read_bytes())
     return report
 
 
-def write_model(model: nn.Module, cfg: CfgNode, path: Path) -> None:
+def write_model(
+    model: nn.Module,
+    cfg: CfgNode,
+    path: Path,
+    *,
+    image_size: tuple[int, ...] = (),
+    int8: bool = False,
+) -> None:
     """Writes a model on the CPU as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
 
-    Raises a ``UserError`` if it cannot be exported, or ONNX needs a package.
+    ``image_size`` is that of ``export_model``; ``int8`` is for ``quantize_onnx``. Raises a
+    ``UserError`` if it cannot be exported, or ONNX needs a package.
     """
     is_onnx = path.suffix.lower() == ".onnx"
     suppress = suppress_operator if is_onnx else suppress_overlaps
-    exportable = build_exportable(model, cfg, suppress=suppress)
-    program, description = trace_images(exportable), exportable.info.to_json()
+    exportable = build_exportable(model, cfg, suppress=suppress, image_size=image_size)
+    program = trace_images(exportable, image_size, int8=int8)
+    description = exportable.info.to_json()
     if is_onnx:
         write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})
     else:
         write_torch_export(program, path, description)
 
 
-def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
+def read_images(
+    cfg: CfgNode, paths: Sequence[str], *, number: int = _NUM_IMAGES
+) -> tuple[list[Images], str]:
     """Reads a few images (H, W, 3), in the config's pixel format, and says where they are from.
 
     Raises:
@@ -105,7 +141,7 @@ def read_images(cfg: CfgNode, paths: Sequence[str]) -> tuple[list[Images], str]:
     else:
         files = [Path(record["file_name"]) for record in DatasetCatalog.get(source)]
     images: list[Images] = []
-    for file in files[:: max(1, len(files) // _NUM_IMAGES)][:_NUM_IMAGES]:
+    for file in files[:: max(1, len(files) // number)][:number]:
         with contextlib.suppress(UnreadableImage):
             images.append(read_bgr(file))
     if not images:

@@ -48,8 +48,9 @@ ONNX_TRANSLATIONS: dict[Any, Any] = {}
 class ExportInfo:
     """The description of an exported file.
 
-    The input "images" is (N, H, W, 3), uint8, any N, H and W, channels in the order of
-    ``pixel_format``; resize, normalisation and padding are inside. Outputs by ``task``:
+    The input "images" is (N, H, W, 3), uint8, any N, H and W, or with an ``image_size`` one image
+    of it, channels in the order of ``pixel_format``; resize, normalisation and padding are inside.
+    Outputs by ``task``:
 
     - "detection": "boxes" (N, R, 4), XYXY in pixels of the input image, "scores" (N, R) in [0, 1],
       in descending order, "labels" (N, R), from 0, and "counts" (N,): of the R rows of image n the
@@ -63,6 +64,7 @@ class ExportInfo:
     pixel_format: Literal["RGB", "BGR"]
     class_names: tuple[str, ...] = ()  # in the order of the labels; empty if unknown
     category_ids: tuple[int, ...] = ()  # the annotation file's id of each label
+    image_size: tuple[int, ...] = ()  # (H, W) of all images, one at a time; empty if any size
     score_threshold: float = 0.0  # detections with this score or less are left out in the file
     model: str = ""  # name of the meta-architecture
     config: str = ""  # the whole config, YAML

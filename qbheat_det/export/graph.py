@@ -2,12 +2,15 @@
 """A trained model as one module of tensors: preprocessing, network and head; and its graph.
 
 Detectron2 resizes with Pillow, whose bilinear filter is antialiased and computes in fixed point. No
-format has an operator with the same results; products with matrices of its weights have them. Sizes
-are computed as tensors, so that they stay symbolic in the graph.
+format has an operator with the same results; products with matrices of its weights have them. Most
+of a matrix is zero, so that each few rows of the result are a product with their window of the
+image. Sizes that vary are computed as tensors, so that they stay symbolic in the graph.
 """
 
+import copy
 import importlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +23,8 @@ from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
 from qbheat_det.config import dump_config, get_cfg
+from qbheat_det.deployment.fused_blocks import fold_batch_norms, fuse_blocks
+from qbheat_det.layers.cpu_kernels import exported_form
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import get_backbone
 
@@ -29,6 +34,8 @@ from .heads import Head, Suppress, build_head, suppress_overlaps
 logger = logging.getLogger(__name__)
 _HALF = 2.0**11
 """Pillow's weights are integers over the square of this."""
+_BLOCK = 32
+"""Rows of a resized image that are computed together."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,27 @@ class ShortestEdge:
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """From (N, H, W, 3), uint8, to (N, 3, H', W'), integral, and int64 (4,): H, W, H', W'."""
         size = _size_of(images)
-        planes = images.permute(0, 3, 1, 2).float()
         if not self.min_size:
-            return planes, torch.cat([size, size])
-        resized = torch.minimum(
-            _divide(size * self.min_size, size.min()), _divide(size * self.max_size, size.max())
-        ).clamp(min=1)
-        height, width = (_as_int(length) for length in resized.unbind())
-        return resize_as_pillow(planes, height, width), torch.cat([size, resized])
+            return images.permute(0, 3, 1, 2).float(), torch.cat([size, size])
+        lengths = images.shape[1:3]
+        if all(type(length) is int for length in lengths):  # of a graph for one size
+            height, width = (
+                max(
+                    1,
+                    min(
+                        _divide(n * self.min_size, min(lengths)),
+                        _divide(n * self.max_size, max(lengths)),
+                    ),
+                )
+                for n in lengths
+            )
+            resized = torch.tensor([height, width])
+        else:
+            resized = torch.minimum(
+                _divide(size * self.min_size, size.min()), _divide(size * self.max_size, size.max())
+            ).clamp(min=1)
+            height, width = (_as_int(length) for length in resized.unbind())
+        return resize_as_pillow(images, height, width), torch.cat([size, resized])
 
 
 @dataclass(frozen=True)
@@ -70,7 +90,7 @@ class CenterCrop:
         # By index: the two formats do not agree on slices whose ends are computed.
         steps = torch.arange(_as_int(side), device=images.device)
         planes = images.index_select(1, start[0] + steps).index_select(2, start[1] + steps)
-        resized = resize_as_pillow(planes.permute(0, 3, 1, 2).float(), self.size, self.size)
+        resized = resize_as_pillow(planes, self.size, self.size)
         return resized, torch.cat([size, torch.full_like(size, self.size)])
 
 
@@ -106,34 +126,42 @@ class Preprocessing(nn.Module):
         return F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])), sizes
 
 
-def resize_as_pillow(planes: Tensor, height: int, width: int) -> Tensor:
-    """Resizes (N, C, H, W) as Pillow does: bilinear, antialiased, rounded after each direction.
+def resize_as_pillow(images: Tensor, height: int, width: int) -> Tensor:
+    """Resizes as Pillow does: bilinear, antialiased, rounded after each direction.
 
-    Values are integers in [0, 255] as float32, before and after.
+    From (N, H, W, 3), uint8, to (N, 3, height, width), integers in [0, 255] as float32.
     """
-    high, low = _weights(planes.shape[3], width, planes)
-    planes = _round(planes @ high.transpose(0, 1), planes @ low.transpose(0, 1))
-    high, low = _weights(planes.shape[2], height, planes)
-    return _round(high @ planes, low @ planes)
+    columns = images.transpose(1, 2)  # (N, W, H, 3)
+    columns = _resize_rows(columns.flatten(2), width).unflatten(2, (-1, 3))
+    rows = _resize_rows(columns.transpose(1, 2).flatten(2), height).unflatten(2, (-1, 3))
+    return rows.permute(0, 3, 1, 2).float()
 
 
-def _weights(length: int, resized: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns Pillow's weights (resized, length), of 22 bits: the upper 11 and the lower 11."""
-    pixel = torch.arange(length, dtype=torch.float64, device=like.device) + 0.5
-    new = torch.arange(resized, dtype=torch.float64, device=like.device) + 0.5
-    # As tensors: Python numbers would be constants of the example in the graph.
-    scale = torch.true_divide(*(torch.full_like(pixel[:1], n) for n in (length, resized)))
-    distance = (pixel - new[:, None] * scale).abs() / scale.clamp(min=1)
-    weights = (1 - distance).clamp(min=0)
-    weights = weights / weights.sum(dim=1, keepdim=True)
-    weights = (weights * _HALF**2 + 0.5).floor()
+def _resize_rows(x: Tensor, length: int) -> Tensor:
+    """Resizes (N, L, M), integers in [0, 255] of any type, to (N, length, M)."""
+    if type(length) is type(x.shape[1]) is int and length == x.shape[1]:
+        return x
+    old, new = (torch.scalar_tensor(n, dtype=torch.float64) for n in (x.shape[1], length))
+    scale = old / new
+    support = scale.clamp(min=1)
+    blocks = (length + _BLOCK - 1) // _BLOCK
+    row = (_BLOCK * torch.arange(blocks)[:, None] + torch.arange(_BLOCK)).double()
+    center = (torch.minimum(row, new - 1) + 0.5) * scale  # (blocks, _BLOCK)
+    window = _as_int(((_BLOCK - 1) * scale + 2 * support).ceil().long() + 2)
+    pixel = (center[:, :1] - support).floor() + torch.arange(window)  # (blocks, window)
+    distance = (pixel[:, None] + 0.5 - center[:, :, None]).abs() / support
+    inside = (pixel >= 0) & (pixel < old)
+    weights = (1 - distance).clamp(min=0) * inside[:, None].double()
+    weights = weights / weights.sum(dim=2, keepdim=True)
+    weights = (weights * _HALF**2 + 0.5).floor()  # Pillow's, of 22 bits: the upper 11, the lower 11
     high = (weights / _HALF).floor()
-    return high.to(like.dtype), (weights - high * _HALF).to(like.dtype)
-
-
-def _round(high: Tensor, low: Tensor) -> Tensor:
-    """Computes (2048 high + low) / 2048 ** 2 to the nearest integer, exactly, in float32."""
-    return ((high + (low / _HALF).floor() + _HALF / 2) / _HALF).floor()
+    pair = torch.cat([high / _HALF, weights / _HALF - high], dim=1).float()
+    index = torch.minimum(pixel.clamp(min=0), old - 1).long().flatten()
+    windows = x.index_select(1, index).unflatten(1, (blocks, window)).float()
+    upper, lower = (pair @ windows).unflatten(2, (2, _BLOCK)).unbind(2)
+    # (2048 upper + lower) / 2048 to the nearest integer, exactly, in float32.
+    resized = (upper + lower.floor() / _HALF + 0.5).floor().flatten(1, 2)
+    return resized.index_select(1, torch.arange(length))
 
 
 def _size_of(images: Tensor) -> Tensor:
@@ -148,9 +176,9 @@ def _as_int(length: Tensor) -> int:
     return cast(int, number)
 
 
-def _divide(dividend: Tensor, divisor: Tensor) -> Tensor:
-    """Divides integers, to the nearest; halves go up."""
-    return torch.div(2 * dividend + divisor, 2 * divisor, rounding_mode="floor")
+def _divide(dividend: Any, divisor: Any) -> Any:
+    """Divides integers, or tensors of them, to the nearest; halves go up."""
+    return (2 * dividend + divisor) // (2 * divisor)
 
 
 class ExportableModel(nn.Module):
@@ -172,14 +200,21 @@ class ExportableModel(nn.Module):
 
 
 def build_exportable(
-    model: nn.Module, cfg: CfgNode, *, suppress: Suppress = suppress_overlaps
+    model: nn.Module,
+    cfg: CfgNode,
+    *,
+    suppress: Suppress = suppress_overlaps,
+    image_size: tuple[int, ...] = (),
 ) -> ExportableModel:
-    """Builds the module around a trained model, whose parts it shares, in evaluation mode.
+    """Builds the module around a deployed copy of a trained model, in evaluation mode.
 
-    ``suppress`` is ``suppress_overlaps``, or an operator that computes it. Raises a ``UserError``
-    if the model's boxes cannot be computed in a graph.
+    ``suppress`` is ``suppress_overlaps``, or an operator that computes it; ``image_size`` goes into
+    the description. Raises a ``UserError`` if the model's boxes cannot be computed in a graph.
     """
-    head = build_head(model.eval(), suppress)
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    fold_batch_norms(model)
+    fuse_blocks(model)
+    head = build_head(model, suppress)
     backbone = get_backbone(model)
     assert backbone is not None  # all of ``build_head`` have one
     resize: ShortestEdge | CenterCrop
@@ -203,6 +238,7 @@ def build_exportable(
         pixel_format=cfg.INPUT.FORMAT,
         class_names=tuple(str(name) for name in cfg.MODEL.CLASS_NAMES),
         category_ids=tuple(int(number) for number in cfg.MODEL.CATEGORY_IDS),
+        image_size=image_size,
         score_threshold=head.score_threshold,
         model=str(cfg.MODEL.META_ARCHITECTURE),
         config=dump_config(public),
@@ -212,24 +248,40 @@ def build_exportable(
 
 
 def trace(
-    module: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Sequence[Any]
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    dynamic_shapes: Sequence[Any],
+    *,
+    int8: bool = False,
 ) -> ExportedProgram:
-    """Returns a module in evaluation mode as a program of torch.export."""
-    with torch.no_grad():
-        return torch.export.export(
-            module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False
-        )
+    """Returns a module in evaluation mode as a program of torch.export, to quantise if ``int8``."""
+    before = exported_form.set("int8" if int8 else "float")
+    try:
+        with torch.no_grad():
+            return torch.export.export(
+                module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False
+            )
+    finally:
+        exported_form.reset(before)
 
 
-def trace_images(module: nn.Module) -> ExportedProgram:
-    """Returns a module of (N, H, W, 3), uint8, as a program for any N, H and W."""
+def trace_images(
+    module: nn.Module, image_size: tuple[int, ...] = (), *, int8: bool = False
+) -> ExportedProgram:
+    """Returns a module of (N, H, W, 3), uint8, as a program for any N, H and W.
+
+    With ``image_size``, (height, width) in pixels, it takes one image of this size at a time.
+    """
+    if image_size:
+        logger.info("Tracing the model, for one image of %d x %d …", *image_size)
+        return trace(module, (example_images(1, *image_size),), (None,), int8=int8)
     logger.info("Tracing the model, for images of any size …")
     shape = {0: Dim("batch", min=1), 1: Dim("height"), 2: Dim("width")}
-    return trace(module, (example_images(),), (shape,))
+    return trace(module, (example_images(),), (shape,), int8=int8)
 
 
-def example_images() -> Tensor:
-    """Returns images to trace a module with: (2, 253, 311, 3), uint8."""
-    # Of a size that no other number in a network is likely to have.
-    values = torch.arange(2 * 253 * 311 * 3, dtype=torch.int64).view(2, 253, 311, 3) * 37 % 256
-    return values.to(torch.uint8)
+def example_images(number: int = 2, height: int = 253, width: int = 311) -> Tensor:
+    """Returns images to trace a module with: (number, height, width, 3), uint8."""
+    # By default of a size that no other number in a network is likely to have.
+    shape = number, height, width, 3
+    return (torch.arange(math.prod(shape)) * 37 % 256).to(torch.uint8).view(shape)

@@ -79,8 +79,14 @@ class ExportedModel:
             UserError: the program fails.
         """
         contiguous = _check_images(images)
+        if self.info.image_size not in ((), images.shape[1:3]):
+            height, width = self.info.image_size
+            raise UserError(f"'{self.path}' takes images of {height} x {width} pixels alone")
         try:
-            return self._run(contiguous)
+            if not self.info.image_size or len(images) == 1:
+                return self._run(contiguous)
+            found = [self._run(image[None]) for image in contiguous]
+            return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
         except Exception as error:  # a program may raise anything
             raise UserError(
                 f"'{self.path}' fails on images {images.shape}: {one_line(error)}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .cpu_kernels import draw_kept, is_recorded, linear, rounded
+from .cpu_kernels import draw_kept, exported_form, is_recorded, linear, rounded
 from .mobile_former_block import FormerToMobile, MobileToFormer, Watcher
 
 _PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
@@ -99,6 +99,8 @@ class MapAttention(nn.MultiheadAttention):
         if attn_mask is not None:
             by_head = attn_mask.unflatten(0, (-1, self.num_heads))
             masked = by_head if masked is None else masked | by_head
+        if exported_form.get() and not self.fused:
+            return self._attend_in_graph(query, key, value, masked)
         heads = (
             each.unflatten(2, (self.num_heads, -1)) for each in self._project(query, key, value)
         )
@@ -111,6 +113,27 @@ class MapAttention(nn.MultiheadAttention):
         if self._leaves_out_biases:
             attended = attended + self.in_proj_bias.chunk(3)[2]  # the weights' sum is 1
         return linear(attended, self.out_proj.weight, self.out_proj.bias)
+
+    def _attend_in_graph(
+        self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None
+    ) -> Tensor:
+        """For files: maps are by channels there, and split into heads without a copy."""
+        weights, (query_bias, _, value_bias) = (
+            self.in_proj_weight.chunk(3),
+            self.in_proj_bias.chunk(3),
+        )
+        heads = self.num_heads, -1
+        query = F.linear(query, weights[0], query_bias).unflatten(2, heads).transpose(1, 2)
+        keys, values = (  # without biases, as in inference
+            _by_channels(x, weight).unflatten(1, heads)
+            for x, weight in ((key, weights[1]), (value, weights[2]))
+        )
+        logits = (query * query.shape[-1] ** -0.5) @ keys
+        if masked is not None:
+            logits = logits.masked_fill(masked, float("-inf"))
+        attended = logits.softmax(dim=-1) @ values.transpose(2, 3)
+        attended = attended.transpose(1, 2).flatten(2) + value_bias
+        return F.linear(attended, self.out_proj.weight, self.out_proj.bias)
 
     @property
     def _leaves_out_biases(self) -> bool:
@@ -126,6 +149,14 @@ class MapAttention(nn.MultiheadAttention):
             biases[1:] = None, None
         parts = zip((query, key, value), weight.chunk(3), biases, strict=True)
         return tuple(linear(*layer) for layer in parts)
+
+
+def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
+    """(N, L, C) to (N, C, L): a product is faster, and a convolution has a form of integers."""
+    x = x.transpose(1, 2)
+    if exported_form.get() == "int8":
+        return F.conv2d(x[..., None], weight[:, :, None, None]).squeeze(3)
+    return weight @ x
 
 
 def _attend_fused(

@@ -18,6 +18,7 @@ Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, slopes from the 
 """
 
 import functools
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ _STEPS = 1 << 16  # resolution of a rate
 _MIN_ROWS = 64  # with fewer, a convolution is slower
 _LARGE = 1 << 17  # least numbers of a map for which turns are faster
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # of 2.7
+
+
+exported_form: ContextVar[str] = ContextVar("exported_form", default="")
+"""While the graph of a file is recorded "float", or "int8" where all weights must be constants."""
 
 
 def is_recorded() -> bool:
@@ -233,7 +238,7 @@ class DynamicReLU(nn.Module):
         # max(a1 u, a2 u) = lo u + (hi - lo) relu(u), which keeps one map for the backward, not two.
         low, high = self.bounds(token)
         if is_recorded() or x.dtype != low.dtype:
-            return low * x + (high - low) * F.relu(x)  # compilers fuse it
+            return torch.maximum(low * x, high * x)  # compilers fuse it
         if torch.is_grad_enabled():
             return _TwoSlopes.apply(x, low, high)
         return _two_slopes(x, low, high)

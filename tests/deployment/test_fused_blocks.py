@@ -13,7 +13,14 @@ from torch.testing import assert_close
 
 from qbheat_det.deployment import fused_blocks
 from qbheat_det.deployment.fused_blocks import FUSED_BLOCKS, fold_batch_norms, fuse_blocks
-from qbheat_det.layers import DownMobile, LiteBottleneck, Mobile, SinePositionEncoding
+from qbheat_det.export.graph import trace
+from qbheat_det.layers import (
+    DownMobile,
+    LiteBottleneck,
+    MapAttention,
+    Mobile,
+    SinePositionEncoding,
+)
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths, LevelMap, LiteMobile
 from tests.export.tiny_models import build, make_config
 from tests.modeling.reference_mobile_former import randomise_
@@ -44,6 +51,51 @@ def run(block: nn.Module, x: Tensor, token: Tensor, padding: Tensor | None) -> T
     else:
         found = block(x, token, padding)
     return found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if "norm" not in name])
+@pytest.mark.parametrize("form", ["float", "int8"])
+def test_a_graph_for_single_images_gives_what_the_plain_block_gives(name: str, form: str) -> None:
+    torch.manual_seed(0)
+    plain = copy.deepcopy(BLOCKS[name]).eval()
+    randomise_(plain)
+    holder = nn.Sequential(copy.deepcopy(plain))
+    fold_batch_norms(holder)
+    fuse_blocks(holder)
+    found = Found(holder[0])
+    x, token = torch.randn(1, 4, 7, 9), torch.randn(1, 8)
+    program = trace(found, (x, token), (None, None), int8=form == "int8")
+    with torch.no_grad():
+        assert_close(program.module()(x, token), run(plain, x, token, None), rtol=1e-4, atol=1e-4)
+    # Weights differ from image to image in the one form, and are constants in the other.
+    names = {**program.graph_signature.inputs_to_parameters}
+    nodes = [n for n in program.graph.nodes if n.target is torch.ops.aten.conv2d.default]
+    constant = [str(node.args[1]) in names for node in nodes]
+    assert all(constant) if form == "int8" else not all(constant)
+
+
+@pytest.mark.parametrize("form", ["float", "int8"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_attention_in_a_graph_gives_what_the_layer_gives(form: str, is_padded: bool) -> None:
+    torch.manual_seed(0)
+    layer = MapAttention(dim=8, num_heads=2).eval()
+    nn.init.normal_(layer.in_proj_bias)
+    inputs = torch.randn(2, 3, 8), torch.randn(2, 20, 8), torch.randn(2, 20, 8)
+    padding = torch.rand(2, 20) > 0.5 if is_padded else None
+    program = trace(layer, (*inputs, padding), (None,) * 4, int8=form == "int8")
+    with torch.no_grad():
+        assert_close(program.module()(*inputs, padding), layer(*inputs, padding))
+
+
+class Found(nn.Module):
+    """A block on a map and a token, as ``run`` calls it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, token: Tensor) -> Tensor:
+        return run(self.block, x, token, None)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

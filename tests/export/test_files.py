@@ -147,13 +147,50 @@ def test_a_file_that_does_not_agree_is_not_written(
     # That of other weights.
     monkeypatch.setattr(
         "qbheat_det.export.api.write_model",
-        lambda model, cfg, path: path.write_bytes(Path(program[0][-1]).read_bytes()),
+        lambda model, cfg, path, **_: path.write_bytes(Path(program[0][-1]).read_bytes()),
     )
     weights = save(root / "other", "classifier", head_seed=1)
     cfg = load_run_config(weights, device="cpu")
     with pytest.raises(UserError, match=r"--tolerance(?s:.*)differs"):
         export_model(cfg, root / "new" / "x.pt2", images=[str(root / "photos")])
     assert not (root / "new").exists()
+
+
+def test_a_file_for_one_size_takes_no_other(root: Path) -> None:
+    cfg = load_run_config(save(root / "sized", "classifier"), device="cpu")
+    output = root / "sized.pt2"
+    report = export_model(cfg, output, images=[str(root / "photos")], image_size=(50, 70))
+    assert [row.num_images for row in report.rows] == [3, 4, 8]
+    model = ExportedModel.open(output, device="cpu")
+    assert model.info.image_size == (50, 70)
+    images = np.random.default_rng(1).integers(0, 256, (3, 50, 70, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(model.run(images)["scores"][1:2], model(images[1:2]))
+    with pytest.raises(UserError, match=r"sized\.pt2.*50 x 70"):
+        model.run(images[:, :49])
+    with pytest.raises(UserError, match="--int8-images"):
+        export_model(cfg, root / "int8.pt2", int8_images=[str(root / "photos")])
+
+
+@pytest.mark.slow
+def test_files_of_one_size_and_of_integers_find_what_pytorch_finds(root: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    weights = save(root / "int8", "mf_detr")
+    cfg = load_run_config(weights, device="cpu", opts=["INPUT.MIN_SIZE_TEST", "0"])
+    photos, size = [str(root / "photos")], (256, 320)
+    exact = export_model(cfg, root / "sized.onnx", images=photos, image_size=size)
+    assert all(row.holds(1e-4) for row in exact.rows)
+    output = root / "int8.onnx"
+    options: dict[str, Any] = {"images": photos, "int8_images": photos, "image_size": size}
+    report = export_model(cfg, output, **options)
+    num_layers = int(report.source.split()[0])
+    assert num_layers > 1
+    assert not any(row.holds(1e-5) for row in report.rows)
+    assert sum(row.num_values for row in report.rows) > 0.8 * sum(r.num_values for r in exact.rows)
+    operators = [node.op_type for node in onnx.load(output).graph.node]
+    assert operators.count("DequantizeLinear") > num_layers
+    assert ExportedModel.open(output, device="cpu").info.category_ids
 
 
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # by default some CPUs compute in bfloat16

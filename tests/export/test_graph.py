@@ -26,7 +26,14 @@ from qbheat_det.export.agreement import (
     measure_agreement,
 )
 from qbheat_det.export.formats import TASK_OUTPUTS, Task, write_onnx
-from qbheat_det.export.graph import CenterCrop, Preprocessing, ShortestEdge, build_exportable, trace
+from qbheat_det.export.graph import (
+    CenterCrop,
+    Preprocessing,
+    ShortestEdge,
+    build_exportable,
+    trace,
+    trace_images,
+)
 from qbheat_det.export.heads import EMPTY, suppress_operator, suppress_overlaps
 from qbheat_det.export.runtime import Images, Outputs, to_instances
 from tests.export.tiny_models import TwoMaps, build, make_config, save_model
@@ -152,6 +159,16 @@ def test_the_shortest_edge_is_detectron2s_to_the_bit(
     planes, sizes = ShortestEdge(min_size, max_size)(torch.from_numpy(image)[None])
     torch.testing.assert_close(planes, _as_planes(expected), rtol=0, atol=0)
     assert sizes.tolist() == [height, width, *expected.shape[:2]]
+
+
+def test_a_graph_for_any_size_resizes_as_the_code_for_one() -> None:
+    resize = Preprocessing(ShortestEdge(64, 96), mean=[0.0] * 3, std=[1.0] * 3)
+    program = trace_images(resize).module()
+    # Larger, smaller, as it is, and held by the longer side; blocks of rows that are full or not.
+    for number, height, width in ((1, 33, 47), (2, 150, 131), (1, 64, 64), (1, 20, 300)):
+        images = torch.from_numpy(_noise(number, height, width))
+        for found, expected in zip(program(images), resize(images), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("height", "width", "share"), [(40, 61, 1.0), (75, 36, 0.875)])

@@ -1,0 +1,106 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Exported files of MF-285M + MF-Dec-211 for one image size, beside the detector in PyTorch.
+
+The files are timed from uint8 images to boxes, in onnxruntime and in OpenVINO, both in float32 and
+in 8-bit integers; those are calibrated on noise, which does not change what they cost. Each has a
+process of its own, and they take turns, as in ``latency.py``.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.detectors import HEIGHT, WIDTH, mf_detr_config
+from benchmarks.timing import Result, samples_in_rounds
+
+_NAME = "285m_211"
+_ROUNDS = 9
+FILES = ("onnxruntime", "openvino", "onnxruntime_int8", "openvino_int8")
+# Of the rows: ours and the peer.
+_PAIRS = {
+    "onnxruntime_vs_eager": ("onnxruntime", "eager"),
+    "openvino_vs_eager": ("openvino", "eager"),
+    "int8_vs_float": ("openvino_int8", "openvino"),
+    "int8_vs_float_onnxruntime": ("onnxruntime_int8", "onnxruntime"),
+}
+
+
+def run(*, quick: bool, threads: int = 2) -> list[Result]:
+    """Writes the files and times them in turns with the detector as it is built.
+
+    Args:
+        quick: small images and two rounds.
+        threads: CPU threads of each.
+    """
+    from benchmarks.forms import EAGER, Forwards
+
+    height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
+    with tempfile.TemporaryDirectory() as folder:
+        for precision in ("float", "int8"):
+            write(Path(folder) / f"{precision}.onnx", height, width)
+        forms = {EAGER: EAGER}
+        for name in FILES:
+            runtime, _, precision = name.partition("_")
+            forms[f"{runtime}:{folder}/{precision or 'float'}.onnx"] = name
+        contenders = [(_NAME, form) for form in forms]
+        with Forwards(contenders, height, width, threads=threads, quick=quick) as calls:
+            named = {forms[form]: call for (_, form), call in calls.items()}
+            samples = samples_in_rounds(named, rounds=2 if quick else _ROUNDS, clock=None)
+    for name, sample in samples.items():
+        print(f"  {name:<20} {sample}")
+    return [
+        Result.lower_is_better(
+            f"export/{_NAME}_{row}", samples[ours].median, samples[peer].median, "s"
+        )
+        for row, (ours, peer) in _PAIRS.items()
+        if ours in samples and peer in samples
+    ]
+
+
+def write(path: Path, height: int, width: int) -> None:
+    """Exports the detector with random weights; to integers if the file's name is ``int8``."""
+    from detectron2.modeling import build_model
+
+    import qbheat_det  # noqa: F401  (registers the model)
+    from qbheat_det.export.api import write_model
+    from qbheat_det.export.quantization import quantize_onnx
+
+    cfg = mf_detr_config("285M", (2, 1, 1))
+    cfg.INPUT.MIN_SIZE_TEST = 0  # images are not resized, as beside PyTorch
+    torch.manual_seed(0)
+    int8 = path.stem == "int8"
+    write_model(build_model(cfg).eval(), cfg, path, image_size=(height, width), int8=int8)
+    if int8:
+        shape = height, width, 3
+        quantize_onnx(path, [np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)])
+
+
+def open_file(form: str, threads: int) -> Callable[[Tensor], Any]:
+    """Opens RUNTIME:PATH and returns it as a function of images (1, 3, H, W), 0 to 255."""
+    runtime, _, path = form.partition(":")
+    run: Callable[[Any], Any]
+    if runtime == "onnxruntime":
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+        def run(pixels: Any) -> Any:
+            return session.run(None, {"images": pixels})
+
+    else:
+        import openvino
+
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+        request = openvino.Core().compile_model(path, "CPU", settings).create_infer_request()
+
+        def run(pixels: Any) -> Any:
+            return request.infer({"images": pixels})
+
+    return lambda images: run(images.byte().permute(0, 2, 3, 1).contiguous().numpy())
