@@ -55,6 +55,7 @@ setup(
         "torch>=2.6",
         "torchvision>=0.21",
         "filelock>=3.13",
+        "fsspec>=2023.5",  # torch needs it as well; minimum not tested
         "fvcore>=0.1.5.post20221221",
         "huggingface-hub>=0.30",  # timm needs it as well
         "Jinja2>=3.1",  # the page of reports
@@ -73,14 +74,14 @@ setup(
         # Detectron2's Visualizer imports cv2 and leaves the choice of the build to its users.
         "opencv": ["opencv-python-headless>=4.7"],
         "eval": ["faster-coco-eval>=1.6"],
-        "bench": ["transformers>=5.20"],  # DETR-R50, measured beside ours
+        "bench": ["transformers>=5.20", "ray[data]>=2.59", "pyarrow>=25"],  # DETR-R50; as in ray
         # The lowest that the tests were run with, beside torch 2.15, whose exporter asks an
         # onnxscript 0.5 for what it has not.
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],
         # The page of `qbheat app`: Gradio as it was tested, and the Pillow that it takes.
         "app": ["gradio>=6.31,<7", "Pillow<13"],
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
-        "shards": ["obstore>=0.11"],  # training from buckets
+        "shards": ["obstore>=0.11"],  # training from buckets, and checkpoints in them
         "ray": ["ray[data]>=2.59", "pyarrow>=25"],  # prediction over millions; minima not tested
         "openvino": ["openvino>=2025.2"],  # minimum not tested
         "wandb": ["wandb>=0.16"],  # minimum not tested

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from benchmarks.shards import draw_photographs
 from benchmarks.timing import ROOT, PairedResult, Result
@@ -23,21 +24,25 @@ from qbheat_det.engine.batch_inputs import Chunk, Item, cut_chunks, list_items
 
 _OPTS = ("INPUT.MIN_SIZE_TEST", "320", "MODEL.DEPLOY.COMPILE", "off")
 _JOB = Job("qbheat://retinanet/285M_bccd", device="cpu", fast=True, opts=_OPTS)
+Stamp = tuple[float, float, int]  # when a chunk was done, the worker's CPU seconds by then, its id
 
 
-def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Result]:
+def run(
+    *, quick: bool, threads: int = 2, rounds: int | None = None, clock: str = "wall"
+) -> list[Result]:
     """Measures all in turns; returns actors beside as many processes, and two beside one.
 
     Args:
         quick: few images, to see that everything runs.
         threads: is not used.
         rounds: timed turns of each; by default 3.
+        clock: "wall", or "cpu" for images a CPU second of the workers, times their number.
     """
     import ray
 
-    parts, size, rounds = (16, 2, 1) if quick else (48, 8, rounds or 3)
+    parts, size, rounds = (16, 2, 1) if quick else (24, 8, rounds or 3)
     rates: dict[tuple[str, int], list[float]] = {}
-    ray.init(num_cpus=2, log_to_driver=False, logging_level="WARNING")
+    ray.init(num_cpus=2, log_to_driver=False, logging_level="ERROR")
     try:
         with tempfile.TemporaryDirectory() as folder:
             images = Path(folder, "images")
@@ -46,8 +51,7 @@ def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Res
             for _ in range(rounds):
                 for count in (1, 2):
                     for kind, measure in (("processes", _by_processes), ("actors", _by_actors)):
-                        times = sorted(measure(chunks, count))[parts // 4 : -parts // 4]
-                        rate = (len(times) - 1) * size / (times[-1] - times[0])
+                        rate = _rate(measure(chunks, count), size, clock)
                         rates.setdefault((kind, count), []).append(rate)
                         print(f"{count} {kind}: {rate:.2f} images a second", flush=True)
     finally:
@@ -64,42 +68,60 @@ def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Res
     ]
 
 
-def _by_actors(chunks: Sequence[Chunk], count: int) -> list[float]:
-    """Returns when each chunk was done."""
-    return [time.time() for _ in batch._run_on_ray(_JOB, chunks, count)]
+def _rate(stamps: Sequence[Stamp], size: int, clock: str) -> float:
+    """Returns images a second of the half in the middle."""
+    stamps = sorted(stamps)
+    if clock == "wall":
+        stamps = stamps[len(stamps) // 4 : -len(stamps) // 4]
+        return (len(stamps) - 1) * size / (stamps[-1][0] - stamps[0][0])
+    rate = 0.0
+    for worker in {stamp[2] for stamp in stamps}:
+        own = [seconds for _, seconds, of in stamps if of == worker]
+        rate += (len(own) - 1) * size / (own[-1] - own[0])
+    return rate
 
 
-def _by_processes(chunks: Sequence[Chunk], count: int) -> list[float]:
+def _stamp() -> Stamp:
+    return time.time(), time.process_time(), os.getpid()
+
+
+class _TimedActor(batch._Actor):
+    def __call__(self, batch: Any) -> Any:
+        return {**super().__call__(batch), "content": [json.dumps(_stamp()).encode()]}
+
+
+def _by_actors(chunks: Sequence[Chunk], count: int) -> list[Stamp]:
+    batch._Actor = _TimedActor  # type: ignore[misc]
+    return [json.loads(content) for _, content in batch._run_on_ray(_JOB, chunks, count)]
+
+
+def _by_processes(chunks: Sequence[Chunk], count: int) -> list[Stamp]:
     """As ``_by_actors``, in sessions of their own, as Ray's are."""
-    command = [sys.executable, "-m", "benchmarks.batch_prediction"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    cwd=ROOT,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    start_new_session=True,
-                )
+        started = []
+        for number in range(count):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.batch_prediction"],
+                env=environment,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
             )
-            for _ in range(count)
-        ]
-        for number, process in enumerate(started):
+            started.append(stack.enter_context(process))
             assert process.stdin
             process.stdin.write(json.dumps(chunks[number::count]))
             process.stdin.close()
-        return [float(line) for process in started for line in process.stdout or ()]
+        return [json.loads(line) for process in started for line in process.stdout or ()]
 
 
 def _main() -> None:
     chunks = [Chunk(name, [Item(*each) for each in items]) for name, items in json.load(sys.stdin)]
     for _ in batch._run_here(_JOB, chunks):
-        print(time.time(), flush=True)
+        print(json.dumps(_stamp()), flush=True)
 
 
 if __name__ == "__main__":

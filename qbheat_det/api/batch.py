@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qbheat_det.checkpoint import find_weights, local_weights
+from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, find_user_message
 from qbheat_det.core.files import check_writable, hash_file, remove_leftovers, write_atomically
 from qbheat_det.data import DataError, PretrainingMapper, configure_cache
@@ -91,14 +92,14 @@ class Worker:
 
         self._batch_size = job.batch_size
         self._read, self._run = _open_encoder(job) if job.features else _open_predictor(job)
+        numbers, boxes = pa.list_(pa.float32()), pa.list_(pa.list_(pa.float32(), 4))
         columns = {name: pa.string() for name in ("source", "file", "error")}
         if job.features:
-            columns["embedding"] = pa.list_(pa.float32())
+            columns["embedding"] = numbers
         else:
-            columns |= {"width": pa.int32(), "height": pa.int32()}
-            columns["boxes"] = pa.list_(pa.list_(pa.float32(), 4))
-            columns["scores"] = pa.list_(pa.float32())
-            columns |= {"classes": pa.list_(pa.string()), "category_ids": pa.list_(pa.int64())}
+            columns |= {"width": pa.int32(), "height": pa.int32(), "boxes": boxes}
+            columns |= {"scores": numbers, "classes": pa.list_(pa.string())}
+            columns["category_ids"] = pa.list_(pa.int64())
         self._make_table = partial(pa.Table.from_pylist, schema=pa.schema(columns))
 
     def __call__(self, chunk: Chunk) -> bytes:
@@ -129,18 +130,17 @@ def _open_predictor(job: Job) -> tuple[Read, Run]:
         job.weights, job.config_file, device=job.device, fast=job.fast, opts=job.opts
     )
     _limit_cache(cfg)
+    if exported and is_classifier(cfg):
+        return build_exported_scorer(exported), partial(_classify, exported.info.class_names)
+    predictor: Any = ExportedPredictor(exported) if exported else build_detector(job.weights, cfg)
     if is_classifier(cfg):
-        if exported:
-            return build_exported_scorer(exported), partial(_classify, exported.info.class_names)
-        score = build_scorer(build_detector(job.weights, cfg).model, cfg)
-        return score, partial(_classify, cfg.MODEL.CLASS_NAMES)
+        return build_scorer(predictor.model, cfg), partial(_classify, cfg.MODEL.CLASS_NAMES)
 
     def read(path: str) -> Image:
         image = read_bgr(path)
         check_elongation(image, cfg)
         return image
 
-    predictor = ExportedPredictor(exported) if exported else build_detector(job.weights, cfg)
     return read, partial(_detect, predictor, cfg, job.threshold)
 
 
@@ -229,6 +229,7 @@ def run_batch(
     parquet = import_parquet()
     if json_file:
         check_writable(json_file)
+    _limit_cache(load_config(None, list(job.opts)))  # of shards, whose index comes first
     items = list_items(images, column, exclude=folder)
     chunks = cut_chunks(items, part_size, _open_folder(folder, job, resume))
     left = sum(len(chunk.items) for chunk in chunks)

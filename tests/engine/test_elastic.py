@@ -95,10 +95,14 @@ class Cluster:
             time.sleep(0.005)
         assert not count, "the run does not go on"
 
-    def wait_for_all(self) -> None:
-        """Until the world has all machines, for at most two minutes."""
+    def wait_for_all(self, *, have_begun: bool) -> None:
+        """Until the world has all machines, or they have met; torchrun gives up before that."""
         file, end = self._tag.with_name("run.json"), time.monotonic() + 120
-        while [start["processes"] for start in read_run_record(file)][-1:] != [len(self.nodes)]:
+        while (
+            [start["processes"] for start in read_run_record(file)][-1:] != [len(self.nodes)]
+            if have_begun
+            else not all(node.find_workers() for node in self.nodes.values())
+        ):
             assert time.monotonic() < end, "a machine does not join"
             time.sleep(0.1)
 
@@ -147,7 +151,9 @@ def find_worlds(run: Path) -> list[tuple[int, int]]:
     """Returns the number of processes, and the step up to which their work was kept."""
     starts = read_run_record(run / "run.json")
     names = [Path(start["resumed_from"] or "model_-1").stem for start in starts]
-    firsts = [int(name.removeprefix("model_")) + 1 for name in names]
+    last = f"model_{STEPS - 1}"
+    numbers = [name.replace("model_final", last).removeprefix("model_") for name in names]
+    firsts = [int(number) + 1 for number in numbers]
     ends = [*firsts[1:], STEPS]
     kept = [(s["processes"], e) for s, f, e in zip(starts, firsts, ends, strict=True) if e > f]
     return [list(group)[-1] for _, group in itertools.groupby(kept, key=lambda world: world[0])]
@@ -163,8 +169,7 @@ def test_machines_come_and_go_and_the_run_ends_with_the_bits_of_its_worlds(
     try:
         for kind in rng.sample(KINDS * 2, kills):
             checkpoints = rng.randrange(kind == KINDS[0], 4)  # 0: while processes start
-            if checkpoints:
-                cluster.wait_for_all()
+            cluster.wait_for_all(have_begun=bool(checkpoints))
             cluster.wait_for_checkpoints(checkpoints)
             time.sleep(rng.uniform(0, 0.3 if checkpoints else 8))
             cluster.break_one(rng.choice(sorted(cluster.nodes)), kind=kind)

@@ -46,7 +46,8 @@ for name in {["--help", *COMMANDS]}:
         runpy.run_path({str(TOOLS / "qbheat")!r}, run_name="__main__")
     except SystemExit as end:
         assert not end.code, name
-    found = {{"torch", "numpy", "detectron2", "matplotlib", "gradio"}} & set(sys.modules)
+    large = {{"torch", "numpy", "detectron2", "matplotlib", "gradio", "ray", "pyarrow"}}
+    found = large & set(sys.modules)
     assert not found, (name, found)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
