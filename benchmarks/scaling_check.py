@@ -25,6 +25,11 @@ from benchmarks.timing import ROOT, Result
 _BATCH, _PERIOD = 32, 20
 _RECIPE = "configs/demo/toy_qb_heat.yaml"
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# A restarted run continues by itself where the launch has a name.
+_RESTARTING = (
+    *_TORCHRUN[:2], "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d",
+    "--rdzv-endpoint", "localhost:0", "--rdzv-id", "check",
+)  # fmt: skip
 _GRADIENTS = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -91,8 +96,9 @@ def _train(
         "SOLVER.IMS_PER_BATCH": batch, "SOLVER.CHECKPOINT_EPOCHS": 0.0,
         "SOLVER.CHECKPOINT_PERIOD": _PERIOD, "SOLVER.LOG_PERIOD": 1, "DATASETS.TEST": "()",
         "DATALOADER.NUM_WORKERS": 0, "MODEL.DEVICE": "cpu",
+        "VIS.ENABLED": False,
     }  # fmt: skip
-    launch = (*_TORCHRUN, "--max-restarts", "1") if processes > 1 else ()
+    launch = _RESTARTING if processes > 1 else ()
     words = [str(word) for pair in opts.items() for word in pair]
     command = [sys.executable, *launch, "tools/train_net.py", "--config-file", _RECIPE]
     start, ends = time.perf_counter(), []

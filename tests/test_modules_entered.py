@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """How many of our modules a reader meets on the way of one image, so that it stays few."""
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 import numpy as np
+import pytest
 from detectron2.modeling import build_model
 from detectron2.structures import BoxMode
 from PIL import Image
@@ -49,7 +51,11 @@ def save_image(path: Path) -> Path:
     return path
 
 
-def test_one_image_through_predict_enters_few_modules(tmp_path: Path) -> None:
+def test_one_image_through_predict_enters_few_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("qbheat_det", "detectron2", "fvcore"):  # those of a run before in this process
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     predict = load_tool("predict")
     image, drawn = save_image(tmp_path / "image.jpg"), tmp_path / "drawn"
     with modules_entered() as entered:

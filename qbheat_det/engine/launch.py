@@ -89,7 +89,10 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
     missing = [name for name in _ADDRESS_VARIABLES if name not in os.environ]
     if missing:
         raise UserError(f"RANK is set, but not {' and '.join(missing)}: start with {_TORCHRUN}")
-    store, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
+    found, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
+    # The store outlives a restart by torchrun, with the addresses of processes that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", found)
     try:
         backend = _choose_backend(args)
         dist.init_process_group(
