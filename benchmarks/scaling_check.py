@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The simulation of ``scaling.py`` beside runs of two processes here.
 
-Measured are a step of one process with its half of the batch, the exchange of the gradients alone,
-and a start; from these the simulation says what two processes take, and what they take when one is
-killed and torchrun starts both again. "ours" is what the runs took, "peer" the simulation.
+Measured are steps of two processes that know nothing of each other, with half of the batch each,
+the exchange of the gradients alone, and a start. From these the simulation says what two processes
+take, and what they take when one is killed and torchrun starts both again. "ours" is what the runs
+took, "peer" the simulation.
 """
 
 import json
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -57,9 +59,11 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
     os.environ["OMP_NUM_THREADS"] = str(max(1, threads // 2))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        alone = _train(root / "alone", steps, batch=_BATCH // 2)
-        seconds = np.diff(alone)[_PERIOD // 2 :]  # the first steps warm up
-        size = _count_gradient_bytes(root / "alone")
+        with ThreadPoolExecutor() as pool:  # both at once, as they share the machine's memory
+            apart = [pool.submit(_train, root / name, steps, batch=_BATCH // 2) for name in "ab"]
+        # The first steps warm up.
+        seconds = np.concatenate([np.diff(ends.result())[_PERIOD // 2 :] for ends in apart])
+        size = _count_gradient_bytes(root / "a")
         exchange = _measure_exchange(root, size)
         both = _train(root / "both", steps, processes=2)
         hurt = _train(root / "hurt", steps, processes=2, killed_after=killed_after)
