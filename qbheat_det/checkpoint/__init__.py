@@ -4,7 +4,7 @@
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
 from .matching import bare_backbone, fit_weights, without_children
 from .report import LoadReport, check_exact
-from .run_config import load_embedded_config, load_run_config
+from .run_config import load_embedded_config, load_run_config, refuse_encoder
 from .timm_weights import TimmWeights
 from .weights_file import (
     WeightsInfo,
@@ -34,6 +34,7 @@ __all__ = [
     "load_run_config",
     "local_weights",
     "read_weights",
+    "refuse_encoder",
     "save_weights",
     "without_children",
 ]

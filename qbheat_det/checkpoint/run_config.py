@@ -12,7 +12,8 @@ from detectron2.config import CfgNode
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
 
-from .weights_file import find_weights, info_of, local_weights
+from .matching import bare_backbone
+from .weights_file import find_weights, info_of, local_weights, read_weights
 
 # If the first is true, Detectron2 unpickles the files that the other two name.
 _UNPICKLED = (
@@ -90,6 +91,16 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
             raise UserError(message if where in message else f"{where}: {message}") from error
     _refuse_pickles(cfg, where, opts)
     return cfg
+
+
+def refuse_encoder(weights: str) -> None:
+    """Raises a ``UserError`` for weights that are an encoder alone, as their description says."""
+    info = info_of(weights)
+    if info and not (info.class_names or bare_backbone(read_weights(weights)[0])):
+        raise UserError(
+            f"'{weights}' is an encoder, which predicts neither boxes nor classes: train a "
+            "detector or a classifier on it"
+        )
 
 
 def _refuse_pickles(cfg: CfgNode, where: str, opts: Sequence[str]) -> None:

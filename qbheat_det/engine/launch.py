@@ -14,6 +14,7 @@ from detectron2.engine.defaults import create_ddp_model
 from detectron2.engine.launch import DEFAULT_TIMEOUT, launch
 from detectron2.utils import comm
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessRaisedException
 
@@ -92,7 +93,7 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
     found, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
     # The store outlives a restart by torchrun, with the addresses of processes that are gone.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt_{attempt}_of_{world_size}", found)
+    store = PrefixStore(f"attempt_{attempt}_of_{world_size}", found)
     try:
         backend = _choose_backend(args)
         dist.init_process_group(

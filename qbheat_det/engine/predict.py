@@ -21,7 +21,7 @@ from detectron2.utils.file_io import PathManager
 from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from qbheat_det.checkpoint import ExactCheckpointer, bare_backbone, info_of, read_weights
+from qbheat_det.checkpoint import ExactCheckpointer, refuse_encoder
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES, MAPPERS_OF_CLASSES, build_mapper
 
@@ -222,12 +222,7 @@ def build_predictor(
     Raises:
         UserError: the weights cannot be read, or do not fit the model of the config.
     """
-    info = info_of(cfg.MODEL.WEIGHTS)
-    if info and not (info.class_names or bare_backbone(read_weights(cfg.MODEL.WEIGHTS)[0])):
-        raise UserError(
-            f"'{cfg.MODEL.WEIGHTS}' is an encoder, which predicts neither boxes nor classes: train "
-            "a detector or a classifier on it"
-        )
+    refuse_encoder(cfg.MODEL.WEIGHTS)
     unloaded = cfg.clone()
     unloaded.defrost()
     unloaded.MODEL.WEIGHTS = ""
@@ -257,8 +252,7 @@ def predict_images(
     """Predicts on files and draws the boxes; files that cannot be read are skipped.
 
     Args:
-        predictor: a ``DefaultPredictor``, or another function from a (H, W, 3) BGR image,
-            whatever ``cfg.INPUT.FORMAT`` is, to {"instances"}.
+        predictor: from a BGR image (H, W, 3), whatever ``cfg.INPUT.FORMAT``, to {"instances"}.
         files: as of ``find_inputs``; images and frames are numbered from 1.
         cfg: ``MODEL.CATEGORY_IDS`` and ``INPUT.MAX_SIZE_TEST`` are read.
         score_threshold: boxes below it are neither drawn nor returned.

@@ -109,6 +109,7 @@ def test_bad_arguments_are_named_with_exit_code_2(
     probe = save_run(make_probe_config(), tmp_path / "run")
     pretrained = save_run(load_config(RECIPE, [w for p in OPTS.items() for w in p]), tmp_path / "p")
     out = f"--output {tmp_path / 'out'}"
+    (tmp_path / "m.onnx").touch()
     for words, named in (
         (f"--weights none.pth --images {photos} {out}", "'none.pth'"),
         (f"--weights {probe} --images nowhere {out}", "'nowhere'"),
