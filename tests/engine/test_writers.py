@@ -88,10 +88,15 @@ def test_a_resumed_run_writes_each_line_once(tmp_path: Path) -> None:
     assert path.read_text() == kept
 
 
-def test_tensorboard_hides_the_steps_that_are_repeated(tmp_path: Path) -> None:
+def test_tensorboard_hides_the_steps_that_are_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer as files
 
+    # Files of one second are read by the order of this number, as text: 10 comes before 9.
+    monkeypatch.setattr(files, "_global_uid", files.AtomicCounter(0))
     run(make_config(tmp_path), start=0, end=6)
     run(make_config(tmp_path), start=4, end=10)
     events = EventAccumulator(str(tmp_path)).Reload()
