@@ -108,7 +108,7 @@ class Worker:
         Raises:
             UserError: a shard or a table cannot be had.
         """
-        rows: list[Row] = [{"source": item.source, "file": item.file} for item in chunk.items]
+        rows: list[Row] = [dict(zip(("source", "file"), i.names, strict=True)) for i in chunk.items]
         with open_items(chunk.items) as paths:
             for start in range(0, len(rows), self._batch_size):
                 images = {}
@@ -116,7 +116,7 @@ class Worker:
                     try:
                         images[number] = self._read(paths[number])
                     except UnreadableImage as error:
-                        rows[number]["error"] = str(error)
+                        rows[number]["error"] = str(error).encode(errors="replace").decode()
                 found = self._run(list(images.values())) if images else []
                 for number, row in zip(images, found, strict=True):
                     rows[number].update(row)

@@ -29,6 +29,11 @@ class Item(NamedTuple):
     path: str
     column: str = ""
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """Source and file as results have them: bytes of a file's name that are no text escaped."""
+        return escape(self.source), escape(self.file)
+
 
 class Chunk(NamedTuple):
     """What a worker gets at a time, and what one file of results, ``name``, holds."""
@@ -112,11 +117,16 @@ def cut_chunks(items: Sequence[Item], size: int, done: Collection[tuple[str, str
     """
     chunks = []
     for number, start in enumerate(range(0, len(items), size)):
-        part = [item for item in items[start : start + size] if item[:2] not in done]
+        part = [item for item in items[start : start + size] if item.names not in done]
         if part:
             digest = hashlib.sha256(json.dumps(part).encode()).hexdigest()[:16]
             chunks.append(Chunk(f"part-{number:08d}-{digest}.parquet", part))
     return chunks
+
+
+def escape(text: str) -> str:
+    """Returns a text without what UTF-8 cannot write, such as bytes of a name that are no text."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 @contextlib.contextmanager

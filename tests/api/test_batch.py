@@ -4,6 +4,7 @@
 import importlib.util
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,21 @@ def test_a_run_that_was_killed_goes_on_and_new_images_are_added(
     assert not list(out.glob(".*incomplete"))
     monkeypatch.setattr(batch, "Worker", None)  # nothing is left to do
     assert run_batch(job(detector), [str(photos)], out, resume=True) == done
+
+
+def test_a_file_whose_name_is_no_text_has_a_row_and_is_known_again(
+    photos: Path, detector: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(photos, tmp_path / "photos"))
+    name = b"bad\xff.jpg"
+    shutil.copy(next(photos.glob("*.jpg")), folder / os.fsdecode(name))
+    (folder / os.fsdecode(b"broken\xfe.jpg")).write_text("no image")
+    for resume in (False, True):
+        found = run_batch(job(detector), [str(folder)], tmp_path / "out", resume=resume)
+    rows = read(tmp_path / "out")
+    assert found[0] == len(rows) == len({row["file"] for row in rows})
+    assert {"bad\\udcff.jpg", "broken\\udcfe.jpg"} < {row["file"] for row in rows}
+    json.dumps(rows).encode()
 
 
 def test_features_are_the_mean_of_the_map_and_the_first_token(tmp_path: Path) -> None:
