@@ -90,10 +90,12 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
     missing = [name for name in _ADDRESS_VARIABLES if name not in os.environ]
     if missing:
         raise UserError(f"RANK is set, but not {' and '.join(missing)}: start with {_TORCHRUN}")
-    found, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
-    # The store outlives a restart by torchrun, with the addresses of processes that are gone.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"attempt_{attempt}_of_{world_size}", found)
+    store, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # The store outlives a restart by torchrun, with the addresses of processes that are gone.
+        # Several machines count restarts apart: docs/distributed.md gives them a new store.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"attempt_{attempt}", store)
     try:
         backend = _choose_backend(args)
         dist.init_process_group(
