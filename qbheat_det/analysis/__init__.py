@@ -9,12 +9,8 @@ from qbheat_det.core.figures import FIGURES, Figure
 from .complexity import CountingRule, count_detector_madds, count_madds, count_parameters
 
 __all__ = [
-    "CountingRule",
-    "count_detector_madds",
-    "count_madds",
-    "count_parameters",
-    "load_figures",
-]
+    "CountingRule", "count_detector_madds", "count_madds", "count_parameters", "load_figures",
+]  # fmt: skip
 
 _MODULES = (
     "attention",

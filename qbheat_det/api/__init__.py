@@ -8,12 +8,6 @@ from .loading import load
 from .results import Detections, save_annotations
 
 __all__ = [
-    "Detections",
-    "Detector",
-    "Encoder",
-    "Job",
-    "load",
-    "predict_files",
-    "run_batch",
+    "Detections", "Detector", "Encoder", "Job", "load", "predict_files", "run_batch",
     "save_annotations",
-]
+]  # fmt: skip

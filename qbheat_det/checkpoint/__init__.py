@@ -18,23 +18,8 @@ from .weights_file import (
 )
 
 __all__ = [
-    "ExactCheckpointer",
-    "LoadReport",
-    "SafeCheckpointer",
-    "TimmWeights",
-    "WeightsInfo",
-    "bare_backbone",
-    "check_exact",
-    "check_weights_file",
-    "class_names_of",
-    "find_weights",
-    "fit_weights",
-    "info_of",
-    "load_embedded_config",
-    "load_run_config",
-    "local_weights",
-    "read_weights",
-    "refuse_encoder",
-    "save_weights",
-    "without_children",
-]
+    "ExactCheckpointer", "LoadReport", "SafeCheckpointer", "TimmWeights", "WeightsInfo",
+    "bare_backbone", "check_exact", "check_weights_file", "class_names_of", "find_weights",
+    "fit_weights", "info_of", "load_embedded_config", "load_run_config", "local_weights",
+    "read_weights", "refuse_encoder", "save_weights", "without_children",
+]  # fmt: skip

@@ -5,11 +5,6 @@ from .defaults import add_qbheat_config, get_cfg
 from .loading import dump_config, find_config, find_memory_format, get_config_path, load_config
 
 __all__ = [
-    "add_qbheat_config",
-    "dump_config",
-    "find_config",
-    "find_memory_format",
-    "get_cfg",
-    "get_config_path",
-    "load_config",
-]
+    "add_qbheat_config", "dump_config", "find_config", "find_memory_format", "get_cfg",
+    "get_config_path", "load_config",
+]  # fmt: skip

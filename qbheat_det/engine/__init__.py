@@ -8,11 +8,6 @@ from .trainer import Trainer, evaluate
 from .writers import write_run_record
 
 __all__ = [
-    "RunFlags",
-    "Trainer",
-    "build_config",
-    "evaluate",
-    "run_distributed",
-    "setup",
+    "RunFlags", "Trainer", "build_config", "evaluate", "run_distributed", "setup",
     "write_run_record",
-]
+]  # fmt: skip

@@ -13,14 +13,7 @@ from .classification import (
 from .coco import CocoEvaluator, complete_annotations, resolve_coco_library
 
 __all__ = [
-    "ClassificationEvaluator",
-    "CocoEvaluator",
-    "build_evaluator",
-    "complete_annotations",
-    "extract_features",
-    "find_confusions",
-    "measure_ranks",
-    "rank_true_class",
-    "resolve_coco_library",
-    "score_neighbours",
-]
+    "ClassificationEvaluator", "CocoEvaluator", "build_evaluator", "complete_annotations",
+    "extract_features", "find_confusions", "measure_ranks", "rank_true_class",
+    "resolve_coco_library", "score_neighbours",
+]  # fmt: skip

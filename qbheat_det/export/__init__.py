@@ -14,14 +14,7 @@ from .runtime import (
 from .shared_encoder import export_shared_encoder
 
 __all__ = [
-    "EXPORTED_SUFFIXES",
-    "ExportInfo",
-    "ExportReport",
-    "ExportedModel",
-    "ExportedPredictor",
-    "SharedEncoderModel",
-    "build_exported_scorer",
-    "export_backbone",
-    "export_model",
+    "EXPORTED_SUFFIXES", "ExportInfo", "ExportReport", "ExportedModel", "ExportedPredictor",
+    "SharedEncoderModel", "build_exported_scorer", "export_backbone", "export_model",
     "export_shared_encoder",
-]
+]  # fmt: skip

@@ -25,27 +25,8 @@ from .mobile_former_block import (
 from .padded_maps import SinePositionEncoding, halve, padding_mask, resize_bilinear, zero_padding
 
 __all__ = [
-    "DepthwiseConv2d",
-    "DownMobile",
-    "Dropout",
-    "DynamicReLU",
-    "Former",
-    "FormerToMobile",
-    "Linear",
-    "LiteBottleneck",
-    "MapAttention",
-    "Mobile",
-    "MobileFormerBlock",
-    "MobileToFormer",
-    "NormedConv2d",
-    "SinePositionEncoding",
-    "depthwise",
-    "halve",
-    "linear",
-    "padding_mask",
-    "pointwise",
-    "read_attention",
-    "replace_linear_layers",
-    "resize_bilinear",
-    "zero_padding",
-]
+    "DepthwiseConv2d", "DownMobile", "Dropout", "DynamicReLU", "Former", "FormerToMobile", "Linear",
+    "LiteBottleneck", "MapAttention", "Mobile", "MobileFormerBlock", "MobileToFormer",
+    "NormedConv2d", "SinePositionEncoding", "depthwise", "halve", "linear", "padding_mask",
+    "pointwise", "read_attention", "replace_linear_layers", "resize_bilinear", "zero_padding",
+]  # fmt: skip

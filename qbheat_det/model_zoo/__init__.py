@@ -15,18 +15,7 @@ from .index import Fingerprint, Metric, OutputStats, ZooEntry, find_entry, list_
 from .sources import ZooWeights
 
 __all__ = [
-    "Fingerprint",
-    "Metric",
-    "OutputStats",
-    "ZooEntry",
-    "ZooWeights",
-    "find_entry",
-    "get",
-    "get_address",
-    "get_checkpoint",
-    "get_config",
-    "get_config_file",
-    "list",
-    "list_entries",
+    "Fingerprint", "Metric", "OutputStats", "ZooEntry", "ZooWeights", "find_entry", "get",
+    "get_address", "get_checkpoint", "get_config", "get_config_file", "list", "list_entries",
     "load_index",
-]
+]  # fmt: skip

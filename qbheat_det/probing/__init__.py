@@ -7,14 +7,6 @@ from .run import BackboneProbe, find_feature
 from .transformer import TransformerSettings
 
 __all__ = [
-    "BackboneProbe",
-    "FrozenFeatures",
-    "ProbeSettings",
-    "TransformerSettings",
-    "cache_features",
-    "check_probes",
-    "depth_of",
-    "find_feature",
-    "run_probe",
-    "width_of",
-]
+    "BackboneProbe", "FrozenFeatures", "ProbeSettings", "TransformerSettings", "cache_features",
+    "check_probes", "depth_of", "find_feature", "run_probe", "width_of",
+]  # fmt: skip

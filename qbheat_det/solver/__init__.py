@@ -5,11 +5,6 @@ from .optimizer import adamw, build_optimizer, layers_above, parameter_groups
 from .schedule import build_lr_scheduler, describe_schedule, resolve_schedule
 
 __all__ = [
-    "adamw",
-    "build_lr_scheduler",
-    "build_optimizer",
-    "describe_schedule",
-    "layers_above",
-    "parameter_groups",
-    "resolve_schedule",
-]
+    "adamw", "build_lr_scheduler", "build_optimizer", "describe_schedule", "layers_above",
+    "parameter_groups", "resolve_schedule",
+]  # fmt: skip

@@ -19,18 +19,9 @@ from .fixed_views import VIEW_ROW, CachedViews, FixedViews, Mapper, PreparedMapp
 from .pretraining import PretrainingMapper, TwoViewMapper
 
 __all__ = [
-    "VIEW_ROW",
-    "CachedViews",
-    "ClassificationMapper",
-    "DetrDatasetMapper",
-    "FixedViews",
-    "Mapper",
-    "PreparedMapper",
-    "PretrainingMapper",
-    "TwoViewMapper",
-    "build_detr_crop",
-    "number_records",
-]
+    "VIEW_ROW", "CachedViews", "ClassificationMapper", "DetrDatasetMapper", "FixedViews", "Mapper",
+    "PreparedMapper", "PretrainingMapper", "TwoViewMapper", "build_detr_crop", "number_records",
+]  # fmt: skip
 
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
     "default": DatasetMapper,

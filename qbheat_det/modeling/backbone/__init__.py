@@ -14,14 +14,7 @@ from .mobile_former_archs import (
 from .timm_backbone import TimmBackbone, register_timm_backbone
 
 __all__ = [
-    "MOBILE_FORMER_ARCHS",
-    "CachedBackbone",
-    "MobileFormer",
-    "MobileFormerArch",
-    "TimmBackbone",
-    "arch_of_rows",
-    "build_mobile_former_fpn_backbone",
-    "named_arch",
-    "register_timm_backbone",
+    "MOBILE_FORMER_ARCHS", "CachedBackbone", "MobileFormer", "MobileFormerArch", "TimmBackbone",
+    "arch_of_rows", "build_mobile_former_fpn_backbone", "named_arch", "register_timm_backbone",
     "shapes_of",
-]
+]  # fmt: skip

@@ -5,9 +5,5 @@ from .image_classifier import ImageClassifier, LinearDecoder, TransformerDecoder
 from .timm_mobile_former import TIMM_NAMES, TimmMobileFormer
 
 __all__ = [
-    "TIMM_NAMES",
-    "ImageClassifier",
-    "LinearDecoder",
-    "TimmMobileFormer",
-    "TransformerDecoder",
-]
+    "TIMM_NAMES", "ImageClassifier", "LinearDecoder", "TimmMobileFormer", "TransformerDecoder",
+]  # fmt: skip

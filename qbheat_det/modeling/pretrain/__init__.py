@@ -11,22 +11,8 @@ from .reconstruction import ReconstructionLoss, ReconstructionModel
 from .wasserstein import WassersteinDependency
 
 __all__ = [
-    "CORNERS",
-    "QUADRANTS",
-    "QUADRANTS_OF",
-    "FeatureDistillation",
-    "HeatPredictor",
-    "InterpolatedMasking",
-    "MaskTokenMasking",
-    "MoCo",
-    "QBHeat",
-    "ReconstructionDecoder",
-    "ReconstructionLoss",
-    "ReconstructionModel",
-    "VisibleQuarters",
-    "WassersteinDependency",
-    "patchify",
-    "take",
-    "unpatchify",
-    "visible_positions",
-]
+    "CORNERS", "QUADRANTS", "QUADRANTS_OF", "FeatureDistillation", "HeatPredictor",
+    "InterpolatedMasking", "MaskTokenMasking", "MoCo", "QBHeat", "ReconstructionDecoder",
+    "ReconstructionLoss", "ReconstructionModel", "VisibleQuarters", "WassersteinDependency",
+    "patchify", "take", "unpatchify", "visible_positions",
+]  # fmt: skip
