@@ -179,7 +179,7 @@ def evaluate_weights(cfg: "CfgNode", held_out: Records) -> dict[str, float]:
 
     from qbheat_det.checkpoint import ExactCheckpointer
     from qbheat_det.data import ImageBatches, build_mapper, with_views
-    from qbheat_det.evaluation.build import HeldOutLossEvaluator
+    from qbheat_det.evaluation import HeldOutLossEvaluator
     from qbheat_det.modeling.contracts import get_views
 
     model = build_model(cfg).eval()

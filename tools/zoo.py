@@ -228,7 +228,7 @@ def add_table(parser: argparse.ArgumentParser) -> None:
 
 
 def run_table(args: argparse.Namespace) -> int:
-    from qbheat_det.model_zoo.table import write_table
+    from qbheat_det.model_zoo.add import write_table
 
     print(write_table())
     return 0

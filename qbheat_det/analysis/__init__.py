@@ -21,7 +21,6 @@ _MODULES = (
     "detections",
     "probes",
     "propagation",
-    "queries",
     "reconstruction",
     "spectrum",
 )

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
-from qbheat_det.evaluation.build import HeldOutLossEvaluator
+from qbheat_det.evaluation import HeldOutLossEvaluator
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain import (
     QUADRANTS,

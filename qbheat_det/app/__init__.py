@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qbheat_det.core.errors import UserError
 
-from .models import Models
+from .uploads import Models
 
 __all__ = ["Models", "serve"]
 

@@ -15,7 +15,6 @@ from starlette.middleware import Middleware
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine.video import VIDEO_SUFFIXES
 
-from .models import Models
 from .uploads import (
     IMAGE_SUFFIXES,
     LOWEST_SCORE,
@@ -23,6 +22,7 @@ from .uploads import (
     MAX_FILES,
     MAX_FRAMES,
     Found,
+    Models,
     detect,
     draw_encoder,
     remove_old_files,

@@ -1,11 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What the page does with uploads: checks, boxes, and pictures of what an encoder sees.
+"""What the page does: models, checks of uploads, boxes, and pictures of what an encoder sees.
+
+The models are those of the command line and of the zoo, and no others.
 
 Uploads are checked before a decoder sees them: images are of four formats, and videos begin as
 their container does. Other formats can run programs (EPS) or name files to read (playlists).
 """
 
 import contextlib
+import functools
 import json
 import time
 import warnings
@@ -22,11 +25,13 @@ import PIL.ImageOps
 
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.run import Run
-from qbheat_det.api import Detections, Detector
+from qbheat_det.analysis.run import Kind, Run
+from qbheat_det.api import Detections, Detector, load
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
 from qbheat_det.engine.video import VIDEO_SUFFIXES, Image, UnreadableImage, open_video, read_video
+from qbheat_det.model_zoo.api import get_address
+from qbheat_det.model_zoo.index import find_entry, list_entries
 
 MAX_FILES, MAX_BYTES, MAX_PIXELS, MAX_FRAMES = 20, 50 * 2**20, 50_000_000, 300
 LOWEST_SCORE = 0.05
@@ -228,3 +233,59 @@ def remove_old_files(folder: Path, age: float) -> None:
     for path in sorted(old, reverse=True):  # files before the folder that they lie in
         with contextlib.suppress(OSError):  # a folder with files that are younger
             path.rmdir() if path.is_dir() else path.unlink()
+
+
+_KINDS: dict[str, Kind] = {"detection": "detector", "pretraining": "pretraining"}  # by task
+
+
+class Models:
+    """What the page offers, opened when first used; the last two models of each kind are kept.
+
+    Attributes:
+        kinds: by label, the user's own models first.
+    """
+
+    def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
+        """
+        Args:
+            weights: files, folders of runs or names in the zoo, beside all of the zoo's entries.
+            device: "cpu" or "cuda"; None takes the GPU if there is one.
+
+        Raises:
+            UserError: a file, folder or entry does not exist.
+        """
+        self.kinds: dict[str, Kind] = {}
+        self._places: dict[str, str] = {}
+        self._device = device
+        for name in weights:
+            if Path(name).exists():
+                run = Run.open(name)
+                self._add(run.label, str(run.weights), run.kind)
+            else:
+                self._add_entry(name)
+        # QB-Heat first: only it reconstructs. Of timm's encoders there is nothing to draw.
+        for entry in sorted(list_entries(), key=lambda entry: "qb_heat" not in entry.config):
+            if entry.distribution is None:
+                self._add_entry(entry.name)
+        self.open_detector = functools.lru_cache(maxsize=2)(self._open_detector)
+        self.open_run = functools.lru_cache(maxsize=2)(self._open_run)
+
+    def list_detectors(self) -> list[str]:
+        """Returns the labels of the models that find boxes."""
+        return [label for label, kind in self.kinds.items() if kind == "detector"]
+
+    def _add_entry(self, name: str) -> None:
+        entry = find_entry(name)
+        self._add(entry.name, get_address(entry.name), _KINDS.get(entry.task, "classifier"))
+
+    def _add(self, label: str, place: str, kind: Kind) -> None:
+        self.kinds.setdefault(label, kind)
+        self._places.setdefault(label, place)
+
+    def _open_detector(self, label: str) -> Detector:
+        detector = load(self._places[label], device=self._device)
+        assert isinstance(detector, Detector)
+        return detector
+
+    def _open_run(self, label: str) -> Run:
+        return Run.open(self._places[label], label=label, device=self._device)

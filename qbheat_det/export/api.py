@@ -31,10 +31,9 @@ from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
 
 from .agreement import ExportReport, build_reference, fit_image, measure_agreement
-from .formats import METADATA_KEY, write_onnx, write_torch_export
+from .formats import METADATA_KEY, quantize_onnx, write_onnx, write_torch_export
 from .graph import build_exportable, trace_images
 from .heads import suppress_operator, suppress_overlaps
-from .quantization import quantize_onnx
 from .runtime import EXPORTED_SUFFIXES, ExportedModel, Images
 
 TOLERANCE = 1e-4

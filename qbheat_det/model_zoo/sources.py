@@ -4,9 +4,10 @@
 the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, and the address
 ``$QBHEAT_ZOO_URL`` or, for some entries, a package of Python's package index.
 
-Of entries that share an encoder, the file without it is looked for, and joined with the encoder in
-the folder of downloads. Only a file with the SHA-256 of the index is used; one of the same name
-with another content is an error and not skipped. Importing this module lets Detectron2's path
+Of entries that share a frozen encoder, the *part* is looked for, a file of a few MB whose tensors
+of the encoder are empty; joined with the encoder's file in the folder of downloads, it is the whole
+file, always with the same bytes. Only a file with the SHA-256 of the index is used; one of the same
+name with another content is an error and not skipped. Importing this module lets Detectron2's path
 manager resolve ``qbheat://NAME``.
 """
 
@@ -18,14 +19,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
+from torch import Tensor
 
-from qbheat_det.checkpoint import bare_backbone, read_weights
+from qbheat_det.checkpoint import WeightsInfo, bare_backbone, read_weights, save_weights
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.matching import BELOW_FPN
 from qbheat_det.checkpoint.weights_file import BACKBONE_NAMES
@@ -34,7 +37,6 @@ from qbheat_det.core.files import file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_bytes, one_line
 
 from .index import PREFIX, Distribution, ZooEntry, find_entry, zoo_folders
-from .shared_encoder import write_whole
 
 SHIPPED = Path(__file__).with_name("weights")
 
@@ -179,6 +181,47 @@ def _remote_address(entry: ZooEntry) -> str:
     if url and not url.startswith(("http://", "https://")):
         raise UserError(f"$QBHEAT_ZOO_URL is '{url}', which is no http:// or https:// address")
     return f"{url}/{entry.file}" if url else ""
+
+
+def write_part(whole: Path, encoder: Path, part: Path) -> None:
+    """Writes weights without the tensors of their encoder.
+
+    Args:
+        whole: trained weights, with their config.
+        encoder: weights of the frozen encoder, alone or with other modules.
+        part: the new file.
+
+    Raises:
+        UserError: the two encoders differ, or the weights have no config.
+    """
+    state, info = _read_described(whole)
+    own, known = bare_backbone(state), _read_encoder(encoder)
+    for name, short in own.items():
+        if short not in known or not torch.equal(state[name], known[short]):
+            raise UserError(f"the encoder of '{whole}' is not that of '{encoder}': see '{name}'")
+    empty = {name: state[name].new_empty(0) for name in own}
+    save_weights(str(part), {**state, **empty}, info)
+
+
+def write_whole(part: Path, encoder: Path, whole: Path) -> None:
+    """Joins what ``write_part`` has split."""
+    state, info = _read_described(part)
+    known = _read_encoder(encoder)
+    joined = {name: known[short] for name, short in bare_backbone(state).items()}
+    save_weights(str(whole), {**state, **joined}, info)
+
+
+def _read_described(path: Path) -> tuple[dict[str, Tensor], WeightsInfo]:
+    state, info = read_weights(str(path))
+    if info is None:
+        raise UserError(f"'{path}' has no config inside")
+    return state, info
+
+
+def _read_encoder(path: Path) -> Mapping[str, Tensor]:
+    """Returns tensors by their names in a backbone."""
+    state, _ = read_weights(str(path))
+    return {short: state[name] for name, short in bare_backbone(state).items()} or state
 
 
 PathManager.register_handler(ZooWeights())

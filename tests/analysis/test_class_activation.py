@@ -15,9 +15,11 @@ from torch.testing import assert_close
 from qbheat_det.analysis.attention import (
     choose_blocks,
     draw_attention,
+    draw_queries,
     find_mobile_former,
     list_blocks,
     read_bridges,
+    read_queries,
 )
 from qbheat_det.analysis.class_activation import (
     FloatMap,
@@ -28,7 +30,6 @@ from qbheat_det.analysis.class_activation import (
 )
 from qbheat_det.analysis.confusion_matrix import draw_classes, draw_confusion, plot_confusion
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.queries import draw_queries, read_queries
 from qbheat_det.analysis.run import Run
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from qbheat_det.checkpoint import SafeCheckpointer, read_weights
-from qbheat_det.checkpoint.convert import RESNETS, build_resnet, convert_weights, torchvision_name
-from qbheat_det.checkpoint.official_mobile_former import convert_official, find_size
+from qbheat_det.checkpoint.convert import (
+    RESNETS,
+    build_resnet,
+    convert_official,
+    convert_weights,
+    find_size,
+    torchvision_name,
+)
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer

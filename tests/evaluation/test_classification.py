@@ -16,11 +16,11 @@ from torch.testing import assert_close
 from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import (
     ClassificationEvaluator,
+    HeldOutLossEvaluator,
     find_confusions,
     measure_ranks,
     score_neighbours,
 )
-from qbheat_det.evaluation.build import HeldOutLossEvaluator
 from qbheat_det.evaluation.classification import predict, rank_true_class, rank_true_classes
 
 NAMES = [f"class {i}" for i in range(7)]

@@ -22,9 +22,9 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import Metric, find_entry, index, list_entries, load_index, sources
+from qbheat_det.model_zoo.add import ZOO_FILE, render_entries, write_table
 from qbheat_det.model_zoo.index import to_plain
 from qbheat_det.model_zoo.sources import _write_pytorch
-from qbheat_det.model_zoo.table import ZOO_FILE, render_entries, write_table
 
 from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained, make_entry, save_index
 
