@@ -138,11 +138,8 @@ def draw_attention(
 ) -> Figure:
     """Draws both bridges of the blocks of ``choose_blocks`` over images.
 
-    ``attention_heads`` are their mean, or a row for each.
-
-    Raises:
-        NotApplicable: no run has a Mobile-Former with tokens.
-        UserError: no run is left, one because of an error.
+    ``attention_heads`` are their mean, or a row for each. Raises ``NotApplicable`` if no run has a
+    Mobile-Former with tokens.
     """
     size = find_size(runs, _PAPER_SIZE)
     results = run_on_images(
@@ -263,9 +260,7 @@ _Detected = list[tuple[plotting.RGBImage, QueryAttention, list[str]]]
 def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: int = 3) -> Figure:
     """Draws the attention of the queries of the most confident ``query_boxes`` of each image.
 
-    Raises:
-        NotApplicable: no run is an MF-DETR.
-        UserError: no run is left, one because of an error.
+    Raises ``NotApplicable`` if no run is an MF-DETR.
     """
     results = run_on_images(
         runs,

@@ -82,10 +82,8 @@ def _fold_normalization(decoder: LinearDecoder) -> tuple[Tensor, Tensor]:
 def solve_steady_heat(values: npt.ArrayLike) -> FloatMap:
     """Solves Laplace's equation inside the border of maps (..., H, W), by the five-point stencil.
 
-    The outermost values are given; the others become the mean of their four neighbours.
-
-    Raises:
-        NotApplicable: a map has nothing inside its border.
+    The outermost values are given; the others become the mean of their four neighbours. Raises
+    ``NotApplicable`` if there is nothing inside the border.
     """
     maps = np.array(values, dtype=np.float64)
     height, width = maps.shape[-2:]

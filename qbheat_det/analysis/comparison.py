@@ -182,11 +182,7 @@ def _end_with_parent() -> None:
 
 
 def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[str, str]) -> str:
-    """Writes ``comparison.json`` and ``comparison.md``; returns the tables.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+    """Writes ``comparison.json`` and ``comparison.md``; returns the tables."""
     probes = [(row, json.loads(path.read_bytes())) for row in rows
               if (path := row.folder / "probes" / "rows.json").is_file()]  # fmt: skip
     summary = summarize([(row, measure_row(comparison, row)) for row in rows])

@@ -109,9 +109,8 @@ class Row:
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
     """Returns objectives by name or config file; all of the package, random first, by default.
 
-    Raises:
-        UserError: an objective is unknown or named twice, a config is not valid, or two have
-            different encoders or image sizes.
+    Raises a ``UserError`` if one is unknown or named twice, a config is not valid, or two have
+    different encoders or image sizes.
     """
     folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
     files = {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
@@ -133,11 +132,7 @@ def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Obj
 
 
 def list_rows(comparison: Comparison) -> list[Row]:
-    """Returns all rows with their jobs, the first seed of every objective first.
-
-    Raises:
-        UserError: a folder of images or a config is not valid.
-    """
+    """Returns all rows with their jobs, the first seed of every objective first."""
     rows = []
     for seed in comparison.seeds:
         for objective in comparison.objectives:

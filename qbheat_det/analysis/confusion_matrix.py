@@ -32,11 +32,7 @@ _EXPLANATION = (
 
 @register_figure("classes")
 def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws the confusion matrix of each classifier's last evaluation.
-
-    Raises:
-        NotApplicable: there is no classifier that was evaluated.
-    """
+    """Draws the confusion matrix of each classifier's last evaluation."""
     results = run_each(
         runs,
         lambda run: read_confusions(_find_file(run)),
@@ -59,11 +55,7 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
 
 def draw_confusion(classification_json: Path, output_png: Path) -> None:
-    """Draws the confusion matrix of an evaluation.
-
-    Raises:
-        UserError: the image cannot be written.
-    """
+    """Draws the confusion matrix of an evaluation."""
     names, counts = read_confusions(classification_json)
     figure = plot_confusion(counts, names, title=classification_json.parent.name)
     write_atomically(output_png, chart_image(figure, format="png").content)

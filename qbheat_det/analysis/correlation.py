@@ -54,10 +54,8 @@ _EXPLANATION = (
 def measure_spatial_correlation(features: Tensor) -> Tensor:
     """From maps (N, C, H, W) to the mean |correlation| between two positions, (N,), in [0, 1].
 
-    A position whose features are all equal is correlated with none.
-
-    Raises:
-        NotApplicable: a map has less than two positions.
+    A position whose features are all equal is correlated with none. Raises ``NotApplicable`` for
+    maps of less than two positions.
     """
     vectors = features.float().flatten(2).transpose(1, 2)
     centred = vectors - vectors.mean(dim=-1, keepdim=True)
@@ -95,10 +93,6 @@ def draw_correlation(
 
     ``size`` is the side of the images, None for that of the first run; ``map`` the name of the
     feature map, None for the one that each model reads.
-
-    Raises:
-        NotApplicable: no run has images or a feature map of at least two positions.
-        UserError: no run is left, one because of an error.
     """
     side = size or find_size(runs, _PAPER_SIZE)
     results = run_on_images(
@@ -129,16 +123,7 @@ def draw_correlation(
 def measure_in_training(
     model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
 ) -> Figure:
-    """Measures the spatial correlation of the map that the model reads; draws nothing.
-
-    Args:
-        model: a ``FixedSizeModel``, in the mode in which it is measured.
-        load_images: from a number of images to so many mapped entries.
-        cfg: of the run; nothing in it is read.
-
-    Raises:
-        NotApplicable: the model has no images of one size.
-    """
+    """Measures the spatial correlation of the map that the model reads; draws nothing."""
     if not isinstance(model, FixedSizeModel):
         raise NotApplicable(f"{type(model).__name__} has no images of one size")
     entries = load_images(_NUM_IMAGES)

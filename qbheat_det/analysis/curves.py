@@ -42,11 +42,7 @@ _EXPLANATION = (
 
 @register_figure("curves")
 def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "epochs") -> Figure:
-    """Draws each logged quantity, one line per run.
-
-    Raises:
-        NotApplicable: no run has a log with positions on the axis.
-    """
+    """Draws each logged quantity, one line per run."""
     logged = [run for run in runs if _find_length(run, axis)]
     left_out = [f"'{run.label}' has no metrics.json with {AXES[axis]}"
                 for run in runs if run not in logged]  # fmt: skip
@@ -93,11 +89,7 @@ def draw_training_curves(
 ) -> bool:
     """Draws losses, AP, learning rate and norm of the gradients of one run.
 
-    Returns:
-        Whether there was something to draw; otherwise no image is written.
-
-    Raises:
-        UserError: the image cannot be written.
+    Returns whether there was something to draw; otherwise no image is written.
     """
     records = read_metrics(Path(metrics_json)) if os.path.isfile(metrics_json) else []
     panels = {

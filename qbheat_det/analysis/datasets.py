@@ -83,8 +83,7 @@ def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
     """Returns the datasets that flags name, or else those of the config; those to train on first.
 
-    Raises:
-        UserError: flags do not fit together, data have no boxes, or there is no dataset.
+    Raises a ``UserError`` if flags do not fit together, data have no boxes, or there is no dataset.
     """
     train, val = open_flags(flags, "boxes")
     parts = {"train": train and train.train, "val": val and (val.val or val.train)}
@@ -103,11 +102,8 @@ def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
 def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     """Checks the annotations, the records and every image file of a dataset.
 
-    ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide
-    what training needs.
-
-    Raises:
-        UserError: there is no such dataset, annotation file or image folder.
+    ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide what
+    training needs. A missing dataset, annotation file or image folder is a ``UserError``.
     """
     named = source.source or _locate(source)
     origin = origin_of(named)

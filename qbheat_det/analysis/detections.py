@@ -106,11 +106,7 @@ def draw_detections(
 
 
 def read_set(name: str) -> DetectionSet:
-    """Reads the annotation file of a registered dataset.
-
-    Raises:
-        NotApplicable: the dataset has no annotation file in COCO's format, or no boxes.
-    """
+    """Reads the annotation file of a registered set; ``NotApplicable`` without one, or boxes."""
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
     # The file was checked when the set was registered.

@@ -119,9 +119,8 @@ def run_on_images(
 def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> SpreadEntries:
     """Returns so many images of a folder, else of the data of the first run that has any.
 
-    Raises:
-        NotApplicable: no folder is given, and no run has data on this machine.
-        UserError: none of the images of the folder can be read.
+    Raises ``NotApplicable`` where no run has data on this machine, a ``UserError`` if none of the
+    images of the folder can be read.
     """
     reasons: dict[str, None] = {}
     for run in runs:

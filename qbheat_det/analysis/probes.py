@@ -71,12 +71,7 @@ class ProbeResult:
 
 @register_figure("probes")
 def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws results of probes on the images of the first file.
-
-    Raises:
-        NotApplicable: there are no results of probes.
-        UserError: there are only files that cannot be read.
-    """
+    """Draws results of probes on the images of the first file."""
     tasks: list[str] = []
 
     def read(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
@@ -116,8 +111,7 @@ def plot_probes(content: Mapping[str, Any]) -> MplFigure:
 def read_probes(file: Path) -> tuple[dict[str, Any], list[ProbeResult]]:
     """Reads settings and results that ``tools/probe_backbone.py --json`` or a comparison wrote.
 
-    Raises:
-        UserError: the file cannot be read, or has no results.
+    Raises a ``UserError`` if the file cannot be read, or has no results.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -39,9 +39,7 @@ def find_generator(step: Tensor, offset: float) -> Tensor:
 
     Its exponential over Δx is the learned step z(x + Δx) = (I + M) z(x). It is complex where an
     eigenvalue of I + M is negative: no real A reverses a direction within one step.
-
-    Raises:
-        NotApplicable: I + M is singular and has no logarithm.
+    ``NotApplicable`` if I + M is singular and has no logarithm.
     """
     step = step.detach().cpu().double()
     whole = torch.eye(len(step), dtype=step.dtype) + step
@@ -116,11 +114,8 @@ def draw_beyond(
 ) -> Figure:
     """Propagates the features of whole images by ``distances`` beyond their borders, and decodes.
 
-    ``scale`` says whose linear models are used.
-
-    Raises:
-        NotApplicable: no run has the linear models of QB-Heat, or there are no images.
-        UserError: no run is left, one because of an error.
+    ``scale`` says whose linear models are used. Raises ``NotApplicable`` if no run has those of
+    QB-Heat, or there are no images.
     """
     results = run_on_images(
         runs,

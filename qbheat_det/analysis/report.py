@@ -128,11 +128,7 @@ def describe_runs(runs: Iterable[Run]) -> Table:
 def write_page(
     path: Path, title: str, runs: Table, results: Sequence[FigureResult], command: str
 ) -> None:
-    """Writes the table of runs, all figures, and the reasons of those that are missing.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes the table of runs, all figures, and the reasons of those that are missing."""
     figures = [result.figure for result in results if result.figure is not None]
     missing = [(result.name, result.reason) for result in results if result.figure is None]
     sections = [Figure("runs", "Runs", table=runs), *figures]

@@ -145,8 +145,7 @@ class Run:
     def find_set(self, split: Split = "test") -> str:
         """Returns the registered name of the run's first data set of a split, see ``run.json``.
 
-        Raises:
-            NotApplicable: the run had none, or they are not on this machine.
+        Raises ``NotApplicable`` if the run had none, or they are not on this machine.
         """
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
@@ -171,10 +170,8 @@ class Run:
         """Returns entries of the run's mapper in inference, spread evenly over all images.
 
         These are of the folder ``images``, else of the run's test set, else of its training set.
-
-        Raises:
-            NotApplicable: no folder is given, and the run's data are not on this machine.
-            UserError: the folder has no image, or none can be read.
+        Raises ``NotApplicable`` if these are not on this machine, a ``UserError`` if no image can
+        be read.
         """
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"

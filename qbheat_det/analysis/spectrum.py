@@ -111,11 +111,9 @@ def list_linear_models(predictor: HeatPredictor) -> Models:
 
 
 def read_linear_models(path: Path, label: str) -> Models:
-    """Reads the linear models of a checkpoint.
+    """Reads the linear models of a checkpoint; ``NotApplicable`` if it has none.
 
-    Raises:
-        NotApplicable: the file has no linear models.
-        UserError: the file cannot be read, or its linear models are incomplete.
+    Raises a ``UserError`` if the file cannot be read, or its linear models are incomplete.
     """
     weights, _ = read_weights(str(path))
     state = {

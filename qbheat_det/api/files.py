@@ -133,8 +133,7 @@ def open_weights(
 def build_detector(weights: str, cfg: CfgNode) -> BatchPredictor:
     """Returns a detector or classifier, deployed if ``MODEL.DEPLOY.ENABLED``.
 
-    Raises:
-        UserError: the weights are of a pre-training, or do not fit the config.
+    Raises a ``UserError`` if the weights are of a pre-training, or do not fit the config.
     """
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
         raise UserError(

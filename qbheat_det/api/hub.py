@@ -47,11 +47,7 @@ The config is inside `{weights}`. Loading it runs no code from this repository.
 
 
 def save_pretrained(cfg: CfgNode, folder: Path, *, is_detector: bool) -> Path:
-    """Writes the weights of a config and a model card into a folder, and returns it.
-
-    Raises:
-        UserError: the weights cannot be read, or the folder cannot be written.
-    """
+    """Writes the weights of a config and a model card into a folder, and returns it."""
     state, info = read_weights(str(cfg.MODEL.WEIGHTS))
     if info is None or not info.config:
         info = WeightsInfo.from_config(cfg, iteration=0, commit="")
@@ -100,8 +96,7 @@ def push_to_hub(
 ) -> str:
     """Uploads the folder that ``save`` fills, and returns the address of the upload.
 
-    Raises:
-        UserError: ``repo_id`` is not "user/name", or the hub refuses or does not answer.
+    Raises a ``UserError`` if ``repo_id`` is not "user/name", or the hub refuses or does not answer.
     """
     _check_repo(repo_id)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,8 +119,7 @@ def push_to_hub(
 def download(address: str) -> str:
     """Returns the local file of ``hf://user/name`` or ``hf://user/name@revision``.
 
-    Raises:
-        UserError: the address has another form, or there is no such file.
+    Raises a ``UserError`` if the address has another form, or there is no such file.
     """
     repo_id, _, revision = address.removeprefix(HUB_PREFIX).partition("@")
     _check_repo(address.removeprefix(HUB_PREFIX))

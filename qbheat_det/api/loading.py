@@ -111,11 +111,7 @@ def _build_detector(cfg: CfgNode) -> Detector:
 
 
 def _build_exported(path: str, device: str | None) -> Detector | Encoder:
-    """Opens an exported detector or encoder.
-
-    Raises:
-        UserError: it cannot be opened, or is a classifier.
-    """
+    """Opens an exported detector or encoder; a ``UserError`` if it is a classifier."""
     exported = ExportedModel.open(path, device=device)
     cfg = exported.load_config()
     cfg.MODEL.WEIGHTS = path

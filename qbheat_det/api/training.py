@@ -22,16 +22,8 @@ from qbheat_det.engine.run_flags import RunFlags
 def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) -> dict[str, Any]:
     """Trains in each process, records the run, and draws its curves; see ``build_config``.
 
-    Args:
-        cfg: prepared by ``setup``.
-        resume: whether to continue the run in ``OUTPUT_DIR``.
-        allow_partial: start even if part of ``MODEL.WEIGHTS`` fits nowhere.
-
-    Returns:
-        The results of the last evaluation.
-
-    Raises:
-        UserError: the weights do not fit, or as ``Trainer``.
+    With ``allow_partial``, part of ``MODEL.WEIGHTS`` may fit nowhere; ``resume`` continues the run
+    in ``OUTPUT_DIR``. Returns the results of the last evaluation.
     """
     load_figures()
     trainer = Trainer(cfg, allow_partial=allow_partial)
@@ -66,11 +58,7 @@ def train_detector(
     overrides: Mapping[str, Any],
     **flags: Any,
 ) -> Run:
-    """Trains from the weights of a config on other data, see ``Detector.train``.
-
-    Raises:
-        UserError: a flag, an override or the data are not valid, or the folder holds a run.
-    """
+    """Trains from the weights of a config on other data, see ``Detector.train``."""
     folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
     if output is not None and (folder / "config.yaml").exists():
         raise UserError(f"'{folder}' holds a run: name another folder, or resume by qbheat train")

@@ -64,16 +64,10 @@ class _Headers:
 
 
 def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None:
-    """Serves the page until it is interrupted.
+    """Serves the page until it is interrupted; a ``UserError`` if the port is taken.
 
-    Args:
-        models: what visitors may choose.
-        folder: for temporary files.
-        host: address to listen on.
-        port: None takes a free one.
-
-    Raises:
-        UserError: the port is taken.
+    ``models`` are what visitors may choose; ``folder`` is for temporary files; ``port`` None takes
+    a free one.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Gradio's own dependencies

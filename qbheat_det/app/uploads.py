@@ -69,8 +69,7 @@ class Found:
 def open_image(path: Path) -> Image:
     """Reads an uploaded image: (H, W, 3), RGB, upright.
 
-    Raises:
-        UnreadableImage: it is none of the allowed formats, too large, or broken.
+    Raises ``UnreadableImage`` if it is none of the allowed formats, too large, or broken.
     """
     try:
         with warnings.catch_warnings():
@@ -91,8 +90,7 @@ def open_image(path: Path) -> Image:
 def open_frames(path: Path) -> tuple[Iterator[Image], float]:
     """Opens an uploaded video: its first ``MAX_FRAMES`` frames, RGB, and frames per second.
 
-    Raises:
-        UnreadableImage: the content is not that of its suffix, or its frames are too large.
+    Raises ``UnreadableImage`` for other content than its suffix says, or too large frames.
     """
     start, expected = _VIDEO_STARTS[path.suffix.lower()]
     with path.open("rb") as stream:
@@ -145,17 +143,11 @@ def select(detections: Detections, threshold: float, classes: Sequence[str]) -> 
 def render(
     found: Sequence[Found], folder: Path, *, threshold: float, classes: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[list[Any]], str]:
-    """Draws the boxes and writes them down.
+    """Draws the boxes of what ``detect`` found, and writes them into a folder.
 
-    Args:
-        found: as of ``detect``.
-        folder: is filled.
-        threshold: the least score.
-        classes: names of those to show; all where there are none.
-
-    Returns:
-        Drawn images with captions; rows of the table; the archive with ``boxes.json`` in COCO's
-        results format and the drawn files.
+    Those of at least the score ``threshold`` and of ``classes``; of all where none are named.
+    Returns drawn images with captions; rows of the table; the archive with ``boxes.json`` in COCO's
+    results format and the drawn files.
     """
     gallery, rows, boxes, files = [], [], [], []
     image_id = 0
@@ -194,8 +186,7 @@ def render(
 def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
     """Draws attention and reconstructions of an upload; returns images and their captions.
 
-    Raises:
-        UserError: the file is no image, or the model has neither tokens nor reconstructions.
+    Raises a ``UserError`` if the file is no image, or the model has nothing to draw.
     """
     images = folder / "input"
     images.mkdir()
@@ -219,12 +210,7 @@ def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
 
 
 def remove_old_files(folder: Path, age: float) -> None:
-    """Removes the files below a folder, and the folders, that have not changed for a time.
-
-    Args:
-        folder: stays itself.
-        age: in seconds.
-    """
+    """Removes what is below a folder and has not changed for ``age`` seconds."""
     limit, old = time.time() - age, []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

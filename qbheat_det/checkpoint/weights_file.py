@@ -134,8 +134,7 @@ def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
 def read_weights_file(path: str) -> WeightsFile:
     """Reads ``.safetensors``, or PyTorch's format for any other ending, onto the CPU.
 
-    Raises:
-        UserError: the file is missing, damaged or holds no weights, or reading it could run code.
+    Raises a ``UserError`` if it is missing, damaged or holds no weights, or reading could run code.
     """
     check_weights_file(path)
     path = local_weights(path)

@@ -213,11 +213,7 @@ def _is_on(value: object) -> bool:
 
 
 def check_timm_name(name: str) -> None:
-    """
-    Raises:
-        UserError: timm has no model of that name, and the sentence has the nearest ones; or the
-            name goes on with the tag of weights.
-    """
+    """Raises a ``UserError`` unless timm has a model of that name, which has no tag of weights."""
     import timm  # takes seconds, and most configs name none of its models
 
     model, _, tag = name.partition(".")

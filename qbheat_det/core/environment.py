@@ -21,11 +21,7 @@ _HOW_TO_INSTALL = (
 
 
 def require_detectron2() -> None:
-    """Checks that Detectron2 can be found, without importing it.
-
-    Raises:
-        ImportError: it cannot; the sentence names the two ways to install it.
-    """
+    """Raises an ``ImportError`` with the ways to install Detectron2 where it is not found."""
     spec = importlib.util.find_spec("detectron2")
     # A folder named detectron2, such as a checkout beside the script, is found without an origin.
     if spec is None or spec.origin is None:
@@ -35,10 +31,8 @@ def require_detectron2() -> None:
 def import_own_modules() -> None:
     """Imports the modules in ``$QBHEAT_IMPORT``, names with commas between, in their order.
 
-    It is an environment variable because configs may come from strangers, and code may not.
-
-    Raises:
-        ImportError: one of them is not found; the sentence names it and says where to put it.
+    It is an environment variable because configs may come from strangers, and code may not. An
+    ``ImportError`` names the module that is not found, and says where to put it.
     """
     for name in filter(None, map(str.strip, os.environ.get("QBHEAT_IMPORT", "").split(","))):
         try:

@@ -80,12 +80,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Figure])
 
 
 def register_figure(name: str, *, training: bool = False) -> Callable[[_Function], _Function]:
-    """Decorates a function that draws a figure.
+    """Decorates a function that draws a figure, in place of an earlier one of its name.
 
-    Args:
-        name: the key, which replaces an earlier function of that name.
-        training: add it to ``TRAINING_FIGURES`` instead of ``FIGURES``; see there for the arguments
-            that the function gets.
+    With ``training`` it goes to ``TRAINING_FIGURES`` instead of ``FIGURES``.
     """
 
     def register(function: _Function) -> _Function:
@@ -99,9 +96,6 @@ def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path
     """Writes ``<name><suffix>.json`` and ``<name>_<image><suffix>.<svg, jpg or png>``.
 
     Returns the paths, JSON first; stale images of an earlier figure of that name are removed.
-
-    Raises:
-        UserError: a file cannot be written.
     """
     files = {
         f"{figure.name}_{name}{suffix}{_SUFFIXES[image.media_type]}": image.content
@@ -135,11 +129,7 @@ def remove_figure(name: str, folder: Path) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Copies nested values as strict JSON: complex numbers as pairs, those not finite as null.
-
-    Raises:
-        TypeError: a value is neither a number, a string, an array nor a container of those.
-    """
+    """Copies nested values as strict JSON: complex numbers as pairs, those not finite as null."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, complex):

@@ -172,9 +172,7 @@ def _sync_folder(folder: Path) -> None:
 def file_lock(path: str | os.PathLike[str], waiting: str = "") -> Iterator[None]:
     """Holds ``path`` as a lock between processes; the system frees it if this process is killed.
 
-    Args:
-        path: of the lock's own file, which stays; its folder is made where it is missing.
-        waiting: is logged once if another process holds the lock.
+    It is the lock's own file, which stays; ``waiting`` is logged once if another process holds it.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)

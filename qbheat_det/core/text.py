@@ -32,13 +32,7 @@ def format_bytes(count: float) -> str:
 
 
 def join_first(items: Iterable[object], limit: int = 3, separator: str = ", ") -> str:
-    """Joins the first items and counts the others: ``"a, b, c and 5 more"``.
-
-    Args:
-        items: anything with a ``str``.
-        limit: items that are named.
-        separator: between them.
-    """
+    """Joins the first ``limit`` items and counts the others: ``"a, b, c and 5 more"``."""
     listed = [str(item) for item in items]
     shown = separator.join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit:,} more"

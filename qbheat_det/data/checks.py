@@ -55,8 +55,7 @@ def join_messages(errors: Iterable[DataError], limit: int = 10) -> str:
 def check_input_keys(*rows: tuple[str, object, bool, str]) -> None:
     """Checks values of ``INPUT``: rows of key, value, whether it is valid, and what it must be.
 
-    Raises:
-        UserError: names the key of the first that is not valid.
+    Raises a ``UserError`` that names the first key that is not valid.
     """
     for key, value, is_valid, must in rows:
         if not is_valid:

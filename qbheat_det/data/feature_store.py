@@ -98,9 +98,7 @@ class FeatureStore:
     def read(self, view_index: int) -> Stored:
         """Returns a view, in memory of its own, or what the mapper gave in its place.
 
-        Raises:
-            IndexError: there is no such view.
-            UserError: its file is gone, damaged or of another cache.
+        Raises a ``UserError`` if its file is gone, damaged or of another cache.
         """
         if not 0 <= view_index < self.num_views:
             raise IndexError(f"view {view_index} of {self.num_views}")

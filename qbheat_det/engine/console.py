@@ -28,9 +28,8 @@ _opened: list[logging.Handler] = []  # of the last run of this process
 def open_log(folder: Path, *, rank: int = 0) -> None:
     """Writes all messages to ``log.txt``, and prints the summary on the main process.
 
-    Args:
-        folder: of the run; a second run in one process no longer writes to the log of the first.
-        rank: of this process; others than the first write to ``log.txt.rank<rank>``.
+    A second run in one process no longer writes to the log of the first; processes of another
+    ``rank`` than 0 write to ``log.txt.rank<rank>``.
     """
     for handler in _opened:
         for name in _LOGGERS:

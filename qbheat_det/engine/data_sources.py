@@ -63,12 +63,7 @@ CUSTOM_SETS = (
 def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
     """Registers the data that flags name, and names them in the config, in place.
 
-    Args:
-        cfg: not frozen.
-        flags: see ``RunFlags``; already read.
-
-    Raises:
-        UserError: flags contradict each other or the config, or data are not sound.
+    Raises a ``UserError`` if flags contradict each other or the config, or data are not sound.
     """
     # A config that a run wrote names sets that its flags made, which are not here.
     data, knn, job = cfg.DATASETS, cfg.TEST.KNN, find_job(cfg)
@@ -160,8 +155,7 @@ def _find_sources(
 def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource | None]:
     """Returns what --data or --images name, and what --val or --val-images do.
 
-    Raises:
-        UserError: there is nothing, it is not for the ``job``, or images are not found.
+    Raises a ``UserError`` if there is nothing, it is not for the ``job``, or images are not found.
     """
     opened: list[DataSource | None] = []
     pairs = ((flags.data, list(flags.images)), (flags.val, list(flags.val_images)))
@@ -261,10 +255,8 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
     """Sets class count and names of the config, in place, and checks that all sets have these.
 
     They are those of the training images. In evaluation they are those in the file of the weights,
-    else of the config, else of the images to evaluate on.
-
-    Raises:
-        UserError: a set has no labels, or has images of other classes.
+    else of the config, else of the images to evaluate on. Raises a ``UserError`` if a set has no
+    labels, or images of other classes.
     """
     names: list[str] = []
     if eval_only:
@@ -281,11 +273,7 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
 
 
 def find_sources(cfg: CfgNode) -> dict[str, Source]:
-    """Returns the sources of the sets that flags named, by the set's name.
-
-    Args:
-        cfg: ``DATASETS.TRAIN``, ``DATASETS.TEST`` and ``TEST.KNN`` are read.
-    """
+    """Returns the sources of the sets of a config that flags named, by the set's name."""
     knn = cfg.TEST.KNN
     used = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *knn.TRAIN, *knn.VAL)
     return {name: MetadataCatalog.get(name).source for name in used if name in CUSTOM_SETS}
@@ -303,11 +291,6 @@ def read_spread(
     records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
 ) -> SpreadEntries:
     """Returns mapped images, spread evenly over the records; all if there are fewer.
-
-    Args:
-        records: of a data set.
-        mapper: from a copy of a record to what the model takes.
-        number: of images.
 
     An image that cannot be read, for which the mapper raises a ``UserError`` or returns something
     else than a dict, is replaced by the next that can.
@@ -332,12 +315,7 @@ def read_spread(
 def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
     """Returns images of the first test set, or of the first training set, mapped as in inference.
 
-    Args:
-        cfg: names the sets and the mapper.
-        number: the most images to return; the same ones each time.
-
-    Raises:
-        UserError: no image can be read.
+    At most ``number``, the same ones each time; a ``UserError`` if none can be read.
     """
     name = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)[0]
     images = read_spread(DatasetCatalog.get(name), build_mapper(cfg, is_train=False), number)

@@ -116,8 +116,7 @@ def scores_neighbours(cfg: CfgNode) -> bool:
 def check_neighbours(cfg: CfgNode) -> None:
     """Checks ``TEST.KNN`` and lists its images.
 
-    Raises:
-        UserError: a value is out of range, or the sets have different classes.
+    Raises a ``UserError`` if a value is out of range, or the sets have different classes.
     """
     keys = cfg.TEST.KNN
     if not (keys.TRAIN and keys.VAL):

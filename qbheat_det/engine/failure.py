@@ -63,13 +63,8 @@ class FailedStep:
 def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) -> UserError:
     """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns the error to raise.
 
-    If the file cannot be written, the error says so.
-
-    Args:
-        output_dir: the folder of the run.
-        iteration: of the step that failed.
-        rank: of this process.
-        state: arguments of ``dump_failure``, with the "losses" by name.
+    ``state`` are arguments of ``dump_failure``, with the "losses" by name. If the file cannot be
+    written, the error says so.
     """
     path = os.path.join(output_dir, f"failure_{iteration:07d}_rank{rank}.pt")
     try:
@@ -92,11 +87,7 @@ def dump_failure(
     batched_inputs: Sequence[BatchedInputs],
     **values: Any,
 ) -> None:
-    """Writes a failed step atomically; ``values`` are further attributes of ``FailedStep``.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes a failed step atomically; ``values`` are further attributes of ``FailedStep``."""
     weights = model.state_dict()
     step = FailedStep(
         config=dump_config(cfg),
@@ -114,8 +105,7 @@ def dump_failure(
 def read_failure(path: str | os.PathLike[str]) -> FailedStep:
     """Reads what ``dump_failure`` wrote, without running code that the file may contain.
 
-    Raises:
-        UserError: the file is missing, broken, or something else.
+    Raises a ``UserError`` if it is missing, broken, or something else.
     """
     if not Path(path).is_file():
         raise UserError(f"there is no file '{path}' to replay")

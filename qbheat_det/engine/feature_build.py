@@ -101,13 +101,7 @@ def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
 
 
 class AllViews(Dataset[Mapped]):
-    """The K views of each numbered record; those of row r have the indices r * K to r * K + K - 1.
-
-    Attributes:
-        records: of the set.
-        views: of each record.
-        count: K.
-    """
+    """The K views of each numbered record; those of row r have the indices from r * K on."""
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
         self.records = records
@@ -132,17 +126,9 @@ def fill(
 ) -> None:
     """Writes what is missing of a store; to be called by all processes of a run, which share it.
 
-    If another run fills the same store, waits until it is done, or killed.
-
-    Args:
-        store: as large as ``views``.
-        views: what is encoded.
-        encode: from mapped views to what is stored of them, such as a ``ViewEncoder``.
-        title: of the bar that shows progress.
-        num_workers: processes that load views ahead.
-
-    Raises:
-        UserError: the store cannot be written, or cannot hold what there is.
+    If another run fills the same store, waits until it is done, or killed. ``encode`` maps views to
+    what is stored of them, such as a ``ViewEncoder``; ``num_workers`` processes load views ahead.
+    Raises a ``UserError`` if the store cannot be written, or cannot hold what there is.
     """
     if not comm.all_gather(store.missing())[0]:
         return

@@ -80,10 +80,7 @@ class CachedFeatures:
         """Encodes what the caches lack, and makes the stream read from them.
 
         To be called on all processes, after the weights are loaded and before the first batch. The
-        stream's mapper is replaced.
-
-        Raises:
-            UserError: the disk is too small, or the features cannot be kept.
+        stream's mapper is replaced. Raises a ``UserError`` if the disk is too small.
         """
         if self._views is None:
             assert isinstance(stream.mapper, FixedViews)  # see check_cacheable
@@ -179,10 +176,8 @@ class CachedFeatures:
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
     """Replaces a model's encoder by a ``CachedBackbone``, if the config asks for it.
 
-    The model is changed in place, before an optimizer, wrapper or copy is made of it.
-
-    Raises:
-        UserError: this cannot be trained from a cache; the message says why.
+    The model is changed in place, before an optimizer, wrapper or copy is made of it. A
+    ``UserError`` says why it cannot be trained from a cache.
     """
     if not cfg.MODEL.CACHE_FEATURES.ENABLED:
         return None
@@ -193,8 +188,8 @@ def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None
 def check_cacheable(cfg: CfgNode) -> None:
     """Checks the keys of a config that has the cache on.
 
-    Raises:
-        UserError: there is no fixed number of views, or the recipe needs what a cache cannot give.
+    Raises a ``UserError`` if there is no fixed number of views, or the recipe needs what a cache
+    cannot give.
     """
     if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
         raise UserError(
@@ -220,11 +215,7 @@ def check_cacheable(cfg: CfgNode) -> None:
 
 
 def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
-    """Puts a ``CachedBackbone`` in the place of a model's frozen encoder, and returns it.
-
-    Raises:
-        UserError: the model has no frozen encoder.
-    """
+    """Puts a ``CachedBackbone`` in the place of a model's frozen encoder, and returns it."""
     backbone = get_backbone(model)
     if backbone is None:
         raise UserError(f"{type(model).__name__} has no backbone to cache: {_OFF}")
@@ -246,9 +237,8 @@ def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
 def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
     """Checks that the encoder of a model gives the same features in every step.
 
-    Raises:
-        UserError: the model pre-trains its encoder or reads pixels alone, or part of the encoder
-            changes in training, or draws random numbers.
+    Raises a ``UserError`` if the model pre-trains its encoder or reads pixels alone, or part of the
+    encoder changes in training, or draws random numbers.
     """
     kind, name = type(model).__name__, type(encoder).__name__
     if isinstance(model, PretrainingObjective):

@@ -94,11 +94,7 @@ def save_step_before(run: TrainingRun) -> None:
 
 
 def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
-    """Returns timm's moving average of ``model``, buffers included, if ``SOLVER.EMA`` asks for it.
-
-    Raises:
-        UserError: the decay is not in [0, 1).
-    """
+    """Returns timm's moving average of a model, buffers included, if ``SOLVER.EMA`` asks for it."""
     keys = cfg.SOLVER.EMA
     if not keys.ENABLED:
         return None

@@ -118,8 +118,8 @@ def read_rgb(picture: Picture) -> Image:
 def fetch_image(url: str) -> Image:
     """Downloads an image, at most ``MAX_DOWNLOAD`` bytes; see ``read_rgb``.
 
-    Raises:
-        UserError: the address does not answer, leads elsewhere than to http(s), or is no image.
+    Raises a ``UserError`` if the address does not answer, leads elsewhere than to http(s), or is no
+    image.
     """
     # Handlers of the web alone: no redirection leads to a file, and no other scheme is known.
     opener = urllib.request.OpenerDirector()

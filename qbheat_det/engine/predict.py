@@ -128,14 +128,9 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
 
 
 def read_bgr(path: str | Path) -> Image:
-    """Reads an image upright, as its EXIF orientation says: (H, W, 3), BGR.
+    """Reads an image of Detectron2's path manager, upright by its EXIF orientation: (H, W, 3), BGR.
 
-    Args:
-        path: of a file, or what else Detectron2's path manager opens.
-
-    Raises:
-        UnreadableImage: the file cannot be decoded.
-        UserError: the shard of the image cannot be had.
+    Raises ``UnreadableImage`` if it cannot be decoded, a ``UserError`` if its shard cannot be had.
     """
     try:
         with (
@@ -157,11 +152,7 @@ def read_bgr(path: str | Path) -> Image:
 
 
 def write_image(path: Path, image: Image) -> None:
-    """Writes a (H, W, 3) BGR image; its folder is made.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes a (H, W, 3) BGR image, or raises a ``UserError``; its folder is made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         PIL.Image.fromarray(image[:, :, ::-1]).save(path, quality=92)
@@ -214,13 +205,9 @@ def build_predictor(
 ) -> BatchPredictor:
     """Returns Detectron2's predictor, its model holding exactly the tensors of the weights file.
 
-    Args:
-        cfg: as of ``load_run_config``.
-        prepare: from the model with its weights to the one that predicts, such as its deployed
-            form.
-
-    Raises:
-        UserError: the weights cannot be read, or do not fit the model of the config.
+    ``prepare`` goes from the model with its weights to the one that predicts, such as its deployed
+    form. Raises a ``UserError`` if the weights cannot be read, or do not fit the model of the
+    config.
     """
     refuse_encoder(cfg.MODEL.WEIGHTS)
     unloaded = cfg.clone()
@@ -307,10 +294,8 @@ def classify_images(
 ) -> Predictions:
     """Classifies images; files that cannot be read are skipped.
 
-    Args:
-        score: from an image's path to the scores (K,) of its classes, such as ``build_scorer``'s.
-        files: as of ``find_inputs``.
-        class_names: of the K classes; where there are none, their numbers replace them.
+    ``score`` goes from an image's path to the scores (K,) of its classes, such as
+    ``build_scorer``'s. Without ``class_names``, numbers replace them.
     """
     found = Predictions()
     for file in tqdm(files, unit="image", desc="classifying", disable=None):
@@ -331,12 +316,7 @@ def find_likeliest(scores: Scores, class_names: Sequence[str]) -> list[dict[str,
 
 
 def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
-    """Returns a function from an image's path to its scores (K,), as in evaluation.
-
-    Args:
-        model: a classifier in evaluation mode, with its weights.
-        cfg: of the model.
-    """
+    """Returns a function from an image's path to its scores (K,), as in evaluation."""
     mapper = build_mapper(cfg, is_train=False)
 
     @torch.no_grad()

@@ -90,11 +90,8 @@ class ReplayReport:
 def replay_failure(path: str | os.PathLike[str]) -> ReplayReport:
     """Builds the model of a failed step, restores weights and randomness, and runs it again.
 
-    Args:
-        path: file that ``dump_failure`` wrote. No code in it is run.
-
-    Raises:
-        UserError: the file cannot be read, or its config builds no model that fits its weights.
+    No code in the file is run. Raises a ``UserError`` if it cannot be read, or its config builds no
+    model that fits its weights.
     """
     failed = read_failure(path)
     cfg = load_embedded_config(failed.config, f"the config inside '{path}'")

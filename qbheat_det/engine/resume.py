@@ -52,12 +52,8 @@ _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
 def check_same_config(saved: str, cfg: CfgNode) -> None:
     """Checks that a resumed run has the config that it began with, and logs what may differ.
 
-    Args:
-        saved: YAML of the config in the checkpoint; may be empty.
-        cfg: resolved.
-
-    Raises:
-        UserError: a key differs that may not change.
+    ``saved`` is the YAML in the checkpoint, which may be empty. Raises a ``UserError`` if a key
+    differs that may not change.
     """
     before = dict(list_leaves(yaml.safe_load(saved) or {}))
     now = dict(list_leaves(yaml.safe_load(cfg.dump())))
@@ -85,8 +81,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
 def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
     """Checks that a resumed run has the training images that the trainer's saved state names.
 
-    Raises:
-        UserError: the images differ, or the checkpoint is not of this package's trainer.
+    Raises a ``UserError`` if they differ, or the checkpoint is not of this package's trainer.
     """
     if "num_images" not in state:
         raise UserError(
@@ -103,9 +98,8 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
 def check_start(cfg: CfgNode, flags: RunFlags) -> None:
     """Checks that a command either resumes a run or starts one.
 
-    Raises:
-        UserError: ``--resume`` with other weights than the run began with, or a new run in a
-            folder that contains one.
+    Raises a ``UserError`` for ``--resume`` with other weights than the run began with, or a new run
+    in a folder that contains one.
     """
     given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in flags.overrides else ""
     folder, last = Path(cfg.OUTPUT_DIR), name_last_checkpoint(Path(cfg.OUTPUT_DIR))

@@ -51,11 +51,8 @@ _MINIMUM = {
 def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     """Returns the frozen config of a run, after checking it and its data; writes nothing.
 
-    Args:
-        args: of ``tools/train_net.py``, or the same from Python.
-
-    Raises:
-        UserError: a key or the data are wrong.
+    ``args`` are those of ``tools/train_net.py``, or the same from Python. Raises a ``UserError`` if
+    a key or the data are wrong.
     """
     filter_detectron2_logs()
     args = RunFlags.read(args)
@@ -95,10 +92,8 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     """Prepares folder, logs and random seed, as Detectron2's ``default_setup``.
 
     Images that were held out are listed in ``split.json``. ``config.yaml`` belongs to the weights
-    beside it, and is written when training begins.
-
-    Raises:
-        UserError: ``OUTPUT_DIR`` cannot be written to.
+    beside it, and is written when training begins. Raises a ``UserError`` if nothing can be
+    written.
     """
     folder, rank = Path(cfg.OUTPUT_DIR), comm.get_rank()
     try:
@@ -119,11 +114,7 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
-    """Sets class count, names and ids of the config to those of a registered data set.
-
-    Raises:
-        UserError: its classes are unknown.
-    """
+    """Sets class count, names and ids of the config to those of a registered data set."""
     metadata = MetadataCatalog.get(dataset_name)
     if not metadata.get("thing_classes"):
         DatasetCatalog.get(dataset_name)  # Detectron2 learns the names of COCO files by reading

@@ -242,11 +242,7 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
 
 
 def choose_precision(cfg: CfgNode) -> torch.dtype | None:
-    """Returns the type of autocast that ``SOLVER.AMP`` asks for; None for no autocast.
-
-    Raises:
-        UserError: the type is unknown.
-    """
+    """Returns the type of autocast that ``SOLVER.AMP`` asks for; None for no autocast."""
     if not cfg.SOLVER.AMP.ENABLED:
         return None
     name = cfg.SOLVER.AMP.PRECISION
@@ -264,11 +260,8 @@ def compute_losses(
 ) -> dict[str, Tensor]:
     """Returns the training losses of a micro-batch by name.
 
-    Args:
-        model: a meta-architecture in training mode.
-        batch: dicts of a dataset mapper.
-        normalizers: the model's second argument, or empty.
-        precision: of autocast; None computes in the type of the weights.
+    ``normalizers`` are the model's second argument, or empty; ``precision`` is that of autocast,
+    None computes in the type of the weights.
     """
     device = next(model.parameters()).device.type
     autocast = torch.autocast(device, dtype=precision) if precision else contextlib.nullcontext()
@@ -284,12 +277,8 @@ def loss_weight(
 ) -> float:
     """Returns the factor of a micro-batch's losses in the sum of a process.
 
-    Args:
-        model: without a wrapper.
-        batch: the micro-batch.
-        micro_batches: of a step on each process.
-        processes: of the run.
-        batch_size: images of the step, over all processes.
+    ``micro_batches`` are those of a step on each process, ``batch_size`` the images of the step
+    over all ``processes``; the model is without a wrapper.
     """
     if isinstance(model, SupportsLossNormalizers):  # counts of all parts are divided by already
         return 1 / micro_batches

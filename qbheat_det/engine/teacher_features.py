@@ -86,9 +86,7 @@ class TeacherFeatures:
         """Encodes what the caches lack, and makes the stream read from them.
 
         To be called on all processes, before the first batch. The stream's mapper is replaced.
-
-        Raises:
-            UserError: the teacher's weights do not fit, or the disk is too small.
+        Raises a ``UserError`` if the teacher's weights do not fit, or the disk is too small.
         """
         if isinstance(stream.mapper, FixedViews):
             views = self._views(stream.dataset, stream.mapper, is_train=True)
@@ -107,12 +105,8 @@ class TeacherFeatures:
     def rehearse(self, stream: TrainStream, cfg: CfgNode) -> CacheCost:
         """Encodes a few views, which the stream then reads in the place of all; for a dry run.
 
-        Args:
-            stream: whose mapper is replaced.
-            cfg: of the whole run, whose caches are looked at but not changed.
-
-        Returns:
-            The cost of what these caches lack, for this process's share.
+        The caches of ``cfg``, of the whole run, are looked at but not changed. Returns the cost of
+        what they lack, for this process's share.
         """
         assert isinstance(stream.mapper, FixedViews)
         views = self._views(stream.dataset, stream.mapper, is_train=True)

@@ -145,8 +145,7 @@ class Trainer(DefaultTrainer):
     def resume_or_load(self, resume: bool = True) -> None:
         """Continues the run in ``OUTPUT_DIR``, or starts one from ``MODEL.WEIGHTS``.
 
-        Raises:
-            UserError: the weights do not fit, or the config is not that of the run to continue.
+        Raises a ``UserError`` if the weights do not fit, or the config is not that of the run.
         """
         if not (resume and self.checkpointer.has_checkpoint()):
             if resume:
@@ -256,11 +255,7 @@ class Trainer(DefaultTrainer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``.
-
-        Raises:
-            UserError: the checkpoint is of another trainer, or the training set has changed.
-        """
+        """Restores ``state_dict``; a ``UserError`` if the training set has changed."""
         check_same_images(state_dict, self.data_loader)
         TrainerBase.load_state_dict(self, state_dict)
         self._trainer.load_state_dict(state_dict["_trainer"])
@@ -296,11 +291,7 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Returns Detectron2's ``build_model`` in the configured memory format.
-
-        Raises:
-            UserError: the config describes no model.
-        """
+        """Returns Detectron2's ``build_model`` in the memory format of the config."""
         try:
             model: nn.Module = super().build_model(cfg)
         except (AssertionError, IndexError, KeyError, ValueError) as error:
@@ -326,10 +317,8 @@ def evaluate(
     """Returns the results by task of ``MODEL.WEIGHTS``, or of the checkpoint to resume.
 
     ``prepare`` is called with the model in eval mode; what it returns is evaluated, for example a
-    deployed form. The nearest-neighbour score is always that of the model itself.
-
-    Raises:
-        UserError: there are no weights, or they do not fit the model exactly.
+    deployed form. The nearest-neighbour score is always that of the model itself. Raises a
+    ``UserError`` if there are no weights, or they do not fit the model exactly.
     """
     if not cfg.MODEL.WEIGHTS and not resume:
         raise UserError("there is nothing to evaluate: add --weights FILE, or --resume")

@@ -52,13 +52,7 @@ def open_video(path: Path, fps: float) -> Iterator[Callable[[Image], None]]:
     """Yields a function that appends a BGR frame to an MP4, which gets its name when complete.
 
     All frames have one size. MPEG-4 has even sizes only: OpenCV drops an odd last row or column.
-
-    Args:
-        path: the file; its folder is made.
-        fps: frames a second.
-
-    Raises:
-        UserError: OpenCV on this machine cannot write MP4 there.
+    The folder is made; a ``UserError`` if OpenCV on this machine cannot write MP4 there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")

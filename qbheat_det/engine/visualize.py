@@ -137,8 +137,8 @@ class VisualizationHook(HookBase):
 def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHook | None:
     """Returns a hook for the figures and the nearest-neighbour score that a config asks for.
 
-    Raises:
-        UserError: a key of ``VIS`` is out of range, or the model has no backbone to score.
+    Raises a ``UserError`` if a key of ``VIS`` is out of range, or the model has no backbone to
+    score.
     """
     keys = cfg.VIS
     if not (0 <= keys.SHARE <= 1 and keys.NUM_IMAGES >= 1):

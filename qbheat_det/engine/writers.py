@@ -60,11 +60,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
         super().__init__([], period)
 
     def before_train(self) -> None:
-        """Opens the writers; lines of ``metrics.json`` that will be written again are removed.
-
-        Raises:
-            UserError: Weights & Biases is asked for and cannot start.
-        """
+        """Opens the writers; lines of ``metrics.json`` that will be written again are removed."""
         run, cfg = self.trainer, self.trainer.cfg
         per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
         folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
@@ -200,11 +196,7 @@ class WandbWriter(EventWriter):
 
 
 def check_wandb() -> Any:
-    """Returns the library of Weights & Biases.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Returns the library of Weights & Biases; a ``UserError`` if it is not installed."""
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
@@ -221,15 +213,9 @@ def write_run_record(
 ) -> None:
     """Appends this start to the list in ``OUTPUT_DIR/run.json``, on the main process.
 
-    Args:
-        cfg: of the run, as it resolves.
-        command: arguments of the command line, the program first.
-        resumed_from: checkpoint that the run continues from; None if it begins.
-        processes: number of training processes.
-        seed: of the run.
-
-    Raises:
-        UserError: the file cannot be written, or is no list of starts.
+    ``command`` has the program first; ``resumed_from`` is the checkpoint that the run continues
+    from, None if it begins. Raises a ``UserError`` if the file cannot be written, or is no list of
+    starts.
     """
     path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
     commit, dirty = find_code_version()
@@ -260,8 +246,7 @@ def find_launch() -> str:
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the starts in a ``run.json``, oldest first; none if there is no file.
 
-    Raises:
-        UserError: the file holds something else.
+    Raises a ``UserError`` if the file holds something else.
     """
     if not Path(path).is_file():
         return []

@@ -214,10 +214,8 @@ def rank_true_classes(
     """Returns (N,), how many classes come before the true one; see ``score_neighbours``.
 
     Of equally similar images the first vote, of classes with equal votes the lower label comes
-    first, and a class without votes comes last.
-
-    Raises:
-        ValueError: ``k`` or ``temperature`` is not positive, or nobody can vote.
+    first, and a class without votes comes last. Raises a ``ValueError`` if ``k`` or ``temperature``
+    is not positive, or nobody can vote.
     """
     (train_features, train_labels), (features, labels) = train, val
     if min(k, temperature, len(train_features)) <= 0:

@@ -131,8 +131,7 @@ def read_images(
 ) -> tuple[list[Images], str]:
     """Reads a few images (H, W, 3), in the config's pixel format, and says where they are from.
 
-    Raises:
-        UserError: no image can be read.
+    Raises a ``UserError`` if no image can be read.
     """
     source = ", ".join(paths) or _TOY_SET
     if paths:

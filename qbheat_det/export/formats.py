@@ -171,15 +171,12 @@ def _without_pickles() -> Iterator[None]:
 
 
 def quantize_onnx(path: Path, images: Iterable[npt.NDArray[np.uint8]]) -> int:
-    """Quantises an exported ONNX file in place, and returns the number of layers that it changed.
+    """Quantises an ONNX file of ``write_model`` in place, and returns how many layers it changed.
 
     Weights have a scale for each output channel, activations one for each tensor, from their
-    smallest and largest values on a user's images. Written as pairs of QuantizeLinear and
-    DequantizeLinear, which onnxruntime and OpenVINO turn into products of integers.
-
-    Args:
-        path: of ``write_model`` with ``int8``.
-        images: (H, W, 3), uint8, in the file's pixel format, to calibrate on.
+    smallest and largest values on ``images`` (H, W, 3), uint8, in the file's pixel format. Written
+    as pairs of QuantizeLinear and DequantizeLinear, which onnxruntime and OpenVINO turn into
+    products of integers.
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static

@@ -190,8 +190,7 @@ def _has_path(value: object) -> bool:
 def write_table(path: Path = ZOO_FILE) -> Path:
     """Replaces the entries in ``MODEL_ZOO.md`` by those of the package's index; returns its path.
 
-    Raises:
-        UserError: there is no such file with the marks of the section.
+    Raises a ``UserError`` if there is no such file with the marks of the section.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -64,12 +64,8 @@ def draw_images() -> list[npt.NDArray[np.uint8]]:
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
     """Runs a detector, classifier, pre-training objective or backbone on the synthetic images.
 
-    Args:
-        model: on any device; its mode and the random state are the same afterwards.
-        cfg: the model's own, which says how images are resized and in which format.
-
-    Raises:
-        UserError: the model has no outputs to compare, or gives NaN.
+    The model may be on any device; its mode and the random state are the same afterwards. Raises a
+    ``UserError`` if it has no outputs to compare, or gives NaN.
     """
     batch = _read_images(cfg)
     was_training = model.training
@@ -93,10 +89,8 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
 def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Deviation]:
     """Returns the deviation of each output of either fingerprint, in the order of computation.
 
-    Tolerances are at most those of ``found``, so that an index cannot ask for larger ones.
-
-    Raises:
-        UserError: they are of other synthetic images.
+    Tolerances are at most those of ``found``, so that an index cannot ask for larger ones. Raises a
+    ``UserError`` if they are of other synthetic images.
     """
     if expected.version != found.version:
         raise UserError(

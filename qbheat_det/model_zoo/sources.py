@@ -49,8 +49,7 @@ def cache_folder(entry: ZooEntry) -> Path:
 def fetch(entry: ZooEntry) -> Path:
     """Returns the local file of an entry, its hash checked; downloads it if necessary.
 
-    Raises:
-        UserError: a source has another file of this name, or none has it.
+    Raises a ``UserError`` if a source has another file of this name, or none has it.
     """
     found = find_local(entry)
     if found is not None:
@@ -84,11 +83,7 @@ def fetch(entry: ZooEntry) -> Path:
 
 
 def find_local(entry: ZooEntry) -> Path | None:
-    """Returns the first file of that name on this machine, unchecked, or None.
-
-    Raises:
-        UserError: ``$QBHEAT_ZOO`` names what is no folder.
-    """
+    """Returns the first file of that name on this machine, unchecked, or None."""
     folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
     files = (folder / entry.file for folder in folders)
     return next((file for file in files if file.is_file()), None)
@@ -184,15 +179,9 @@ def _remote_address(entry: ZooEntry) -> str:
 
 
 def write_part(whole: Path, encoder: Path, part: Path) -> None:
-    """Writes weights without the tensors of their encoder.
+    """Writes ``part``, the weights of ``whole`` without the tensors of their frozen encoder.
 
-    Args:
-        whole: trained weights, with their config.
-        encoder: weights of the frozen encoder, alone or with other modules.
-        part: the new file.
-
-    Raises:
-        UserError: the two encoders differ, or the weights have no config.
+    Raises a ``UserError`` if its encoder is not that of ``encoder``, or there is no config inside.
     """
     state, info = _read_described(whole)
     own, known = bare_backbone(state), _read_encoder(encoder)

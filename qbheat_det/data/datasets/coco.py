@@ -75,9 +75,8 @@ def register_coco_images(
 def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
     """Returns ``file_name`` and ``image_id`` of every image, in the order of the ids.
 
-    Raises:
-        UserError: the file is not COCO's, an image has no id of its own, or its file is not in
-            the folder.
+    Raises a ``UserError`` if the file is not COCO's, an image has no id of its own, or its file is
+    not in the folder.
     """
     file = CocoFile(str(json_file), str(image_root), needed=("images",))
     raise_first(file.errors)
@@ -125,13 +124,8 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
 def locate_images(json_file: Path, given: str = "", likely: str = "") -> dict[str, Any]:
     """Returns the source of a COCO json, with the folder that its first image is in.
 
-    Args:
-        json_file: absolute.
-        given: the folder, if it is known.
-        likely: where else than beside the file it may be.
-
-    Raises:
-        UserError: the folder is not found.
+    ``given`` is the folder, if it is known; ``likely`` where else than beside the file it may be. A
+    ``UserError`` if it is not found.
     """
     above, subset = json_file.parent.parent, json_file.stem.removeprefix("instances_")
     beside = [json_file.parent / "images", above / "images", json_file.parent]

@@ -55,8 +55,7 @@ def split_names(
 ) -> dict[str, Any]:
     """Returns what ``split.json`` lists: "seed", "fraction", and the names in "train" and "val".
 
-    Raises:
-        UserError: there are too few images to hold one out.
+    Raises a ``UserError`` if there are too few images to hold one out.
     """
     chosen = choose_val(groups, fraction=fraction, seed=seed)
     if not chosen or len(chosen) == len(names):

@@ -59,8 +59,7 @@ def read_data_yaml(file: str | Path) -> YoloConfig:
 def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[DataError]]:
     """Returns the paths of the images of a subset, without repetitions, and missing ones.
 
-    Raises:
-        UserError: a folder has no image, or a list cannot be read.
+    Raises a ``UserError`` if a folder has no image, or a list cannot be read.
     """
     paths: dict[str, None] = {}
     errors = []
@@ -81,11 +80,7 @@ def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[D
 
 
 def convert_yolo(file: str, subset: str) -> Converted:
-    """Returns a subset as the lists of a COCO file; file names are relative to the data.yaml.
-
-    Raises:
-        UserError: see ``read_data_yaml`` and ``list_yolo_images``.
-    """
+    """Returns a subset as the lists of a COCO file; file names are relative to the data.yaml."""
     config = read_data_yaml(file)
     paths, errors = list_yolo_images(config, subset)
     categories = [{"id": index, "name": name} for index, name in enumerate(config.names)]
