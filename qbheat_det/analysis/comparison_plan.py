@@ -12,6 +12,7 @@ import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.config import get_config_path, load_config
+from qbheat_det.config.loading import list_leaves
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_folders
 
@@ -160,7 +161,7 @@ def _describe_encoder(cfg: CfgNode) -> dict[str, Any]:
     """Returns the keys that decide what the encoder is and which images it gets."""
     wanted = ("INPUT.PRETRAIN.SIZE", "MODEL.BACKBONE.", "MODEL.MOBILE_FORMER.")
     free = ("DROP_PATH", "FREEZE_AT")
-    return {key: value for key, value in _flatten(cfg).items()
+    return {key: value for key, value in list_leaves(cfg)
             if key.startswith(wanted) and not key.endswith(free)}  # fmt: skip
 
 
@@ -175,8 +176,8 @@ def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
         *("--output", str(row.weights.parent), "--resume", "SEED", str(row.seed), *opts),
         *(("DATASETS.VAL_FRACTION", "0") if labelled else ()),  # probes have images of their own
     ]
-    config = _flatten(yaml.safe_load(load_config(objective.config_file, opts).dump()))
-    settings = {key: value for key, value in config.items() if not key.startswith(_FREE_KEYS)}
+    config = list_leaves(yaml.safe_load(load_config(objective.config_file, opts).dump()))
+    settings = {key: value for key, value in config if not key.startswith(_FREE_KEYS)}
     settings["contents"] = comparison.contents["train"]
     title = f"{objective.name} seed {row.seed} pretraining"
     return Job(title, "pretraining", row.folder, command, settings)
@@ -197,14 +198,3 @@ def _plan_probes(comparison: Comparison, row: Row) -> Job:
     title = f"{row.objective.name} seed {row.seed} probes"
     inputs, wanted = (row.weights,), tuple(comparison.probes)
     return Job(title, "probes", row.folder, command, settings, inputs, wanted)
-
-
-def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the leaves of a nested mapping, such as a config, by dotted key."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= {f"{key}.{name}": leaf for name, leaf in _flatten(value).items()}
-        else:
-            leaves[key] = value
-    return leaves

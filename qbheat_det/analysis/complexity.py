@@ -5,7 +5,6 @@ fvcore traces one forward pass and counts it; this module adds the operators tha
 names the two rules under which the figures of Mobile-Former papers can be compared.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ from fvcore.nn import FlopCountAnalysis
 from fvcore.nn.jit_handles import elementwise_flop_counter, get_shape
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from qbheat_det.core.environment import quiet
+from qbheat_det.data import undisturbed
 
 
 class CountingRule(Enum):
@@ -69,18 +71,8 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
     analysis.set_op_handle(**_ADDED_HANDLES)
-    logger = logging.getLogger("fvcore.nn.jit_analysis")
-    level = logger.level
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        logger.setLevel(logging.ERROR)  # it logs every operator that is free by rule
-        with torch.no_grad():
-            counts = analysis.by_module_and_operator()
-    finally:
-        logger.setLevel(level)
-        for module, training in modes.items():
-            module.training = training
+    with undisturbed(model), quiet("fvcore.nn.jit_analysis"):  # it logs operators free by rule
+        counts = analysis.by_module_and_operator()
     return MAdds(
         {
             name: Counter({operator: round(count) for operator, count in operators.items()})

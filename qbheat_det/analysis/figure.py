@@ -14,6 +14,7 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table
 from qbheat_det.core.text import join_first
@@ -134,8 +135,7 @@ def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> Spre
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
     """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's."""
-    cfg = cfg.clone()
-    cfg.defrost()
+    cfg = with_values(cfg)
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
         cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
     if size is not None:

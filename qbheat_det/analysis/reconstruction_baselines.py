@@ -21,6 +21,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
 from qbheat_det.evaluation import HeldOutLossEvaluator
 from qbheat_det.modeling.contracts import get_views
+from qbheat_det.modeling.image_model import normalise_pixels
 from qbheat_det.modeling.pretrain import (
     QUADRANTS,
     QUADRANTS_OF,
@@ -42,15 +43,15 @@ _AXES = {"none": (), "horizontal": (-1,), "vertical": (-2,)}
 
 @dataclass(frozen=True)
 class ReconstructionTask:
-    """What a config of QB-Heat predicts from what: sizes in pixels, statistics (3, 1, 1)."""
+    """What a config of QB-Heat predicts from what: sizes and statistics in pixels."""
 
     image_size: int
     patch_size: int
     visible: str
     flip: str
     loss: ReconstructionLoss
-    pixel_mean: Tensor
-    pixel_std: Tensor
+    pixel_mean: Sequence[float]
+    pixel_std: Sequence[float]
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "ReconstructionTask":
@@ -63,7 +64,6 @@ class ReconstructionTask:
         ):
             if value not in known:
                 raise UserError(f"{key} is '{value}', but must be one of {', '.join(known)}")
-        mean, std = cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         try:
             with preserved_randomness():  # of weights that are not used
                 shapes = build_backbone(cfg).output_shape()
@@ -75,8 +75,8 @@ class ReconstructionTask:
                 loss=ReconstructionLoss(
                     positions=node.LOSS_ON, normalize_patches=node.NORM_PIXEL_LOSS
                 ),
-                pixel_mean=torch.tensor(mean).view(-1, 1, 1),
-                pixel_std=torch.tensor(std).view(-1, 1, 1),
+                pixel_mean=cfg.MODEL.PIXEL_MEAN,
+                pixel_std=cfg.MODEL.PIXEL_STD,
             )
         except ValueError as error:
             raise UserError(str(error)) from error
@@ -84,7 +84,7 @@ class ReconstructionTask:
     def preprocess(self, entries: Sequence[Mapping[str, Any]]) -> Tensor:
         """Returns the normalised images of mapped entries."""
         images = torch.stack([entry["image"] for entry in entries])
-        return (images - self.pixel_mean) / self.pixel_std
+        return normalise_pixels(images, self.pixel_mean, self.pixel_std)
 
     def crop_inputs(self, images: Tensor, place: str) -> Tensor:
         """Returns the visible quarter of all images, averaged to 16 x 16 pixels, as (N, 768)."""

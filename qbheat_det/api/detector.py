@@ -28,6 +28,7 @@ from qbheat_det.engine.pictures import (
 from qbheat_det.engine.predict import build_predictor, check_elongation
 from qbheat_det.engine.video import Image, UnreadableImage
 from qbheat_det.export import ExportedModel, ExportReport, export_model
+from qbheat_det.modeling.image_model import normalise_pixels
 
 from .hub import HUB_PREFIX, push_to_hub, save_pretrained
 from .results import Detections
@@ -313,14 +314,11 @@ class Encoder(Trained):
         if self._exported is not None:
             return self._run_exported(pictures)
         node, is_bgr = self.cfg.MODEL, self.cfg.INPUT.FORMAT == "BGR"
-        mean, std = (
-            torch.tensor(values, device=node.DEVICE).view(-1, 1, 1)
-            for values in (node.PIXEL_MEAN, node.PIXEL_STD)
-        )
         tensors = []
         for picture in pictures:
             pixels = torch.from_numpy(picture).to(node.DEVICE).permute(2, 0, 1)
-            tensors.append(((pixels.flip(0) if is_bgr else pixels) - mean) / std)
+            pixels = pixels.flip(0) if is_bgr else pixels
+            tensors.append(normalise_pixels(pixels, node.PIXEL_MEAN, node.PIXEL_STD))
         model: Any = self.model
         batch = ImageList.from_tensors(tensors, model.size_divisibility)
         outputs: dict[str, Tensor] = model(batch.tensor)

@@ -2,9 +2,16 @@
 """Configuration: the package's keys on top of Detectron2's, and safe loading of YAML."""
 
 from .defaults import add_qbheat_config, get_cfg
-from .loading import dump_config, find_config, find_memory_format, get_config_path, load_config
+from .loading import (
+    dump_config,
+    find_config,
+    find_memory_format,
+    get_config_path,
+    load_config,
+    with_values,
+)
 
 __all__ = [
     "add_qbheat_config", "dump_config", "find_config", "find_memory_format", "get_cfg",
-    "get_config_path", "load_config",
+    "get_config_path", "load_config", "with_values",
 ]  # fmt: skip

@@ -3,6 +3,8 @@
 
 import ast
 import difflib
+import functools
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 
 from .defaults import get_cfg
 
@@ -118,6 +121,16 @@ class _WithoutReferences(_Dumper):
         return True
 
 
+def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:
+    """Returns a copy of a config that can be changed, with values at dotted keys."""
+    own: CfgNode = cfg.clone()
+    own.defrost()
+    for key, value in (values or {}).items():
+        *nodes, name = key.split(".")
+        functools.reduce(operator.getitem, nodes, own)[name] = value
+    return own
+
+
 def list_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yields dotted keys and values of a config or of nested dicts."""
     for key, value in tree.items():
@@ -143,7 +156,7 @@ def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
     try:
         cfg.merge_from_list([key, value])
     except (ValueError, KeyError, AssertionError) as error:
-        raise UserError(f"{source}, {key}: {_join_lines(error)}") from error
+        raise UserError(f"{source}, {key}: {one_line(error)}") from error
 
 
 def _read_layers(
@@ -158,7 +171,7 @@ def _read_layers(
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not plain YAML: {_join_lines(error)}") from error
+        raise UserError(f"{path} is not plain YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no config: its top level must be a mapping of keys")
     base = content.pop("_BASE_", None)
@@ -169,10 +182,6 @@ def _read_layers(
     for name in bases:
         layers += _read_layers(path.parent / os.path.expanduser(name), (*children, absolute))
     return [*layers, (str(path), dict(list_leaves(content)))]
-
-
-def _join_lines(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:

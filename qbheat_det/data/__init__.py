@@ -51,7 +51,7 @@ from .mappers import (
     build_mapper,
     number_records,
 )
-from .seeding import STEP, preserved_randomness, seed_place
+from .seeding import STEP, preserved_randomness, seed_place, undisturbed
 from .shard_cache import configure_cache
 from .shard_packing import pack_source
 from .shards import absolute, are_shards, is_in_shard, list_shard_images
@@ -68,7 +68,8 @@ __all__ = [
     "load_image_folders", "load_labelled_sets", "number_records", "open_images", "open_source",
     "origin_of", "pack_source", "prepare_toy_set", "preserved_randomness", "raise_first",
     "read_annotations", "read_split", "register_coco_images", "register_coco_json",
-    "register_image_folders", "register_source", "seed_place", "split_source", "with_views",
+    "register_image_folders", "register_source", "seed_place", "split_source", "undisturbed",
+    "with_views",
 ]  # fmt: skip
 
 register_builtin_sets()

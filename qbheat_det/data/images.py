@@ -28,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 
 from .checks import DataError
 
@@ -154,7 +155,7 @@ def find_image_error(record: dict[str, Any]) -> DataError | None:
     except FileNotFoundError:
         found = "missing image file", "the file does not exist"
     except (OSError, ValueError) as error:  # a ValueError for names that no file can have
-        found = "unreadable image", f"the file cannot be opened: {_one_line(error)}"
+        found = "unreadable image", f"the file cannot be opened: {one_line(error)}"
     if found is None:
         return None
     named = f" (image id {record['image_id']})" if "image_id" in record else ""
@@ -178,14 +179,14 @@ def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | No
         with PathManager.open(path, "rb") as file, Image.open(file) as image:
             mode = image.mode
     except Exception as error:
-        return "unreadable image", f"the file is no image that Pillow can read: {_one_line(error)}"
+        return "unreadable image", f"the file is no image that Pillow can read: {one_line(error)}"
     if mode[0] in "IF":
         reason = f"pixels of mode {mode} would be clipped to 8 bits: convert the file"
         return "image of more than 8 bits", reason
     try:
         height, width = read_image(path, "RGB").shape[:2]
     except Exception as error:
-        reason = f"the pixels cannot be read: {_one_line(error)}"
+        reason = f"the pixels cannot be read: {one_line(error)}"
         return "truncated or damaged image", reason
     annotated = record.get("width", width), record.get("height", height)
     if annotated == (width, height):
@@ -194,10 +195,6 @@ def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | No
     if annotated == (height, width):
         reason += ": swapped, or the EXIF rotation is not counted in"
     return "image of another size than annotated", reason
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def read_sizes(paths: Sequence[str], *, num_threads: int = 8) -> Iterator["Size | DataError"]:
@@ -212,7 +209,7 @@ def _read_size(path: str) -> "Size | DataError":
         with open_image(path) as image:
             return image.width, image.height
     except Exception as error:
-        reason = f"the file is no image that Pillow can read: {_one_line(error)}"
+        reason = f"the file is no image that Pillow can read: {one_line(error)}"
         return DataError("unreadable image", f"image {path!r}", reason)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import nn
 
 # First number after the seed, so that no image shares the randomness of a step or a fixed view.
 IMAGE, STEP, VIEW = 1, 2, 3
@@ -39,3 +40,21 @@ def preserved_randomness() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(pytorch)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Puts a model into eval mode without gradients.
+
+    Afterwards the mode of each of its modules and all random generators are as before.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {parameter.device for parameter in model.parameters()}
+    gpus = [device.index for device in devices if device.type == "cuda"]
+    try:
+        model.eval()
+        with preserved_randomness(), torch.random.fork_rng(gpus), torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

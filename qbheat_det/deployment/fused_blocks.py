@@ -91,14 +91,18 @@ def _fold(convolution: Any, norm: Any) -> None:
     )
 
 
-class FusedMobile(nn.Module):
+class _Fused(nn.Module):
+    """The fused form of a block, which holds the ``plain`` one."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.plain = plain
+
+
+class FusedMobile(_Fused):
     """``Mobile`` in inference."""
 
     stride = 1
-
-    def __init__(self, plain: Mobile) -> None:
-        super().__init__()
-        self.plain = plain
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
         block = self.plain
@@ -114,14 +118,10 @@ class FusedMobile(nn.Module):
         return out.add_(x) if block.has_identity else out
 
 
-class FusedDownMobile(nn.Module):
+class FusedDownMobile(_Fused):
     """``DownMobile`` in inference."""
 
     stride = 2
-
-    def __init__(self, plain: DownMobile) -> None:
-        super().__init__()
-        self.plain = plain
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
         block = self.plain
@@ -132,12 +132,11 @@ class FusedDownMobile(nn.Module):
         return convolve(block.reduce, hidden, factor).add_(y)
 
 
-class FusedLiteBottleneck(nn.Module):
+class FusedLiteBottleneck(_Fused):
     """``LiteBottleneck`` in inference, with its BatchNorms folded."""
 
     def __init__(self, plain: LiteBottleneck) -> None:
-        super().__init__()
-        self.plain = plain
+        super().__init__(plain)
         self.stride = plain.stride
 
     def forward(
@@ -163,12 +162,8 @@ class FusedLiteBottleneck(nn.Module):
         return convolve(self.plain.pointwise, hidden, order=order).add_(x), tokens
 
 
-class FusedLiteMobile(nn.Module):
+class FusedLiteMobile(_Fused):
     """``LiteMobile``, the map's layer in MF-DETR's M-F- blocks, in inference."""
-
-    def __init__(self, plain: LiteMobile) -> None:
-        super().__init__()
-        self.plain = plain
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
         depthwise = self.plain.depthwise
@@ -187,12 +182,11 @@ class FusedLiteMobile(nn.Module):
         return out.flatten(2).transpose(1, 2) + level.x
 
 
-class CachedPositionEncoding(nn.Module):
+class CachedPositionEncoding(_Fused):
     """``SinePositionEncoding`` that keeps the encodings of the last few map sizes."""
 
     def __init__(self, plain: SinePositionEncoding) -> None:
-        super().__init__()
-        self.plain = plain
+        super().__init__(plain)
         self._encodings: dict[tuple[object, ...], Tensor] = {}
 
     def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:

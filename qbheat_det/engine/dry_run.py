@@ -27,6 +27,7 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 from torch import nn
 
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_bytes, format_duration
 from qbheat_det.engine.hooks import EvalHook, PeriodicCheckpointer, TrainingRun
@@ -128,14 +129,16 @@ def dry_run(
     start = time.perf_counter()
     with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as test_sets:
         names, num_tried, num_images = test_sets
-        small = cfg.clone()
-        small.defrost()
-        small.OUTPUT_DIR, small.SOLVER.WANDB_PROJECT = str(folder), ""
-        small.DATASETS.TEST = names
-        small.TEST.KNN.TRAIN = small.TEST.KNN.VAL = ()  # the score takes as long as in the run
-        small.MODEL.CACHE_FEATURES.ENABLED = False  # the forecast is of training without a cache
-        small.MODEL.CACHE_FEATURES.FOLDER = str(folder)  # of the few views that a teacher encodes
-        trainer = build_trainer(small)
+        values = {
+            "OUTPUT_DIR": str(folder),
+            "SOLVER.WANDB_PROJECT": "",
+            "DATASETS.TEST": names,
+            "TEST.KNN.TRAIN": (),
+            "TEST.KNN.VAL": (),  # the score takes as long as in the run
+            "MODEL.CACHE_FEATURES.ENABLED": False,  # the forecast is of training without a cache
+            "MODEL.CACHE_FEATURES.FOLDER": str(folder),  # of the few views that a teacher encodes
+        }
+        trainer = build_trainer(with_values(cfg, values))
         planned, iterations = trainer.cfg, trainer.max_iter
         trainer.resume_or_load(resume=False)
         begin = time.perf_counter()

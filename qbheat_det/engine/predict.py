@@ -22,7 +22,9 @@ from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import ExactCheckpointer, refuse_encoder
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES, MAPPERS_OF_CLASSES, build_mapper
 
 from .video import VIDEO_SUFFIXES, Image, UnreadableImage, open_video, read_video
@@ -145,7 +147,7 @@ def read_bgr(path: str | Path) -> Image:
     except PIL.UnidentifiedImageError as error:
         raise UnreadableImage("not an image") from error
     except Exception as error:  # what a broken file raises depends on its format's decoder
-        raise UnreadableImage(" ".join(str(error).split()) or type(error).__name__) from error
+        raise UnreadableImage(one_line(error)) from error
     if is_16_bit:  # Pillow turns all values above 255 into white
         raise UnreadableImage("16 bits of grey: convert it to 8 first")
     return image
@@ -210,10 +212,8 @@ def build_predictor(
     config.
     """
     refuse_encoder(cfg.MODEL.WEIGHTS)
-    unloaded = cfg.clone()
-    unloaded.defrost()
-    unloaded.MODEL.WEIGHTS = ""
-    unloaded.MODEL.DEPLOY.ENABLED = False  # the weights come first
+    # The weights come first.
+    unloaded = with_values(cfg, {"MODEL.WEIGHTS": "", "MODEL.DEPLOY.ENABLED": False})
     predictor = BatchPredictor(unloaded)
     checkpointer = ExactCheckpointer(predictor.model, class_names=cfg.MODEL.CLASS_NAMES)
     checkpointer.load(cfg.MODEL.WEIGHTS)

@@ -20,6 +20,7 @@ from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
 
 from qbheat_det.checkpoint import SafeCheckpointer
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     FixedViews,
@@ -68,11 +69,9 @@ class TeacherFeatures:
         if cfg.INPUT.FIXED_VIEWS.COUNT < 1:
             raise UserError("INPUT.FIXED_VIEWS.COUNT is 0, but the teacher needs views that stay")
         self._student_cfg = cfg
-        self._cfg = cfg.clone()  # the teacher's
-        self._cfg.defrost()
-        self._cfg.INPUT.PRETRAIN.SIZE = cfg.MODEL.TEACHER.IMAGE_SIZE
-        self._cfg.MODEL.PIXEL_MEAN = cfg.MODEL.TEACHER.PIXEL_MEAN
-        self._cfg.MODEL.PIXEL_STD = cfg.MODEL.TEACHER.PIXEL_STD
+        node = cfg.MODEL.TEACHER
+        pixels = {"MODEL.PIXEL_MEAN": node.PIXEL_MEAN, "MODEL.PIXEL_STD": node.PIXEL_STD}
+        self._cfg = with_values(cfg, {"INPUT.PRETRAIN.SIZE": node.IMAGE_SIZE, **pixels})
         self._tests: dict[str, TargetViews] = {}
 
     @functools.cached_property

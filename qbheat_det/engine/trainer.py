@@ -25,7 +25,7 @@ from qbheat_det.checkpoint import (
     save_weights,
     without_children,
 )
-from qbheat_det.config import dump_config, find_memory_format
+from qbheat_det.config import dump_config, find_memory_format, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
@@ -160,9 +160,7 @@ class Trainer(DefaultTrainer):
         check_same_config(info.config if info else "", self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
-        self.cfg = self.cfg.clone()
-        self.cfg.defrost()
-        self.cfg.SEED = self.seed
+        self.cfg = with_values(self.cfg, {"SEED": self.seed})
         self.cfg.freeze()
         self.data_loader.start = self.start_iter
         self.data_loader.seed = self.seed

@@ -7,9 +7,7 @@ The functions that draw them are registered in ``qbheat_det.core.figures.TRAININ
 
 import logging
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +23,7 @@ from torch import nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
+from qbheat_det.data import undisturbed
 from qbheat_det.modeling.contracts import PretrainingObjective
 
 from .data_sources import load_fixed_images
@@ -152,24 +151,3 @@ def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHoo
         figures["knn"] = NeighbourScorer(cfg, model).draw
     hook = VisualizationHook(figures, period=keys.PERIOD, share=keys.SHARE)
     return hook if figures else None
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts a model into eval mode without gradients.
-
-    Afterwards the mode of each of its modules and all random generators are as before.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = {parameter.device for parameter in model.parameters()}
-    gpus = [device.index for device in devices if device.type == "cuda"]
-    try:
-        model.eval()
-        with torch.random.fork_rng(gpus), torch.no_grad():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, training in modes:
-            module.training = training

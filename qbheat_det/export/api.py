@@ -22,6 +22,7 @@ from qbheat_det.checkpoint import (
     read_weights,
     save_weights,
 )
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import load_image_folders
@@ -37,6 +38,8 @@ from .heads import suppress_operator, suppress_overlaps
 from .runtime import EXPORTED_SUFFIXES, ExportedModel, Images
 
 TOLERANCE = 1e-4
+ON_CPU = {"MODEL.DEVICE": "cpu"}
+"""Of configs: graphs hold the device that they are traced on."""
 _TOY_SET = "qbheat_toy_val"
 _NUM_IMAGES = 8
 _NUM_CALIBRATION = 32
@@ -74,7 +77,7 @@ def export_model(
     _check_output(output, EXPORTED_SUFFIXES, overwrite=overwrite)
     if int8_images and output.suffix.lower() != ".onnx":
         raise UserError(f"--int8-images needs ONNX: --output '{output}' must end in .onnx")
-    cfg = on_cpu(cfg)
+    cfg = with_values(cfg, ON_CPU)
     examples, source = read_images(cfg, images)
     calibration = read_images(cfg, int8_images, number=_NUM_CALIBRATION)[0] if int8_images else []
     predictor = build_predictor(cfg)
@@ -147,14 +150,6 @@ def read_images(
     if cfg.INPUT.FORMAT == "RGB":
         images = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
     return images, f"{len(images)} images of {source}"
-
-
-def on_cpu(cfg: CfgNode) -> CfgNode:
-    """Returns the config for the CPU: graphs hold the device they are traced on."""
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "cpu"
-    return cfg
 
 
 def export_backbone(

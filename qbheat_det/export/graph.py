@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
-from qbheat_det.config import dump_config, get_cfg
+from qbheat_det.config import dump_config, get_cfg, with_values
 from qbheat_det.deployment.fused_blocks import fold_batch_norms, fuse_blocks
 from qbheat_det.layers.cpu_kernels import exported_form
 from qbheat_det.modeling.classification import ImageClassifier
@@ -229,9 +229,8 @@ def build_exportable(
         size_divisibility=0 if head.task == "classification" else backbone.size_divisibility,
     )
     # The exporter's own paths mean nothing elsewhere, and may be private.
-    public, defaults = cfg.clone(), get_cfg()
-    public.defrost()
-    public.MODEL.WEIGHTS, public.OUTPUT_DIR = defaults.MODEL.WEIGHTS, defaults.OUTPUT_DIR
+    defaults = get_cfg()
+    own = {"MODEL.WEIGHTS": defaults.MODEL.WEIGHTS, "OUTPUT_DIR": defaults.OUTPUT_DIR}
     info = ExportInfo(
         task=head.task,
         outputs=head.outputs,
@@ -241,7 +240,7 @@ def build_exportable(
         image_size=image_size,
         score_threshold=head.score_threshold,
         model=str(cfg.MODEL.META_ARCHITECTURE),
-        config=dump_config(public),
+        config=dump_config(with_values(cfg, own)),
         version=importlib.import_module("qbheat_det").__version__,
     )
     return ExportableModel(preprocessing, backbone, head, info).eval()

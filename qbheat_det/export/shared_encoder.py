@@ -18,6 +18,7 @@ from detectron2.modeling import FPN
 from torch import Tensor, nn
 from torch.export import Dim
 
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, hash_tensors, write_atomically
 from qbheat_det.core.text import join_first
@@ -25,7 +26,7 @@ from qbheat_det.engine.predict import build_predictor
 from qbheat_det.modeling.contracts import get_encoder
 
 from .agreement import ExportReport, build_reference, measure_agreement
-from .api import TOLERANCE, on_cpu, read_images
+from .api import ON_CPU, TOLERANCE, read_images
 from .formats import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, write_onnx
 from .graph import ExportableModel, build_exportable, example_images, trace, trace_images
 from .heads import suppress_operator
@@ -145,7 +146,7 @@ def export_shared_encoder(
             PyTorch, or the folder holds other heads. Nothing is written then.
     """
     _check_folder(folder, configs, overwrite=overwrite)
-    configs = {name: on_cpu(cfg) for name, cfg in configs.items()}
+    configs = {name: with_values(cfg, ON_CPU) for name, cfg in configs.items()}
     predictors = {name: build_predictor(cfg) for name, cfg in configs.items()}
     models = {
         name: build_exportable(predictors[name].model, cfg, suppress=suppress_operator)

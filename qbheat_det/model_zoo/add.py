@@ -13,7 +13,7 @@ from detectron2.config import CfgNode
 from torch import Tensor
 
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, read_weights, save_weights
-from qbheat_det.config import dump_config, get_cfg, get_config_path
+from qbheat_det.config import dump_config, get_cfg, get_config_path, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, hash_file, write_atomically
 from qbheat_det.engine.writers import find_commit
@@ -136,8 +136,7 @@ def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def remove_machine_paths(info: WeightsInfo, cfg: CfgNode) -> WeightsInfo:
     """Returns a description whose config, ``cfg``, has no paths of the training machine."""
-    own = cfg.clone()
-    own.defrost()
+    own = with_values(cfg)
     _reset_paths(own, get_cfg(), "")
     return dataclasses.replace(info, config=dump_config(own))
 

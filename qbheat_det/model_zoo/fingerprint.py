@@ -24,8 +24,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import build_mapper
+from qbheat_det.data import build_mapper, undisturbed
 from qbheat_det.modeling.contracts import PretrainingObjective, get_backbone
+from qbheat_det.modeling.image_model import normalise_pixels
 
 from .index import Fingerprint, OutputStats
 
@@ -68,16 +69,10 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
     ``UserError`` if it has no outputs to compare, or gives NaN.
     """
     batch = _read_images(cfg)
-    was_training = model.training
-    model.eval()
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(),
-        torch.backends.cudnn.flags(enabled=True, allow_tf32=False),  # TF32 keeps 10 bits
-    ):
+    # TF32 keeps 10 bits.
+    with undisturbed(model), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         torch.manual_seed(0)
         outputs = tuple(_run(model, cfg, batch))
-    model.train(was_training)
     if not outputs:
         raise UserError(f"a {type(model).__name__} has no raw outputs for a fingerprint")
     for output in outputs:
@@ -172,12 +167,8 @@ def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Ite
 
 
 def _normalise(model: Backbone, cfg: CfgNode, batch: Sequence[Mapping[str, Any]]) -> Tensor:
-    device = next(model.parameters()).device
-    mean, std = (
-        torch.tensor(values, device=device).view(-1, 1, 1)
-        for values in (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
-    )
-    images = [(entry["image"].to(device) - mean) / std for entry in batch]
+    device, pixels = next(model.parameters()).device, (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
+    images = [normalise_pixels(entry["image"].to(device), *pixels) for entry in batch]
     return ImageList.from_tensors(images, model.size_divisibility).tensor
 
 

@@ -18,7 +18,15 @@ from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ImageBatches, build_mapper, cut, join_messages, raise_first
+from qbheat_det.data import (
+    ImageBatches,
+    build_mapper,
+    cut,
+    join_messages,
+    raise_first,
+    undisturbed,
+)
+from qbheat_det.modeling.image_model import normalise_pixels
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +60,17 @@ def recalibrate_bn(
     if not images:
         raise UserError("BatchNorm is recalibrated on images, and there are none")
     norms = [module for module in backbone.modules() if isinstance(module, BN_MODULE_TYPES)]
-    modes = {module: module.training for module in backbone.modules()}
     batches = list(_batches_of_one_size(images, batch_size))
     device = next(backbone.parameters()).device
-    mean, std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (pixel_mean, pixel_std))
 
     def normalise(batch: list[Tensor]) -> Tensor:
-        normalised = [(image.to(device) - mean) / std for image in batch]
+        normalised = [normalise_pixels(image.to(device), pixel_mean, pixel_std) for image in batch]
         return ImageList.from_tensors(normalised, backbone.size_divisibility).tensor
 
-    try:
-        backbone.eval()
+    with undisturbed(backbone):
         for norm in norms:
             norm.train()
         update_bn_stats(backbone, map(normalise, batches), num_iters=len(batches))
-    finally:
-        for module, training in modes.items():
-            module.training = training
     for norm in norms:  # a difference of two means, in which rounding can go below zero
         norm.running_var.clamp_(min=0)
     return len(norms)

@@ -40,6 +40,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.contracts import optional_modules
+from qbheat_det.modeling.image_model import normalise_pixels
 
 from .batch_norm import recalibrate_bn
 from .features import FrozenFeatures, cache_features
@@ -210,16 +211,12 @@ class BackboneProbe:
     def _extract(
         self, backbone: Backbone, title: str, *, keep_maps: bool
     ) -> tuple[FrozenFeatures, FrozenFeatures]:
-        device = next(backbone.parameters()).device
-        mean, std = (
-            torch.tensor(values, device=device).view(-1, 1, 1)
-            for values in (self._cfg.MODEL.PIXEL_MEAN, self._cfg.MODEL.PIXEL_STD)
-        )
+        device, keys = next(backbone.parameters()).device, self._cfg.MODEL
 
         def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
             images = torch.stack([entry["image"] for entry in batch]).to(device)
             bar.update()
-            return backbone((images - mean) / std)
+            return backbone(normalise_pixels(images, keys.PIXEL_MEAN, keys.PIXEL_STD))
 
         total = sum(map(len, self._images))
         with tqdm(total=total, desc=title[-40:], unit=" batches", delay=_DELAY) as bar:

@@ -11,6 +11,7 @@ from detectron2.solver import build as detectron2_build
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
@@ -89,8 +90,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     if num_images < 1:
         raise UserError(f"there are {num_images} images to train on: DATASETS.TRAIN is empty")
     check_settings(cfg, _EPOCH_RULES)
-    resolved: CfgNode = cfg.clone()
-    resolved.defrost()
+    resolved = with_values(cfg)
     solver = resolved.SOLVER
 
     def to_iterations(epochs: float) -> int:
@@ -167,9 +167,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
         UserError: there is no scheduler of that name, or a setting of it is invalid.
     """
     _check_iterations(cfg)
-    pruned = cfg.clone()
-    pruned.defrost()
-    pruned.SOLVER.STEPS = _effective_steps(cfg)
+    pruned = with_values(cfg, {"SOLVER.STEPS": _effective_steps(cfg)})
     return detectron2_build.build_lr_scheduler(pruned, optimizer)
 
 

@@ -19,11 +19,11 @@ from torch import nn
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable
-from qbheat_det.data import register_image_folders
+from qbheat_det.data import register_image_folders, undisturbed
 from qbheat_det.engine import visualize
 from qbheat_det.engine.data_sources import load_fixed_images
 from qbheat_det.engine.step import seed_step
-from qbheat_det.engine.visualize import VisualizationHook, build_visualization_hook, undisturbed
+from qbheat_det.engine.visualize import VisualizationHook, build_visualization_hook
 from tests.data.pictures import draw, save
 
 from .tiny_pretraining import make_folder, train

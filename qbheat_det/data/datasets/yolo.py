@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.text import join_first
+from qbheat_det.core.text import join_first, one_line
 from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import read_sizes
 
@@ -45,8 +45,7 @@ def read_data_yaml(file: str | Path) -> YoloConfig:
             raise UserError(f"'{file}' is too large for a data.yaml")
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"'{file}' cannot be read as YAML: {reason}") from error
+        raise UserError(f"'{file}' cannot be read as YAML: {one_line(error)}") from error
     if not isinstance(content, dict) or "train" not in content:
         raise UserError(f"'{file}' is no data.yaml of YOLO: it has no 'train'")
     names = _read_names(file, content)

@@ -12,6 +12,7 @@ from detectron2.data.detection_utils import SizeMismatchError
 from PIL.Image import DecompressionBombError
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
 
 from .classification import ClassificationMapper
@@ -120,7 +121,6 @@ class NamingMapper:
         try:
             return self.mapper(dataset_dict)
         except (OSError, SyntaxError, SizeMismatchError, DecompressionBombError) as error:
-            reason = " ".join(str(error).split())
             raise UserError(
-                f"image '{dataset_dict['file_name']}' cannot be used: {reason}"
+                f"image '{dataset_dict['file_name']}' cannot be used: {one_line(error)}"
             ) from error

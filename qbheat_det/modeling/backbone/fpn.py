@@ -18,6 +18,7 @@ from fvcore.nn import weight_init
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qbheat_det.config import with_values
 from qbheat_det.modeling.contracts import get_encoder, pick_outputs
 
 from .prefixes import accept_prefixes
@@ -72,11 +73,9 @@ def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FP
 
 def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     node, wanted = cfg.MODEL.FPN, list(cfg.MODEL.FPN.IN_FEATURES)
-    own = cfg.clone()
-    own.defrost()
     # A backbone with the outputs that the pyramid takes, and no others.
-    for each in (own.MODEL.MOBILE_FORMER, own.MODEL.TIMM, own.MODEL.RESNETS):
-        each.OUT_FEATURES = wanted
+    kinds = ("MOBILE_FORMER", "TIMM", "RESNETS")
+    own = with_values(cfg, {f"MODEL.{kind}.OUT_FEATURES": wanted for kind in kinds})
     bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
     stride = pick_outputs(bottom_up, wanted, "MODEL.FPN.IN_FEATURES")[-1].stride
     return pyramid_on(
@@ -95,7 +94,4 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
 
 def build_bare_backbone(cfg: CfgNode) -> Backbone:
     """Builds the config's backbone without its pyramid, with nothing frozen."""
-    own = cfg.clone()
-    own.defrost()
-    own.MODEL.BACKBONE.FREEZE_AT = 0
-    return get_encoder(build_backbone(own))
+    return get_encoder(build_backbone(with_values(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0})))
