@@ -71,11 +71,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             remove_leftovers(self.save_dir)
 
     def save(self, name: str, **kwargs: Any) -> None:
-        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``.
-
-        Raises:
-            UserError: the file cannot be written; earlier checkpoints are untouched.
-        """
+        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``."""
         if not self.save_dir or not self.save_to_disk:
             return
         content = {"model": self.model.state_dict()}
@@ -108,14 +104,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """Loads a checkpoint of this run with all checkpointables.
-
-        Returns:
-            As ``load``.
-
-        Raises:
-            UserError: as ``load``; or the checkpoint is of other classes.
-        """
+        """As ``load``, of a checkpoint of this run with all checkpointables and the same classes."""
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
@@ -135,8 +124,7 @@ class SafeCheckpointer(DetectionCheckpointer):
     def find_checkpoint_to_resume(self) -> str:
         """Returns the path of the last checkpoint, or of the newest whole one, with a warning.
 
-        Raises:
-            UserError: no checkpoint in the folder is whole.
+        A ``UserError`` if no checkpoint in the folder is whole.
         """
         last = self.get_checkpoint_file()
         if last and self._read_iteration(last) is not None:

@@ -201,11 +201,7 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns a file's description, or None, without reading its tensors.
-
-    Raises:
-        UserError: the file is missing, damaged or could run code.
-    """
+    """Returns a file's description, or None, without reading its tensors."""
     check_weights_file(path)
     path = local_weights(path)
     if _is_safetensors(path):

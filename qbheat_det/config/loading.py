@@ -240,11 +240,7 @@ def check_timm_name(name: str) -> None:
 
 
 def find_memory_format(cfg: CfgNode) -> torch.memory_format:
-    """Returns the layout that ``MODEL.CHANNELS_LAST`` asks for, on ``MODEL.DEVICE`` if it is None.
-
-    Raises:
-        UserError: ``MODEL.CHANNELS_LAST`` is something else than True, False and None.
-    """
+    """Returns the layout that ``MODEL.CHANNELS_LAST`` asks for; if it is None, the device's own."""
     asked = cfg.MODEL.CHANNELS_LAST
     if asked not in (None, True, False):  # next to None, configs take any type
         raise UserError(

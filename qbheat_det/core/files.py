@@ -79,9 +79,8 @@ def write_atomically(
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Finds before hours of work what would keep a file from being written; makes nothing.
 
-    Raises:
-        UserError: the name is a folder's or too long, a file stands where a folder is needed, or
-            nobody may write there.
+    Raises a ``UserError`` if the name is a folder's or too long, a file stands where a folder is
+    needed, or nobody may write there.
     """
     target = Path(path)
     try:

@@ -92,11 +92,7 @@ def build_image_batches(
 
 
 def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says.
-
-    Raises:
-        UserError: see ``load_classes``.
-    """
+    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says."""
     return _build(cfg, load_classes([dataset_name], cfg.MODEL.CLASS_NAMES))
 
 

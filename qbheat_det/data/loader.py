@@ -193,8 +193,7 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 def build_train_stream(cfg: CfgNode) -> TrainStream:
     """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``.
 
-    Raises:
-        UserError: no image is left to train on, or the sampler is not known.
+    Raises a ``UserError`` if no image is left to train on, or the sampler is not known.
     """
     dataset = _load_training_set(cfg)
     naming = build_mapper(cfg, is_train=True)

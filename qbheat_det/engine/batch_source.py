@@ -34,10 +34,8 @@ class BatchSource:
     def take(self) -> tuple[BatchedInputs, float]:
         """Returns a batch, and the seconds that the step waited for it to be loaded.
 
-        On a GPU they count only if it had nothing left to compute.
-
-        Raises:
-            StopIteration: there is none left.
+        On a GPU they count only if it had nothing left to compute. ``StopIteration`` after the
+        last.
         """
         start = time.perf_counter()
         if self._stream is None:

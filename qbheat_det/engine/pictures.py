@@ -91,9 +91,8 @@ def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
 def read_rgb(picture: Picture) -> Image:
     """Returns an image as an array (H, W, 3) of uint8, RGB, upright as its EXIF orientation says.
 
-    Raises:
-        UserError: a file does not exist or is no image, an address gives none, or an array or a
-            tensor has another shape or type.
+    Raises a ``UserError`` if a file does not exist or is no image, an address gives none, or an
+    array or a tensor has another shape or type.
     """
     if isinstance(picture, PIL.Image.Image):
         if picture.mode.startswith("I"):  # Pillow turns all values above 255 into white

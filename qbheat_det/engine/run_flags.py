@@ -99,8 +99,7 @@ class RunFlags:
     def load_config(self) -> CfgNode:
         """Returns the config that the flags ask for, before it knows of the data.
 
-        Raises:
-            UserError: the config is not valid, or that of the weights is for other data.
+        Raises a ``UserError`` if it is not valid, or that of the weights is for other data.
         """
         weights = self.overrides.get("MODEL.WEIGHTS", "")
         if self.config_file or (self.eval_only and not weights):

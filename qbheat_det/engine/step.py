@@ -85,9 +85,7 @@ class StepTrainer(SimpleTrainer):
     def run_step(self) -> None:
         """Draws a batch, accumulates the gradients of its micro-batches, steps, and logs.
 
-        Raises:
-            UserError: the share has fewer images than micro-batches, or a loss is not finite on
-                some process; then every process raises.
+        Every process raises a ``UserError`` if a loss is not finite on some process.
         """
         self.is_between_steps = True
         share, data_time = self._source.take()

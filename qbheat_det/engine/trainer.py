@@ -80,11 +80,7 @@ class Trainer(DefaultTrainer):
     """
 
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
-        """Builds all parts; with ``allow_partial`` some of the weights may fit nowhere.
-
-        Raises:
-            UserError: the config describes no model, no optimizer, no schedule or no data.
-        """
+        """Builds all parts; with ``allow_partial`` some of the weights may fit nowhere."""
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         stream = build_train_stream(cfg)
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
@@ -168,9 +164,8 @@ class Trainer(DefaultTrainer):
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
 
-        Returns:
-            The last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
-            processes other than the main one, and if nothing was left to do.
+        Returns the last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
+        processes other than the main one, and if nothing was left to do.
         """
         if self.start_iter >= self.max_iter:
             logger.warning(

@@ -22,14 +22,10 @@ class UnreadableImage(Exception):
 
 
 def read_video(path: Path) -> tuple[Iterator[Image], float, int | None]:
-    """Opens a video.
+    """Opens a video, or raises ``UnreadableImage`` if OpenCV finds no frame in it.
 
-    Returns:
-        Its frames one by one, (H, W, 3) BGR; frames per second, 25 if the file does not say; and
-        an estimate of the number of frames, None if there is none.
-
-    Raises:
-        UnreadableImage: OpenCV finds no frame in the file.
+    Returns its frames one by one, (H, W, 3) BGR; frames per second, 25 if the file does not say;
+    and an estimate of the number of frames, None if there is none.
     """
     capture = cv2.VideoCapture(str(path))
     found, first = capture.read()

@@ -158,11 +158,7 @@ class WandbWriter(EventWriter):
     """
 
     def __init__(self, cfg: CfgNode, *, resume: bool = False) -> None:
-        """Starts a run named as ``OUTPUT_DIR``, or resumes the one whose id the folder keeps.
-
-        Raises:
-            UserError: the library is missing or does not start.
-        """
+        """Starts a run named as ``OUTPUT_DIR``, or resumes the one whose id the folder keeps."""
         wandb, folder = check_wandb(), Path(cfg.OUTPUT_DIR)
         id_file = folder / "wandb_run_id.txt"
         run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else ""

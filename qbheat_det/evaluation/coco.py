@@ -121,8 +121,7 @@ def complete_annotations(dataset: dict[str, Any]) -> None:
 def resolve_coco_library(choice: str) -> str:
     """Returns "faster-coco-eval" or "pycocotools" for a value of ``TEST.COCO_EVAL_LIBRARY``.
 
-    Raises:
-        UserError: the name is unknown, or the library is not installed.
+    Raises a ``UserError`` if the name is unknown, or the library is not installed.
     """
     has_fast = importlib.util.find_spec("faster_coco_eval") is not None
     known = ("auto", "pycocotools", *(["faster-coco-eval"] if has_fast else []))

@@ -74,9 +74,8 @@ class ExportedModel:
     def run(self, images: Images) -> Outputs:
         """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``.
 
-        Raises:
-            ValueError: the images have another shape or type, or no pixels.
-            UserError: the program fails.
+        Raises a ``ValueError`` for images of another shape or type, a ``UserError`` if the program
+        fails.
         """
         contiguous = _check_images(images)
         if self.info.image_size not in ((), images.shape[1:3]):
@@ -93,11 +92,7 @@ class ExportedModel:
             ) from error
 
     def load_config(self) -> CfgNode:
-        """Returns the config of the model, with the classes that the file names.
-
-        Raises:
-            UserError: the config in the file is not valid.
-        """
+        """Returns the config of the model, with the classes that the file names."""
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
         cfg.MODEL.CATEGORY_IDS = list(self.info.category_ids)

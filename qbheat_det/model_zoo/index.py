@@ -236,10 +236,8 @@ def zoo_folders() -> tuple[Path, ...]:
 def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
     """Returns the entries whose name matches a shell pattern, sorted by name.
 
-    Those of the package, and of each ``index.json`` in a folder of ``$QBHEAT_ZOO``.
-
-    Raises:
-        UserError: an index is invalid, or two have different entries of one name.
+    Those of the package, and of each ``index.json`` in a folder of ``$QBHEAT_ZOO``. Raises a
+    ``UserError`` if an index is invalid, or two have different entries of one name.
     """
     entries: dict[str, tuple[ZooEntry, Path]] = {}
     own = [folder / INDEX_FILE.name for folder in zoo_folders()]

@@ -248,8 +248,7 @@ def _place(row: Row) -> tuple[str, bool, str]:
 def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
     """Returns what a file holds, and results without rows where there is none.
 
-    Raises:
-        UserError: the file holds something else, or scores of another setting.
+    Raises a ``UserError`` if it holds something else, or scores of another setting.
     """
     setting = json.loads(json.dumps(setting))
     if file is None or not file.exists():
@@ -273,11 +272,8 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     """Fills a backbone from the weights of any model that has it, or from a bare one.
 
-    Returns:
-        The metadata of the file.
-
-    Raises:
-        UserError: the tensors of the file's backbone are not exactly those of this one.
+    Returns the metadata of the file. A ``UserError`` unless the tensors of its backbone are exactly
+    those of this one.
     """
     state, info = read_weights(weights)
     names = bare_backbone(state)
@@ -299,11 +295,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
 
 
 def find_feature(backbone: Backbone, wanted: str = "") -> str:
-    """Returns the name of the map to probe: the coarsest, of several the last.
-
-    Raises:
-        UserError: the backbone has no map of the wanted name.
-    """
+    """Returns the name of the map to probe: the coarsest, of several the last."""
     strides = {
         name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
     }

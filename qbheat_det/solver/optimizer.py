@@ -50,12 +50,11 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     Its step is fused if PyTorch has kernels for the device, see ``build_fused``.
 
     Besides Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model": it clips
-    the norm over all parameters together, as DETR does. The optimizer's attribute
-    ``gradient_norm`` is then this norm before clipping in the last step, a 0-d tensor; it is None
-    before the first step and with other clipping.
+    the norm over all parameters together, as DETR does. The optimizer's attribute ``gradient_norm``
+    is then this norm before clipping in the last step, a 0-d tensor; it is None before the first
+    step and with other clipping.
 
-    Raises:
-        UserError: a setting is invalid, or no parameter is trainable.
+    Raises a ``UserError`` if a setting is invalid, or no parameter is trainable.
     """
     clip = cfg.SOLVER.CLIP_GRADIENTS
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"

@@ -161,10 +161,8 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
 
     Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out; Detectron2 alone fails on a
-    step that is exactly at the end.
-
-    Raises:
-        UserError: there is no scheduler of that name, or a setting of it is invalid.
+    step that is exactly at the end. Raises a ``UserError`` if a setting of the scheduler is
+    invalid.
     """
     _check_iterations(cfg)
     pruned = with_values(cfg, {"SOLVER.STEPS": _effective_steps(cfg)})

@@ -87,11 +87,7 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
 
 def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
-    """Checks an annotation file, returns what it holds, and logs what is odd.
-
-    Raises:
-        UserError: the first error of ``CocoFile``, with the number of the others.
-    """
+    """Checks an annotation file, returns what it holds, and logs what is odd; see ``CocoFile``."""
     content = CocoFile(str(json_file), str(image_root))
     check_coco_file(content)
     return content

@@ -72,9 +72,7 @@ def load_image_folders(
     """Returns the records of folders, one folder after another, and the names of their classes.
 
     With ``labelled``, the folders right below these are classes, in the order of their names.
-
-    Raises:
-        UserError: a folder does not exist or holds no image, or an image lies in no class folder.
+    Raises a ``UserError`` if a folder has no image, or an image lies in no class folder.
     """
     if labelled:
         pairs = [pair for folder in folders for pair in _list_labelled(os.fspath(folder))]
@@ -87,8 +85,7 @@ def load_image_folders(
 def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
     """Returns labelled records of two folders of class folders, in the classes of the first.
 
-    Raises:
-        UserError: as ``load_image_folders``, or there is one class, or ``val_folder`` has others.
+    Raises a ``UserError`` if there is one class, or ``val_folder`` has others.
     """
     names = os.fspath(train_folder), os.fspath(val_folder)
     return _label_both(_list_labelled(names[0]), _list_labelled(names[1]), names=names)
@@ -107,21 +104,13 @@ def list_images(folder: PathLike) -> list[str]:
 
 
 def check_image_folder(folder: PathLike) -> None:
-    """Searches for one image in a folder, which takes no time if there are any.
-
-    Raises:
-        UserError: as ``list_images``.
-    """
+    """Searches for one image in a folder, or raises as ``list_images``; takes no time."""
     if not any(_walk(os.fspath(folder))):
         list_images(folder)
 
 
 def list_classes(sets: Sequence[str]) -> list[str]:
-    """Returns the sorted names of all classes that registered sets have images of.
-
-    Raises:
-        UserError: a set has no labels, or cannot be listed.
-    """
+    """Returns the sorted names of all classes that registered sets have images of."""
     return sorted({class_name for name in sets for _, class_name in _load(name)})
 
 
@@ -141,8 +130,7 @@ def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
     """Returns the labelled records of registered sets, in the classes of the first.
 
-    Raises:
-        UserError: a set has no labels, ``train`` has one class, or ``val`` has others.
+    Raises a ``UserError`` if a set has no labels, ``train`` has one class, or ``val`` has others.
     """
     pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
     return _label_both(pairs[0], pairs[1], names=(" and ".join(train), " and ".join(val)))

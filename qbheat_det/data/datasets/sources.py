@@ -187,11 +187,7 @@ def origin_of(source: Source) -> str:
 
 
 def read_annotations(source: Source) -> CocoFile:
-    """Reads and checks the boxes of a source; those of its whole, if it is a part of a split.
-
-    Raises:
-        UserError: nothing can be said about single entries, see ``CocoFile``.
-    """
+    """Reads and checks the boxes of a source; those of its whole, if it is a part of a split."""
     return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
 
 
@@ -295,11 +291,7 @@ def forget_source(name: str) -> None:
 
 
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
-    """Divides the images of a source, see ``split_names``; they are named relative to its folder.
-
-    Raises:
-        UserError: the source is broken, or has too few images.
-    """
+    """Divides the images of a source, named relative to its folder; see ``split_names``."""
     if "image_folders" in source:
         (folder,) = source["image_folders"]
         records, _ = load_image_folders([folder], labelled=True)

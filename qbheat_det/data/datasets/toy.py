@@ -68,11 +68,8 @@ def get_cache_dir() -> Path:
 def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder of a toy set, drawn now if the cache does not hold it.
 
-    Processes that ask at the same time wait for the first of them. A set appears under its
-    name only when it is complete.
-
-    Raises:
-        UserError: the cache folder cannot be written.
+    Processes that ask at the same time wait for the first of them. A set appears under its name
+    only when it is complete. Raises a ``UserError`` if the cache cannot be written.
     """
     cache = get_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = cache / spec.folder_name

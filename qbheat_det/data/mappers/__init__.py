@@ -90,12 +90,9 @@ MAPPERS_OF_CLASSES = {"classify"}
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
-    """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
+    """Returns the mapper that ``INPUT.DATASET_MAPPER_NAME`` names, or raises a ``UserError``.
 
-    On an image that cannot be read, or is not of the annotated size, it raises a ``UserError``.
-
-    Raises:
-        UserError: there is no mapper of that name.
+    It raises one on an image that cannot be read, or is not of the annotated size.
     """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:

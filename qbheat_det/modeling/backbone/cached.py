@@ -81,10 +81,8 @@ class CachedBackbone(Backbone):
         """From images with features, or pixels within ``encode``, to the outputs by name.
 
         Maps are (N, C, ceil(H / s), ceil(W / s)), "tokens" (N, M, D), float32; ``image_sizes`` (N,
-        2) is for encoders that mask padding.
-
-        Raises:
-            UserError: the images come without features, or these are of other weights or images.
+        2) is for encoders that mask padding. Raises a ``UserError`` if the images come without
+        features, or these are of other weights or images.
         """
         if self._is_encoding:
             raise _Encoded(self.encoder(x) if image_sizes is None else self.encoder(x, image_sizes))

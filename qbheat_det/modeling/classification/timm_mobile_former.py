@@ -99,11 +99,7 @@ class TimmMobileFormer(MobileFormer):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """As in timm: the maps of stages, after that of ``forward_features``.
-
-        Raises:
-            ValueError: another format.
-        """
+        """As in timm: the maps of stages, after that of ``forward_features``."""
         if output_fmt != "NCHW":
             raise ValueError(f"maps of Mobile-Former are NCHW, not {output_fmt}")
         taken, _ = feature_take_indices(len(self.stages), indices)
@@ -152,8 +148,7 @@ class TimmMobileFormer(MobileFormer):
     def load_pretrained(self, path: str, prefix: str = "") -> None:
         """Loads weights of any model of the package with this backbone, from a file or address.
 
-        Raises:
-            UserError: the file cannot be read, or its backbone is not this one.
+        Raises a ``UserError`` if the file cannot be read, or its backbone is not this one.
         """
         load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
 

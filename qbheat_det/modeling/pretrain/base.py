@@ -78,10 +78,7 @@ def embedding_from_config(
     """Returns arguments of objectives that compare embeddings: ``PretrainingModel``'s and "head".
 
     ``node`` has the objective's keys ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``; for ``multiple``
-    see ``find_map``.
-
-    Raises:
-        ValueError: the backbone has no such map, or a width is not positive.
+    see ``find_map``. Raises a ``ValueError`` if there is no such map, or a width is not positive.
     """
     backbone, size = build_backbone(cfg), cfg.INPUT.PRETRAIN.SIZE
     shapes = backbone.output_shape()

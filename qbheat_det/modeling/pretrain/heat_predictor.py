@@ -72,11 +72,7 @@ class HeatPredictor(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
-        """Takes C, the number of explicit models of a scale, and the kinds of visible quarters.
-
-        Raises:
-            ValueError: another number of models, or another kind of quarter.
-        """
+        """Takes C, the number of explicit models of a scale, and the kinds of visible quarters."""
         super().__init__()
         if visible not in (*OFFSETS, "both"):
             raise ValueError(f"VISIBLE is one of {(*OFFSETS, 'both')}, not '{visible}'")
