@@ -22,7 +22,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import (
     FIGURES,
     Figure,
-    Image,
     NotApplicable,
     Table,
     remove_figure,
@@ -64,16 +63,9 @@ def build_report(
     """Draws figures of all runs side by side; writes the page anew after each of them.
 
     Images and JSON go to the folder with the page's name. What fails costs one figure alone.
-
-    Args:
-        names: keys of ``FIGURES``, in the order of the page.
-        runs: with different labels.
-        options: of all figures.
-        keywords: arguments of single figures, by name.
-        output: the page, ``.html``; ``command`` makes it again.
-
-    Raises:
-        UserError: a file cannot be written, which is found before the first figure is drawn.
+    ``names`` are keys of ``FIGURES`` in the order of the page, ``keywords`` arguments of single
+    figures by name; ``output`` is the page, ``.html``, which ``command`` makes again. Raises a
+    ``UserError`` before the first figure is drawn if a file cannot be written.
     """
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
@@ -145,12 +137,11 @@ def _load_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "."), autoescape=True, trim_blocks=True
     )
-    environment.filters |= {"data_uri": _to_data_uri, "text_columns": _find_text_columns}
+    environment.filters |= {
+        "data_uri": lambda i: f"data:{i.media_type};base64,{base64.b64encode(i.content).decode()}",
+        "text_columns": _find_text_columns,
+    }
     return environment.get_template("page.html.j2")
-
-
-def _to_data_uri(image: Image) -> str:
-    return f"data:{image.media_type};base64,{base64.b64encode(image.content).decode()}"
 
 
 def _find_text_columns(table: Table) -> set[int]:

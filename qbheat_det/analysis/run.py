@@ -243,9 +243,6 @@ def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
     is_run = any((given / name).exists() for name in _RUN_FILES)
     if not is_run and probe_file is None:
         raise UserError(f"'{given}' is not a run's folder: it has no config.yaml or checkpoint")
-    return given if is_run else None, _find_checkpoint(given), probe_file
-
-
-def _find_checkpoint(folder: Path) -> Path | None:
-    names = (*_FINAL, Path(name_last_checkpoint(folder)).name)
-    return next((folder / name for name in names if name and (folder / name).is_file()), None)
+    names = filter(None, (*_FINAL, Path(name_last_checkpoint(given)).name))
+    checkpoint = next((given / name for name in names if (given / name).is_file()), None)
+    return given if is_run else None, checkpoint, probe_file

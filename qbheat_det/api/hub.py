@@ -18,7 +18,7 @@ from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import one_line
-from qbheat_det.model_zoo.index import PREFIX, ZooEntry, list_entries
+from qbheat_det.model_zoo.index import PREFIX, list_entries
 
 HUB_PREFIX = "hf://"
 WEIGHTS_NAME = "model.safetensors"
@@ -61,7 +61,8 @@ def render_card(cfg: CfgNode, *, is_detector: bool) -> str:
 
     What the model zoo knows of its own entries is in it; of other weights, what the config says.
     """
-    node, entry = cfg.MODEL, _find_entry(str(cfg.MODEL.WEIGHTS))
+    node, name = cfg.MODEL, str(cfg.MODEL.WEIGHTS).removeprefix(PREFIX)
+    entry = next((entry for entry in list_entries() if entry.name == name), None)
     header: dict[str, Any] = {
         "library_name": "qbheat_det",
         "pipeline_tag": "object-detection" if is_detector else "image-feature-extraction",
@@ -136,8 +137,3 @@ def download(address: str) -> str:
 def _check_repo(name: str) -> None:
     if not _REPO.fullmatch(name):
         raise UserError(f"'{name}' is no repository: expected user/name, or user/name@revision")
-
-
-def _find_entry(weights: str) -> ZooEntry | None:
-    name = weights.removeprefix(PREFIX)
-    return next((entry for entry in list_entries() if entry.name == name), None)

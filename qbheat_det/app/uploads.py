@@ -225,20 +225,15 @@ _KINDS: dict[str, Kind] = {"detection": "detector", "pretraining": "pretraining"
 
 
 class Models:
-    """What the page offers, opened when first used; the last two models of each kind are kept.
+    """The models of the page, opened when first used; the last two of each kind are kept.
 
-    Attributes:
-        kinds: by label, the user's own models first.
+    ``kinds`` is by label, the user's own models first.
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
-        """
-        Args:
-            weights: files, folders of runs or names in the zoo, beside all of the zoo's entries.
-            device: "cpu" or "cuda"; None takes the GPU if there is one.
+        """Takes files, folders of runs or names in the zoo, beside all of the zoo's entries.
 
-        Raises:
-            UserError: a file, folder or entry does not exist.
+        Raises a ``UserError`` if one does not exist. ``device`` None takes the GPU if there is one.
         """
         self.kinds: dict[str, Kind] = {}
         self._places: dict[str, str] = {}

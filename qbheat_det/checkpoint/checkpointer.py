@@ -91,20 +91,14 @@ class SafeCheckpointer(DetectionCheckpointer):
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path leaves the model as it is.
 
-        Args:
-            path: a file, or an address such as ``qbheat://NAME``.
-            checkpointables: names of the other parts of the run to load; None for all.
-
-        Returns:
-            The rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``.
-
-        Raises:
-            UserError: the file cannot be read or does not fit; the model is unchanged.
+        ``checkpointables`` are names of the other parts of the run to load; None for all. Returns
+        the rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``. Raises
+        a ``UserError`` if the file cannot be read or does not fit; the model is unchanged.
         """
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """As ``load``, of a checkpoint of this run with all checkpointables and the same classes."""
+        """As ``load``, of a checkpoint of this run, with all checkpointables and equal classes."""
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:

@@ -184,7 +184,7 @@ Converted = tuple[dict[str, Tensor], str, dict[str, Any]]
 
 
 def _convert_mobile_former(weights: str, state: Mapping[str, Tensor]) -> Converted:
-    if not is_official(state):
+    if not {"tokens.weight", "stem.0.weight", "features.0.conv.0.weight"} <= state.keys():
         raise UserError(f"'{weights}' holds no weights of Mobile-Former's authors")
     head = ("classifier.", "neck.")
     converted = {
@@ -262,11 +262,6 @@ def _fit(
     if errors:
         raise UserError(f"'{weights}' is no {to}: {'; '.join(errors)}")
     return {name: fitting[key] for name, key in foreign.items() if key in fitting}, report
-
-
-def is_official(state: Mapping[str, Tensor]) -> bool:
-    """Whether these are weights of the authors' networks."""
-    return {"tokens.weight", "stem.0.weight", "features.0.conv.0.weight"} <= state.keys()
 
 
 def find_size(state: Mapping[str, Tensor]) -> str:

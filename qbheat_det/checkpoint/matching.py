@@ -277,14 +277,9 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
 def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChange) -> Tensor | None:
     """Returns the model's tensor with the rows of the kept classes taken from a file.
 
-    Args:
-        name: the tensor's name in the model, which says how its rows belong to classes.
-        stored: (R_old, …), with the rows of the file's classes.
-        fresh: (R_new, …), the model's initialisation.
-        change: class names of both.
-
-    Returns:
-        (R_new, …); ``stored`` itself if all classes share the rows, None if they do not fit.
+    The tensor's ``name`` in the model says how its rows belong to classes. From ``stored`` (R_old,
+    …) and ``fresh`` (R_new, …), the model's initialisation, to (R_new, …); ``stored`` itself if all
+    classes share the rows, None if they do not fit.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:

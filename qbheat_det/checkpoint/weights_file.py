@@ -160,12 +160,9 @@ def local_weights(path: str) -> str:
 def find_weights(name: str | os.PathLike[str]) -> str:
     """Returns the file or the address that a name stands for.
 
-    Args:
-        name: the folder of a run, whose best weights are taken, or else the final or newest ones;
-            a file or an address, which are returned; or a name in the model zoo.
-
-    Raises:
-        UserError: the folder has no weights.
+    Of the folder of a run, the best weights are taken, or else the final or newest ones; a file or
+    an address are returned; all else is a name in the model zoo. A ``UserError`` if a folder has no
+    weights.
     """
     name, path = str(name), Path(name)
     if not name or "://" in name or path.is_file() or path.suffix.lower() in _SUFFIXES:
@@ -181,15 +178,10 @@ def find_weights(name: str | os.PathLike[str]) -> str:
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
-    """Writes weights with their description as ``.safetensors``, atomically.
+    """Writes weights with their description as ``.safetensors``, atomically; the folder is made.
 
-    Args:
-        path: the file; its folder is made.
-        state_dict: dense tensors by name, on any device; they may share memory.
-        info: the description, written as JSON into the file's metadata.
-
-    Raises:
-        UserError: the file cannot be written.
+    ``state_dict`` has dense tensors by name, on any device; they may share memory. ``info`` is
+    written as JSON into the file's metadata.
     """
     # Clones, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {

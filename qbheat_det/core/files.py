@@ -46,15 +46,10 @@ def write_atomically(
 ) -> None:
     """Writes a file so that, whatever happens, its name holds the whole new content or the old.
 
-    A temporary file in the same folder takes the content, is brought to the disk and then takes
-    the name; the folder is made where it is missing.
-
-    Args:
-        path: name of the file.
-        write: the content, or what puts it into the stream that it is given.
-
-    Raises:
-        UserError: the file cannot be written; what stood there before is untouched.
+    A temporary file in the same folder takes the content, is brought to the disk and then takes the
+    name; the folder is made where it is missing. ``write`` is the content, or what puts it into the
+    stream that it is given. Raises a ``UserError`` if the file cannot be written; what stood there
+    before is untouched.
     """
     target = Path(path)
     try:

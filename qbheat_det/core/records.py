@@ -12,15 +12,9 @@ from .errors import UserError
 def parse_record(kind: Any, value: Any, where: str) -> Any:
     """Returns JSON data as a type: a dataclass, a tuple, ``X | None``, or a plain value.
 
-    Integers are not negative, floats finite.
-
-    Args:
-        kind: the type; its fields and items are parsed by theirs.
-        value: what ``json.loads`` returns.
-        where: names the value in messages.
-
-    Raises:
-        UserError: names the field that is unknown, missing or of another type.
+    Fields and items are parsed by their types. Integers are not negative, floats finite. A
+    ``UserError`` names the field of the value, called ``where``, that is unknown, missing or of
+    another type.
     """
     arguments, origin = get_args(kind), get_origin(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):

@@ -113,15 +113,9 @@ def dry_run(
 ) -> DryRunReport:
     """Makes a few steps, evaluates a few images and writes a checkpoint.
 
-    To be called by all processes of a run.
-
-    Args:
-        cfg: of the whole run.
-        build_trainer: ``Trainer``, or a function that builds one.
-        num_steps: steps to make. The first warms up and is not counted if there are others.
-
-    Raises:
-        UserError: any error with which the whole run would end at its beginning.
+    To be called by all processes of a run, with the config of the whole run. The first of
+    ``num_steps`` warms up and is not counted if there are others. Raises any ``UserError`` with
+    which the whole run would end at its beginning.
     """
     filter_detectron2_logs()
     if cfg.SOLVER.WANDB_PROJECT:

@@ -46,14 +46,10 @@ _FULL_SIZE = {"height", "width"}
 class ViewEncoder:
     """Turns entries of a mapper into views of a store, through a model's own encoder.
 
-    Attributes:
-        model: a meta-architecture.
-        backbone: that is a part of it; ``encoding`` holds while views are encoded.
-        at_once: images of a batch, at most.
-        is_train: the mode of the model. Attention is computed otherwise in evaluation, and
-            rounded otherwise.
-        is_exact: whether the last bits matter: if all views are of one size, a batch that is too
-            small is then filled up by repetition. Else batches are cut evenly.
+    ``encoding`` of the ``backbone`` holds meanwhile; a batch has ``at_once`` images at most.
+    Attention is computed otherwise in evaluation, and rounded otherwise, hence ``is_train``. If the
+    last bits matter, ``is_exact``, and all views are of one size, a batch that is too small is
+    filled up by repetition; else batches are cut evenly.
     """
 
     model: nn.Module
@@ -193,18 +189,10 @@ def describe_cache(
     """Returns all that the features of a data set depend on, long things by their SHA-256.
 
     Threads and versions of other libraries do not enter: caches are moved and shared, and what they
-    change is far below half precision.
-
-    Args:
-        cfg: of the run; all of ``INPUT`` enters, whatever the mapper reads of it.
-        encoder: that gives the features.
-        records: of the data set. Of a file enter its name below the folder of all files, its size
-            and when it was changed, not its content.
-        outputs: names of its outputs that are kept.
-        views: of each image.
-        is_train: whether views are drawn as in training, or are those of inference.
-        device: that encodes.
-        size_divisibility: that images are padded to before they are encoded.
+    change is far below half precision. All of ``INPUT`` enters, whatever the mapper reads of it; of
+    a record's file its name below the folder of all files, its size and when it was changed, not
+    its content. ``outputs`` are names of the encoder's outputs that are kept; ``is_train`` is
+    whether views are drawn as in training.
     """
     return {
         "format": FORMAT_VERSION,

@@ -118,10 +118,9 @@ class EvalHook(HookBase):
     trainer: TrainingRun
 
     def __init__(self, *, period: int, best_metric: str) -> None:
-        """
-        Args:
-            period: 0 evaluates after the last step only.
-            best_metric: "task/metric". Higher is better, unless its name begins with "loss".
+        """Evaluates after the last step only if ``period`` is 0; ``best_metric`` is "task/metric".
+
+        Higher is better, unless the metric's name begins with "loss".
         """
         self._period = period
         self._best_metric = best_metric

@@ -65,13 +65,9 @@ def is_collection(source: object) -> bool:
 def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
     """Opens the images of a source one after another.
 
-    Args:
-        source: one image, a list of them, a folder (searched recursively), a pattern, or a video.
-            Of folders and patterns, files that cannot be read are left out with a warning, and
-            videos are not opened.
-
-    Raises:
-        UserError: now, if there is none; later, if one of a list cannot be read.
+    It is one image, a list of them, a folder (searched recursively), a pattern, or a video. Of
+    folders and patterns, files that cannot be read are left out with a warning, and videos are not
+    opened. Raises a ``UserError`` now if there is none, later if one of a list cannot be read.
     """
     if is_video(source):
         return _open_frames(Path(str(source)))

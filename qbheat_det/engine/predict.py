@@ -82,14 +82,11 @@ class Predictions:
 
 
 def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
-    """Lists the files named by ``inputs`` and the images and videos in its folders.
+    """Lists the files named by ``inputs`` and the images and videos in its folders, recursively.
 
-    Args:
-        inputs: files, taken whatever their suffix, and folders, searched recursively.
-        exclude: a folder to leave out, so that earlier results are not taken for inputs.
-
-    Raises:
-        UserError: an input does not exist, or there is nothing to predict on.
+    Files are taken whatever their suffix; the folder ``exclude`` is left out, so that earlier
+    results are not taken for inputs. Raises a ``UserError`` if an input does not exist, or there is
+    nothing.
     """
     found: dict[Path, InputFile] = {}  # keyed by real path: a file named twice counts once
     for name in inputs:

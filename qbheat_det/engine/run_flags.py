@@ -72,11 +72,8 @@ class RunFlags:
     def read(cls, args: "argparse.Namespace | RunFlags") -> "RunFlags":
         """Returns the flags of parsed arguments; ``weights`` and ``output`` are moved to ``opts``.
 
-        Args:
-            args: flags that it lacks have their defaults; others are not read.
-
-        Raises:
-            UserError: a flag and an override set the same key, or there is no such config.
+        Flags that ``args`` lacks have their defaults. A ``UserError`` if a flag and an override set
+        the same key, or there is no such config.
         """
         given = {field.name: vars(args)[field.name] for field in fields(cls)
                  if vars(args).get(field.name) is not None}  # fmt: skip

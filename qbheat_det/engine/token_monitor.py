@@ -45,11 +45,9 @@ class TokenMonitor(HookBase):
     trainer: TrainingRun
 
     def __init__(self, blocks: Mapping[str, nn.Module], *, period: int, warmup: int) -> None:
-        """
-        Args:
-            blocks: by name; each returns a map and the tokens (N, M, D).
-            period: iterations between two readings, at least 1.
-            warmup: iterations at the start that do not count as collapse.
+        """Takes blocks by name, each of which returns a map and the tokens (N, M, D).
+
+        ``period`` is in iterations, at least 1; the first ``warmup`` ones do not count as collapse.
         """
         self._blocks = blocks
         self._period = period

@@ -50,11 +50,10 @@ class VisualizationHook(HookBase):
     trainer: TrainingRun
 
     def __init__(self, figures: Mapping[str, DrawFigure], *, period: int, share: float) -> None:
-        """
-        Args:
-            figures: functions by name, which take the model in eval mode, without gradients.
-            period: 0 for a twentieth of the run.
-            share: of the run's time that each figure may take, in [0, 1].
+        """Takes functions by name, which get the model in eval mode, without gradients.
+
+        ``period`` 0 is a twentieth of the run; ``share`` is the part of its time that each may
+        take.
         """
         self._figures = dict(figures)
         self._period = period

@@ -74,15 +74,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._seen = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Takes a batch in.
-
-        Args:
-            inputs: "image_id" and "label".
-            outputs: "scores" (K,), the higher the likelier.
-
-        Raises:
-            UserError: the model gives no scores of these classes.
-        """
+        """Takes "image_id" and "label" of a batch, and "scores" (K,), the higher the likelier."""
         if any("scores" not in output for output in outputs):
             raise UserError(
                 f"dataset '{self._dataset_name}' has class labels, but the model gives no 'scores':"
@@ -193,11 +185,9 @@ def score_neighbours(
 ) -> dict[str, float]:
     """Classifies images by the votes of others; see ``measure_ranks``.
 
-    Args:
-        train: features (T, D) and labels (T,) of the images that vote.
-        val: features (N, D) and labels (N,) of those that are classified.
-        k: neighbours that vote; all where there are fewer.
-        temperature: the lower, the more the nearest count.
+    ``train`` are features (T, D) and labels (T,) of the images that vote, ``val`` (N, D) and (N,)
+    of those that are classified. ``k`` neighbours vote, all where there are fewer; the lower the
+    ``temperature``, the more the nearest count.
     """
     return measure_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
 

@@ -25,14 +25,10 @@ class CocoEvaluator(COCOEvaluator):
     """
 
     def __init__(self, dataset_name: str, *, library: str = "auto", **arguments: Any) -> None:
-        """
-        Args:
-            dataset_name: registered name, whose metadata has ``json_file``.
-            library: "auto", "faster-coco-eval" or "pycocotools".
-            arguments: of Detectron2's evaluator, such as ``output_dir``.
+        """Takes a registered set with ``json_file``, and arguments of Detectron2's evaluator.
 
-        Raises:
-            UserError: the library is unknown or not installed.
+        ``library`` is "auto", "faster-coco-eval" or "pycocotools"; a ``UserError`` if it is
+        missing.
         """
         self._library = resolve_coco_library(library)
         super().__init__(dataset_name, use_fast_impl=False, **arguments)

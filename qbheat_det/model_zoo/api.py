@@ -44,12 +44,8 @@ def get_config_file(name: str) -> str:
 def get_config(name: str, *, trained: bool = True) -> CfgNode:
     """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to them.
 
-    Args:
-        name: of an entry, or its address ``qbheat://NAME``.
-        trained: if not, the recipe as shipped, without what the entry's command overrides.
-
-    Raises:
-        UserError: there is no such entry, or its weights cannot be downloaded.
+    Without ``trained``, the recipe as shipped, without what the entry's command overrides. Raises a
+    ``UserError`` if there is no such entry, or its weights cannot be downloaded.
     """
     return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
 

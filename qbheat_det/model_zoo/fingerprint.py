@@ -57,11 +57,6 @@ class Deviation(NamedTuple):
     reason: str = ""
 
 
-def draw_images() -> list[npt.NDArray[np.uint8]]:
-    """Draws the synthetic images, (H, W, 3) RGB: waves, plain boxes and fine noise."""
-    return [_draw(height, width, number) for number, (height, width) in enumerate(_SIZES)]
-
-
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
     """Runs a detector, classifier, pre-training objective or backbone on the synthetic images.
 
@@ -118,6 +113,7 @@ def _compare(expected: OutputStats, found: OutputStats | None) -> Deviation:
 
 
 def _draw(height: int, width: int, number: int) -> npt.NDArray[np.uint8]:
+    """Draws a synthetic image, (H, W, 3) RGB: waves, plain boxes and fine noise."""
     y, x, channel = (axis.astype(np.int64) for axis in np.ogrid[:height, :width, :3])
     phase = 3 * x * (channel + 1) + 2 * y * (3 - channel) + 97 * number
     wave = np.abs(phase % 510 - 255)  # 0 … 255 and back
@@ -135,7 +131,8 @@ def _read_images(cfg: CfgNode) -> list[dict[str, Any]]:
     mapper = build_mapper(cfg, is_train=False)
     batch = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, image in enumerate(draw_images()):
+        for number, size in enumerate(_SIZES):
+            image = _draw(*size, number)
             file = Path(folder) / f"{number}.png"
             Image.fromarray(image).save(file)
             height, width = image.shape[:2]

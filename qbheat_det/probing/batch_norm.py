@@ -41,21 +41,9 @@ def recalibrate_bn(
 ) -> int:
     """Sets the statistics of a backbone's BatchNorms to those over all positions of ``images``.
 
-    Layers normalise by the batch meanwhile, as in training. Only images of one size share a batch,
-    so that none is padded. Frozen BatchNorms do not change.
-
-    Args:
-        backbone: changed in place.
-        images: (3, H, W) each, pixels as a dataset mapper gives them.
-        pixel_mean: mean of each channel.
-        pixel_std: standard deviation of each channel.
-        batch_size: the most images of a batch.
-
-    Returns:
-        The number of BatchNorms.
-
-    Raises:
-        UserError: there are no images.
+    These are (3, H, W) each, pixels as a dataset mapper gives them. Layers normalise by the batch
+    meanwhile, as in training. Only images of one size share a batch, so that none is padded. Frozen
+    BatchNorms do not change. Returns the number of BatchNorms.
     """
     if not images:
         raise UserError("BatchNorm is recalibrated on images, and there are none")
@@ -91,18 +79,10 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
 def read_whole_images(
     cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int
 ) -> list[Tensor]:
-    """Returns images as the config's model would see them in evaluation.
+    """Returns images (3, H, W), in pixels, as the config's model would see them in evaluation.
 
-    Args:
-        cfg: names the mapper.
-        records: dicts with ``file_name``, for that mapper.
-        num_images: how many, always the same random ones; all where there are fewer.
-
-    Returns:
-        (3, H, W) each, in pixels. What cannot be read is left out and named in the log.
-
-    Raises:
-        UserError: no image can be read.
+    Always the same random ones of the ``records``; all where there are fewer. What cannot be read
+    is left out and named in the log; a ``UserError`` if none can.
     """
     chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)

@@ -178,19 +178,9 @@ def fit_penalised(
     """Minimises mean cross-entropy + l2 / 2 · ‖W‖² over weights W and a bias that is not penalised.
 
     Preconditioned along the principal axes and by the curvature at the start, L-BFGS takes tens of
-    steps in place of thousands; the optimum is the same.
-
-    Args:
-        features: (N, D), standardised here.
-        labels: (N,).
-        num_classes: K.
-        l2: the penalty, positive.
-        start: weights (K, D + 1) to begin from; 0 by default.
-        tolerance: of the largest entry of the gradient, along the axes.
-        dtype: to compute in.
-
-    Raises:
-        ValueError: there are no images, or the penalty is not positive.
+    steps in place of thousands; the optimum is the same. Features (N, D) are standardised here;
+    ``start`` is weights (K, D + 1) to begin from, 0 by default; ``tolerance`` is of the largest
+    entry of the gradient, along the axes; ``dtype`` is what is computed in.
     """
     if not len(labels) or not l2 > 0:
         raise ValueError(f"{len(labels)} images and a penalty of {l2}: both must be positive")

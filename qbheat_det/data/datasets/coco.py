@@ -41,17 +41,9 @@ def register_coco_images(
 ) -> None:
     """Registers the images of an annotation file without their annotations, for pre-training.
 
-    The file is read when the set is first loaded. Registering a name again with the same files
-    does nothing.
-
-    Args:
-        name: of the new data set.
-        json_file: annotations, or a list of images alone.
-        image_root: folder that its file names are relative to.
-        prepare: makes the files if they do not exist yet.
-
-    Raises:
-        UserError: the name is taken by other data.
+    The file, which may list images alone, is read when the set is first loaded, after ``prepare``
+    has made it. Registering a name again with the same files does nothing; with others it is a
+    ``UserError``.
     """
     paths = os.path.abspath(json_file), os.path.abspath(image_root)
     if _is_registered(name, *paths, unlabelled=True):

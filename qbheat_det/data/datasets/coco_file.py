@@ -71,15 +71,10 @@ class CocoFile:
     ) -> None:
         """Reads and checks a file; whether an image file exists is checked, but none is opened.
 
-        Args:
-            json_file: the file.
-            image_root: folder that file names are relative to, or address of shards, in which no
-                file is looked for.
-            needed: lists that it must have; without "annotations", images need an id and a file.
-            converted: what stands in files of another format, in place of reading ``json_file``.
-
-        Raises:
-            UserError: nothing can be said about single entries, as the file is not COCO's.
+        ``image_root`` is the folder that file names are relative to, or the address of shards, in
+        which no file is looked for; ``needed`` are lists that it must have: without "annotations",
+        images need an id and a file. ``converted`` takes the place of ``json_file``. Raises a
+        ``UserError`` if nothing can be said about single entries, as the file is not COCO's.
         """
         self.json_file = json_file
         self.image_root = image_root
@@ -202,11 +197,8 @@ class CocoFile:
 class Converted:
     """The lists of a COCO file that were made of files of another format.
 
-    Attributes:
-        lists: "images", "annotations" and "categories", with ids that count from 1.
-        places: what messages call an entry, by its list and its number in it, from 1.
-        errors: what could not be converted.
-        warnings: what may be meant.
+    Ids in ``lists`` count from 1; ``places`` is what messages call an entry, by its list and its
+    number in it, from 1; ``errors`` is what could not be converted, ``warnings`` what may be meant.
     """
 
     lists: dict[str, list[Any]]

@@ -115,14 +115,10 @@ def list_classes(sets: Sequence[str]) -> list[str]:
 
 
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
-    """Returns the records of registered sets, one after another, with "label" as in a list.
+    """Returns the records of registered sets, one after another, labelled as in ``class_names``.
 
-    Args:
-        sets: names of sets; "image_id" is the number of an image among all of them.
-        class_names: of label 0, 1, 2, …
-
-    Raises:
-        UserError: a set has no labels, or images of a class that is not in the list.
+    "image_id" is the number of an image among all of them. Raises a ``UserError`` if a set has no
+    labels, or images of a class that is not in the list.
     """
     return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 

@@ -219,13 +219,8 @@ def register_source(
 ) -> CocoFile | None:
     """Checks and registers a set, in place of another of the same name; returns its annotations.
 
-    Args:
-        name: is free to choose.
-        source: is kept as ``source`` of the metadata.
-        split: what is in the file of ``source["split"]``; None reads it.
-
-    Raises:
-        UserError: a file or folder is missing or broken.
+    ``source`` is kept in the metadata; ``split`` is what is in the file of ``source["split"]``,
+    None reads it. Raises a ``UserError`` if a file or folder is missing or broken.
     """
     forget_source(name)
     keep = annotations = None

@@ -33,13 +33,9 @@ def find_voc_list(folder: str | Path, subset: str) -> Path | None:
 def convert_voc(folder: str, subset: str, classes: Sequence[str] | None = None) -> Converted:
     """Returns a subset as the lists of a COCO file; file names are relative to the folder.
 
-    Args:
-        folder: has ``Annotations`` and ``JPEGImages``.
-        subset: "train" or "val", by the lists of ``ImageSets/Main``, or "all" annotations.
-        classes: names that are allowed, in their order; None takes those of all annotations.
-
-    Raises:
-        UserError: there are no annotations, or a list cannot be read.
+    ``subset`` is "train" or "val", by the lists of ``ImageSets/Main``, or "all" annotations;
+    ``classes`` are the names that are allowed, in their order, None takes those of all annotations.
+    Raises a ``UserError`` if there are no annotations, or a list cannot be read.
     """
     root = Path(folder)
     errors: list[DataError] = []

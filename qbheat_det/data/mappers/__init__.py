@@ -51,12 +51,8 @@ class DetrDatasetMapper(DatasetMapper):
 def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T.Augmentation:
     """Returns the augmentation that, half of the time, resizes and cuts out a part.
 
-    Args:
-        resize_to: lengths in pixels, one of which the shorter side gets.
-        crop_range: smallest and largest height and width of the part, in pixels.
-
-    Raises:
-        UserError: a length is not positive, or ``crop_range`` is not [min, max].
+    The shorter side gets one of the lengths ``resize_to``, in pixels; ``crop_range`` is [min, max]
+    of height and width of the part. A ``UserError`` if they are not valid.
     """
     is_range = len(crop_range) == 2 and 0 < crop_range[0] <= crop_range[1]
     check_input_keys(

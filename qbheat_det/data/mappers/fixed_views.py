@@ -44,15 +44,7 @@ class FixedViews:
     """
 
     def __init__(self, mapper: Mapper, count: int, seed: int = 0) -> None:
-        """
-        Args:
-            mapper: draws a view.
-            count: K, views of each image.
-            seed: of the views.
-
-        Raises:
-            UserError: ``count`` is not positive or ``seed`` is negative.
-        """
+        """Takes a mapper that draws a view, K of each image, and the seed of the views."""
         check_input_keys(
             ("FIXED_VIEWS.COUNT", count, count >= 1, "positive"),
             ("FIXED_VIEWS.SEED", seed, seed >= 0, "0 or more"),
