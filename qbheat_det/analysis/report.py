@@ -22,6 +22,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import (
     FIGURES,
     Figure,
+    Image,
     NotApplicable,
     Table,
     remove_figure,
@@ -137,11 +138,12 @@ def _load_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "."), autoescape=True, trim_blocks=True
     )
-    environment.filters |= {
-        "data_uri": lambda i: f"data:{i.media_type};base64,{base64.b64encode(i.content).decode()}",
-        "text_columns": _find_text_columns,
-    }
+    environment.filters |= {"data_uri": _to_data_uri, "text_columns": _find_text_columns}
     return environment.get_template("page.html.j2")
+
+
+def _to_data_uri(image: Image) -> str:
+    return f"data:{image.media_type};base64,{base64.b64encode(image.content).decode()}"
 
 
 def _find_text_columns(table: Table) -> set[int]:
