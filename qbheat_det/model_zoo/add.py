@@ -20,9 +20,8 @@ from qbheat_det.engine.writers import find_commit
 
 from . import index, sources
 from .api import open_trained
-from .fingerprint import compute_fingerprint
 from .index import Metric, SharedEncoder, ZooEntry, file_of, parse_entry, to_plain
-from .verify import count_costs, find_task
+from .verify import compute_fingerprint, count_costs, find_task
 
 ZOO_FILE = Path(__file__).resolve().parents[2] / "MODEL_ZOO.md"
 _BEGIN, _END = "<!-- begin: qbheat zoo table -->", "<!-- end -->"

@@ -21,9 +21,14 @@ from qbheat_det.core.files import hash_file
 from qbheat_det.model_zoo import ZooEntry
 from qbheat_det.model_zoo.add import add_entry
 from qbheat_det.model_zoo.api import open_trained
-from qbheat_det.model_zoo.fingerprint import TOLERANCE, compare_fingerprints, compute_fingerprint
 from qbheat_det.model_zoo.index import load_index
-from qbheat_det.model_zoo.verify import count_costs, verify_entry
+from qbheat_det.model_zoo.verify import (
+    TOLERANCE,
+    compare_fingerprints,
+    compute_fingerprint,
+    count_costs,
+    verify_entry,
+)
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.gradient_cases import CLASSIFIER, MF_DETR, Case, make_case_config
 from tests.engine.tiny_detectors import make_retinanet_config
