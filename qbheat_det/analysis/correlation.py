@@ -24,7 +24,7 @@ from qbheat_det.checkpoint import info_of
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
 from qbheat_det.modeling.contracts import FixedSizeModel
 from qbheat_det.probing import find_feature
-from qbheat_det.probing.batch_norm import recalibrate_bn
+from qbheat_det.probing.features import recalibrate_bn
 
 from .figure import (
     Entries,

@@ -35,7 +35,7 @@ from qbheat_det.export import (
     build_exported_scorer,
 )
 
-from .annotations import Format, render_annotations
+from .results import Format, render_annotations
 
 
 def predict_files(

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
-from qbheat_det.core.records import parse_record
+from qbheat_det.core.files import parse_record, write_atomically
 
 # One metadata key only: safetensors writes several in a random order, and equal weights should
 # give equal files.

@@ -29,7 +29,7 @@ from qbheat_det.data import load_image_folders
 from qbheat_det.engine.predict import build_predictor, find_inputs, read_bgr
 from qbheat_det.engine.video import UnreadableImage
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from qbheat_det.probing.batch_norm import read_whole_images, recalibrate_bn, training_records
+from qbheat_det.probing.features import read_whole_images, recalibrate_bn, training_records
 
 from .agreement import ExportReport, build_reference, fit_image, measure_agreement
 from .formats import METADATA_KEY, quantize_onnx, write_onnx, write_torch_export

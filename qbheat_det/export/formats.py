@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 
 from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.records import parse_record
+from qbheat_det.core.files import parse_record
 
 logger = logging.getLogger(__name__)
 Task = Literal["detection", "classification", "features"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.records import parse_record
+from qbheat_det.core.files import parse_record
 
 INDEX_FILE = Path(__file__).with_name("index.json")
 PREFIX = "qbheat://"  # of addresses

@@ -42,8 +42,7 @@ from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.contracts import optional_modules
 from qbheat_det.modeling.image_model import normalise_pixels
 
-from .batch_norm import recalibrate_bn
-from .features import FrozenFeatures, cache_features
+from .features import FrozenFeatures, cache_features, recalibrate_bn
 from .probes import ProbeSettings, check_probes, depth_of, run_probe
 from .transformer import TransformerSettings
 
