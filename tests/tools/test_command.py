@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The command ``qbheat``, every tool under its name; the demo; predictions from the command line."""
+"""The command ``qbheat``, every tool under its name; the demo; predictions from files to files."""
 
 import json
 import runpy
