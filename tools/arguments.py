@@ -34,6 +34,14 @@ def hide_foreign_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Returns a parser that a tool's docstring describes, its first paragraph above the flags."""
+    summary, rest = (doc or "").split("\n\n", 1)
+    return argparse.ArgumentParser(
+        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
     """Ends with an error at the first path that is missing, before imports take seconds.
 

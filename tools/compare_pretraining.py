@@ -26,16 +26,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from arguments import make_parser
+
 # Keys that flags or the tool itself set for every run.
 _RESERVED = {"SEED", "SOLVER.EPOCHS", "SOLVER.MAX_ITER", "OUTPUT_DIR", "MODEL.WEIGHTS",
              "MODEL.META_ARCHITECTURE", "DATASETS.TRAIN"}  # fmt: skip
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, rest = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--data", required=True, metavar="DIR", help="class folders to train on")
     add("--val", required=True, metavar="DIR", help="class folders that probes classify")

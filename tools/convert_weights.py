@@ -25,12 +25,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from arguments import make_parser
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, rest = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--weights", required=True, metavar="FILE", help="weights (.safetensors, .pth)")
     add("--to", required=True, metavar="TARGET", help="an encoder, such as detectron2:resnet50")

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments import make_parser
+
 if TYPE_CHECKING:  # imported below after the arguments are parsed
     from qbheat_det.engine import Trainer
 
@@ -36,10 +38,7 @@ MARKER = ".of_the_demo"  # in folders that the next demo may remove
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, details = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("output/demo"), help="folder (default: output/demo)"
     )

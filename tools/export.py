@@ -43,16 +43,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import WEIGHTS, check_inputs, hide_foreign_warnings
+from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    summary, rest = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add(
         "--weights",

@@ -27,12 +27,11 @@ import logging
 import sys
 from pathlib import Path
 
+from arguments import make_parser
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    summary, rest = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add(
         "--weights",

@@ -24,17 +24,13 @@ from arguments import (
     check_batch_flags,
     check_inputs,
     hide_foreign_warnings,
+    make_parser,
     run_batch,
 )
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    summary, examples = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--weights", required=True, help=f"of an encoder or a classifier: {WEIGHTS}")
     add("--images", nargs="+", required=True, metavar="PATH", help="images, folders")

@@ -23,14 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import add_data_flags, check_inputs
+from arguments import add_data_flags, check_inputs, make_parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, details = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="YAML (default: Detectron2's defaults)")
     add_data_flags(parser)

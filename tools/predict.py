@@ -46,6 +46,7 @@ from arguments import (
     check_batch_flags,
     check_inputs,
     hide_foreign_warnings,
+    make_parser,
     run_batch,
 )
 
@@ -54,12 +55,7 @@ if TYPE_CHECKING:  # imported by main, after the arguments were parsed
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    summary, examples = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--weights", required=True, help=f"{WEIGHTS}, or an exported file")
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import check_inputs
+from arguments import check_inputs, make_parser
 
 if TYPE_CHECKING:  # imported by main, after the arguments were parsed
     from detectron2.config import CfgNode
@@ -44,10 +44,7 @@ _HEADERS = ("backbone", "images seen", "BatchNorm", "probe", "top-1, %", "top-5,
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    summary, rest = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--data", required=True, metavar="DIR", help="class folders to learn from")
     add("--val", required=True, metavar="DIR", help="class folders that are classified")

@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arguments import make_parser
 from figure_flags import integer
 
 if TYPE_CHECKING:  # imported below after the arguments are parsed
@@ -43,10 +44,7 @@ Records = list[dict[str, Any]]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, rest = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="of QB-Heat; without, that of the first weights")
     for flag, what in (("--images", "to learn from"), ("--val-images", "held out")):

@@ -30,16 +30,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import make_parser
 from figure_flags import FIGURES, add_figure_flags, add_run_flags, read_keywords
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, examples = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add_run_flags(parser)
     parser.add_argument(
         "--output",

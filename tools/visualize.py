@@ -26,16 +26,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import make_parser
 from figure_flags import FIGURES, add_figure_flags, add_run_flags, read_keywords
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, examples = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--list", action="store_true", help="list the figures and exit")
     figures = parser.add_subparsers(dest="figure", metavar="FIGURE", title="figures")
     for name, description in FIGURES.items():

@@ -48,15 +48,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments import make_parser
+
 if TYPE_CHECKING:  # --help does without the package
     from qbheat_det.model_zoo import ZooEntry
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    summary, rest = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (description, add_arguments, _) in COMMANDS.items():
         add_arguments(commands.add_parser(name, help=description, description=description))
