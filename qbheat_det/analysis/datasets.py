@@ -40,7 +40,7 @@ from qbheat_det.data.images import find_image_errors
 from qbheat_det.engine.data_sources import open_flags
 from qbheat_det.engine.run_flags import RunFlags
 
-from .box_drawing import RGBImage, add_heading, draw_instances, tile_images
+from .plotting import RGBImage, add_heading, draw_instances, tile_images
 
 Role = Literal["train", "val"]
 _TINY_SIDE = 8  # pixels at the network's input: one cell of the finest map of most heads

@@ -23,8 +23,8 @@ from qbheat_det.engine.trainer import Trainer
 
 from . import detection_metrics as metrics
 from . import plotting
-from .box_drawing import Color, RGBImage, add_heading, draw_boxes, get_class_color, tile_images
 from .figure import FigureOptions, run_each
+from .plotting import Color, RGBImage, add_heading, draw_boxes, get_class_color, tile_images
 from .run import Run
 
 TRUTH_COLOR: Color = (64, 156, 255)

@@ -11,7 +11,7 @@ import numpy as np
 from detectron2.config import CfgNode
 from detectron2.structures import Instances
 
-from qbheat_det.analysis.box_drawing import draw_instances
+from qbheat_det.analysis.plotting import draw_instances
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically

@@ -14,7 +14,6 @@ from detectron2.structures import BitMasks, Boxes, Instances
 from PIL import Image
 
 from qbheat_det.analysis import detections
-from qbheat_det.analysis.box_drawing import draw_boxes, draw_instances, get_class_color
 from qbheat_det.analysis.detection_metrics import (
     IGNORED,
     MISSED,
@@ -30,6 +29,7 @@ from qbheat_det.analysis.detection_metrics import (
 )
 from qbheat_det.analysis.detections import crop_box, draw_detections
 from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.plotting import draw_boxes, draw_instances, get_class_color
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, write_figure
