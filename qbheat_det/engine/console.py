@@ -17,7 +17,7 @@ from detectron2.utils.events import EventWriter, get_event_storage
 from torch import nn
 from tqdm import tqdm
 
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import UserError, is_lost_peer
 
 T = TypeVar("T")
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -61,7 +61,8 @@ class _SummaryHandler(logging.Handler):
     def filter(self, record: logging.LogRecord) -> bool:
         # Some classes here log by the logger of the Detectron2 class that they extend.
         is_own = record.name.startswith("qbheat_det") or record.pathname.startswith(_PACKAGE)
-        return is_own or record.levelno >= logging.WARNING
+        error = record.exc_info[1] if record.exc_info else None  # of a lost one, a sentence follows
+        return (is_own or record.levelno >= logging.WARNING) and not is_lost_peer(error)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
