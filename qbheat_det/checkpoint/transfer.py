@@ -61,8 +61,9 @@ def fetch(folder: Path, address: str, names: list[str]) -> None:
     """
     files, root = open_address(address)
     files.makedirs(root, exist_ok=True)
-    files.pipe_file(f"{root}/.writable", b"")
-    files.rm_file(f"{root}/.writable")
+    probe = f"{root}/.{uuid.uuid4().hex}"  # other machines write theirs
+    files.pipe_file(probe, b"")
+    files.rm_file(probe)
     if not files.exists(f"{root}/{_TAG}"):
         return
     last = os.path.basename(files.cat_file(f"{root}/{_TAG}").decode().strip())

@@ -35,7 +35,7 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
         for name in _LOGGERS:
             logging.getLogger(name).removeHandler(handler)
         handler.close()
-    file = logging.FileHandler(folder / f"log.txt{f'.rank{rank}' if rank else ''}", delay=True)
+    file = _LogFile(folder / f"log.txt{f'.rank{rank}' if rank else ''}", delay=True)
     file.setFormatter(
         logging.Formatter(
             "[%(asctime)s] %(name)s %(levelname)s: %(message)s", datefmt="%m/%d %H:%M:%S"
@@ -49,6 +49,17 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
         for handler in _opened:
             logger.addHandler(handler)
     filter_detectron2_logs()
+
+
+class _LogFile(logging.FileHandler):
+    """Keeps quiet where the disk is full: the next file that matters says so."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _SummaryHandler(logging.Handler):

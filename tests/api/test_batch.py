@@ -207,6 +207,7 @@ def test_features_are_the_mean_of_the_map_and_the_first_token(tmp_path: Path) ->
         rows = read(tmp_path / folder)
         assert [bool(row["error"]) for row in rows] == [False, False, False, True]
         assert rows[3]["embedding"] is None
+        assert rows[3]["error"].endswith(": not an image")
         found = torch.tensor([row["embedding"] for row in rows[:3]])
         torch.testing.assert_close(found, torch.cat(wanted, dim=1), rtol=1e-3, atol=1e-4)
 
