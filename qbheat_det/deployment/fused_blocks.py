@@ -185,8 +185,8 @@ class FusedLiteMobile(nn.Module):
             return self.plain(level, queries)
         image = level.as_image(level.x)
         if is_half_program():
-            hidden, order = convolve_by_turns(depthwise, self.plain.act, image, queries[:, 0])
-            out = convolve(self.plain.pointwise, hidden, order=order)
+            hidden, places = convolve_by_turns(depthwise, self.plain.act, image, queries[:, 0])
+            out = convolve(self.plain.pointwise, hidden, order=places)
             return out.flatten(2).transpose(1, 2) + level.x
         order = None if is_recorded() else interleaved_order(depthwise)
         if order is None:

@@ -254,11 +254,11 @@ class DynamicReLU(nn.Module):
 
         ``order`` (C,) says which channel comes at each place.
         """
-        weight, bias = self.slopes.weight, self.slopes.bias
+        layer: tuple[Tensor, Tensor] = (self.slopes.weight, self.slopes.bias)
         if order is not None:
             both = torch.cat([order, order + len(order)])
-            weight, bias = weight[both], bias[both]
-        theta = F.hardsigmoid(F.linear(F.relu(self.squeeze(token)), weight, bias))[:, :, None, None]
+            layer = (layer[0][both], layer[1][both])
+        theta = F.hardsigmoid(F.linear(F.relu(self.squeeze(token)), *layer))[:, :, None, None]
         positive, negative = theta.chunk(2, dim=1)
         a1, a2 = 2 * positive, 2 * negative - 1
         return torch.minimum(a1, a2), torch.maximum(a1, a2)
