@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Layers: tensors in, tensors out."""
 
-from .attention import MapAttention, read_attention
+from .attention import MapAttention, attend, read_attention
 from .cpu_kernels import (
     DepthwiseConv2d,
     Dropout,
@@ -27,6 +27,7 @@ from .padded_maps import SinePositionEncoding, halve, padding_mask, resize_bilin
 __all__ = [
     "DepthwiseConv2d", "DownMobile", "Dropout", "DynamicReLU", "Former", "FormerToMobile", "Linear",
     "LiteBottleneck", "MapAttention", "Mobile", "MobileFormerBlock", "MobileToFormer",
-    "NormedConv2d", "SinePositionEncoding", "depthwise", "halve", "linear", "padding_mask",
-    "pointwise", "read_attention", "replace_linear_layers", "resize_bilinear", "zero_padding",
+    "NormedConv2d", "SinePositionEncoding", "attend", "depthwise", "halve", "linear",
+    "padding_mask", "pointwise", "read_attention", "replace_linear_layers", "resize_bilinear",
+    "zero_padding",
 ]  # fmt: skip
