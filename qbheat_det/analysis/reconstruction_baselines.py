@@ -20,8 +20,7 @@ from tqdm import tqdm
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
 from qbheat_det.evaluation import HeldOutLossEvaluator
-from qbheat_det.modeling.contracts import get_views
-from qbheat_det.modeling.image_model import normalise_pixels
+from qbheat_det.modeling.contracts import get_views, normalise_pixels
 from qbheat_det.modeling.pretrain import (
     QUADRANTS,
     QUADRANTS_OF,

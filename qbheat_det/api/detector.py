@@ -28,7 +28,7 @@ from qbheat_det.engine.pictures import (
 from qbheat_det.engine.predict import build_predictor, check_elongation
 from qbheat_det.engine.video import Image, UnreadableImage
 from qbheat_det.export import ExportedModel, ExportReport, export_model
-from qbheat_det.modeling.image_model import normalise_pixels
+from qbheat_det.modeling.contracts import normalise_pixels
 
 from .hub import HUB_PREFIX, push_to_hub, save_pretrained
 from .results import Detections

@@ -29,8 +29,7 @@ from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, undisturbed
-from qbheat_det.modeling.contracts import PretrainingObjective, get_backbone
-from qbheat_det.modeling.image_model import normalise_pixels
+from qbheat_det.modeling.contracts import PretrainingObjective, get_backbone, normalise_pixels
 
 from .api import TrainedModel, open_trained
 from .index import Fingerprint, OutputStats, ZooEntry

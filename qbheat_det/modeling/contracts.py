@@ -12,6 +12,7 @@ the Protocols have none of these.
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
@@ -140,6 +141,12 @@ def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers ``pixel_mean`` and ``pixel_std`` by name, those that a model has."""
     found = {name: getattr(model, name, None) for name in ("pixel_mean", "pixel_std")}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Returns (..., C, H, W) less the mean of each channel, divided by its deviation."""
+    offset, scale = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (mean, std))
+    return (images - offset) / scale
 
 
 def masks_padding(model: object) -> bool:

@@ -151,12 +151,6 @@ class ImageModel(nn.Module):
         return (images - self.pixel_mean) / self.pixel_std
 
 
-def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Returns (..., C, H, W) less the mean of each channel, divided by its deviation."""
-    offset, scale = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (mean, std))
-    return (images - offset) / scale
-
-
 class PooledFeatures(nn.Module):
     """From a backbone's outputs to one vector for each image, without parameters.
 

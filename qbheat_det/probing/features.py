@@ -28,7 +28,7 @@ from qbheat_det.data import (
     raise_first,
     undisturbed,
 )
-from qbheat_det.modeling.image_model import normalise_pixels
+from qbheat_det.modeling.contracts import normalise_pixels
 
 _SHARE = 0.2  # of each class that is held out
 _CHUNK = 256  # images at a time

@@ -39,8 +39,7 @@ from qbheat_det.data import (
     preserved_randomness,
 )
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from qbheat_det.modeling.contracts import optional_modules
-from qbheat_det.modeling.image_model import normalise_pixels
+from qbheat_det.modeling.contracts import normalise_pixels, optional_modules
 
 from .features import FrozenFeatures, cache_features, recalibrate_bn
 from .probes import ProbeSettings, check_probes, depth_of, run_probe
