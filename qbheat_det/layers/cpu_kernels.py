@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 _STEPS = 1 << 16  # resolution of a rate
 _MIN_ROWS = 64  # with fewer, a convolution is slower
+_IMAGES, _MANY_ROWS = 16, 512  # see ``linear``
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # of 2.7
 
 
@@ -82,7 +83,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``torch.nn.functional.linear``: (..., C), (C', C) and (C',) to (..., C')."""
     if not _uses_convolution(x, weight):
         return F.linear(x, weight, bias)
-    image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, rows, 1)
+    images = 1
+    if not torch.compiler.is_compiling():
+        # With one thread, PyTorch leaves 1x1 convolutions to oneDNN from 16 images on.
+        rows = x.numel() // x.shape[-1]
+        images = _IMAGES if rows >= _MANY_ROWS and rows % _IMAGES == 0 else 1
+        if images == 1 and torch.get_num_threads() == 1:
+            return F.linear(x, weight, bias)
+    image = x.reshape(images, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1 or 16, C, rows, 1)
     y = F.conv2d(image, weight[:, :, None, None], bias)
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
 
@@ -263,39 +271,61 @@ class DynamicReLU(nn.Module):
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
         """(N, C, H, W) and a token (N, D) to (N, C, H, W)."""
         # max(a1 u, a2 u) = lo u + (hi - lo) relu(u), which keeps one map for the backward, not two.
-        low, high = self.bounds(token)
-        if is_recorded() or x.dtype != low.dtype:
+        theta = self._theta(token)
+        if is_recorded() or x.dtype != theta.dtype:
+            low, high = _bounds(theta)
             return torch.maximum(low * x, high * x)  # compilers fuse it
         if torch.is_grad_enabled():
-            return _TwoSlopes.apply(x, low, high)
-        return _two_slopes(x, low, high)
+            return _TwoSlopes.apply(x, theta)
+        return _two_slopes(x, *_bounds(theta))
 
     def bounds(self, token: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the smaller and the larger slope of each channel, (N, C, 1, 1), of (N, D)."""
-        theta = F.hardsigmoid(self.slopes(F.relu(self.squeeze(token))))[:, :, None, None]
-        positive, negative = theta.chunk(2, dim=1)
-        a1, a2 = 2 * positive, 2 * negative - 1
-        return torch.minimum(a1, a2), torch.maximum(a1, a2)
+        return _bounds(self._theta(token))
+
+    def _theta(self, token: Tensor) -> Tensor:
+        return F.hardsigmoid(self.slopes(F.relu(self.squeeze(token))))
+
+
+def _bounds(theta: Tensor) -> tuple[Tensor, Tensor]:
+    """From (N, 2 C) in [0, 1] to both slopes of each channel, the smaller first, (N, C, 1, 1)."""
+    positive, negative = theta[:, :, None, None].chunk(2, dim=1)
+    a1, a2 = 2 * positive, 2 * negative - 1
+    return torch.minimum(a1, a2), torch.maximum(a1, a2)
 
 
 class _TwoSlopes(torch.autograd.Function):
     """low x + (high - low) relu(x), which keeps x alone, with few passes over the maps."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        ctx.save_for_backward(x, low, high)
-        return _two_slopes(x, low, high)
+    def forward(ctx: Any, x: Tensor, theta: Tensor) -> Tensor:
+        ctx.save_for_backward(x, theta)
+        return _two_slopes(x, *_bounds(theta))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, low, high = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, theta = ctx.saved_tensors
+        low, high = _bounds(theta)
         above = torch.ops.aten.threshold_backward(gradient, x, 0)  # where x > 0
-        of_all = (gradient * x).sum(dim=(2, 3), keepdim=True)
-        of_high = (above * x).sum(dim=(2, 3), keepdim=True)
-        return above.mul_(high - low).addcmul_(gradient, low), of_all - of_high, of_high
+        of_high = (above * x).sum(dim=(2, 3))
+        of_low = (gradient * x).sum(dim=(2, 3)) - of_high
+        of_both = torch.cat([of_high, of_low], dim=1)
+        positive, negative = theta.chunk(2, dim=1)
+        swapped = 2 * positive < 2 * negative - 1  # the first slope is the smaller
+        if swapped.any():
+            other = torch.cat([of_low, of_high], dim=1)
+            of_both = torch.where(torch.cat([swapped, swapped], dim=1), other, of_both)
+        return _add_product(above.mul_(high - low), gradient, low), 2 * of_both
 
 
 def _two_slopes(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     # In one buffer: on a CPU, allocating a large map costs more than the arithmetic.
-    return F.relu(x).mul_(high - low).addcmul_(x, low)
+    return _add_product(F.relu(x).mul_(high - low), x, low)
+
+
+def _add_product(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    """Adds ``factor x`` to ``total`` in place."""
+    if total.dtype == torch.bfloat16:  # PyTorch's own is slow there
+        return total.add_(x * factor)
+    return total.addcmul_(x, factor)
