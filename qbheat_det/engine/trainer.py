@@ -57,6 +57,7 @@ from .feature_cache import use_cached_features
 from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average, save_step_before
 from .launch import distribute
 from .mirror import Mirror
+from .restart import YieldToNewerStart
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
 from .stopping import StopSignals
@@ -117,8 +118,7 @@ class Trainer(DefaultTrainer):
             **({"ema": self._average.module} if self._average else {}),
         )
         self.resumed_from: str | None = None
-        self.start_iter = 0
-        self.max_iter = self.cfg.SOLVER.MAX_ITER
+        self.start_iter, self.max_iter = 0, self.cfg.SOLVER.MAX_ITER
         self._evaluation = Evaluation(
             self.cfg,
             build_loader=(self.cached_features or self.teacher or self).build_test_loader,
@@ -165,8 +165,7 @@ class Trainer(DefaultTrainer):
         self.cfg.defrost()
         self.cfg.SEED = self.seed
         self.cfg.freeze()
-        self.data_loader.start = self.start_iter
-        self.data_loader.seed = self.seed
+        self.data_loader.start, self.data_loader.seed = self.start_iter, self.seed
 
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
@@ -209,6 +208,7 @@ class Trainer(DefaultTrainer):
             build_token_monitor(cfg, self.bare_model) if main else None,
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
+            YieldToNewerStart() if main else None,
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
