@@ -5,8 +5,8 @@ python benchmarks/tables.py [--bench DIR] [--check]
 
 Between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->`` stand the rows of ``NAME.json`` whose
 names begin with ``NAME/PREFIX`` or with ``PREFIX`` (which may be left out), with the line of the
-machine that they were measured on. A benchmark that has not been run keeps the table that is there. ``growth.svg`` of
-the same folder is copied to docs.
+machine that they were measured on. A benchmark that has not been run keeps the table that is there.
+``growth.svg`` of the same folder is copied to docs.
 """
 
 import argparse

@@ -9,11 +9,11 @@ Linear layers of many rows: on processors with AVX-512 that are not Intel's, MKL
 half the rate of oneDNN's convolution, so a layer is computed as the equal 1x1 convolution: rows of
 C numbers are a channels-last map. Measurements: docs/performance.md.
 
-Convolutions: a frozen BatchNorm is folded into the convolution before it. oneDNN is slow at training
-depthwise convolutions that give k channels for one (Mobile-Former, arXiv:2108.05895), but fast for
-k = 1: with a stride of 1 each channel is repeated k times before; with another, where oneDNN is
-only slow in bfloat16, it computes in float32. Results are Detectron2's up to rounding, with its
-parameters' names.
+Convolutions: a frozen BatchNorm is folded into the convolution before it. oneDNN is slow at the
+training of depthwise convolutions that give k channels for one (Mobile-Former, arXiv:2108.05895),
+but fast for k = 1: with a stride of 1 each channel is repeated k times before; with another, where
+oneDNN is slow in bfloat16 alone, it computes in float32. Results are Detectron2's up to rounding,
+with its parameters' names.
 
 Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, slopes from the first global token.
 """
