@@ -181,8 +181,8 @@ class DepthwiseConv2d(NormedConv2d):
         if self.stride == (1, 1):
             return _Widened.apply(x, weight, bias, self.padding, self.dilation)
         with torch.autocast("cpu", enabled=False):
-            full = (each if each is None else each.float() for each in (x, weight, bias))
-            return super().convolve(*full).to(x.dtype)
+            full = None if bias is None else bias.float()
+            return super().convolve(x.float(), weight.float(), full).to(x.dtype)
 
     def _is_slow(self, x: Tensor) -> bool:
         """Whether oneDNN has no fast backward pass of it, and another way is at hand."""
