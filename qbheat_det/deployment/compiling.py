@@ -23,6 +23,7 @@ from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_tensors, write_atomically
 from qbheat_det.data.datasets.toy import get_cache_dir
+from qbheat_det.layers.cpu_kernels import exported_form
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 # Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
@@ -124,7 +125,11 @@ class PartPrograms:
         fresh = path.with_suffix(f".{os.getpid()}.pt2")
         self._part._compiled_call_impl = None  # trace the part itself
         try:
-            program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
+            before = exported_form.set("bfloat16" if self._dtype == torch.bfloat16 else "")
+            try:
+                program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
+            finally:
+                exported_form.reset(before)
             aoti_compile_and_package(program, package_path=str(fresh), inductor_configs=options)
             write_atomically(path, fresh.read_bytes())
         finally:

@@ -38,12 +38,18 @@ _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compil
 
 
 exported_form: ContextVar[str] = ContextVar("exported_form", default="")
-"""While the graph of a file is recorded "float", or "int8" where all weights must be constants."""
+"""While the graph of a file is recorded "float", or "int8" where all weights must be constants; for
+a processor's program in bfloat16 "bfloat16": its maps are channels-last."""
 
 
 def is_recorded() -> bool:
     """Whether a compiler or an exporter records the operations, and needs plain formulas."""
     return torch.compiler.is_compiling() or is_tracing()
+
+
+def is_half_program() -> bool:
+    """Whether a processor's program in bfloat16 is recorded."""
+    return exported_form.get() == "bfloat16"
 
 
 class Dropout(nn.Dropout):
@@ -279,12 +285,19 @@ class DynamicReLU(nn.Module):
             return _TwoSlopes.apply(x, theta)
         return _two_slopes(x, *_bounds(theta))
 
-    def bounds(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the smaller and the larger slope of each channel, (N, C, 1, 1), of (N, D)."""
-        return _bounds(self._theta(token))
+    def bounds(self, token: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the smaller and the larger slope of each channel, (N, C, 1, 1), of (N, D).
 
-    def _theta(self, token: Tensor) -> Tensor:
-        return F.hardsigmoid(self.slopes(F.relu(self.squeeze(token))))
+        ``order`` (C,) says which channel comes at each place.
+        """
+        return _bounds(self._theta(token, order))
+
+    def _theta(self, token: Tensor, order: Tensor | None = None) -> Tensor:
+        layer: tuple[Tensor, Tensor] = (self.slopes.weight, self.slopes.bias)
+        if order is not None:
+            both = torch.cat([order, order + len(order)])
+            layer = (layer[0][both], layer[1][both])
+        return F.hardsigmoid(F.linear(F.relu(self.squeeze(token)), *layer))
 
 
 def _bounds(theta: Tensor) -> tuple[Tensor, Tensor]:
