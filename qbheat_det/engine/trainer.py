@@ -54,7 +54,14 @@ from .evaluation import (
 )
 from .failure import report_failure
 from .feature_cache import use_cached_features
-from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average, save_step_before
+from .hooks import (
+    EvalHook,
+    KeptMemory,
+    PeriodicCheckpointer,
+    SkippedImages,
+    build_average,
+    save_step_before,
+)
 from .launch import distribute
 from .mirror import Mirror
 from .resume import check_same_config, check_same_images, warn_of_weights
@@ -93,7 +100,7 @@ class Trainer(DefaultTrainer):
         logger.info(describe_model(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
-        apply_step_keys(self.cfg, self.bare_model)
+        self._keeps_memory = apply_step_keys(self.cfg, self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
@@ -208,6 +215,7 @@ class Trainer(DefaultTrainer):
             hooks.LRScheduler(),
             build_token_monitor(cfg, self.bare_model) if main else None,
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
+            KeptMemory() if self._keeps_memory else None,
             build_visualization_hook(cfg, self.bare_model),
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
