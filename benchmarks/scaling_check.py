@@ -27,11 +27,6 @@ from benchmarks.timing import ROOT, Result
 _BATCH, _PERIOD = 32, 20
 _RECIPE = "configs/demo/toy_qb_heat.yaml"
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-# A restarted run continues by itself where the launch has a name.
-_RESTARTING = (
-    *_TORCHRUN[:2], "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d",
-    "--rdzv-endpoint", "localhost:0", "--rdzv-id", "check",
-)  # fmt: skip
 _GRADIENTS = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -102,7 +97,7 @@ def _train(
         "DATALOADER.NUM_WORKERS": 0, "MODEL.DEVICE": "cpu",
         "VIS.ENABLED": False,
     }  # fmt: skip
-    launch = _RESTARTING if processes > 1 else ()
+    launch = (*_TORCHRUN, "--max-restarts", "1") if processes > 1 else ()
     words = [str(word) for pair in opts.items() for word in pair]
     command = [sys.executable, *launch, "tools/train_net.py", "--config-file", _RECIPE]
     start, ends = time.perf_counter(), []

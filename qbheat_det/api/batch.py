@@ -232,13 +232,13 @@ def run_batch(
     _limit_cache(load_config(None, list(job.opts)))  # of shards, whose index comes first
     items = list_items(images, column, exclude=folder)
     chunks = cut_chunks(items, part_size, _open_folder(folder, job, resume))
-    left = sum(len(chunk.items) for chunk in chunks)
     if engine == "ray" and not importlib.util.find_spec("ray"):
         print("Ray is not installed, so that one process does all: pip install 'qbheat_det[ray]' "
               "takes it to all cores and machines", file=sys.stderr)  # fmt: skip
         engine = "local"
     run = _run_on_ray(job, chunks, workers) if engine == "ray" else _run_here(job, chunks)
     sizes = {chunk.name: len(chunk.items) for chunk in chunks}
+    left = sum(sizes.values())
     with tqdm(total=len(items), initial=len(items) - left, unit="image", disable=None) as bar:
         for name, content in run if chunks else ():
             write_atomically(folder / name, content)
@@ -253,9 +253,8 @@ def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
     """Returns source and file of the images that have results; notes the settings in the folder."""
     is_hub = job.weights.startswith(HUB_PREFIX)
     weights = download(job.weights) if is_hub else local_weights(find_weights(job.weights))
-    settings = {**asdict(job), "opts": list(job.opts)}
+    settings = {**asdict(replace(job, device=None)), "opts": list(job.opts)}  # on any device
     settings["weights"] = hash_file(weights) if Path(weights).is_file() else job.weights
-    del settings["device"]  # a run may go on elsewhere
     parts = list(folder.glob(_PARTS))
     if not parts:
         write_atomically(folder / _SETTINGS, json.dumps(settings, indent=1).encode())
@@ -263,12 +262,14 @@ def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
     if not resume:
         raise UserError(f"'{folder}' has results: --resume goes on, or name another folder")
     remove_leftovers(folder)
-    found = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
-    if changed := sorted(key for key in settings if found.get(key) != settings[key]):
-        raise UserError(
-            f"'{folder}' has results of other settings ({', '.join(changed)}): name another folder"
-        )
-    tables = [import_parquet().read_table(part, columns=["source", "file"]) for part in parts]
+    try:
+        found = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
+        changed = sorted(key for key in settings if found.get(key) != settings[key])
+        tables = [import_parquet().read_table(part, columns=["source", "file"]) for part in parts]
+    except (AttributeError, OSError, ValueError) as error:  # pyarrow's errors are the last two
+        raise UserError(f"'{folder}': {_SETTINGS} or a part is damaged: {error}") from error
+    if changed:
+        raise UserError(f"'{folder}' is of other settings ({', '.join(changed)}): name another one")
     return {tuple(row.values()) for table in tables for row in table.to_pylist()}
 
 
@@ -295,8 +296,7 @@ def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tup
     import ray.data
 
     Worker(replace(job, device="cpu", fast=False))  # raises what each actor would
-    is_ours = not ray.is_initialized()
-    if is_ours:
+    if is_ours := not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level="WARNING")
     ray.data.DataContext.get_current().enable_progress_bars = False  # there is one of images
     for name in ("_internal.execution.streaming_executor", "_internal.progress", "exceptions"):

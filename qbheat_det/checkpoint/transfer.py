@@ -46,21 +46,31 @@ def send(folder: Path, address: str, kept: int, names: list[str]) -> None:
     if not kept or _TAG not in names:
         return
     there = [os.path.basename(path) for path in files.ls(root, detail=False)]
-    periodic = sorted((int(m[1]), m[0]) for m in map(_PERIODIC.fullmatch, there) if m)
-    sent = max((int(m[1]) for m in map(_PERIODIC.fullmatch, names) if m), default=10**9)
-    past = [name for number, name in periodic if number <= sent]
-    for name in {*past[:-kept], *(name for number, name in periodic if number > sent)}:
+    periodic = sorted(filter(_PERIODIC.fullmatch, there), key=_number)
+    sent = min(map(_number, names))
+    past = [name for name in periodic if _number(name) <= sent]
+    for name in {*past[:-kept], *(name for name in periodic if _number(name) > sent)}:
         files.rm_file(f"{root}/{name}")
 
 
 def fetch(folder: Path, address: str, names: list[str]) -> None:
-    """Brings the last checkpoint and the named files, where they are there and not here yet."""
+    """Brings the last checkpoint and the named files, where they are there and not here yet.
+
+    Before that, it makes sure that the address can be written to. A later checkpoint that is here
+    stays, unless other machines take part, which all begin from what is there.
+    """
     files, root = open_address(address)
+    files.makedirs(root, exist_ok=True)
+    probe = f"{root}/.{uuid.uuid4().hex}"  # other machines write theirs
+    files.pipe_file(probe, b"")
+    files.rm_file(probe)
     if not files.exists(f"{root}/{_TAG}"):
         return
     last = os.path.basename(files.cat_file(f"{root}/{_TAG}").decode().strip())
     tag = folder / _TAG
-    if (folder / last).is_file() and tag.is_file() and tag.read_text().strip() == last:
+    own = tag.read_text().strip() if tag.is_file() else ""
+    is_later = _number(own) > _number(last) and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    if own and (folder / own).is_file() and (own == last or is_later):
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name in (last, *names, _TAG):
@@ -74,8 +84,13 @@ def fetch(folder: Path, address: str, names: list[str]) -> None:
             partial.unlink(missing_ok=True)
 
 
+def _number(name: str) -> int:
+    found = _PERIODIC.fullmatch(name)
+    return int(found[1]) if found else 10**9  # of the last step
+
+
 def _run(seconds: float, action: str, folder: str, address: str, *words: str) -> str:
-    end, pause = time.monotonic() + seconds, 0.5
+    end, pause, is_told = time.monotonic() + seconds, 0.5, False
     while True:
         try:
             if action == "send":
@@ -84,14 +99,25 @@ def _run(seconds: float, action: str, folder: str, address: str, *words: str) ->
                 fetch(Path(folder), address, list(words))
         except Exception as error:  # the types are those of whichever file system it is
             if isinstance(error, _FATAL) or time.monotonic() + pause > end:
-                return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                return _describe(error)
+            if not is_told:
+                print(f"waiting for '{address}': {_describe(error)}", file=sys.stderr, flush=True)
+            is_told = True
             time.sleep(pause)
             pause = min(2 * pause, 20.0)
         else:
             return ""
 
 
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f": '{error.filename}'" if error.filename else ""
+        return f"{error.strerror}{where}"
+    lines = str(error).strip().splitlines()  # from the second on, obstore dumps structs
+    return lines[0][:300] if lines else type(error).__name__
+
+
 if __name__ == "__main__":
     reason = _run(float(sys.argv[1]), *sys.argv[2:])
-    print(reason, file=sys.stderr, flush=True)
+    print(reason, flush=True)
     os._exit(bool(reason))  # obstore's threads abort while Python ends in order

@@ -71,3 +71,10 @@ def find_user_message(text: str) -> str | None:
     _, marker, sentence = text.rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
     # A traceback that goes on after it ended with another error.
     return sentence.strip() if marker and "Traceback (most recent call" not in sentence else None
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Returns whether an error of PyTorch says that another process cannot be reached."""
+    return isinstance(error, RuntimeError) and (
+        type(error).__module__.startswith("torch.distributed") or "gloo" in str(error)
+    )

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from detectron2.data.detection_utils import read_image
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from tqdm import tqdm
 
@@ -77,8 +77,13 @@ class ImageFile:
 @contextmanager
 def open_image(path: str) -> Iterator[ImageFile]:
     """Opens an image file; what a broken one raises depends on its format's decoder."""
-    with PathManager.open(path, "rb") as file, Image.open(file, formats=IMAGE_FORMATS) as image:
-        yield ImageFile(image)
+    with PathManager.open(path, "rb") as file:
+        try:
+            image = Image.open(file, formats=IMAGE_FORMATS)
+        except UnidentifiedImageError:  # its words name the open file, a temporary one at times
+            raise UnidentifiedImageError("not an image") from None
+        with image:
+            yield ImageFile(image)
 
 
 class ImageInMemory:

@@ -24,6 +24,7 @@ from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_tensors, write_atomically
 from qbheat_det.data.datasets.toy import get_cache_dir
+from qbheat_det.layers.cpu_kernels import exported_form
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 # Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
@@ -129,7 +130,11 @@ class PartPrograms:
         collects = gc.isenabled()
         gc.disable()  # it goes through millions of the compiler's objects again and again
         try:
-            program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
+            before = exported_form.set("bfloat16" if self._dtype == torch.bfloat16 else "")
+            try:
+                program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
+            finally:
+                exported_form.reset(before)
             aoti_compile_and_package(program, package_path=str(fresh), inductor_configs=options)
             write_atomically(path, fresh.read_bytes())
         finally:

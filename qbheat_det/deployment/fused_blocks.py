@@ -11,13 +11,15 @@ Fused blocks pass less often over wide maps; they equal the plain ones up to rou
 * Position encodings are kept for the last few map sizes.
 
 Each fused block holds the plain one, and calls it for batches, padded images, training, compilers,
-and exported files but those for single images.
+and exported files but those for single images. Programs in bfloat16 keep weights constant, which
+are packed for products then, and have depthwise convolutions by turns alone.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.layers import Conv2d, FrozenBatchNorm2d, NaiveSyncBatchNorm
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ from qbheat_det.layers import (
     NormedConv2d,
     SinePositionEncoding,
 )
-from qbheat_det.layers.cpu_kernels import exported_form, is_recorded
+from qbheat_det.layers.cpu_kernels import exported_form, is_half_program, is_recorded
 from qbheat_det.modeling.detr.decoder_block import LevelMap, LiteMobile
 
 _MIN_SLOPE = 1e-12  # slopes are divided by one another
@@ -102,7 +104,7 @@ class FusedMobile(nn.Module):
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
         block = self.plain
-        if padding is not None or not _can_fuse(x, block.expand):
+        if padding is not None or is_half_program() or not _can_fuse(x, block.expand):
             return block(x, token, padding)
         if is_recorded() and block.expand.norm is None:
             hidden = block.depthwise(convolve_and_bend(block.expand, block.expand_act, x, token))
@@ -125,7 +127,13 @@ class FusedDownMobile(nn.Module):
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
         block = self.plain
-        if padding is not None or not _can_fuse(x, block.down):
+        has_norm = not block.down.norm is block.depthwise.norm is None
+        if is_half_program() and padding is None and not has_norm:
+            hidden, order = convolve_by_turns(block.down, block.down_act, x, token)
+            y = convolve(block.down_reduce, hidden, order=order)
+            hidden, order = convolve_by_turns(block.depthwise, block.depthwise_act, y, token)
+            return y + convolve(block.reduce, hidden, order=order)
+        if padding is not None or is_half_program() or not _can_fuse(x, block.down):
             return block(x, token, padding)
         y = convolve(block.down_reduce, *scaled_prelu(block.down_act, block.down(x), token))
         hidden, factor = scaled_prelu(block.depthwise_act, block.depthwise(y), token)
@@ -176,6 +184,10 @@ class FusedLiteMobile(nn.Module):
         if level.padding is not None or has_norm or not _can_fuse(level.x, depthwise):
             return self.plain(level, queries)
         image = level.as_image(level.x)
+        if is_half_program():
+            hidden, places = convolve_by_turns(depthwise, self.plain.act, image, queries[:, 0])
+            out = convolve(self.plain.pointwise, hidden, order=places)
+            return out.flatten(2).transpose(1, 2) + level.x
         order = None if is_recorded() else interleaved_order(depthwise)
         if order is None:
             hidden = depthwise(image)
@@ -286,10 +298,27 @@ def convolve(
     return y if convolution.norm is None else convolution.norm(y)
 
 
+def convolve_by_turns(
+    convolution: DepthwiseConv2d, act: DynamicReLU, x: Tensor, token: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Applies a depthwise convolution without norm and a dynamic ReLU, for programs in bfloat16.
+
+    From (N, C, H, W) and tokens (N, D) to (N, C k, H', W'), and the output channel of each (C k,).
+    The compiler makes the ReLU and the concatenation one pass.
+    """
+    order = interleaved_order(convolution)
+    slopes = zip(*(each.split(x.shape[1], dim=1) for each in act.bounds(token, order)), strict=True)
+    parts = []
+    for rows, (low, high) in zip(order.split(x.shape[1]), slopes, strict=True):
+        part = convolve_rows(convolution, x, rows)
+        parts.append(torch.maximum(low * part, high * part))
+    return torch.cat(parts, dim=1), order
+
+
 def interleaved_order(convolution: DepthwiseConv2d) -> Tensor:
     """Returns output channels, (C k,): the first of each input channel, then the second of each."""
-    channels = torch.arange(convolution.out_channels, device=convolution.weight.device)
-    return channels.view(convolution.groups, -1).t().flatten()
+    channels = np.arange(convolution.out_channels).reshape(convolution.groups, -1)
+    return torch.from_numpy(channels.T.ravel()).to(convolution.weight.device)  # not in a graph
 
 
 def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tensor:
@@ -305,7 +334,12 @@ def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tens
 
 
 def _can_fuse(x: Tensor, convolution: NormedConv2d) -> bool:
-    """Whether ``x`` is one image of the convolution's type that no gradient or compiler follows."""
+    """Whether ``x`` is one image of the convolution's type that no gradient or compiler follows.
+
+    Or any maps of a program in bfloat16.
+    """
+    if is_half_program():
+        return True
     if is_recorded() and not (exported_form.get() == "float" and type(x.shape[0]) is int):
         return False
     is_single = len(x) == 1 and x.dtype == convolution.weight.dtype

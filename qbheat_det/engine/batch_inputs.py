@@ -4,6 +4,7 @@
 import contextlib
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from qbheat_det.data import absolute, are_shards, list_shard_images
 from .predict import find_inputs
 
 _COLUMNS = ("image", "bytes", "path", "file", "file_name")
+# Arrow's names of types; the struct is that of data sets of Hugging Face.
+_OF_FILES = re.compile(r"(dictionary<values=)?\w*binary|struct<.*\bbytes: \w*binary")
+_OF_PATHS = re.compile(r"(dictionary<values=)?\w*string")
 _ROWS = 64  # of a table that are in memory at a time
 
 
@@ -94,10 +98,10 @@ def _list_table(path: Path, column: str) -> Iterator[Item]:
     wanted = (column,) if column else _COLUMNS
     chosen = next((name for name in wanted if name in schema.names), "")
     kind = str(schema.field(chosen).type) if chosen else ""
-    if "binary" in kind:  # perhaps in a struct, as in data sets of Hugging Face
+    if _OF_FILES.match(kind):
         for row in range(table.metadata.num_rows):
             yield Item(absolute(path), str(row), "", chosen)
-    elif "string" in kind:
+    elif _OF_PATHS.match(kind):
         folder = absolute(path.parent)
         for batch in table.iter_batches(columns=[chosen]):
             for value in map(str, batch.column(0).to_pylist()):

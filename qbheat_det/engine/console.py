@@ -17,7 +17,7 @@ from detectron2.utils.events import EventWriter, get_event_storage
 from torch import nn
 from tqdm import tqdm
 
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import UserError, is_lost_peer
 
 T = TypeVar("T")
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -36,7 +36,7 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
         for name in _LOGGERS:
             logging.getLogger(name).removeHandler(handler)
         handler.close()
-    file = logging.FileHandler(folder / f"log.txt{f'.rank{rank}' if rank else ''}", delay=True)
+    file = _LogFile(folder / f"log.txt{f'.rank{rank}' if rank else ''}", delay=True)
     file.setFormatter(
         logging.Formatter(
             "[%(asctime)s] %(name)s %(levelname)s: %(message)s", datefmt="%m/%d %H:%M:%S"
@@ -52,6 +52,17 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
     filter_detectron2_logs()
 
 
+class _LogFile(logging.FileHandler):
+    """Keeps quiet where the disk is full: the next file that matters says so."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 class _SummaryHandler(logging.Handler):
     """Prints what this package says, and warnings of Detectron2, above the progress bars."""
 
@@ -62,7 +73,8 @@ class _SummaryHandler(logging.Handler):
     def filter(self, record: logging.LogRecord) -> bool:
         # Some classes here log by the logger of the Detectron2 class that they extend.
         is_own = record.name.startswith("qbheat_det") or record.pathname.startswith(_PACKAGE)
-        return is_own or record.levelno >= logging.WARNING
+        error = record.exc_info[1] if record.exc_info else None  # of a lost one, a sentence follows
+        return (is_own or record.levelno >= logging.WARNING) and not is_lost_peer(error)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)

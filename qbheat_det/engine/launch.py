@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from qbheat_det.core.errors import Interrupted, UserError, find_user_message
+from qbheat_det.core.errors import Interrupted, UserError, find_user_message, is_lost_peer
 from qbheat_det.modeling.contracts import get_backbone, get_in_features
 
 from .run_flags import RunFlags
@@ -28,6 +28,7 @@ R = TypeVar("R")
 # What torchrun gives to each process that it starts.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _STARTING = timedelta(minutes=5)  # within which all processes must have come
 _TORCHRUN = "torchrun --nproc-per-node N tools/train_net.py … (docs/distributed.md)"
 
@@ -90,10 +91,18 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
     missing = [name for name in _ADDRESS_VARIABLES if name not in os.environ]
     if missing:
         raise UserError(f"RANK is set, but not {' and '.join(missing)}: start with {_TORCHRUN}")
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    is_one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    if may_restart and not is_one_machine and os.environ.get(_SHARES_STORE) == "True":
+        raise UserError(
+            "torchrun --max-restarts on several machines needs the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else processes look for those that have ended"
+        )
     store, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # The store outlives a restart by torchrun, with the addresses of processes that are gone.
-        # Several machines count restarts apart: docs/distributed.md gives them a new store.
+    if is_one_machine:
+        # The store outlives a restart by torchrun, with the addresses of processes that are gone:
+        # those that come would wait for them. Several machines, which count restarts apart, have
+        # a new store each time.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"attempt_{attempt}", store)
     try:
@@ -110,7 +119,7 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
             raise SystemExit(stop.code) from None
         raise
     except RuntimeError as error:
-        if not _is_lost_peer(error):
+        if not is_lost_peer(error):
             raise
         raise UserError(
             f"process {rank} lost another one, which has ended or cannot be reached: with "
@@ -124,10 +133,6 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         raise SystemExit(2) from None
     dist.destroy_process_group()
     return result
-
-
-def _is_lost_peer(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _choose_backend(args: argparse.Namespace) -> str:

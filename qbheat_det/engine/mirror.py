@@ -94,12 +94,12 @@ def _start(cfg: CfgNode, action: str, *words: str) -> subprocess.Popen[str]:
     seconds = str(cfg.DATALOADER.RETRY_SECONDS)
     command = [sys.executable, transfer.__file__, seconds, action, cfg.OUTPUT_DIR]
     return subprocess.Popen(
-        [*command, cfg.SOLVER.CHECKPOINT_URL, *words], stderr=subprocess.PIPE, text=True,
+        [*command, cfg.SOLVER.CHECKPOINT_URL, *words], stdout=subprocess.PIPE, text=True,
         start_new_session=True,  # signals to the run are not for it
     )  # fmt: skip
 
 
 def _finish(process: subprocess.Popen[str]) -> str:
     """Returns why a transfer failed; empty if it did not."""
-    said = process.communicate()[1].strip().splitlines()
+    said = process.communicate()[0].strip().splitlines()
     return (said[-1] if said else f"exit code {process.returncode}") if process.returncode else ""

@@ -89,17 +89,17 @@ def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
     Raises:
         UserError: an input does not exist, or there is nothing to predict on.
     """
+    own, suffixes = exclude and exclude.resolve(), IMAGE_SUFFIXES | VIDEO_SUFFIXES
     found: dict[Path, InputFile] = {}  # keyed by real path: a file named twice counts once
     for name in inputs:
         root = Path(name)
         if root.is_file():
             found.setdefault(root.resolve(), InputFile(root, root.name))
         elif root.is_dir():
-            for path in sorted(root.rglob("*")):
-                if path.suffix.lower() not in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
-                    continue
-                real = path.resolve()
-                if path.is_file() and not (exclude and real.is_relative_to(exclude.resolve())):
+            for path in sorted(p for p in root.rglob("*") if p.suffix.lower() in suffixes):
+                is_broken = not path.exists()  # a link to nothing, or to itself
+                real = path if is_broken else path.resolve()
+                if (path.is_file() or is_broken) and not (own and real.is_relative_to(own)):
                     found.setdefault(real, InputFile(path, path.relative_to(root).as_posix()))
         else:
             raise UserError(f"input '{name}' does not exist (config overrides go last)")

@@ -1,14 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Whether a start continues the run in ``OUTPUT_DIR``: asked for, or restarted by torchrun."""
+"""Whether a start continues the run in ``OUTPUT_DIR``, or another start has taken it over."""
 
 import argparse
 import logging
 from pathlib import Path
 
+from detectron2.engine import HookBase
 from detectron2.utils import comm
 
 from qbheat_det.core.errors import UserError
 
+from .hooks import TrainingRun, is_saved
 from .mirror import fetch_run
 from .resume import name_last_checkpoint
 from .run_flags import RunFlags
@@ -55,3 +57,31 @@ def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
 def _began_in_this_launch(folder: Path) -> bool:
     launch, starts = find_launch(), read_run_record(folder / RUN_FILE)
     return bool(launch and starts and starts[-1].get("launch") == launch)
+
+
+class YieldToNewerStart(HookBase):
+    """Ends a run that was started again elsewhere, before it saves over that one's checkpoints.
+
+    Where torchrun takes a machine for dead that is only slow, others continue without it.
+    """
+
+    trainer: TrainingRun
+
+    def before_train(self) -> None:
+        """Counts the starts up to this one."""
+        self._file = Path(self.trainer.cfg.OUTPUT_DIR) / RUN_FILE
+        self._count = len(read_run_record(self._file))
+
+    def after_step(self) -> None:
+        """Looks for a later start where a checkpoint is due.
+
+        Raises:
+            UserError: there is one.
+        """
+        if not is_saved(self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD):
+            return
+        if later := read_run_record(self._file)[self._count :]:
+            raise UserError(
+                f"'{self._file}' has a later start, of {later[0].get('started')}: it continues, "
+                "and this one ends without saving"
+            )

@@ -64,6 +64,7 @@ from .hooks import (
 )
 from .launch import distribute
 from .mirror import Mirror
+from .restart import YieldToNewerStart
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
 from .stopping import StopSignals
@@ -124,8 +125,7 @@ class Trainer(DefaultTrainer):
             **({"ema": self._average.module} if self._average else {}),
         )
         self.resumed_from: str | None = None
-        self.start_iter = 0
-        self.max_iter = self.cfg.SOLVER.MAX_ITER
+        self.start_iter, self.max_iter = 0, self.cfg.SOLVER.MAX_ITER
         self._evaluation = Evaluation(
             self.cfg,
             build_loader=(self.cached_features or self.teacher or self).build_test_loader,
@@ -172,8 +172,7 @@ class Trainer(DefaultTrainer):
         self.cfg.defrost()
         self.cfg.SEED = self.seed
         self.cfg.freeze()
-        self.data_loader.start = self.start_iter
-        self.data_loader.seed = self.seed
+        self.data_loader.start, self.data_loader.seed = self.start_iter, self.seed
 
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
@@ -217,6 +216,7 @@ class Trainer(DefaultTrainer):
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
             KeptMemory() if self._keeps_memory else None,
             build_visualization_hook(cfg, self.bare_model),
+            YieldToNewerStart() if main else None,
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),

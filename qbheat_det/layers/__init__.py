@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Layers: tensors in, tensors out."""
 
-from .attention import MapAttention, read_attention
+from .attention import MapAttention, attend, read_attention
 from .cpu_kernels import (
     DepthwiseConv2d,
     Dropout,
@@ -39,6 +39,7 @@ __all__ = [
     "MobileToFormer",
     "NormedConv2d",
     "SinePositionEncoding",
+    "attend",
     "depthwise",
     "halve",
     "linear",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .cpu_kernels import draw_kept, exported_form, is_recorded, linear, rounded
+from .cpu_kernels import draw_kept, exported_form, is_half_program, is_recorded, linear, rounded
 from .mobile_former_block import FormerToMobile, MobileToFormer, Watcher
 
 _PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
@@ -49,6 +49,11 @@ def attend(
     Returns:
         (N, Q, heads * d).
     """
+    if is_half_program():
+        few = query.shape[1] * query.shape[2] * key.shape[2] <= _MOST
+        if few:  # in bfloat16, PyTorch's kernel takes twice as long as products
+            return _attend_plainly(query, key.contiguous(), value.contiguous(), masked, dropout)
+        return _attend_fused(query, key, value, masked, dropout)
     has_plain = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
     if not has_plain or (fused and not dropout):
         return _attend_fused(query, key, value, masked, dropout)
@@ -99,7 +104,7 @@ class MapAttention(nn.MultiheadAttention):
         if attn_mask is not None:
             by_head = attn_mask.unflatten(0, (-1, self.num_heads))
             masked = by_head if masked is None else masked | by_head
-        if exported_form.get() and not self.fused:
+        if exported_form.get() and not is_half_program() and not self.fused:
             return self._attend_in_graph(query, key, value, masked)
         heads = (
             each.unflatten(2, (self.num_heads, -1)) for each in self._project(query, key, value)

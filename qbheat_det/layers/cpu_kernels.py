@@ -37,12 +37,18 @@ _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compil
 
 
 exported_form: ContextVar[str] = ContextVar("exported_form", default="")
-"""While the graph of a file is recorded "float", or "int8" where all weights must be constants."""
+"""While the graph of a file is recorded "float", or "int8" where all weights must be constants; for
+a processor's program in bfloat16 "bfloat16": its maps are channels-last."""
 
 
 def is_recorded() -> bool:
     """Whether a compiler or an exporter records the operations, and needs plain formulas."""
     return torch.compiler.is_compiling() or is_tracing()
+
+
+def is_half_program() -> bool:
+    """Whether a processor's program in bfloat16 is recorded."""
+    return exported_form.get() == "bfloat16"
 
 
 class Dropout(nn.Dropout):
@@ -243,9 +249,16 @@ class DynamicReLU(nn.Module):
             return _TwoSlopes.apply(x, low, high)
         return _two_slopes(x, low, high)
 
-    def bounds(self, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the smaller and the larger slope of each channel, (N, C, 1, 1), of (N, D)."""
-        theta = F.hardsigmoid(self.slopes(F.relu(self.squeeze(token))))[:, :, None, None]
+    def bounds(self, token: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the smaller and the larger slope of each channel, (N, C, 1, 1), of (N, D).
+
+        ``order`` (C,) says which channel comes at each place.
+        """
+        layer: tuple[Tensor, Tensor] = (self.slopes.weight, self.slopes.bias)
+        if order is not None:
+            both = torch.cat([order, order + len(order)])
+            layer = (layer[0][both], layer[1][both])
+        theta = F.hardsigmoid(F.linear(F.relu(self.squeeze(token)), *layer))[:, :, None, None]
         positive, negative = theta.chunk(2, dim=1)
         a1, a2 = 2 * positive, 2 * negative - 1
         return torch.minimum(a1, a2), torch.maximum(a1, a2)

@@ -17,7 +17,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cpu_kernels import DepthwiseConv2d, DynamicReLU, NormedConv2d, is_recorded
+from .cpu_kernels import DepthwiseConv2d, DynamicReLU, NormedConv2d, is_half_program, is_recorded
 from .padded_maps import halve, zero_padding
 
 Watcher = Callable[[Tensor], None]
@@ -47,7 +47,7 @@ class MobileToFormer(nn.Module):
         rows = has_rows(x)
         if rows:
             pixels = x.flatten(2)  # (N, C, HW)
-            logits = (_spread(query) @ pixels).unflatten(1, (self.num_heads, -1))
+            logits = _multiply(_spread(query), pixels).unflatten(1, (self.num_heads, -1))
         else:
             pixels = x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, C / heads, HW)
             logits = query @ pixels  # (N, heads, M, HW)
@@ -57,7 +57,8 @@ class MobileToFormer(nn.Module):
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
         if rows:
-            attended = _collect(attention.flatten(1, 2) @ pixels.transpose(1, 2), self.num_heads)
+            found = _multiply(attention.flatten(1, 2), pixels.transpose(1, 2))
+            attended = _collect(found, self.num_heads)
         else:
             attended = attention @ pixels.transpose(-2, -1)
         attended = attended.transpose(1, 2).flatten(2)  # (N, M, C)
@@ -84,7 +85,7 @@ class FormerToMobile(nn.Module):
         # Tokens on the rows, so that the map is read in its own layout.
         rows = has_rows(x)
         if rows:
-            logits = (_spread(key) @ x.flatten(2)).unflatten(1, (self.num_heads, -1))
+            logits = _multiply(_spread(key), x.flatten(2)).unflatten(1, (self.num_heads, -1))
         else:
             logits = key @ x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, M, HW)
         attention = logits.softmax(dim=-2)
@@ -94,10 +95,12 @@ class FormerToMobile(nn.Module):
             pixels = x.flatten(2).transpose(1, 2)  # (N, HW, C)
             weights = attention.flatten(1, 2).transpose(1, 2)  # (N, HW, heads * M)
             spread = _spread(value)
-            if x.dtype == weights.dtype == spread.dtype:  # added within the product
-                found = torch.baddbmm(pixels, weights, spread)
-            else:  # autocast would round the map
+            if not x.dtype == weights.dtype == spread.dtype:  # autocast would round the map
                 found = pixels + weights @ spread
+            elif len(x) == 1:
+                found = torch.addmm(pixels[0], weights[0], spread[0])[None]
+            else:  # added within the product
+                found = torch.baddbmm(pixels, weights, spread)
             return found.transpose(1, 2).unflatten(2, x.shape[-2:])
         return x + (value.transpose(-2, -1) @ attention).view_as(x)
 
@@ -279,10 +282,11 @@ class MobileFormerBlock(nn.Module):
 def has_rows(x: Tensor) -> bool:
     """Whether the maps of several images are channels-last, and no compiler records the graph.
 
-    Such maps cannot be split into heads without a copy. Tokens are then split instead: each head's
-    row is zero in the channels of the others, which gives the same sums.
+    Or those of a processor's program in bfloat16. Such maps cannot be split into heads without a
+    copy. Tokens are then split instead: each head's row is zero in the channels of the others,
+    which gives the same sums.
     """
-    if is_recorded() or len(x) == 1:
+    if not is_half_program() and (is_recorded() or len(x) == 1):
         return False
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
@@ -292,6 +296,11 @@ def _spread(heads: Tensor) -> Tensor:
     num_heads = heads.shape[1]
     own = torch.eye(num_heads, dtype=heads.dtype, device=heads.device)
     return (heads[:, :, :, None] * own[:, None, :, None]).flatten(3).flatten(1, 2)
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """(N, R, K) and (N, K, C) to (N, R, C); bfloat16 batches copy what is transposed."""
+    return (a[0] @ b[0])[None] if len(a) == 1 else a @ b
 
 
 def _collect(spread: Tensor, num_heads: int) -> Tensor:

@@ -142,6 +142,13 @@ def test_a_run_that_was_killed_goes_on_and_new_images_are_added(
     monkeypatch.setattr(batch, "write_atomically", write)
     (out / ".part-x.incomplete").write_text("half")
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
+    for damaged in (next(iter(before)), out / "_settings.json"):
+        damaged.rename(tmp_path / "whole")
+        for content in (b"", b"{", b"[]"):
+            damaged.write_bytes(content)
+            with pytest.raises(UserError, match=str(out)):
+                run_batch(job(detector), [str(photos)], out, resume=True)
+        (tmp_path / "whole").rename(damaged)
     shutil.copy(photos / "a.png", photos / "0.png")  # moves the places of all others
 
     for changed, named in (({}, str(out)), ({"threshold": 0.2}, "threshold")):
@@ -156,18 +163,22 @@ def test_a_run_that_was_killed_goes_on_and_new_images_are_added(
     assert run_batch(job(detector), [str(photos)], out, resume=True) == done
 
 
-def test_a_file_whose_name_is_no_text_has_a_row_and_is_known_again(
+def test_broken_links_and_files_whose_names_are_no_text_have_rows_and_are_known_again(
     photos: Path, detector: str, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(photos, tmp_path / "photos"))
     name = b"bad\xff.jpg"
     shutil.copy(next(photos.glob("*.jpg")), folder / os.fsdecode(name))
     (folder / os.fsdecode(b"broken\xfe.jpg")).write_text("no image")
+    links = {"dangling.jpg": "nowhere.jpg", "loop.jpg": "loop.jpg"}
+    for link, target in links.items():
+        (folder / link).symlink_to(target)
     for resume in (False, True):
         found = run_batch(job(detector), [str(folder)], tmp_path / "out", resume=resume)
     rows = read(tmp_path / "out")
     assert found[0] == len(rows) == len({row["file"] for row in rows})
-    assert {"bad\\udcff.jpg", "broken\\udcfe.jpg"} < {row["file"] for row in rows}
+    assert {"bad\\udcff.jpg", "broken\\udcfe.jpg", *links} < {row["file"] for row in rows}
+    assert all(row["error"] for row in rows if row["file"] in links)
     json.dumps(rows).encode()
 
 
@@ -196,6 +207,7 @@ def test_features_are_the_mean_of_the_map_and_the_first_token(tmp_path: Path) ->
         rows = read(tmp_path / folder)
         assert [bool(row["error"]) for row in rows] == [False, False, False, True]
         assert rows[3]["embedding"] is None
+        assert rows[3]["error"].endswith(": not an image")
         found = torch.tensor([row["embedding"] for row in rows[:3]])
         torch.testing.assert_close(found, torch.cat(wanted, dim=1), rtol=1e-3, atol=1e-4)
 
@@ -238,7 +250,8 @@ def test_bad_arguments_are_named(
     photos: Path, detector: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "no.parquet").write_text("no table")
-    pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
+    table = {"x": [1], "y": [[b"1"]], "image": [{"bytes": None, "path": "a.png"}]}
+    pq.write_table(pa.table(table), tmp_path / "x.parquet")
     out, same = (
         f"--parquet {tmp_path / 'out'}",
         f"--weights {detector} --device cpu --images {photos}",
@@ -252,6 +265,7 @@ def test_bad_arguments_are_named(
         ("predict", f"{at}/no.parquet {out}", "no.parquet"),
         ("predict", f"{at}/x.parquet {out}", "--column"),
         ("predict", f"{at}/x.parquet {out} --column x", "column x"),
+        ("predict", f"{at}/x.parquet {out} --column y", "column y"),
         ("predict", f"{at}/nowhere {out}", "nowhere"),
         ("features", f"{same} {out}", "no encoder"),
         ("features", same, "--parquet"),

@@ -21,6 +21,7 @@ from qbheat_det.layers import (
     Mobile,
     SinePositionEncoding,
 )
+from qbheat_det.layers.cpu_kernels import exported_form
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths, LevelMap, LiteMobile
 from tests.export.tiny_models import build, make_config
 from tests.modeling.reference_mobile_former import randomise_
@@ -85,6 +86,30 @@ def test_attention_in_a_graph_gives_what_the_layer_gives(form: str, is_padded: b
     program = trace(layer, (*inputs, padding), (None,) * 4, int8=form == "int8")
     with torch.no_grad():
         assert_close(program.module()(*inputs, padding), layer(*inputs, padding))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_program_in_bfloat16_records_gives_what_the_model_gives(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Mock(side_effect=fused_blocks.convolve_by_turns)
+    monkeypatch.setattr(fused_blocks, "convolve_by_turns", turns)
+    torch.manual_seed(0)
+    model = build(make_config("mf_detr")).double()
+    randomise_(model)
+    x = torch.randn(count, 3, 96, 64, dtype=torch.float64).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        features = [model.backbone(x)[name] for name in model.in_features]
+        expected = features, model.decoder(features)
+        fold_batch_norms(model)
+        fuse_blocks(model)
+        before = exported_form.set("bfloat16")
+        try:
+            found = [model.backbone(x)[name] for name in model.in_features]
+            assert_close((found, model.decoder(features)), expected)
+        finally:
+            exported_form.reset(before)
+    assert turns.called
 
 
 class Found(nn.Module):

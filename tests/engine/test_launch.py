@@ -161,6 +161,11 @@ def test_under_torchrun_what_contradicts_it_is_refused(
     pretend_gpus(monkeypatch, 0)
     with pytest.raises(UserError, match=named):
         run_distributed(describe, make_args(**values))
+    machines = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    for name, value in {**machines, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        run_distributed(describe, make_args())
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(UserError, match="MASTER_PORT"):
         run_distributed(describe, make_args())

@@ -72,13 +72,21 @@ def test_a_run_continues_on_another_machine(
     transfer.fetch(tmp_path / "third", f"file://{bucket}", [])
     assert [path.name for path in tmp_path.glob("third/*.pth")] == ["model_final.pth"]
 
+    # A later one that is here stays, unless other machines take part.
+    (bucket / "last_checkpoint").write_text("model_0000002.pth")
+    for machines, expected in (("1", "model_0000009.pth"), ("2", "model_0000002.pth")):
+        (tmp_path / "x" / "last_checkpoint").write_text("model_0000009.pth")
+        monkeypatch.setenv("GROUP_WORLD_SIZE", machines)
+        transfer.fetch(tmp_path / "x", f"file://{bucket}", [])
+        assert (tmp_path / "x" / "last_checkpoint").read_text() == expected
+
 
 def test_an_address_that_fails_is_named_before_training(tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for address in (f"file://{tmp_path}/file/run", "nothing://bucket"):
         with pytest.raises(UserError, match=address):
             start(tmp_path / "run", tiny_data, address)
-    assert not list(tmp_path.glob("run/*.pth"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.slow

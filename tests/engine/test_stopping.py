@@ -90,6 +90,23 @@ def test_a_second_interrupt_ends_at_once_and_one_in_the_last_step_leaves_the_wei
     assert (tmp_path / "last" / "model_final.safetensors").is_file()
 
 
+def test_a_run_that_was_started_again_elsewhere_ends_before_it_saves(
+    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, run_step = tmp_path / "run" / "run.json", StepTrainer.run_step
+
+    def start_again(self: StepTrainer) -> None:
+        record.write_text(json.dumps([{"started": "now"}] * (1 + (self.iter >= 2))))
+        run_step(self)
+
+    monkeypatch.setattr(StepTrainer, "run_step", start_again)
+    record.parent.mkdir()
+    record.write_text('[{"started": "before"}]')
+    with pytest.raises(UserError, match=f"{record}.*of now"):
+        train_afresh(record.parent, {"SOLVER.CHECKPOINT_PERIOD": "2"})
+    assert [path.name for path in record.parent.glob("*.pth")] == ["model_0000001.pth"]
+
+
 def train_and_report(args: argparse.Namespace) -> str:
     """The job of one of two processes, of which only the second is signalled."""
     patch = pytest.MonkeyPatch()

@@ -247,15 +247,20 @@ def test_a_second_run_leaves_the_log_of_the_first_alone(
         logging.getLogger("qbheat_det.engine").info(f"this is the {name}")
         logging.getLogger("detectron2.data").info("hidden")
         logging.getLogger("fvcore.common").warning("shown")
-    console.open_log(tmp_path, rank=1)
-    logging.getLogger("qbheat_det").warning("of another process")
+        lost = RuntimeError("gloo: reset by peer")  # which the command says in a sentence
+        logging.getLogger("detectron2.engine").error("in training", exc_info=lost)
+    (tmp_path / "log.txt.rank1").symlink_to("/dev/full")
+    for rank in (1, 2):  # of which the first finds the disk full
+        console.open_log(tmp_path, rank=rank)
+        logging.getLogger("qbheat_det").warning("of another process")
     forget_runs()
     logs = [(tmp_path / name / "log.txt").read_text() for name in ("first", "second")]
     assert [("first" in log, "second" in log, "hidden" in log) for log in logs] == [
         (True, False, True),
         (False, True, True),
     ]
-    assert "of another process" in (tmp_path / "log.txt.rank1").read_text()
+    assert "reset by peer" in logs[0]
+    assert "of another process" in (tmp_path / "log.txt.rank2").read_text()
     printed = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
     assert printed == [
         "this is the first",

@@ -18,6 +18,7 @@ from qbheat_det.layers import (
     DynamicReLU,
     Linear,
     MapAttention,
+    attend,
     depthwise,
     pointwise,
     zero_padding,
@@ -206,8 +207,7 @@ class QueryToMap(nn.Module):
             t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for t in (level.x + level.position, self.key(queries + position), self.value(queries))
         )
-        gathered = F.scaled_dot_product_attention(query, key, value)
-        return level.x + gathered.transpose(1, 2).flatten(2)
+        return level.x + attend(query, key, value, fused=True)
 
 
 class DecoderBlock(nn.Module):
