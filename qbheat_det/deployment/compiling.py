@@ -114,7 +114,7 @@ class PartPrograms:
     def _build(self, args: tuple[Any, ...], path: Path) -> None:
         from torch._inductor import aoti_compile_and_package, config
 
-        options = {
+        options: dict[str, Any] = {
             "freezing": True,  # weights in the layout that each product wants
             # As many threads as the process has when the program runs.
             "cpp.dynamic_threads": True,

@@ -54,14 +54,7 @@ from .evaluation import (
 )
 from .failure import report_failure
 from .feature_cache import use_cached_features
-from .hooks import (
-    EvalHook,
-    KeptMemory,
-    PeriodicCheckpointer,
-    SkippedImages,
-    build_average,
-    save_step_before,
-)
+from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average, save_step_before
 from .launch import distribute
 from .mirror import Mirror
 from .restart import YieldToNewerStart
@@ -101,7 +94,7 @@ class Trainer(DefaultTrainer):
         logger.info(describe_model(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
-        self._keeps_memory = apply_step_keys(self.cfg, self.bare_model)
+        kept_memory = apply_step_keys(self.cfg, self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
@@ -132,7 +125,7 @@ class Trainer(DefaultTrainer):
             build_evaluator=self.build_evaluator,
         )
         self._last_eval_results: dict[str, Any] = {}
-        self.register_hooks(self.build_hooks())
+        self.register_hooks([*self.build_hooks(), kept_memory])
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -214,7 +207,6 @@ class Trainer(DefaultTrainer):
             hooks.LRScheduler(),
             build_token_monitor(cfg, self.bare_model) if main else None,
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
-            KeptMemory() if self._keeps_memory else None,
             build_visualization_hook(cfg, self.bare_model),
             YieldToNewerStart() if main else None,
             EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
