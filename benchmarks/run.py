@@ -34,6 +34,8 @@ BENCHMARKS = {
     "sharing": "an evaluation of small images beside busy processes, and its fair share",
     "cached_training": "a head's training step from cached features beside one with its encoder",
     "training_speed": "training steps a second, now and at the start of the work on speed",
+    "pretraining_speed": "the CPU recipe of QB-Heat beside that start, and a teacher's features",
+    "data": "images a second from JPEG files to a batch, beside torchvision and simplejpeg",
     "step_profile": "where a training step's time goes, now and at that start",
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images from memory",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",

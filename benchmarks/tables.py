@@ -4,9 +4,9 @@
 python benchmarks/tables.py [--bench DIR] [--check]
 
 Between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->`` stand the rows of ``NAME.json`` whose
-names begin with ``NAME/PREFIX`` (PREFIX may be left out), with the line of the machine that they
-were measured on. A benchmark that has not been run keeps the table that is there. ``growth.svg`` of
-the same folder is copied to docs.
+names begin with ``NAME/PREFIX`` or with ``PREFIX`` (which may be left out), with the line of the
+machine that they were measured on. A benchmark that has not been run keeps the table that is there.
+``growth.svg`` of the same folder is copied to docs.
 """
 
 import argparse
@@ -65,7 +65,8 @@ def fill(page: str, folder: Path) -> str:
         if not isinstance(environments, dict):
             raise _broken(folder / ENVIRONMENTS)
         try:
-            chosen = [row for row in rows if row["name"].startswith(f"{name}/{prefix or ''}")]
+            start_of = (f"{name}/{prefix or ''}", prefix or f"{name}/")
+            chosen = [row for row in rows if row["name"].startswith(start_of)]
             filled = format_table(chosen, environments.get(name, ""))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise _broken(path) from error

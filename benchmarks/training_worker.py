@@ -4,7 +4,7 @@
 python benchmarks/training_worker.py TREE JOB FOLDER THREADS QUICK CLOCK [KEY VALUE ...]
 
 It is run by ``training_speed.py``, as ``workers.py`` says: a line is the number of steps of a turn.
-Its answers have the turn's ``seconds`` without the time in which the images were waited for, the
+Its answers have the turn's ``seconds`` without those in which images were ``waited`` for, the
 ``loss`` of the last step and the ``peak`` memory in MiB. With the clock "operators" an answer has
 instead the seconds of a step in all ``kinds`` of operators.
 """
@@ -93,8 +93,9 @@ def serve(
     for turn in turns:
         start = clock()
         told = [step() for _ in range(int(turn))]
-        seconds = clock() - start - sum(waited for waited, _ in told)
-        answer({"seconds": seconds, "loss": told[-1][1], "peak": resident_mib(peak=True)})
+        waited = sum(waited for waited, _ in told)
+        seconds, peak = clock() - start - waited, resident_mib(peak=True)
+        answer({"seconds": seconds, "waited": waited, "loss": told[-1][1], "peak": peak})
 
 
 def main() -> None:

@@ -9,10 +9,11 @@ Linear layers of many rows: on processors with AVX-512 that are not Intel's, MKL
 half the rate of oneDNN's convolution, so a layer is computed as the equal 1x1 convolution: rows of
 C numbers are a channels-last map. Measurements: docs/performance.md.
 
-Convolutions: a frozen BatchNorm is folded into the convolution before it. oneDNN's backward pass of
-depthwise convolutions that give k channels for one (Mobile-Former, arXiv:2108.05895) is slow, but
-fast for k = 1: gradients are computed for the first output of each channel, then for the second.
-Results are Detectron2's up to rounding, with its parameters' names.
+Convolutions: a frozen BatchNorm is folded into the convolution before it. oneDNN is slow at the
+training of depthwise convolutions that give k channels for one (Mobile-Former, arXiv:2108.05895),
+but fast for k = 1: with a stride of 1 each channel is repeated k times before; with another, where
+oneDNN is slow in bfloat16 alone, it computes in float32. Results are Detectron2's up to rounding,
+with its parameters' names.
 
 Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, slopes from the first global token.
 """
@@ -32,7 +33,7 @@ from torch.nn import functional as F
 
 _STEPS = 1 << 16  # resolution of a rate
 _MIN_ROWS = 64  # with fewer, a convolution is slower
-_LARGE = 1 << 17  # least numbers of a map for which turns are faster
+_IMAGES, _MANY_ROWS = 16, 512  # see ``linear``
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # of 2.7
 
 
@@ -88,7 +89,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``torch.nn.functional.linear``: (..., C), (C', C) and (C',) to (..., C')."""
     if not _uses_convolution(x, weight):
         return F.linear(x, weight, bias)
-    image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, rows, 1)
+    images = 1
+    if not torch.compiler.is_compiling():
+        # With one thread, PyTorch leaves 1x1 convolutions to oneDNN from 16 images on.
+        rows = x.numel() // x.shape[-1]
+        images = _IMAGES if rows >= _MANY_ROWS and rows % _IMAGES == 0 else 1
+        if images == 1 and torch.get_num_threads() == 1:
+            return F.linear(x, weight, bias)
+    image = x.reshape(images, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1 or 16, C, rows, 1)
     y = F.conv2d(image, weight[:, :, None, None], bias)
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
 
@@ -169,53 +177,80 @@ class DepthwiseConv2d(NormedConv2d):
     """One input channel for each output: outputs c k to c k + k - 1 are of channel c."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As the base class; gradients are computed in k turns."""
-        if not self._goes_by_turns(x, weight, bias):
+        """As the base class; for k > 1 training is faster."""
+        if not self._is_slow(x):
             return super().convolve(x, weight, bias)
-        return _ByTurns.apply(x, weight, bias, self.padding)
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = bias if bias is None else bias.to(dtype)
+        if self.stride == (1, 1):
+            return _Widened.apply(x, weight, bias, self.padding, self.dilation)
+        with torch.autocast("cpu", enabled=False):
+            full = None if bias is None else bias.float()
+            return super().convolve(x.float(), weight.float(), full).to(x.dtype)
 
-    def _goes_by_turns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        if not torch.is_grad_enabled() or x.device.type != "cpu" or x.numel() < _LARGE:
+    def _is_slow(self, x: Tensor) -> bool:
+        """Whether oneDNN has no fast backward pass of it, and another way is at hand."""
+        if not torch.is_grad_enabled() or x.device.type != "cpu" or x.dim() != 4:
             return False
-        # In half precision, sums of turns would be rounded more often.
-        if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float64):
+        if isinstance(self.padding, str) or not self.out_channels > self.in_channels == self.groups:
             return False
-        if torch.is_autocast_enabled("cpu") or (bias is not None and bias.requires_grad):
-            return False
-        # With a stride, the copies would cost as much as the turns save.
-        plain = self.stride == self.dilation == (1, 1) and not isinstance(self.padding, str)
-        return x.dim() == 4 and plain and self.out_channels > self.in_channels == self.groups
+        half = torch.is_autocast_enabled("cpu") or x.dtype == torch.bfloat16
+        return half or self.stride == (1, 1)
 
 
-class _ByTurns(torch.autograd.Function):
+class _Widened(torch.autograd.Function):
+    """Each channel k times, then a convolution with one output for each: oneDNN's is fast."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.padding = padding
-        return F.conv2d(x, weight, bias, padding=padding, groups=x.shape[1])
+        ctx.save_for_backward(x, weight)  # the wide map is made anew
+        ctx.placed = padding, dilation
+        wide = _repeat_channels(x, len(weight) // x.shape[1])
+        return F.conv2d(wide, weight, bias, 1, padding, dilation, len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:2]
-        layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-        turns = len(weight) // x.shape[1]
-        of_x, of_weight = None, torch.empty_like(weight) if wanted[1] else None
-        # No bias; stride, padding, dilation, transposed, output padding, groups, gradients wanted.
-        shared = (None, [1, 1], ctx.padding, [1, 1], False, [0, 0], x.shape[1], [*wanted, False])
-        for turn in range(turns):
-            above = gradient[:, turn::turns].contiguous(memory_format=layout)
-            part, part_of_weight, _ = torch.ops.aten.convolution_backward(
-                above, x, weight[turn::turns], *shared
-            )
-            if wanted[0]:
-                of_x = part if of_x is None else of_x.add_(part)
-            if of_weight is not None:
-                of_weight[turn::turns] = part_of_weight
-        return of_x, of_weight, None, None
+        padding, dilation = ctx.placed
+        groups, times = len(weight), len(weight) // x.shape[1]
+        wanted = list(ctx.needs_input_grad[:3])
+        # Stride; transposed, output padding; which gradients are wanted.
+        placed = [1, 1], padding, dilation, False, [0, 0], groups, wanted
+        of_wide, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            gradient, _repeat_channels(x, times), weight, [groups], *placed
+        )
+        of_x = _sum_channels(of_wide, times) if wanted[0] else None
+        return of_x, of_weight, of_bias, None, None
+
+
+def _repeat_channels(x: Tensor, times: int) -> Tensor:
+    """(N, C, H, W) to (N, C k, H, W) in the same layout, each channel k times in a row."""
+    if x.is_contiguous():
+        return x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2)
+    count, channels, height, width = x.shape
+    rows = x.permute(0, 2, 3, 1).reshape(-1, 1, channels)
+    wide = F.interpolate(rows, scale_factor=times, mode="nearest")  # faster than a copy
+    return wide.view(count, height, width, -1).permute(0, 3, 1, 2)
+
+
+def _sum_channels(x: Tensor, times: int) -> Tensor:
+    """(N, C k, H, W) to (N, C, H, W) in the same layout, the sum of each k channels."""
+    if x.is_contiguous():
+        return x.unflatten(1, (-1, times)).sum(dim=2)
+    count, _, height, width = x.shape
+    pixels = x.permute(0, 2, 3, 1)
+    sums = pixels.reshape(-1, times) @ x.new_ones(times, 1)  # a product is faster than a sum
+    return sums.view(count, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -242,46 +277,68 @@ class DynamicReLU(nn.Module):
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
         """(N, C, H, W) and a token (N, D) to (N, C, H, W)."""
         # max(a1 u, a2 u) = lo u + (hi - lo) relu(u), which keeps one map for the backward, not two.
-        low, high = self.bounds(token)
-        if is_recorded() or x.dtype != low.dtype:
+        theta = self._theta(token)
+        if is_recorded() or x.dtype != theta.dtype:
+            low, high = _bounds(theta)
             return torch.maximum(low * x, high * x)  # compilers fuse it
         if torch.is_grad_enabled():
-            return _TwoSlopes.apply(x, low, high)
-        return _two_slopes(x, low, high)
+            return _TwoSlopes.apply(x, theta)
+        return _two_slopes(x, *_bounds(theta))
 
     def bounds(self, token: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the smaller and the larger slope of each channel, (N, C, 1, 1), of (N, D).
 
         ``order`` (C,) says which channel comes at each place.
         """
+        return _bounds(self._theta(token, order))
+
+    def _theta(self, token: Tensor, order: Tensor | None = None) -> Tensor:
         layer: tuple[Tensor, Tensor] = (self.slopes.weight, self.slopes.bias)
         if order is not None:
             both = torch.cat([order, order + len(order)])
             layer = (layer[0][both], layer[1][both])
-        theta = F.hardsigmoid(F.linear(F.relu(self.squeeze(token)), *layer))[:, :, None, None]
-        positive, negative = theta.chunk(2, dim=1)
-        a1, a2 = 2 * positive, 2 * negative - 1
-        return torch.minimum(a1, a2), torch.maximum(a1, a2)
+        return F.hardsigmoid(F.linear(F.relu(self.squeeze(token)), *layer))
+
+
+def _bounds(theta: Tensor) -> tuple[Tensor, Tensor]:
+    """From (N, 2 C) in [0, 1] to both slopes of each channel, the smaller first, (N, C, 1, 1)."""
+    positive, negative = theta[:, :, None, None].chunk(2, dim=1)
+    a1, a2 = 2 * positive, 2 * negative - 1
+    return torch.minimum(a1, a2), torch.maximum(a1, a2)
 
 
 class _TwoSlopes(torch.autograd.Function):
     """low x + (high - low) relu(x), which keeps x alone, with few passes over the maps."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        ctx.save_for_backward(x, low, high)
-        return _two_slopes(x, low, high)
+    def forward(ctx: Any, x: Tensor, theta: Tensor) -> Tensor:
+        ctx.save_for_backward(x, theta)
+        return _two_slopes(x, *_bounds(theta))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, low, high = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, theta = ctx.saved_tensors
+        low, high = _bounds(theta)
         above = torch.ops.aten.threshold_backward(gradient, x, 0)  # where x > 0
-        of_all = (gradient * x).sum(dim=(2, 3), keepdim=True)
-        of_high = (above * x).sum(dim=(2, 3), keepdim=True)
-        return above.mul_(high - low).addcmul_(gradient, low), of_all - of_high, of_high
+        of_high = (above * x).sum(dim=(2, 3))
+        of_low = (gradient * x).sum(dim=(2, 3)) - of_high
+        of_both = torch.cat([of_high, of_low], dim=1)
+        positive, negative = theta.chunk(2, dim=1)
+        swapped = 2 * positive < 2 * negative - 1  # the first slope is the smaller
+        if swapped.any():
+            other = torch.cat([of_low, of_high], dim=1)
+            of_both = torch.where(torch.cat([swapped, swapped], dim=1), other, of_both)
+        return _add_product(above.mul_(high - low), gradient, low), 2 * of_both
 
 
 def _two_slopes(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     # In one buffer: on a CPU, allocating a large map costs more than the arithmetic.
-    return F.relu(x).mul_(high - low).addcmul_(x, low)
+    return _add_product(F.relu(x).mul_(high - low), x, low)
+
+
+def _add_product(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    """Adds ``factor x`` to ``total`` in place."""
+    if total.dtype == torch.bfloat16:  # PyTorch's own is slow there
+        return total.add_(x * factor)
+    return total.addcmul_(x, factor)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, pretraining, run, tables, training_speed
+from benchmarks import data, gpu, pretraining, pretraining_speed, run, tables, training_speed
 from benchmarks.cached_cases import CASES, shrunk
 from benchmarks.cached_training import measure_case
 from benchmarks.detectors import DETECTORS, random_images
@@ -60,6 +60,13 @@ def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(
 def test_a_quick_run_measures_the_speed_of_both_trees() -> None:
     rows = training_speed.run(quick=True, cases=["mf_detr_285m_211"], threads=1)
     assert [row.name for row in rows] == ["training_speed/mf_detr_285m_211_after_vs_before"]
+
+
+@pytest.mark.slow
+def test_quick_runs_measure_a_teachers_features_and_jpegs() -> None:
+    names = {row.name for row in [*pretraining_speed.run(quick=True), *data.run(quick=True)]}
+    features, jpegs = "feature_target_images_per_second", "jpeg_to_batch_vs_torchvision"
+    assert {f"pretraining/{features}", f"data/{jpegs}"} <= names
 
 
 @pytest.mark.slow

@@ -45,29 +45,28 @@ def pair(channels: int, turns: int, stride: int = 1, norm: bool = False) -> list
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list that grows with each forward pass of which the gradients go by turns."""
+    """Returns a list that grows with each forward pass over a map with repeated channels."""
     calls: list[int] = []
-    monkeypatch.setattr(cpu_kernels, "_LARGE", 1)
-    own = cpu_kernels._ByTurns.apply
+    own = cpu_kernels._Widened.apply
 
     def apply(*arguments: object) -> object:
         calls.append(1)
         return own(*arguments)
 
-    monkeypatch.setattr(cpu_kernels._ByTurns, "apply", apply)
+    monkeypatch.setattr(cpu_kernels._Widened, "apply", apply)
     return calls
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(
-    ("turns", "stride", "norm", "by_turns"),
+    ("turns", "stride", "norm", "widened"),
     [(3, 1, True, 1), (2, 1, False, 1), (2, 2, True, 0), (1, 1, False, 0)],
 )
 def test_it_is_the_convolution(
     turns: int,
     stride: int,
     norm: bool,
-    by_turns: int,
+    widened: int,
     layout: torch.memory_format,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -83,8 +82,23 @@ def test_it_is_the_convolution(
         gradients = torch.autograd.grad(y, [given, *layer.parameters()], above)
         found.append([y, *gradients])
     assert_close(*found)
-    assert len(calls) == by_turns
+    assert len(calls) == widened
     assert found[0][1].is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_in_bfloat16_it_is_the_convolution_but_for_rounding(stride: int) -> None:
+    torch.manual_seed(0)
+    ours, theirs = (each.float() for each in pair(4, 3, stride))
+    x = torch.randn(2, 4, 7, 9).to(memory_format=torch.channels_last)
+    found = []
+    for layer, autocast in ((ours, True), (theirs, False)):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = layer(given)
+        assert y.dtype == (torch.bfloat16 if autocast else torch.float32)
+        found.append([y.float(), *torch.autograd.grad(y.float().sum(), [given, layer.weight])])
+    assert_close(*found, rtol=0.05, atol=0.05)
 
 
 def randomised(norm: FrozenBatchNorm2d) -> FrozenBatchNorm2d:

@@ -10,6 +10,7 @@ from functools import partial
 from math import isqrt
 from typing import Any
 
+import torch
 from timm.layers import build_sincos2d_pos_embed
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -138,7 +139,9 @@ def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
 
 def take(x: Tensor, positions: Tensor) -> Tensor:
     """From (N, L, D) and indices (N, K) to (N, K, D)."""
-    return x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
+    rows = (positions + first[:, None]).flatten()  # whole rows: gather takes numbers one by one
+    return x.flatten(0, 1).index_select(0, rows).unflatten(0, positions.shape)
 
 
 def masked_positions(visible: Tensor, count: int) -> Tensor:

@@ -52,8 +52,9 @@ class ReconstructionLoss(nn.Module):
         """From true patches (N, L, P) to the target of the predictions, of the same shape."""
         if not self.normalize_patches:
             return patches
-        mean, deviation = _statistics(patches)
-        return (patches - mean) / deviation
+        # The same with the unbiased variance, in one pass; ``var_mean`` is slow on CPUs.
+        share = 1 - 1 / patches.shape[-1]
+        return F.layer_norm(patches, patches.shape[-1:], eps=_EPSILON * share) * share**0.5
 
     def restore(self, predicted: Tensor, patches: Tensor) -> Tensor:
         """Brings predictions (N, L, P) to pixel values, with the true patches' statistics."""

@@ -1,0 +1,107 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Images a second of one thread, from JPEG files to a batch, beside torchvision and simplejpeg.
+
+Files of 640 x 480 pixels, about as large as photographs. Ours are the recipes' streams with their
+mappers; the peers decode with torchvision or, where it is installed, with simplejpeg, and then have
+torchvision's transforms of the same kind and sizes: a random part at 256 pixels and a flip for
+pre-training; one of the recipe's shorter sides and a flip, of the boxes too, for detection.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from torch import Tensor
+from torchvision import io, tv_tensors
+from torchvision.transforms import v2
+
+from benchmarks.cached_cases import Case, make_config
+from benchmarks.timing import PairedResult, Result, seconds_in_rounds, set_threads
+from qbheat_det.data import build_train_stream
+
+_FILES: dict[str, Any] = {"size": (256, 256), "file_size": (480, 640)}
+CASES = {
+    "": Case(
+        "pre-training at 256 pixels", "ImageNet-QBHeat/qb_heat_285M_100ep.yaml", batch=32, **_FILES,
+        opts={"INPUT.PRETRAIN.MEMORY_GB": 0.0},
+    ),
+    "_boxes": Case("detection", "coco/retinanet_285M_finetune.yaml", batch=8, **_FILES),
+}  # fmt: skip
+
+
+def run(*, quick: bool, threads: int = 1, rounds: int = 7) -> list[Result]:
+    """Measures both mappers in turns with their peers.
+
+    Args:
+        quick: one round of the first.
+        threads: is one here, whatever is asked for.
+        rounds: timed batches of each.
+    """
+    set_threads(1)
+    rows: list[Result] = []
+    for end, case in [*CASES.items()][: 1 if quick else None]:
+        with tempfile.TemporaryDirectory() as folder:
+            cfg = make_config(case, Path(folder), num_images=2 * case.batch)
+            decoders = {"torchvision": _decode}
+            if find_spec("simplejpeg"):
+                decoders["simplejpeg"] = _decode_simply
+            calls: dict[str, Callable[[], Any]] = {
+                name: partial(next, _peer_batches(cfg, case, decode))
+                for name, decode in decoders.items()
+            }
+            stream = iter(build_train_stream(cfg))
+            calls["ours"] = lambda stream=stream, case=case: _gather(
+                [entry["image"] for entry in next(stream)], case
+            )
+            taken = seconds_in_rounds(calls, rounds=1 if quick else rounds)
+        rates = {name: [case.batch / one for one in seconds] for name, seconds in taken.items()}
+        print(f"  {case.title}: {', '.join(f'{k} {max(v):.0f} img/s' for k, v in rates.items())}")
+        rows += [
+            PairedResult.higher_is_better(
+                f"data/jpeg_to_batch{end}_vs_{name}", rates["ours"], rates[name], "img/s"
+            )
+            for name in decoders
+        ]
+    return rows
+
+
+def _peer_batches(cfg: CfgNode, case: Case, decode: Callable[[str], Tensor]) -> Iterator[Any]:
+    keys = cfg.INPUT.PRETRAIN
+    place: Any = v2.RandomResizedCrop(keys.SIZE, scale=keys.SCALE, ratio=keys.RATIO)
+    if case.has_boxes:
+        place = v2.RandomShortestSize(list(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN)
+    transform = v2.Compose([place, v2.RandomHorizontalFlip()])
+    records = itertools.cycle(DatasetCatalog.get(cfg.DATASETS.TRAIN[0]))
+    while True:
+        images = []
+        for record in itertools.islice(records, case.batch):
+            image: Any = tv_tensors.Image(decode(record["file_name"]))
+            if case.has_boxes:
+                boxes = [each["bbox"] for each in record["annotations"]]
+                placed = {"format": "XYWH", "canvas_size": image.shape[1:]}
+                image, _ = transform(image, tv_tensors.BoundingBoxes(boxes, **placed))
+            else:
+                image = transform(image)
+            images.append(image)
+        yield _gather(images, case)
+
+
+def _gather(images: list[Tensor], case: Case) -> Any:
+    return images if case.has_boxes else torch.stack(images)
+
+
+def _decode(path: str) -> Tensor:
+    return io.decode_image(path, io.ImageReadMode.RGB)
+
+
+def _decode_simply(path: str) -> Tensor:
+    import simplejpeg
+
+    return torch.from_numpy(simplejpeg.decode_jpeg(Path(path).read_bytes())).permute(2, 0, 1)
