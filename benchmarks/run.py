@@ -29,6 +29,9 @@ from qbheat_det.core.errors import UserError, exit_on_user_error
 BENCHMARKS = {
     "latency": "seconds a forward of ours, plain and deployed, beside DETR, RT-DETR and RetinaNet",
     "export": "seconds an image of exported files in onnxruntime and OpenVINO, beside PyTorch",
+    "deployment": "seconds to the first image of a size, compiled for it",
+    "memory": "the most memory of training on images of many sizes",
+    "sharing": "an evaluation of small images beside busy processes, and its fair share",
     "cached_training": "a head's training step from cached features beside one with its encoder",
     "training_speed": "training steps a second, now and at the start of the work on speed",
     "pretraining_speed": "the CPU recipe of QB-Heat beside that start, and a teacher's features",

@@ -75,3 +75,17 @@ def keep_freed_memory() -> bool:
     most_kept = 2**31 - 1  # bytes; of more free memory some goes back
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, most_kept))
+
+
+def return_freed_memory() -> None:
+    """Gives back all that ``keep_freed_memory`` has kept and nothing uses."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def forget_kernels() -> None:
+    """Has oneDNN keep the kernels of few shapes; without effect once it has computed anything.
+
+    Those of a thousand shapes, its default, lie between the freed maps of images of many sizes, so
+    that no larger map fits there and the process grows.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")

@@ -6,6 +6,7 @@ process. Files lie in ``programs`` below ``$QBHEAT_CACHE``, for their owner alon
 """
 
 import contextlib
+import gc
 import hashlib
 import inspect
 import os
@@ -113,17 +114,21 @@ class PartPrograms:
     def _build(self, args: tuple[Any, ...], path: Path) -> None:
         from torch._inductor import aoti_compile_and_package, config
 
-        options = {
+        options: dict[str, Any] = {
             "freezing": True,  # weights in the layout that each product wants
             # As many threads as the process has when the program runs.
             "cpp.dynamic_threads": True,
             "cpp.threads": max(2, os.cpu_count() or 1),
         }
-        if hasattr(config.aot_inductor, "precompile_headers"):  # not in torch 2.6
-            # They would lie in the folder of temporary files, which other users can write.
-            options["aot_inductor.precompile_headers"] = False
+        # Headers would lie in the folder of temporary files, which other users can write. The
+        # wrapper only calls the kernels, and takes twice as long to compile with optimisation.
+        for name, value in (("precompile_headers", False), ("compile_wrapper_opt_level", "O0")):
+            if hasattr(config.aot_inductor, name):  # not in torch 2.6
+                options[f"aot_inductor.{name}"] = value
         fresh = path.with_suffix(f".{os.getpid()}.pt2")
         self._part._compiled_call_impl = None  # trace the part itself
+        collects = gc.isenabled()
+        gc.disable()  # it goes through millions of the compiler's objects again and again
         try:
             before = exported_form.set("bfloat16" if self._dtype == torch.bfloat16 else "")
             try:
@@ -134,6 +139,8 @@ class PartPrograms:
             write_atomically(path, fresh.read_bytes())
         finally:
             self._part._compiled_call_impl = self
+            if collects:
+                gc.enable()
             fresh.unlink(missing_ok=True)
 
     def _fingerprint(self, key: tuple[str, ...]) -> str:

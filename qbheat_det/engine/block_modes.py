@@ -22,24 +22,33 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from qbheat_det.core.environment import keep_freed_memory
+from qbheat_det.core.environment import forget_kernels, keep_freed_memory
 from qbheat_det.modeling.contracts import FixedSizeModel
+
+from .hooks import KeptMemory
 
 logger = logging.getLogger(__name__)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _GRAPHS_PER_BLOCK = 8  # with and without padding and gradients, for one image or several
 
 
-def apply_step_keys(cfg: CfgNode, model: nn.Module) -> None:
+def apply_step_keys(cfg: CfgNode, model: nn.Module) -> KeptMemory | None:
     """Applies ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
 
     The model is on its device, and not yet wrapped for distributed training.
+
+    Returns:
+        What looks after the freed memory, if this process keeps it from now on.
     """
     on_cpu = next(model.parameters()).device.type == "cpu"
-    if cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory():
+    keeps = cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory()
+    if keeps:
         logger.info("Steps reuse freed memory (SOLVER.KEEP_MEMORY False returns it)")
+        if not isinstance(model, FixedSizeModel):
+            forget_kernels()
     set_block_modes(model, checkpointed=cfg.MODEL.ACTIVATION_CHECKPOINTING,
                     compiled=cfg.SOLVER.COMPILE)  # fmt: skip
+    return KeptMemory() if keeps else None
 
 
 def find_blocks(

@@ -18,6 +18,7 @@ from detectron2.utils.events import EventStorage
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from qbheat_det.core.environment import return_freed_memory
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import DataError, join_messages
@@ -101,6 +102,28 @@ def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
     if not 0 <= keys.DECAY < 1:
         raise UserError(f"SOLVER.EMA.DECAY must be in [0, 1), but is {keys.DECAY}")
     return ModelEmaV3(model, decay=keys.DECAY, use_warmup=keys.WARMUP)
+
+
+class KeptMemory(HookBase):
+    """Returns freed memory when images of many sizes have left it in pieces (CPU, Linux).
+
+    ``SOLVER.KEEP_MEMORY`` keeps it, and steps of one size fit into what they freed. The pages that
+    go back cost the next steps about half a step together.
+    """
+
+    trainer: TrainingRun
+    _PERIOD = 20  # steps, whose first lot sets the most that is kept
+
+    def __init__(self) -> None:
+        self._most = math.inf
+
+    def after_step(self) -> None:
+        if (self.trainer.iter + 1 - self.trainer.start_iter) % self._PERIOD:
+            return
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        if pages > self._most:
+            return_freed_memory()
+        self._most = min(self._most, 1.02 * pages)
 
 
 class EvalHook(HookBase):

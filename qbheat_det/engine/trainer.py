@@ -90,7 +90,7 @@ class Trainer(DefaultTrainer):
         logger.info(describe_model(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
-        apply_step_keys(self.cfg, self.bare_model)
+        kept_memory = apply_step_keys(self.cfg, self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
@@ -121,7 +121,7 @@ class Trainer(DefaultTrainer):
             build_evaluator=self.build_evaluator,
         )
         self._last_eval_results: dict[str, Any] = {}
-        self.register_hooks(self.build_hooks())
+        self.register_hooks([*self.build_hooks(), kept_memory])
 
     @property
     def evaluated_model(self) -> nn.Module:

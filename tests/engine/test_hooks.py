@@ -5,7 +5,7 @@ import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError
-from qbheat_det.engine.hooks import SKIPPED_FILE, EvalHook, PeriodicCheckpointer, SkippedImages
+from qbheat_det.engine import hooks
+from qbheat_det.engine.hooks import (
+    SKIPPED_FILE,
+    EvalHook,
+    PeriodicCheckpointer,
+    SkippedImages,
+    TrainingRun,
+)
 from qbheat_det.engine.token_monitor import TokenMonitor, mean_cosines
 
 
@@ -64,6 +71,21 @@ def aps(*values: float) -> list[Any]:
 def checkpoints(folder: Path) -> list[int]:
     """Iterations of the periodic checkpoints."""
     return sorted(int(path.stem[6:]) for path in folder.glob("model_0*.pth"))
+
+
+def test_memory_goes_back_when_more_is_kept_than_after_the_first_twenty_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    returned: list[int] = []
+    trainer = SimpleNamespace(iter=0, start_iter=0)
+    monkeypatch.setattr(hooks, "return_freed_memory", lambda: returned.append(trainer.iter + 1))
+    pages = {20: 1000, 40: 1010, 60: 1100, 80: 900, 100: 1000}
+    monkeypatch.setattr(Path, "read_text", lambda _: f"0 {pages[trainer.iter + 1]} 0")
+    hook = hooks.KeptMemory()
+    hook.trainer = cast(TrainingRun, trainer)
+    for trainer.iter in range(100):
+        hook.after_step()
+    assert returned == [60, 100]
 
 
 def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path: Path) -> None:

@@ -28,6 +28,20 @@ def _make_config(name: str, freeze_at: int = 0) -> CfgNode:
     return cfg
 
 
+def test_relu6_keeps_its_output_alone_and_has_the_gradient_of_pytorchs() -> None:
+    net = TimmBackbone(name="tf_efficientnet_lite0", out_features=["s8"]).net
+    relu = next(module for module in net.modules() if isinstance(module, torch.nn.ReLU6))
+    x = torch.tensor([-1.0, 0.0, 0.5, 6.0, 7.0, float("nan")], requires_grad=True)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, id):
+        y = relu(x * 1)
+    assert {y.data_ptr()} == {*saved}
+    found, expected = relu(x * 1), torch.nn.functional.relu6(x * 1)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+    gradients = [torch.autograd.grad(out.nansum(), x)[0] for out in (found, expected)]
+    torch.testing.assert_close(*gradients, equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_maps_have_the_shapes_that_are_promised_and_equal_timms_own(name: str) -> None:
     backbone = TimmBackbone(name=name, out_features=EVERY_STRIDE).eval()

@@ -1,0 +1,33 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Seconds from a built detector to its first image of a size, which is compiled for that."""
+
+import os
+import tempfile
+
+import benchmarks.forms as forms
+from benchmarks.detectors import HEIGHT, WIDTH
+from benchmarks.timing import Result
+from benchmarks.workers import started
+
+_FOLDERS = ("QBHEAT_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # of programs, empty for each
+
+
+def run(*, quick: bool, threads: int = 2) -> list[Result]:
+    """Deploys 285M + 211 and compiles DETR-R50, each once and in a process of its own.
+
+    Args:
+        quick: small images and nothing compiled, to see that everything runs.
+        threads: CPU threads.
+    """
+    height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
+    numbers = [str(number) for number in (height, width, threads, int(quick))]
+    seconds = []
+    for contender in (("285m_211", forms.DEPLOYED), ("detr_r50", forms.COMPILED)):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ.update({name: f"{folder}/{name}" for name in _FOLDERS})
+            with started([forms.__file__, *contender, *numbers]) as (_, ready):
+                seconds.append(float(ready["first"]))
+    for name in _FOLDERS:
+        del os.environ[name]
+    name = "deployment/seconds_to_first_image_of_a_size"
+    return [Result.lower_is_better(name, *seconds, "s")]
