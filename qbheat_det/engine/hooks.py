@@ -5,7 +5,8 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,11 +87,13 @@ def save_checkpoint(run: TrainingRun) -> None:
     run.save("model_final")
 
 
-def save_step_before(run: TrainingRun) -> None:
-    """Saves the checkpoint of the step before this one, which has not changed anything yet."""
-    if run.iter > run.start_iter:
-        run.iter -= 1
-        save_checkpoint(run)
+@contextmanager
+def step_before(run: TrainingRun) -> Iterator[None]:
+    """Within it the run's step is the one before, which this one has not changed yet."""
+    run.iter -= 1
+    try:
+        yield
+    finally:
         run.iter += 1
 
 
@@ -134,6 +137,7 @@ class EvalHook(HookBase):
 
     Attributes:
         best: ``value`` and ``iteration`` of the best evaluation so far; empty before.
+        is_owed: whether the evaluation of the last checkpoint's step was left out, or failed.
         is_evaluating: whether it evaluates just now.
         seconds: duration of the evaluation after the current step, 0.0 if there was none.
     """
@@ -148,36 +152,51 @@ class EvalHook(HookBase):
         self._period = period
         self._best_metric = best_metric
         self.best: dict[str, float] = {}
+        self.is_owed = False
         self.is_evaluating = False
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best evaluation so far, and its metric."""
-        return {"metric": self._best_metric, **self.best}
+        """Returns the best evaluation so far, its metric, and whether one is owed."""
+        return {"metric": self._best_metric, "is_owed": self.is_owed, **self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores ``state_dict``; a best value of another metric is forgotten."""
-        best = {key: value for key, value in state_dict.items() if key != "metric"}
-        self.best = best if state_dict["metric"] == self._best_metric else {}
+        best = dict(state_dict)
+        self.is_owed = best.pop("is_owed")
+        self.best = best if best.pop("metric") == self._best_metric else {}
+
+    def before_train(self) -> None:
+        """Makes up for the evaluation that a signal left out, of the step before."""
+        if self.is_owed:
+            with step_before(self.trainer):
+                self._run()
+                save_checkpoint(self.trainer)
 
     def after_step(self) -> None:
         """Evaluates if it is due and there are test sets."""
         self.seconds = 0.0
         if not (self.trainer.cfg.DATASETS.TEST and is_due(self.trainer, self._period)):
             return
+        self.is_owed = True
         if self.trainer.stops:
-            logger.warning("The evaluation that was due is left out")
+            logger.warning("The evaluation that was due is left out: --resume begins with it")
             return
-        start = time.perf_counter()
         average_batch_statistics(self.trainer)
-        self.is_evaluating = True
         try:
-            self._evaluate()
+            self._run()
         except (Exception, Interrupted):
             save_checkpoint(self.trainer)
             raise
+
+    def _run(self) -> None:
+        start = time.perf_counter()
+        self.is_evaluating = True
+        try:
+            self._evaluate()
         finally:
             self.is_evaluating = False
+        self.is_owed = False
         self.seconds = time.perf_counter() - start
 
     def _evaluate(self) -> None:

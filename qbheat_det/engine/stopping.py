@@ -22,8 +22,9 @@ class StopSignals(HookBase):
     """Ends a run in order on SIGINT, SIGTERM or SIGUSR1; it is the last hook.
 
     Processes agree by the exchange of their losses after which step they end; the hook that saves
-    knows it by then. An evaluation is broken off at once: its checkpoint is saved without results.
-    A second Ctrl-C ends the process as it stands, but under torchrun, which repeats the first.
+    knows it by then. An evaluation is broken off at once: its step is saved, and ``--resume``
+    begins with it. A second Ctrl-C ends the process as it stands, but under torchrun, which repeats
+    the first.
     """
 
     trainer: Any

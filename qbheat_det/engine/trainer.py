@@ -54,7 +54,14 @@ from .evaluation import (
 )
 from .failure import report_failure
 from .feature_cache import use_cached_features
-from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, build_average, save_step_before
+from .hooks import (
+    EvalHook,
+    PeriodicCheckpointer,
+    SkippedImages,
+    build_average,
+    save_checkpoint,
+    step_before,
+)
 from .launch import distribute
 from .mirror import Mirror
 from .restart import YieldToNewerStart
@@ -166,7 +173,8 @@ class Trainer(DefaultTrainer):
         Returns the last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
         processes other than the main one, and if nothing was left to do.
         """
-        if self.start_iter >= self.max_iter:
+        evaluation = self.find_hook(EvalHook)
+        if self.start_iter >= self.max_iter and not (evaluation and evaluation.is_owed):
             logger.warning(
                 f"All {self.start_iter} iterations are done; a higher SOLVER.MAX_ITER or "
                 "SOLVER.EPOCHS continues the run"
@@ -183,8 +191,9 @@ class Trainer(DefaultTrainer):
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
         except UserError:  # images cannot be had: what was trained so far stays
-            if self._trainer.is_between_steps:
-                save_step_before(self)
+            if self._trainer.is_between_steps and self.iter > self.start_iter:
+                with step_before(self):
+                    save_checkpoint(self)
             raise
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()

@@ -75,7 +75,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bits(
     assert_same_bits(state(folder)["model"], state(tmp_path / "whole")["model"])
 
 
-def test_a_second_interrupt_ends_at_once_and_one_in_the_last_step_leaves_the_weights(
+def test_a_second_interrupt_ends_at_once(
     train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -84,10 +84,29 @@ def test_a_second_interrupt_ends_at_once_and_one_in_the_last_step_leaves_the_wei
             train_afresh(tmp_path / "first", {"SOLVER.CHECKPOINT_PERIOD": "100"})
     assert not isinstance(stopped.value, Interrupted)
     assert not list(tmp_path.glob("first/*.pth"))
-    signal_at(4, monkeypatch, signal.SIGINT)
-    with pytest.raises(Interrupted, match="after 5 of 5"):
-        train_afresh(tmp_path / "last", {})
-    assert (tmp_path / "last" / "model_final.safetensors").is_file()
+
+
+@pytest.mark.parametrize("during", ["step", "evaluation"])
+def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
+    during: str, train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "stopped"
+    train_afresh(tmp_path / "whole", {})
+    with monkeypatch.context() as patch:
+        signal_at(4, patch, signal.SIGINT, during=during)
+        with pytest.raises(Interrupted, match="after 5 of 5"):
+            train_afresh(folder, {})
+    assert (folder / "model_final.safetensors").is_file()
+    assert not (folder / "model_best.safetensors").is_file()
+    train_afresh(folder, {}, "--resume")
+    assert (folder / "model_best.safetensors").is_file()
+    found, expected = state(folder), state(tmp_path / "whole")
+    for key in ("model", "trainer"):
+        assert_same_bits(found[key], expected[key])
+    assert "bbox/AP" in (folder / "metrics.json").read_text()
+    evaluated = (folder / "metrics.json").stat()
+    train_afresh(folder, {}, "--resume")  # nothing is left to do
+    assert (folder / "metrics.json").stat() == evaluated
 
 
 def test_a_run_that_was_started_again_elsewhere_ends_before_it_saves(
