@@ -244,10 +244,12 @@ def test_convolutions_are_for_many_rows_of_float32_and_not_for_autocast_and_expo
     for rows, dtype in ((63, torch.float32), (64, torch.float64), (64, torch.bfloat16)):
         linear(torch.zeros(rows, 8, dtype=dtype), torch.zeros(5, 8, dtype=dtype))
         assert not seen
-    linear(torch.zeros(64, 8), torch.zeros(5, 8))
-    assert seen == [torch.Size([1, 8, 64, 1])]
+    for threads, rows in ((2, 64), (2, 512), (1, 64), (1, 512), (1, 513)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        linear(torch.zeros(rows, 8), torch.zeros(5, 8))
+    images = (1, 8, 64, 1), (16, 8, 32, 1), (16, 8, 32, 1)  # with one thread 16 or none
+    assert seen == [torch.Size(shape) for shape in images]
 
-    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
     seen = counted(monkeypatch)
     layer, x = Linear(8, 5).eval(), torch.randn(64, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
