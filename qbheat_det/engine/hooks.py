@@ -89,7 +89,7 @@ def save_checkpoint(run: TrainingRun) -> None:
 
 @contextmanager
 def step_before(run: TrainingRun) -> Iterator[None]:
-    """Within it the run's step is the one before, which this one has not changed yet."""
+    """Sets the run's iteration to the one before, whose state the run still has."""
     run.iter -= 1
     try:
         yield
