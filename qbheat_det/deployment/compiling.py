@@ -10,8 +10,11 @@ import gc
 import hashlib
 import inspect
 import os
+import pickle
 import stat
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,17 @@ def read_cpu_flags() -> set[str]:
     return set(next(found, "").split())
 
 
+@contextlib.contextmanager
+def arithmetic(dtype: torch.dtype, device_type: str = "cpu") -> Iterator[None]:
+    """Sets, whatever the caller's modes, how deployed models compute: without gradients."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device_type, dtype, enabled=dtype != torch.float32),
+    ):
+        yield
+
+
 class PartPrograms:
     """Stands where ``nn.Module.compile`` puts what a module is called through.
 
@@ -75,12 +89,12 @@ class PartPrograms:
     part leave it behind.
 
     Attributes:
-        is_compiling: whether new shapes compile, rather than run as the part itself.
+        seen: what ``build_programs`` compiles for, inputs by shape; filled where not None.
     """
 
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
         # ``part`` is in evaluation mode, on the CPU; autocast around the call sets ``dtype``.
-        self.is_compiling = True
+        self.seen: dict[tuple[str, ...], tuple[Any, ...]] | None = {}
         self._part = part
         self._dtype = dtype
         self._programs: dict[tuple[str, ...], Callable[..., Any]] = {}
@@ -88,18 +102,26 @@ class PartPrograms:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the part."""
         key = _signature(args)
-        if self.is_compiling and not kwargs and key not in self._programs:
-            self._programs[key] = self._load_or_build(args, key)
-        if kwargs or key not in self._programs:
-            return self._part._call_impl(*args, **kwargs)
-        return self._programs[key](*tree_map(_lay_out, args))
+        if not kwargs and key in self._programs:
+            return self._programs[key](*tree_map(_lay_out, args))
+        if not kwargs and self.seen is not None:
+            self.seen[key] = args
+        return self._part._call_impl(*args, **kwargs)
 
-    def _load_or_build(self, args: tuple[Any, ...], key: tuple[str, ...]) -> Callable[..., Any]:
+    def path_of(self, key: tuple[str, ...]) -> Path:
+        """Returns the file of a program, which may not be there."""
+        return _make_folder() / f"{self._fingerprint(key)}.pt2"
+
+    def load_or_build(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> None:
+        """Loads the program of a shape, built before if it is not there or gives other outputs.
+
+        Raises a ``RuntimeError`` if the new one does, too, and whatever the compiler raises.
+        """
         from torch._inductor import aoti_load_package
 
-        path = _make_folder() / f"{self._fingerprint(key)}.pt2"
         # Other processes wait, and load it.
-        with file_lock(path.with_suffix(".lock")), quiet("torch"):
+        lock = file_lock(path.with_suffix(".lock"))
+        with lock, quiet("torch"), arithmetic(self._dtype):
             for _ in range(2):
                 if not path.exists():
                     self._build(args, path)
@@ -107,9 +129,16 @@ class PartPrograms:
                 found = program(*tree_map(_lay_out, args))
                 distance = _distance(found, self._part._call_impl(*args))
                 if distance <= _TOLERANCE[self._dtype]:
-                    return program
+                    self._programs[key] = program
+                    return
                 path.unlink()
         raise RuntimeError(f"compiled outputs differ by {distance:.1g} of the largest")
+
+    def build(self, args: tuple[Any, ...], path: Path) -> None:
+        """Builds the program of a shape if no process has."""
+        with file_lock(path.with_suffix(".lock")), arithmetic(self._dtype):
+            if not path.exists():
+                self._build(args, path)
 
     def _build(self, args: tuple[Any, ...], path: Path) -> None:
         from torch._inductor import aoti_compile_and_package, config
@@ -161,6 +190,42 @@ class PartPrograms:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32]
 
 
+Job = tuple[PartPrograms, tuple[Any, ...], tuple[str, ...], Path]
+
+
+def build_programs(programs: Sequence[PartPrograms]) -> None:
+    """Compiles the parts for the shapes they have seen; further processes build some of them.
+
+    What a process does not finish is built here. Raises as ``PartPrograms.load_or_build`` does.
+    """
+    jobs: list[Job] = []
+    for program in programs:
+        seen, program.seen = program.seen or {}, None
+        jobs += [(program, args, key, program.path_of(key)) for key, args in seen.items()]
+    missing = [job for job in jobs if not job[-1].exists()]
+    count = min(len(missing), os.cpu_count() or 1)
+    with contextlib.ExitStack() as stack:
+        for i in range(1, count):
+            stack.callback(_start_build(missing[i::count]).kill)
+        own = {job[-1] for job in missing[:: max(count, 1)]}
+        for program, args, key, path in sorted(jobs, key=lambda job: job[-1] not in own):
+            program.load_or_build(args, key, path)
+
+
+def _start_build(jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
+    """Starts a process that builds programs; it ends early if the parts cannot be pickled."""
+    # Not by multiprocessing, which would run a caller's script again that has no __main__ block.
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert process.stdin is not None
+    with contextlib.suppress(Exception), process.stdin as pipe:
+        pipe.write(pickle.dumps(list(jobs)))
+    return process
+
+
 def _make_folder() -> Path:
     """Returns the folder of programs, which are run: so it is an error if others can write it."""
     folder = get_cache_dir() / "programs"
@@ -198,3 +263,9 @@ def _distance(found: Any, expected: Any) -> float:
         if isinstance(b, Tensor)
     ]
     return max(float("inf") if ratio != ratio else ratio for ratio in ratios)
+
+
+if __name__ == "__main__":  # see _start_build
+    torch.set_num_threads(1)
+    for _program, _args, _, _path in pickle.load(sys.stdin.buffer):
+        _program.build(_args, _path)

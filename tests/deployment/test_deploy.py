@@ -167,11 +167,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Compiles nothing: keeps the shapes that it is asked for, and runs the part itself."""
     shapes: list[tuple[int, ...]] = []
 
-    def load_or_build(self: PartPrograms, args: tuple[Any, ...], _: object) -> Any:
+    def load_or_build(self: PartPrograms, args: tuple[Any, ...], key: Any, _: object) -> None:
         shapes.append(tuple(args[0].shape))
-        return self._part._call_impl
+        self._programs[key] = self._part._call_impl
 
-    monkeypatch.setattr(PartPrograms, "_load_or_build", load_or_build)
+    monkeypatch.setattr(PartPrograms, "load_or_build", load_or_build)
     return shapes
 
 
@@ -209,7 +209,7 @@ def test_a_part_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise RuntimeError("no such operator\nmore")
 
-    monkeypatch.setattr(PartPrograms, "_load_or_build", refuse)
+    monkeypatch.setattr(PartPrograms, "load_or_build", refuse)
     model = TinyModel()
     deployed = deploy(model, image_sizes=[SIZE])
     assert deployed.report["compile"].startswith("no: ")
@@ -253,6 +253,23 @@ def test_what_was_compiled_is_loaded_the_next_time(
     deployed = deploy(model, image_sizes=[SIZE])
     assert not deployed.report["compile"].startswith("no: ")
     assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+@torch.no_grad()
+def test_another_process_builds_what_it_can_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, x, path = OneMap().eval(), torch.randn(1, 3, *SIZE), tmp_path / "program.pt2"
+    for dtype in (torch.float32, torch.bfloat16):
+        program = PartPrograms(part, dtype)
+        assert compiling._start_build([(program, (x,), ("key",), path)]).wait() == 0
+        monkeypatch.setattr(program, "_build", lambda *_: pytest.fail("compiled again"))
+        program.load_or_build((x,), ("key",), path)
+        path.unlink()
+    part.forward = lambda x: x
+    assert compiling._start_build([(PartPrograms(part, dtype), (x,), ("key",), path)]).wait() != 0
 
 
 @pytest.mark.slow
