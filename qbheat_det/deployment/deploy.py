@@ -107,9 +107,9 @@ def deploy(
 
     It is called as the model is, with images of any size. BatchNorm is folded, blocks are fused
     (CPU), feature maps are channels-last, and backbone and heads are compiled for ``image_sizes``.
-    Compiling takes a minute or so; on CPUs the result is kept on disk, and later processes load it in
-    tenths of a second. In float32, scores differ from the model's by less than 0.001 and boxes by
-    less than 0.1 pixel.
+    Compiling takes about a minute; on CPUs the result is kept on disk, and later processes load it
+    in tenths of a second. In float32, scores differ from the model's by less than 0.001 and boxes
+    by less than 0.1 pixel.
 
     Args:
         model: a detector, classifier or backbone, with its weights, on its device. Not changed.
