@@ -303,8 +303,8 @@ def find_feature(backbone: Backbone, wanted: str = "") -> str:
 
 
 def count_images_seen(info: WeightsInfo | None) -> int | None:
-    """Returns the number of training images of weights; None if unknown."""
-    if info is None or not info.config:
+    """Returns the number of training images of weights; None if unknown, as of converted files."""
+    if info is None or not (info.config and info.iteration):
         return None
     try:
         cfg = load_embedded_config(info.config, "the config inside the weights")
