@@ -6,6 +6,7 @@ compiled  a peer's best: channels last, ``torch.compile`` for the one size; CUDA
 frozen    the same with its weights as constants of the graph, which folds BatchNorm; what of the
           two is faster depends on model and machine
 deploy    ours: what ``qbheat_det.deploy`` makes of it, for the one size as the peers are
+deploy_all_sizes  the same without a size, so that nothing is compiled
 
 All are float32's; where the processor multiplies bfloat16, ``compiled_bf16`` and ``deploy_bf16``
 are the same in it: a peer's weights and images, ours by autocast.
@@ -34,6 +35,7 @@ from benchmarks.timing import set_threads
 from benchmarks.workers import Worker, open_answers, said, started
 
 EAGER, COMPILED, FROZEN, DEPLOYED = "eager", "compiled", "frozen", "deploy"
+DEPLOYED_ALL_SIZES = f"{DEPLOYED}_all_sizes"
 COMPILED_BF16, DEPLOYED_BF16 = f"{COMPILED}_bf16", f"{DEPLOYED}_bf16"
 
 
@@ -63,14 +65,16 @@ def build(
     detector = DETECTORS[name]
     torch.manual_seed(0)
     model = detector.load()().to(device)
-    if form == DEPLOYED:
+    if form in (DEPLOYED, DEPLOYED_ALL_SIZES):
         from qbheat_det import deploy
+
+        is_compiled = form == DEPLOYED and not quick
 
         fast = deploy(
             model,
             precision=str(dtype).removeprefix("torch."),
-            compile="off" if quick else "auto",
-            image_sizes=() if quick else image_sizes,
+            compile="auto" if is_compiled else "off",
+            image_sizes=image_sizes if is_compiled else (),
         )
         return partial(detector.call, fast)
     model = model.to(dtype)

@@ -17,6 +17,7 @@ from benchmarks.forms import (
     COMPILED,
     COMPILED_BF16,
     DEPLOYED,
+    DEPLOYED_ALL_SIZES,
     DEPLOYED_BF16,
     EAGER,
     FROZEN,
@@ -32,7 +33,7 @@ RT_DETR_SIDE = 640
 AT_TEST_SIZE: list[tuple[Contender, Contender]] = [
     *(((ours, EAGER), (peer, EAGER)) for ours in OURS for peer in PEERS),
     *(((ours, DEPLOYED), ("detr_r50", form)) for ours in OURS for form in (EAGER, COMPILED)),
-    *(((ours, DEPLOYED), (ours, EAGER)) for ours in OURS),
+    *(((ours, form), (ours, EAGER)) for ours in OURS for form in (DEPLOYED_ALL_SIZES, DEPLOYED)),
 ]
 # Where the processor multiplies bfloat16.
 IN_BF16: list[tuple[Contender, Contender]] = [

@@ -9,11 +9,13 @@ import contextlib
 import gc
 import hashlib
 import inspect
+import logging
 import os
 import pickle
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock, hash_tensors, write_atomically
+from qbheat_det.core.files import file_lock, hash_tensors
+from qbheat_det.core.text import one_line
 from qbheat_det.data.datasets.toy import get_cache_dir
 from qbheat_det.layers.cpu_kernels import exported_form
+
+logger = logging.getLogger(__name__)
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 # Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
@@ -113,32 +118,46 @@ class PartPrograms:
         return _make_folder() / f"{self._fingerprint(key)}.pt2"
 
     def load_or_build(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> None:
-        """Loads the program of a shape, built before if it is not there or gives other outputs.
+        """Loads the program of a shape; builds it if it is not there, damaged or not equal.
 
-        Raises a ``RuntimeError`` if the new one does, too, and whatever the compiler raises.
+        Raises a ``RuntimeError`` if the new one is not, too, and whatever the compiler raises.
         """
-        from torch._inductor import aoti_load_package
-
-        # Other processes wait, and load it.
-        lock = file_lock(path.with_suffix(".lock"))
-        with lock, quiet("torch"), arithmetic(self._dtype):
-            for _ in range(2):
-                if not path.exists():
-                    self._build(args, path)
-                program: Callable[..., Any] = aoti_load_package(str(path))
-                found = program(*tree_map(_lay_out, args))
-                distance = _distance(found, self._part._call_impl(*args))
-                if distance <= _TOLERANCE[self._dtype]:
-                    self._programs[key] = program
+        lock = file_lock(path.with_suffix(".lock"), waiting=f"Another process compiles '{path}'")
+        with quiet("torch"), arithmetic(self._dtype):
+            if self._load(args, key, path):  # a read-only folder has no place for a lock
+                return
+            with lock:
+                if self._load(args, key, path):
                     return
-                path.unlink()
-        raise RuntimeError(f"compiled outputs differ by {distance:.1g} of the largest")
+                self._build(args, path)
+                if not self._load(args, key, path):
+                    path.unlink()
+                    raise RuntimeError("the program cannot be loaded or gives other outputs")
 
     def build(self, args: tuple[Any, ...], path: Path) -> None:
         """Builds the program of a shape if no process has."""
-        with file_lock(path.with_suffix(".lock")), arithmetic(self._dtype):
+        with arithmetic(self._dtype), file_lock(path.with_suffix(".lock")):
             if not path.exists():
                 self._build(args, path)
+
+    def _load(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> bool:
+        """Returns whether a program is there, loads, and gives what the part gives."""
+        from torch._inductor import aoti_load_package
+
+        if not path.exists():
+            return False
+        try:
+            program: Callable[..., Any] = aoti_load_package(str(path))
+            found = program(*tree_map(_lay_out, args))
+        except Exception as error:  # what a damaged file raises is PyTorch's choice
+            logger.warning("'%s' cannot be loaded: %s", path, one_line(error))
+            return False
+        distance = _distance(found, self._part._call_impl(*args))
+        if distance > _TOLERANCE[self._dtype]:
+            logger.warning("'%s' differs by %.1g of the largest output", path, distance)
+            return False
+        self._programs[key] = program
+        return True
 
     def _build(self, args: tuple[Any, ...], path: Path) -> None:
         from torch._inductor import aoti_compile_and_package, config
@@ -165,7 +184,7 @@ class PartPrograms:
             finally:
                 exported_form.reset(before)
             aoti_compile_and_package(program, package_path=str(fresh), inductor_configs=options)
-            write_atomically(path, fresh.read_bytes())
+            fresh.replace(path)
         finally:
             self._part._compiled_call_impl = self
             if collects:
@@ -176,7 +195,7 @@ class PartPrograms:
         """Returns the digest of all that a program depends on."""
         part = self._part
         settings = [
-            f"{name}.{key}={value!r}"
+            f"{name}.{key}={getattr(value, '__qualname__', value)!r}"  # no address in memory
             for name, module in part.named_modules()
             for key, value in sorted(vars(module).items())
             if isinstance(value, _PLAIN) or inspect.isroutine(value)
@@ -203,27 +222,39 @@ def build_programs(programs: Sequence[PartPrograms]) -> None:
         seen, program.seen = program.seen or {}, None
         jobs += [(program, args, key, program.path_of(key)) for key, args in seen.items()]
     missing = [job for job in jobs if not job[-1].exists()]
-    count = min(len(missing), os.cpu_count() or 1)
+    count = max(1, min(len(missing), torch.get_num_threads()))
     with contextlib.ExitStack() as stack:
         for i in range(1, count):
-            stack.callback(_start_build(missing[i::count]).kill)
-        own = {job[-1] for job in missing[:: max(count, 1)]}
+            with contextlib.suppress(Exception):  # no memory, no interpreter, no pickle of a part
+                stack.callback(_stop, _start_build(missing[i::count]))
+        own = {job[-1] for job in missing[::count]}
         for program, args, key, path in sorted(jobs, key=lambda job: job[-1] not in own):
             program.load_or_build(args, key, path)
 
 
 def _start_build(jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
-    """Starts a process that builds programs; it ends early if the parts cannot be pickled."""
+    """Starts a process that builds programs, with this one's places of modules and no others."""
     # Not by multiprocessing, which would run a caller's script again that has no __main__ block.
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert process.stdin is not None
-    with contextlib.suppress(Exception), process.stdin as pipe:
-        pipe.write(pickle.dumps(list(jobs)))
-    return process
+    places = [place for place in sys.path if isinstance(place, str)]
+    code = f"import sys; sys.path[:] = {places!r}; from {__name__} import build_jobs; build_jobs()"
+    with tempfile.TemporaryFile() as pickled:
+        pickle.dump(list(jobs), pickled)
+        pickled.seek(0)
+        command = [sys.executable, "-I", "-c", code]
+        null = subprocess.DEVNULL
+        return subprocess.Popen(command, stdin=pickled, stdout=null, stderr=null)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def build_jobs() -> None:
+    """Builds the pickled jobs that come on standard input, with one thread."""
+    torch.set_num_threads(1)
+    for program, args, _, path in pickle.load(sys.stdin.buffer):
+        program.build(args, path)
 
 
 def _make_folder() -> Path:
@@ -263,9 +294,3 @@ def _distance(found: Any, expected: Any) -> float:
         if isinstance(b, Tensor)
     ]
     return max(float("inf") if ratio != ratio else ratio for ratio in ratios)
-
-
-if __name__ == "__main__":  # see _start_build
-    torch.set_num_threads(1)
-    for _program, _args, _, _path in pickle.load(sys.stdin.buffer):
-        _program.build(_args, _path)

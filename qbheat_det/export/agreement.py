@@ -61,12 +61,16 @@ class Agreement:
 
 @dataclass
 class ExportReport:
-    """Differences of an exported file from PyTorch, one row per batch size; prints as a table."""
+    """Differences of an exported file from PyTorch, one row per batch size; prints as a table.
+
+    ``is_held`` is whether the tolerance decides, rather than only which detections are compared.
+    """
 
     rows: list[Agreement]
     task: Task
     tolerance: float
     source: str
+    is_held: bool = True
 
     def __str__(self) -> str:
         boxes = self.task == "detection"
@@ -74,11 +78,12 @@ class ExportReport:
         for row in self.rows:
             line = f"{row.batch_size:>5}  {row.num_images:>6}  {row.num_values:>8}"
             line += f"  {row.score:>10.1e}" + f"  {row.box:>8.1e}  {row.unmatched:>9}" * boxes
-            if not row.holds(self.tolerance):
+            if self.is_held and not row.holds(self.tolerance):
                 line += "  nothing found" if row.is_empty else "  differs"
             lines.append(line)
         sides = ", of boxes relative to the image's longer side" * boxes
-        return "\n".join([*lines, f"tolerance {self.tolerance:g}{sides}; {self.source}"])
+        held = f"tolerance {self.tolerance:g}{sides}" if self.is_held else "for information"
+        return "\n".join([*lines, f"{held}; {self.source}"])
 
     def check(self) -> None:
         """Raises a ``UserError`` if the file differs from PyTorch, or neither detects anything."""
