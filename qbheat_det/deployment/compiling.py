@@ -38,7 +38,7 @@ _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 # Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _PACKAGE = Path(__file__).resolve().parents[1]
-_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.2}  # of an output's largest value
+_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.05}  # of an output's largest value
 _PLAIN = (bool, int, float, str, tuple, list)
 
 
@@ -152,7 +152,9 @@ class PartPrograms:
         except Exception as error:  # what a damaged file raises is PyTorch's choice
             logger.warning("'%s' cannot be loaded: %s", path, one_line(error))
             return False
-        distance = _distance(found, self._part._call_impl(*args))
+        # Rounding to bfloat16 changes the order of a detector's selected queries.
+        is_ordered = self._dtype != torch.bfloat16
+        distance = _distance(found, self._part._call_impl(*args), is_ordered=is_ordered)
         if distance > _TOLERANCE[self._dtype]:
             logger.warning("'%s' differs by %.1g of the largest output", path, distance)
             return False
@@ -285,12 +287,15 @@ def _lay_out(x: Any) -> Any:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
 
 
-def _distance(found: Any, expected: Any) -> float:
-    """Returns the largest difference of outputs, relative to the largest value; a NaN is large."""
-    pairs = zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True)
-    ratios = [
-        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-6))
-        for a, b in pairs
-        if isinstance(b, Tensor)
-    ]
+def _distance(found: Any, expected: Any, *, is_ordered: bool = True) -> float:
+    """Returns the largest difference of outputs, relative to the largest value; a NaN is large.
+
+    Without order, the sorted values of an output are compared.
+    """
+    ratios = []
+    for a, b in zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True):
+        if isinstance(b, Tensor):
+            a, b = a.double().flatten(), b.double().flatten()
+            difference = a - b if is_ordered else a.sort().values - b.sort().values
+            ratios.append(float(difference.abs().max() / b.abs().max().clamp(min=1e-6)))
     return max(float("inf") if ratio != ratio else ratio for ratio in ratios)

@@ -246,6 +246,14 @@ def test_a_fingerprint_depends_on_weights_settings_and_shape() -> None:
     assert len(set(prints)) == 6
 
 
+def test_outputs_without_order_may_change_places_and_nothing_else() -> None:
+    queries = torch.randn(1, 100, 4)
+    assert compiling._distance([queries.flip(1)], [queries]) > 0.1
+    assert compiling._distance([queries.flip(1)], [queries], is_ordered=False) == 0
+    for other in (queries + 1, queries.clone().fill_(torch.nan)):
+        assert compiling._distance([other], [queries], is_ordered=False) > 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 @torch.no_grad()
