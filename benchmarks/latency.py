@@ -97,10 +97,11 @@ def compare(
 
 
 def row_of(ours: Contender, peer: Contender, samples: dict[str, Sample], where: str = "") -> Result:
-    """Returns the row of a pair; a form is only named where it is not plain eager's."""
+    """Returns the row of a pair; its name has no form of a peer that is eager, and one "bf16"."""
     form = "" if peer[1] == EAGER and peer[0] != ours[0] else f"_{peer[1]}"
+    own = ours[1].removesuffix("_bf16") if peer[1].endswith("_bf16") else ours[1]
     return Result.lower_is_better(
-        f"latency/{ours[0]}_{where}{ours[1]}_vs_{peer[0]}{form}",
+        f"latency/{ours[0]}_{where}{own}_vs_{peer[0]}{form}",
         samples["/".join(ours)].median,
         samples["/".join(peer)].median,
         "s",
