@@ -69,7 +69,6 @@ def build(
         from qbheat_det import deploy
 
         is_compiled = form == DEPLOYED and not quick
-
         fast = deploy(
             model,
             precision=str(dtype).removeprefix("torch."),

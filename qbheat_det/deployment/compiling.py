@@ -211,7 +211,7 @@ class PartPrograms:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:32]
 
 
-Job = tuple[PartPrograms, tuple[Any, ...], tuple[str, ...], Path]
+_Job = tuple[PartPrograms, tuple[Any, ...], tuple[str, ...], Path]
 
 
 def build_programs(programs: Sequence[PartPrograms]) -> None:
@@ -219,7 +219,7 @@ def build_programs(programs: Sequence[PartPrograms]) -> None:
 
     What a process does not finish is built here. Raises as ``PartPrograms.load_or_build`` does.
     """
-    jobs: list[Job] = []
+    jobs: list[_Job] = []
     for program in programs:
         seen, program.seen = program.seen or {}, None
         jobs += [(program, args, key, program.path_of(key)) for key, args in seen.items()]
@@ -234,7 +234,7 @@ def build_programs(programs: Sequence[PartPrograms]) -> None:
             program.load_or_build(args, key, path)
 
 
-def _start_build(jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
+def _start_build(jobs: Sequence[_Job]) -> subprocess.Popen[bytes]:
     """Starts a process that builds programs, with this one's places of modules and no others."""
     # Not by multiprocessing, which would run a caller's script again that has no __main__ block.
     places = [place for place in sys.path if isinstance(place, str)]
