@@ -9,12 +9,11 @@ from torch import nn
 
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
-    bare_backbone,
     find_weights,
+    holds_backbone_alone,
     info_of,
     load_run_config,
     local_weights,
-    read_weights,
 )
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
@@ -62,8 +61,7 @@ def load(
         return _open_timm(name, device)
     opts = ["MODEL.DEPLOY.ENABLED", "True"] if fast else []
     cfg = load_run_config(name, device=device, opts=opts)
-    is_backbone = not bare_backbone(read_weights(name)[0])
-    if is_backbone or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
+    if holds_backbone_alone(name) or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
         return _build_encoder(open_trained(name, device=device).model, cfg)
     return _build_detector(cfg)
 

@@ -4,7 +4,12 @@
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
 from .matching import bare_backbone, fit_weights, without_children
 from .report import LoadReport, check_exact
-from .run_config import load_embedded_config, load_run_config, refuse_encoder
+from .run_config import (
+    holds_backbone_alone,
+    load_embedded_config,
+    load_run_config,
+    refuse_encoder,
+)
 from .timm_weights import TimmWeights
 from .weights_file import (
     WeightsInfo,
@@ -20,6 +25,6 @@ from .weights_file import (
 __all__ = [
     "ExactCheckpointer", "LoadReport", "SafeCheckpointer", "TimmWeights", "WeightsInfo",
     "bare_backbone", "check_exact", "check_weights_file", "class_names_of", "find_weights",
-    "fit_weights", "info_of", "load_embedded_config", "load_run_config", "local_weights",
-    "read_weights", "refuse_encoder", "save_weights", "without_children",
+    "fit_weights", "holds_backbone_alone", "info_of", "load_embedded_config", "load_run_config",
+    "local_weights", "read_weights", "refuse_encoder", "save_weights", "without_children",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from qbheat_det.core.files import remove_leftovers, write_atomically
 from qbheat_det.modeling.contracts import (
     equivalent_configs,
     get_pixel_statistics,
+    get_timm_name,
     optional_modules,
     pretrain_only_modules,
     train_only_modules,
@@ -197,6 +198,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             check_exact(report, "resume with the config of the run, or start a new one")
         else:
             self._check(report)
+            self._check_network(path, info)
         # Without the file's module versions, which could start a conversion of its tensors.
         # With the model's own where the file has none, as backbones ask for all of theirs.
         state = OrderedDict({**own_state, **fitting})
@@ -215,6 +217,25 @@ class SafeCheckpointer(DetectionCheckpointer):
 
     def _check(self, report: LoadReport) -> None:
         check_complete(report, allow_partial=self.allow_partial)
+
+    def _check_network(self, path: str, info: WeightsInfo | None) -> None:
+        """Refuses weights of another of timm's networks, whose tensors fit by name and shape.
+
+        "efficientnet_lite0" pads otherwise than "tf_efficientnet_lite0", and some have another
+        ``eps``: outputs would be wrong without a sign.
+        """
+        own = get_timm_name(self.model)
+        trained = path.removeprefix("timm://").partition(".")[0] if "timm://" in path else ""
+        trained = trained or (info.timm_name if info else "")
+        if not (own and trained) or own == trained:
+            return
+        message = (
+            f"'{path}' was trained in timm's {trained}; the tensors of {own} are alike, but its "
+            f"padding or eps may not be: build timm:{trained}"
+        )
+        if not self.allow_partial:
+            raise UserError(f"{message} (--allow-partial loads it all the same)")
+        self.logger.warning(message)
 
     def _warn_of_other_settings(self, info: WeightsInfo) -> None:
         """Warns if the weights were trained with other pixels, or for other scores."""

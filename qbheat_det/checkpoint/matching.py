@@ -134,7 +134,7 @@ def match_names(
     model.
     """
     model = set(model_names)
-    short = _strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
+    short = strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
     names = set(short.values())
     public = [name for name in model if name.partition(".")[0] not in private]
     added, removed = _longest_agreement(public, names), _longest_agreement(names, model)
@@ -161,7 +161,7 @@ def bare_backbone(names: Collection[str]) -> dict[str, str]:
 
     Of a feature pyramid it is the backbone below.
     """
-    short = _strip_wrappers((), names)
+    short = strip_wrappers((), names)
     for prefix in (BELOW_FPN, BACKBONE):
         inside = {n: v.removeprefix(prefix) for n, v in short.items() if v.startswith(prefix)}
         if inside:
@@ -224,7 +224,8 @@ def _is_of(child: str, name: str) -> bool:
     return name == child or name.startswith(f"{child}.")
 
 
-def _strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
+def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
+    """Maps names in a file to those without prefixes of wrappers that all have and no model's."""
     short = {name: name for name in names}
     for _ in _WRAPPERS:  # wrappers may be nested in any order
         for wrapper in _WRAPPERS:

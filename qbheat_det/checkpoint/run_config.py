@@ -93,6 +93,16 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
     return cfg
 
 
+def holds_backbone_alone(weights: str) -> bool:
+    """Whether a file is of a backbone without a model around it, as ``qbheat convert`` writes them.
+
+    Its config then names no model; a classifier's layers in it are skipped.
+    """
+    state, info = read_weights(weights)
+    converted = bool(info and info.config and info.value_of("MODEL.META_ARCHITECTURE") is None)
+    return converted or not bare_backbone(state)
+
+
 def refuse_encoder(weights: str) -> None:
     """Raises a ``UserError`` for weights that are an encoder alone, as their description says."""
     info = info_of(weights)

@@ -26,6 +26,7 @@ from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from qbheat_det.config import dump_config
+from qbheat_det.config.loading import TIMM_PREFIX
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
 
@@ -87,6 +88,16 @@ class WeightsInfo:
         for part in key.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         return found
+
+    @property
+    def timm_name(self) -> str:
+        """timm's name of the network that the weights were trained in; "" if it is not timm's."""
+        keys = ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP")
+        name = str(self.value_of(keys[0]))
+        name = str(self.value_of(keys[1])) if name == "build_fpn_backbone" else name
+        if name == "TimmBackbone":
+            return str(self.value_of("MODEL.TIMM.NAME"))
+        return name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns strings, numbers and lists of them, for JSON and checkpoints."""

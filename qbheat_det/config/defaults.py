@@ -144,7 +144,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         "FINER": [],
         # Side of the images that the teacher sees: its map has as many positions as the encoder's.
         "IMAGE_SIZE": 256,
-        "PIXEL_MEAN": [127.0, 127.0, 127.0],
+        "PIXEL_MEAN": [127.0, 127.0, 127.0],  # where the file of WEIGHTS does not say it
         "PIXEL_STD": [128.0, 128.0, 128.0],
     },
     "MODEL.RANDOM_MASKING": {  # map, projection, decoder and target are those of MODEL.QB_HEAT

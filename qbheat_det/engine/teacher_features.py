@@ -19,7 +19,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
 
-from qbheat_det.checkpoint import SafeCheckpointer
+from qbheat_det.checkpoint import SafeCheckpointer, info_of
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
@@ -48,6 +48,17 @@ logger = logging.getLogger(__name__)
 Records = Sequence[dict[str, Any]]
 
 
+def _find_pixels(weights: str) -> dict[str, list[float]]:
+    """Returns the keys of the teacher's pixel statistics that its file has."""
+    info = info_of(weights)
+    if info is None or not info.pixel_mean:
+        return {}
+    return {
+        "MODEL.TEACHER.PIXEL_MEAN": list(info.pixel_mean),
+        "MODEL.TEACHER.PIXEL_STD": list(info.pixel_std),
+    }
+
+
 @dataclass(frozen=True)
 class CacheCost:
     """What a cache still lacks, forecast from a few views, and the free space of its disk."""
@@ -70,6 +81,11 @@ class TeacherFeatures:
             raise UserError("INPUT.FIXED_VIEWS.COUNT is 0, but the teacher needs views that stay")
         self._student_cfg = cfg
         node = cfg.MODEL.TEACHER
+        if node.WEIGHTS:
+            cfg = with_values(cfg, _find_pixels(node.WEIGHTS))
+            node = cfg.MODEL.TEACHER
+        else:
+            logger.warning("MODEL.TEACHER.WEIGHTS is empty: the teacher's weights are random")
         pixels = {"MODEL.PIXEL_MEAN": node.PIXEL_MEAN, "MODEL.PIXEL_STD": node.PIXEL_STD}
         self._cfg = with_values(cfg, {"INPUT.PRETRAIN.SIZE": node.IMAGE_SIZE, **pixels})
         self._tests: dict[str, TargetViews] = {}
@@ -78,7 +94,14 @@ class TeacherFeatures:
     def _teacher(self) -> Teacher:
         cfg = self._cfg
         teacher = Teacher(cfg).to(cfg.MODEL.DEVICE, memory_format=torch.channels_last)
-        SafeCheckpointer(teacher).load(cfg.MODEL.TEACHER.WEIGHTS)
+        try:
+            SafeCheckpointer(teacher).load(cfg.MODEL.TEACHER.WEIGHTS)
+        except UserError as error:
+            name = cfg.MODEL.TEACHER.NAME
+            raise UserError(
+                f"MODEL.TEACHER.WEIGHTS are not of MODEL.TEACHER.NAME {name}: 'timm://{name}' "
+                f"downloads timm's ({error})"
+            ) from error
         return teacher
 
     def prepare(self, stream: TrainStream) -> None:

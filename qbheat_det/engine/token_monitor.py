@@ -35,7 +35,7 @@ _READINGS = 5  # in a row, after the warm-up, before the warning
 
 
 class TokenMonitor(HookBase):
-    """Logs the mean cosines of the tokens of each block, and warns once if they collapse.
+    """Logs the mean cosines of the tokens of each block, and warns once if most collapse.
 
     "cosine_over_images/<block>" compares the same token of different images of a micro-batch of
     this process, "cosine_over_tokens/<block>" different tokens of the same image. Steps in between
@@ -101,12 +101,14 @@ class TokenMonitor(HookBase):
         for name, cosine in over_images.items():
             self._collapsed[name] = self._collapsed[name] + 1 if cosine > COLLAPSED else 0
         names = [name for name, count in self._collapsed.items() if count >= _READINGS]
-        if names and not self._has_warned:
+        # Tokens of the first blocks know little of the image in any network.
+        if 2 * len(names) > len(self._blocks) and not self._has_warned:
             self._has_warned = True
+            now = self.trainer.cfg.SOLVER.TOKEN_MULTIPLIER
             logger.warning(
                 f"The tokens of {len(names)} of {len(self._blocks)} blocks have become the same "
                 f"for all images (cosine above {COLLAPSED}; first in '{names[0]}'): a lower "
-                "SOLVER.TOKEN_MULTIPLIER, such as 0.1, can keep them apart"
+                f"SOLVER.TOKEN_MULTIPLIER than {now:g}, such as {now / 10:g}, can keep them apart"
             )
 
 

@@ -11,9 +11,8 @@ from torch import nn
 from qbheat_det.checkpoint import (
     ExactCheckpointer,
     LoadReport,
-    bare_backbone,
+    holds_backbone_alone,
     load_run_config,
-    read_weights,
 )
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
@@ -76,7 +75,7 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
     config is not valid, or they do not fit each other.
     """
     cfg = load_run_config(weights, device=device)
-    is_bare = not bare_backbone(read_weights(weights)[0])
+    is_bare = holds_backbone_alone(weights)
     model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
     model.to(torch.device(cfg.MODEL.DEVICE))
     checkpointer = ExactCheckpointer(model, class_names=() if is_bare else cfg.MODEL.CLASS_NAMES)

@@ -122,15 +122,22 @@ def _convert_distribution(source: Distribution, target: Path) -> None:
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:
-    """Returns a file that has the SHA-256 of the index; any other is a ``UserError``."""
+    """Returns a file that has the SHA-256 of the index.
+
+    Any other is a ``UserError``, and is removed if it is in the cache.
+    """
     try:
         found = hash_file(path)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror or error}") from error
     if found != entry.sha256:
+        is_cached = path.parent == cache_folder(entry)
+        if is_cached:
+            path.unlink(missing_ok=True)
         raise UserError(
             f"'{path}' is refused: its SHA-256 begins with {found[:12]}, that of '{entry.name}' "
             f"with {entry.sha256[:12]}"
+            f"{'; it was removed, so try again' if is_cached else ': replace or remove it'}"
         )
     return path
 

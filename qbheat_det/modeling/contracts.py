@@ -184,6 +184,12 @@ def get_backbone(model: nn.Module) -> Backbone | None:
     return backbone if isinstance(backbone, Backbone) else None
 
 
+def get_timm_name(model: nn.Module) -> str:
+    """Returns ``timm_name`` of the network that a model stands on; "" if it is not timm's."""
+    names = (getattr(module, "timm_name", "") for module in model.modules())
+    return next(filter(None, names), "")
+
+
 def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Returns parameters of what parts list as ``token_path``, as a Mobile-Former does."""
     return [

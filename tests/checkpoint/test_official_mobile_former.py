@@ -4,6 +4,7 @@
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -13,15 +14,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
+import qbheat_det
 from qbheat_det.checkpoint import SafeCheckpointer, read_weights
 from qbheat_det.checkpoint.convert import (
     RESNETS,
     build_resnet,
-    convert_official,
     convert_weights,
-    find_size,
     torchvision_name,
 )
+from qbheat_det.checkpoint.official_mobile_former import convert_official, find_size
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
@@ -163,9 +164,12 @@ def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
 
 def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
     state = {name: _draw(name, shape).float() for name, shape in _Shapes("96M").items()}
-    torch.save(state, tmp_path / "official.pth")
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"state_dict": wrapped}, tmp_path / "official.pth")
     weights = str(tmp_path / "own.safetensors")
     convert_weights(str(tmp_path / "official.pth"), Path(weights), "MobileFormer")
+    encoder = qbheat_det.load(weights)
+    assert encoder(np.zeros((64, 64, 3), np.uint8))["s32"].shape == (1, 128, 2, 2)
     arch = MOBILE_FORMER_ARCHS["96M"]
     backbone = MobileFormer(arch=arch, out_features=["s16", "s32_expanded", "tokens"])
     SafeCheckpointer(backbone).load(weights)
@@ -181,6 +185,30 @@ def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
         model = timm.create_model(TIMM_NAMES["151M"])
     with pytest.raises(UserError, match=r"own\.safetensors"):
         model.load_pretrained(weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"features.3.local_global.q.weight": None}, "1 missing"),
+        ({"stem.1.running_var": None}, "stem.norm.running_var"),
+        ({f"features.8.{name}.0.weight": None for name in ("conv3", "conv4")}, "features.8.conv4"),
+        ({"classifier.conv.1.weight": None}, "classifier.conv.1.weight"),
+        ({"tokens.weight": torch.zeros(2, 128)}, "tokens"),
+        ({"classifier.fc.1.bias": torch.full((704,), torch.nan)}, "NaN"),
+    ],
+)
+def test_an_incomplete_file_of_the_authors_network_is_refused(
+    changes: dict[str, Tensor | None], named: str, tmp_path: Path
+) -> None:
+    state = {name: _draw(name, shape).float() for name, shape in _Shapes("52M").items()}
+    changed = {name: tensor for name, tensor in {**state, **changes}.items() if tensor is not None}
+    wrapped = {"state_dict": {f"module.{name}": tensor for name, tensor in changed.items()}}
+    torch.save(wrapped, tmp_path / "official.pth")
+    output = tmp_path / "own.safetensors"
+    with pytest.raises(UserError, match=named):
+        convert_weights(str(tmp_path / "official.pth"), output, "MobileFormer")
+    assert not output.exists()
 
 
 TOOL = load_tool("convert_weights")

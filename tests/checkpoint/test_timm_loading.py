@@ -291,3 +291,17 @@ def test_default_predictor_takes_an_address() -> None:
     found = DefaultPredictor(cfg)(image)["instances"]
     expected = build_predictor(cfg)(image)["instances"]
     torch.testing.assert_close(found.scores, expected.scores)
+
+
+def test_weights_of_a_network_that_pads_otherwise_are_refused(path: Path) -> None:
+    model = TimmBackbone(name="tf_efficientnet_lite0", out_features=["s8"])
+    config = "MODEL: {BACKBONE: {NAME: build_fpn_backbone}, FPN: {BOTTOM_UP: 'timm:%s'}}"
+    info = WeightsInfo(config=config % "tf_efficientnet_lite0")
+    save_weights(str(path), model.state_dict(), info)
+    SafeCheckpointer(model).load(str(path))
+    other = TimmBackbone(name="efficientnet_lite0", out_features=["s8"])
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(UserError, match="timm:tf_efficientnet_lite0"):
+        SafeCheckpointer(other).load(str(path))
+    torch.testing.assert_close(other.state_dict(), before)
+    SafeCheckpointer(other, allow_partial=True).load(str(path))

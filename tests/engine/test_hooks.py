@@ -235,9 +235,10 @@ class Block(nn.Module):
 
 def test_a_collapse_that_lasts_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     same, other = torch.ones(3, 2, 4), torch.eye(4)[:3, None].expand(3, 2, 4)
-    alive, dead = Block(), Block()
-    monitor = TokenMonitor({"alive": alive, "dead": dead}, period=2, warmup=10)
-    run: Any = SimpleNamespace(iter=0, max_iter=60, storage=EventStorage(0))
+    alive, dead, late = Block(), Block(), Block()
+    monitor = TokenMonitor({"alive": alive, "dead": dead, "late": late}, period=2, warmup=10)
+    cfg = SimpleNamespace(SOLVER=SimpleNamespace(TOKEN_MULTIPLIER=0.5))
+    run: Any = SimpleNamespace(iter=0, max_iter=60, storage=EventStorage(0), cfg=cfg)
     monitor.trainer = run
     warned: list[int] = []
     for run.iter in range(60):
@@ -246,12 +247,14 @@ def test_a_collapse_that_lasts_is_warned_of_once(caplog: pytest.LogCaptureFixtur
         dead(same if run.iter != 15 else other)  # not collapsed for a moment, at a reading
         dead(other)  # a second micro-batch
         alive(other)
+        late(same if run.iter > 24 else other)
         monitor.after_step()
         with caplog.at_level(logging.WARNING):
             warned += [run.iter] * (len(caplog.messages) > len(warned))
-    # Readings after the warm-up: 11, 13; then 17 and four more.
-    assert warned == [25]
-    assert "1 of 2 blocks" in caplog.text
+    # Readings of "dead" after the warm-up: 11, 13; then 17 and four more, of "late" from 25 on.
+    assert warned == [33]
+    assert "2 of 3 blocks" in caplog.text
+    assert "than 0.5, such as 0.05" in caplog.text
     assert "'dead'" in caplog.text
     assert run.storage.history("cosine_over_images/dead").values()[0] == (1.0, 1)
     assert run.storage.history("cosine_over_images/alive").latest() == pytest.approx(0, abs=1e-6)

@@ -28,6 +28,7 @@ from .tiny_training import parse_run, start_run, state
 
 RECIPE = "configs/custom/distill_285M_cpu.yaml"
 TEACHER = "mobilenetv3_small_050"
+MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 FINER = {
     "MODEL__TEACHER__FINER": "[['s8', 's16']]",
     "MODEL__MOBILE_FORMER__OUT_FEATURES": "['s8', 's16_expanded']",
@@ -43,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "val" / "x.jpg").write_text("no image")
     torch.manual_seed(0)
     weights = timm.create_model(TEACHER).state_dict()
-    save_weights(str(folder / "teacher.safetensors"), weights, WeightsInfo())
+    info = WeightsInfo(pixel_mean=MEAN, pixel_std=STD)  # not the config's
+    save_weights(str(folder / "teacher.safetensors"), weights, info)
     return folder
 
 
@@ -82,7 +84,8 @@ def encode(folder: Path, image: Tensor) -> dict[str, Tensor]:
     """Returns the teacher's maps of an image (3, 128, 128), by name."""
     net = load_teacher(folder)
     with torch.no_grad():
-        maps = net.forward_intermediates((image[None] - 127.0) / 128, intermediates_only=True)
+        mean, std = torch.tensor([MEAN, STD])[..., None, None]
+        maps = net.forward_intermediates((image[None] - mean) / std, intermediates_only=True)
     return {f"s{128 // single.shape[-1]}": single[0] for single in maps}
 
 
@@ -207,10 +210,14 @@ def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
     [
         ({"MODEL__TEACHER__IMAGE_SIZE": "96"}, "MODEL.TEACHER.IMAGE_SIZE"),
         ({"INPUT__FIXED_VIEWS__COUNT": "0"}, "INPUT.FIXED_VIEWS.COUNT"),
+        ({"MODEL__TEACHER__FINER": "['s8', 's16']"}, "MODEL.TEACHER.FINER"),
+        ({"MODEL__QB_HEAT__VISIBLE": "quarter"}, "MODEL.QB_HEAT.VISIBLE.*whole"),
+        ({"MODEL__QB_HEAT__FEATURE_DIM": "0"}, "MODEL.QB_HEAT.FEATURE_DIM"),
+        ({"MODEL__TEACHER__NAME": "mobilenetv3_small_075"}, "timm://mobilenetv3_small_075"),
     ],
 )
 def test_a_wrong_key_is_named(
     changes: dict[str, str], key: str, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=key):
-        build(folder, tmp_path, **changes)
+        build(folder, tmp_path, **changes).train()

@@ -85,6 +85,13 @@ def test_a_wrong_download_is_not_kept_and_a_wrong_local_file_not_skipped(
         fetch(ENTRY)
     assert wrong.read_bytes() == b"other"
 
+    monkeypatch.delenv("QBHEAT_ZOO")
+    (shipped / ENTRY.file).unlink()
+    cached = _put(cache_folder(ENTRY), b"damaged")
+    with pytest.raises(UserError, match="removed"):
+        fetch(ENTRY)
+    assert not cached.exists()
+
 
 def test_two_processes_download_once(monkeypatch: pytest.MonkeyPatch, server: Served) -> None:
     server.files[ENTRY.file], server.delay = CONTENT, 0.5

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.config import with_values
+from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import get_encoder, pick_outputs
 
 from .prefixes import accept_prefixes
@@ -93,5 +94,12 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
 
 
 def build_bare_backbone(cfg: CfgNode) -> Backbone:
-    """Builds the config's backbone without its pyramid, with nothing frozen."""
-    return get_encoder(build_backbone(with_values(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0})))
+    """Builds the config's backbone without its pyramid, with nothing frozen.
+
+    Raises a ``UserError`` if the config names none, or outputs that it does not have.
+    """
+    try:
+        return get_encoder(build_backbone(with_values(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0})))
+    except (KeyError, ValueError) as error:
+        name = cfg.MODEL.BACKBONE.NAME
+        raise UserError(f"MODEL.BACKBONE.NAME {name} cannot be built: {error}") from error

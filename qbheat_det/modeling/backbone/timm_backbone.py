@@ -64,6 +64,7 @@ class TimmBackbone(Backbone):
         if not 0 <= freeze_at <= _FREEZE_ALL:
             raise ValueError(f"FREEZE_AT is 0 … {_FREEZE_ALL} here, not {freeze_at}")
         check_timm_name(name)
+        self.timm_name = name  # see ``modeling/contracts.py``
         self.net = timm.create_model(name, pretrained=False, in_chans=in_channels)
         for module in self.net.modules():
             if type(module) is Conv2dSame:
@@ -238,6 +239,10 @@ def find_teacher_maps(cfg: CfgNode) -> dict[str, ShapeSpec]:
 def list_teacher_maps(cfg: CfgNode) -> list[str]:
     """Returns the names of the maps that ``MODEL.TEACHER`` asks for, the main one first."""
     node = cfg.MODEL.TEACHER
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in node.FINER):
+        raise UserError(
+            f"MODEL.TEACHER.FINER is a list of pairs, such as [['s8', 's16']], not {node.FINER}"
+        )
     return list(dict.fromkeys([node.IN_FEATURE, *(name for _, name in node.FINER)]))
 
 

@@ -21,7 +21,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone.timm_backbone import find_teacher_maps
 
 from .base import PretrainingModel, find_map
-from .heat_predictor import HeatPredictor
+from .heat_predictor import OFFSETS, HeatPredictor
 from .qb_heat import QBHeat, VisibleQuarters
 
 _BETA = 2.0
@@ -82,9 +82,14 @@ class FeatureDistillation(PretrainingModel):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
-        backbone, known = build_backbone(cfg), find_teacher_maps(cfg)
+        known = find_teacher_maps(cfg)
         targets = {node.IN_FEATURE: cfg.MODEL.TEACHER.IN_FEATURE, **dict(cfg.MODEL.TEACHER.FINER)}
-        whole, predictions = node.VISIBLE == "whole", {}
+        if node.VISIBLE not in (visible := (*OFFSETS, "both", "whole")):
+            raise UserError(f"MODEL.QB_HEAT.VISIBLE is one of {visible}, not '{node.VISIBLE}'")
+        if node.FEATURE_DIM < 1:
+            raise UserError(f"MODEL.QB_HEAT.FEATURE_DIM is at least 1, not {node.FEATURE_DIM}")
+        backbone, predictions = build_backbone(cfg), {}
+        whole = node.VISIBLE == "whole"
         for name, target in targets.items():
             multiple = 1 if whole else 4
             shape = find_map(backbone.output_shape(), name, size, multiple=multiple)

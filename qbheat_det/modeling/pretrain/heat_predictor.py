@@ -45,6 +45,8 @@ class LinearModels(nn.Module):
         super().__init__()
         if num_models not in _EXPLICIT:
             raise ValueError(f"NUM_MODELS is one of {tuple(_EXPLICIT)}, not {num_models}")
+        if dim < 1:
+            raise ValueError(f"FEATURE_DIM is at least 1, not {dim}")
         self.offset = offset
         for name in _EXPLICIT[num_models]:
             self.register_parameter(name, nn.Parameter(torch.zeros(dim, dim)))
