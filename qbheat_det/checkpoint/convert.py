@@ -74,8 +74,9 @@ def convert_weights(
         raise UserError(f"'{output}' is no name for the new file: it must end in .safetensors")
     if output.exists() and not overwrite:
         raise UserError(f"'{output}' exists: name another file, or ask for it with --overwrite")
-    if pixel_mean and 0 <= min(pixel_mean) and max(pixel_mean) <= 1:
-        raise UserError(f"--pixel-mean {list(pixel_mean)} is of images in [0, 1]: multiply by 255")
+    for flag, values in (("--pixel-mean", pixel_mean), ("--pixel-std", pixel_std)):
+        if values and 0 <= min(values) and max(values) <= 1:
+            raise UserError(f"{flag} {list(values)} is of images in [0, 1]: multiply by 255")
     state, _ = read_weights(weights)
     mean: tuple[float, ...] = _MEAN
     std: tuple[float, ...] = _STD

@@ -213,6 +213,7 @@ def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
         ({"MODEL__TEACHER__FINER": "['s8', 's16']"}, "MODEL.TEACHER.FINER"),
         ({"MODEL__QB_HEAT__VISIBLE": "quarter"}, "MODEL.QB_HEAT.VISIBLE.*whole"),
         ({"MODEL__QB_HEAT__FEATURE_DIM": "0"}, "MODEL.QB_HEAT.FEATURE_DIM"),
+        ({"MODEL__TEACHER__NAME": "resnet"}, "MODEL.TEACHER.NAME"),
         ({"MODEL__TEACHER__NAME": "mobilenetv3_small_075"}, "timm://mobilenetv3_small_075"),
     ],
 )

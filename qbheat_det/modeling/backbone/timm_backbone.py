@@ -248,6 +248,10 @@ def list_teacher_maps(cfg: CfgNode) -> list[str]:
 
 def _build_teacher(cfg: CfgNode) -> TimmBackbone:
     node = cfg.MODEL.TEACHER
+    try:
+        check_timm_name(node.NAME)
+    except UserError as error:
+        raise UserError(f"MODEL.TEACHER.NAME: {error}") from None
     return TimmBackbone(name=node.NAME, out_features=list_teacher_maps(cfg), freeze_at=_FREEZE_ALL)
 
 
