@@ -23,11 +23,11 @@ def test_without_faults_a_job_takes_what_arithmetic_says() -> None:
 def test_a_slow_network_bounds_training_by_all_bytes_and_prediction_by_a_nodes_share(
     is_training: bool, nodes_per_image: int
 ) -> None:
-    job = Job("", 64_000, 64, image_bytes=1e5, is_training=is_training)
+    job = Job("", 16_000, 64, image_bytes=1e5, is_training=is_training)
     cluster = Cluster(4, 1e6, download_rate=1e6, shard_bytes=1e5)
-    assert simulate(job, cluster).hours * 3600 == pytest.approx(6400 / nodes_per_image, rel=0.02)
+    assert simulate(job, cluster).hours * 3600 == pytest.approx(1600 / nodes_per_image, rel=0.02)
     decoding = simulate(job, Cluster(4, 1e6, decode_rate=10.0))
-    assert decoding.hours * 3600 == pytest.approx(64_000 / 40, rel=0.01)
+    assert decoding.hours * 3600 == pytest.approx(16_000 / 40, rel=0.01)
 
 
 def test_failures_cost_what_the_expectation_of_a_poisson_process_says() -> None:
@@ -35,10 +35,10 @@ def test_failures_cost_what_the_expectation_of_a_poisson_process_says() -> None:
     rate, interval, checkpoint, restart = 1 / 500, 100, 5.0, 30.0
     job = Job("", 20_000, 1, checkpoint_seconds=checkpoint, checkpoint_steps=interval)
     cluster = Cluster(1, 1.0, failures=3600 * rate, restart_seconds=restart)
-    runs = [simulate(job, cluster, seed) for seed in range(40)]
+    runs = [simulate(job, cluster, seed) for seed in range(16)]
     mean = sum(run.hours * 3600 for run in runs) / len(runs)
     expected = 200 * (1 / rate + restart) * math.expm1(rate * (interval + checkpoint))
-    assert mean == pytest.approx(expected, rel=0.02)
+    assert mean == pytest.approx(expected, rel=0.03)
     assert sum(run.failures for run in runs) / len(runs) == pytest.approx(
         200 * math.expm1(rate * (interval + checkpoint)), rel=0.1
     )
