@@ -30,9 +30,15 @@ logger = logging.getLogger(__name__)
 # than before: the key of a cache knows settings and weights, not the code that reads them.
 FORMAT_VERSION = 4
 VIEWS_PER_FILE = 32
+_MAX_OPEN = 4096  # files; Linux lets a process map 65,530 parts of memory
 _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
+# Files of others may hold anything where the metadata should be.
+_DAMAGES = (
+    *(OSError, RuntimeError, safetensors.SafetensorError),
+    *(ValueError, TypeError, LookupError, AttributeError),
+)
 _OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
 
 
@@ -67,7 +73,7 @@ class FeatureStore:
         self.num_views = num_views
         self.dtype = dtype
         # What each view is beside its features, and a handle of the file, which is mapped into
-        # memory; by the number of the file.
+        # memory; by the number of the file, those that were opened last.
         self._files: dict[int, tuple[dict[str, Any], Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,7 +94,7 @@ class FeatureStore:
         for file in range(-(-self.num_views // VIEWS_PER_FILE)):
             try:
                 if self.path_of(file).is_file():
-                    self._open(file)
+                    self._read_header(file)
                     continue
             except UserError as error:
                 logger.warning(f"Cached features are written anew: {error}")
@@ -102,7 +108,13 @@ class FeatureStore:
         """
         if not 0 <= view_index < self.num_views:
             raise IndexError(f"view {view_index} of {self.num_views}")
-        views, tensors = self._open(view_index // VIEWS_PER_FILE)
+        file = view_index // VIEWS_PER_FILE
+        try:
+            return self._parse(view_index, *self._open(file))
+        except _DAMAGES as error:
+            raise UserError(f"'{self.path_of(file)}' is damaged ({error}): {_REMOVE}") from error
+
+    def _parse(self, view_index: int, views: dict[str, Any], tensors: Any) -> Stored:
         about = views[str(view_index)]
         if about is None:
             return None
@@ -164,19 +176,24 @@ class FeatureStore:
             )
 
     def _open(self, file: int) -> tuple[dict[str, Any], Any]:
-        if file in self._files:
-            return self._files[file]
+        if file not in self._files:
+            found = self._read_header(file)
+            if len(self._files) >= _MAX_OPEN:
+                self._files.pop(next(iter(self._files)))
+            self._files[file] = found
+        return self._files[file]
+
+    def _read_header(self, file: int) -> tuple[dict[str, Any], Any]:
         path, wanted = self.path_of(file), [str(index) for index in self.views_of(file)]
         try:
             tensors = safetensors.safe_open(path, framework="pt")
             about = json.loads(tensors.metadata()[_METADATA_KEY])
-        except (OSError, safetensors.SafetensorError, TypeError, KeyError) as error:
+            found = about["format"], about["cache"], list(about["views"])
+        except _DAMAGES as error:
             raise UserError(f"'{path}' cannot be read ({error}): {_REMOVE}") from error
-        found = about["format"], about["cache"], list(about["views"])
         if found != (FORMAT_VERSION, self.folder.name, wanted):
             raise UserError(f"'{path}' is of another cache: {_REMOVE}")
-        self._files[file] = about["views"], tensors
-        return self._files[file]
+        return about["views"], tensors
 
 
 def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:

@@ -8,12 +8,14 @@ products are rounded depends on the number of images, but not on which these are
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,20 +26,24 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data.build import trivial_batch_collator
 from detectron2.utils import comm
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from qbheat_det.config import find_memory_format
-from qbheat_det.core.files import file_lock, hash_tensors, remove_leftovers, write_atomically
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import hash_tensors, remove_leftovers, write_atomically
 from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
-from qbheat_det.data.feature_store import FORMAT_VERSION, FeatureStore, Stored, View
+from qbheat_det.data.feature_store import FORMAT_VERSION, VIEWS_PER_FILE, FeatureStore, Stored, View
 from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.modeling.backbone import CachedBackbone
 
+logger = logging.getLogger(__name__)
 Mapped = dict[str, Any] | DataError | None
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_MAX_VIEWS = 1000
 _SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _FULL_SIZE = {"height", "width"}
 
@@ -59,28 +65,43 @@ class ViewEncoder:
     is_exact: bool
 
     def __call__(self, entries: Sequence[Mapped]) -> list[Stored]:
-        """Returns a view for each entry; an error, or None, stays what it is."""
-        views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
-        images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
-        of_size: dict[tuple[int, ...], list[int]] = {}
-        for index, entry in images.items():
-            of_size.setdefault(tuple(entry["image"].shape), []).append(index)
+        """See ``encode_images``."""
+        encode = functools.partial(self.backbone.encode, self.model)
         was_training = self.model.training
         self.model.train(self.is_train)
         try:
-            for indices in of_size.values():
-                is_filled = self.is_exact and len(of_size) == 1
-                for part in cut(indices, -(-len(indices) // self.at_once)):
-                    filled = self.at_once if is_filled else len(part)
-                    batch = [images[i] for i in islice(cycle(part), filled)]
-                    outputs = self.backbone.encode(self.model, batch)
-                    outputs = {name: value.float().cpu() for name, value in outputs.items()}
-                    for position, index in enumerate(part):
-                        features = {name: value[position] for name, value in outputs.items()}
-                        views[index] = make_view(images[index], features)
+            return encode_images(entries, encode, at_once=self.at_once, is_exact=self.is_exact)
         finally:
             self.model.train(was_training)
-        return views
+
+
+def encode_images(
+    entries: Sequence[Mapped],
+    encode: Callable[[list[dict[str, Any]]], Mapping[str, Tensor]],
+    *,
+    at_once: int = VIEWS_PER_FILE,
+    is_exact: bool = False,
+) -> list[Stored]:
+    """Returns a view for each entry of a mapper; an error, or None, stays what it is.
+
+    ``encode`` gives the outputs by name, (N, …), of N entries with images of one size, ``at_once``
+    at most; see ``ViewEncoder`` for ``is_exact``.
+    """
+    views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
+    images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
+    of_size: dict[tuple[int, ...], list[int]] = {}
+    for index, entry in images.items():
+        of_size.setdefault(tuple(entry["image"].shape), []).append(index)
+    for indices in of_size.values():
+        is_filled = is_exact and len(of_size) == 1
+        for part in cut(indices, -(-len(indices) // at_once)):
+            filled = at_once if is_filled else len(part)
+            outputs = encode([images[i] for i in islice(cycle(part), filled)])
+            outputs = {name: value.float().cpu() for name, value in outputs.items()}
+            for position, index in enumerate(part):
+                features = {name: value[position] for name, value in outputs.items()}
+                views[index] = make_view(images[index], features)
+    return views
 
 
 def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
@@ -126,15 +147,12 @@ def fill(
     what is stored of them, such as a ``ViewEncoder``; ``num_workers`` processes load views ahead.
     Raises a ``UserError`` if the store cannot be written, or cannot hold what there is.
     """
-    if not comm.all_gather(store.missing())[0]:
+    is_main = comm.is_main_process()
+    if not _share_missing(store):
         return
-    is_main, waiting = comm.is_main_process(), f"{title}: waits for another run that does it"
-    lock = store.folder / "build.lock"
-    with file_lock(lock, waiting) if is_main else contextlib.nullcontext():
-        comm.synchronize()
+    with _build_lock(store, f"{title}: waits for another run that does it"):
         remove_leftovers(store.folder)
-        missing = comm.all_gather(store.missing())[0]
-        files = missing[comm.get_rank() :: comm.get_world_size()]
+        files = _share_missing(store)[comm.get_rank() :: comm.get_world_size()]
         indices = [index for file in files for index in store.views_of(file)]
         loader: DataLoader[Any] = DataLoader(
             views,
@@ -158,6 +176,47 @@ def fill(
         comm.synchronize()
 
 
+def _share_missing(store: FeatureStore) -> list[int]:
+    """Returns the files that the main process misses, on all processes."""
+    return comm.all_gather(store.missing() if comm.is_main_process() else [])[0]
+
+
+@contextlib.contextmanager
+def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
+    """Holds the lock of a store on the main process; the others wait with it.
+
+    The other run may take hours, so the processes speak to each other on the way: a collective call
+    that is not answered fails after half an hour.
+    """
+    lock, is_main, seconds = FileLock(store.folder / "build.lock"), comm.is_main_process(), 0.1
+    store.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        while True:
+            if is_main:
+                with contextlib.suppress(Timeout):
+                    lock.acquire(timeout=seconds)
+            if comm.all_gather(lock.is_locked)[0]:
+                break
+            if is_main and seconds < 1:
+                logger.info(waiting)
+            seconds = _SECONDS_BETWEEN_LINES
+        yield
+    finally:
+        lock.release()
+
+
+def check_cache_keys(cfg: CfgNode) -> None:
+    """Checks the keys of a config that all caches need; raises a ``UserError``."""
+    if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
+        raise UserError(
+            "cached features need a number of views of each image: set INPUT.FIXED_VIEWS.COUNT, "
+            f"to {_MAX_VIEWS} at most"
+        )
+    dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
+    if dtype not in _DTYPES:
+        raise UserError(f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', not one of {', '.join(_DTYPES)}")
+
+
 def open_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> FeatureStore:
     """Returns the store of what ``describe_cache`` gave, in the folder of all caches."""
     store = find_store(cfg, description, num_views)
@@ -171,7 +230,7 @@ def find_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> 
     """As ``open_store``, but writes nothing."""
     named = cfg.MODEL.CACHE_FEATURES.FOLDER
     caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
-    dtype = DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
+    dtype = _DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
     return FeatureStore(caches / name_cache(description), num_views, dtype=dtype)
 
 
@@ -189,10 +248,11 @@ def describe_cache(
     """Returns all that the features of a data set depend on, long things by their SHA-256.
 
     Threads and versions of other libraries do not enter: caches are moved and shared, and what they
-    change is far below half precision. All of ``INPUT`` enters, whatever the mapper reads of it; of
-    a record's file its name below the folder of all files, its size and when it was changed, not
-    its content. ``outputs`` are names of the encoder's outputs that are kept; ``is_train`` is
-    whether views are drawn as in training.
+    change is far below half precision; nor does the number of images that are encoded at once, for
+    the same reason. All of ``INPUT`` enters, whatever the mapper reads of it; of a record's file
+    its name below the folder of all files, its size and when it was changed, not its content.
+    ``outputs`` are names of the encoder's outputs that are kept; ``is_train`` is whether views are
+    drawn as in training.
     """
     return {
         "format": FORMAT_VERSION,

@@ -50,9 +50,9 @@ from qbheat_det.modeling.contracts import (
 )
 
 from .feature_build import (
-    DTYPES,
     AllViews,
     ViewEncoder,
+    check_cache_keys,
     describe_cache,
     fill,
     open_store,
@@ -60,7 +60,6 @@ from .feature_build import (
 
 logger = logging.getLogger(__name__)
 
-_MAX_VIEWS = 1000
 _OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 
 
@@ -72,7 +71,6 @@ class CachedFeatures:
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
-        self._dtype = DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
         self._views: FixedViews | None = None
         self._tests: dict[str, tuple[AllViews, CachedViews]] = {}
 
@@ -156,7 +154,7 @@ class CachedFeatures:
             self._backbone,
             at_once=self._count_at_once(is_train),
             is_train=is_train,
-            is_exact=self._dtype == torch.float32,
+            is_exact=store.dtype == torch.float32,
         )
         every = AllViews(records, views)
         title, workers = f"Encoding the {title}", cfg.DATALOADER.NUM_WORKERS
@@ -191,14 +189,7 @@ def check_cacheable(cfg: CfgNode) -> None:
     Raises a ``UserError`` if there is no fixed number of views, or the recipe needs what a cache
     cannot give.
     """
-    if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
-        raise UserError(
-            "MODEL.CACHE_FEATURES needs a number of views of each image: set "
-            f"INPUT.FIXED_VIEWS.COUNT, to {_MAX_VIEWS} at most"
-        )
-    dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
-    if dtype not in DTYPES:
-        raise UserError(f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', not one of {', '.join(DTYPES)}")
+    check_cache_keys(cfg)
     refused = {
         "MODEL.MASK_ON": "needs masks, which are not cached",
         "MODEL.KEYPOINT_ON": "needs keypoints, which are not cached",

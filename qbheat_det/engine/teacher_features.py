@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
 
-from qbheat_det.checkpoint import SafeCheckpointer, info_of
-from qbheat_det.config import with_values
+from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, info_of
+from qbheat_det.config import find_memory_format, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     FixedViews,
@@ -32,15 +31,16 @@ from qbheat_det.data import (
 )
 from qbheat_det.data.feature_store import VIEWS_PER_FILE, FeatureStore, Stored
 from qbheat_det.data.mappers.fixed_views import TargetViews
+from qbheat_det.data.seeding import preserved_randomness, seed_place
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
 from .feature_build import (
     AllViews,
-    Mapped,
+    check_cache_keys,
     describe_cache,
+    encode_images,
     fill,
     find_store,
-    make_view,
     open_store,
 )
 
@@ -48,14 +48,17 @@ logger = logging.getLogger(__name__)
 Records = Sequence[dict[str, Any]]
 
 
-def _find_pixels(weights: str) -> dict[str, list[float]]:
-    """Returns the keys of the teacher's pixel statistics that its file has."""
-    info = info_of(weights)
-    if info is None or not info.pixel_mean:
-        return {}
+def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
+    """Returns the keys of the pixels that the teacher sees: those of its file, if it says them."""
+    node = cfg.MODEL.TEACHER
+    info = (info_of(node.WEIGHTS) if node.WEIGHTS else None) or WeightsInfo()
+    mean, std = list(info.pixel_mean or node.PIXEL_MEAN), list(info.pixel_std or node.PIXEL_STD)
     return {
-        "MODEL.TEACHER.PIXEL_MEAN": list(info.pixel_mean),
-        "MODEL.TEACHER.PIXEL_STD": list(info.pixel_std),
+        "MODEL.PIXEL_MEAN": mean,
+        "MODEL.PIXEL_STD": std,
+        "MODEL.TEACHER.PIXEL_MEAN": mean,
+        "MODEL.TEACHER.PIXEL_STD": std,
+        "INPUT.FORMAT": info.pixel_format or "RGB",  # as timm's networks have it
     }
 
 
@@ -73,27 +76,25 @@ class TeacherFeatures:
     """The targets of a run: made by ``prepare``, read by the stream and by test loaders."""
 
     def __init__(self, cfg: CfgNode) -> None:
-        """
-        Raises:
-            UserError: there is no fixed number of views.
-        """
-        if cfg.INPUT.FIXED_VIEWS.COUNT < 1:
-            raise UserError("INPUT.FIXED_VIEWS.COUNT is 0, but the teacher needs views that stay")
         self._student_cfg = cfg
-        node = cfg.MODEL.TEACHER
-        if node.WEIGHTS:
-            cfg = with_values(cfg, _find_pixels(node.WEIGHTS))
-            node = cfg.MODEL.TEACHER
-        else:
-            logger.warning("MODEL.TEACHER.WEIGHTS is empty: the teacher's weights are random")
-        pixels = {"MODEL.PIXEL_MEAN": node.PIXEL_MEAN, "MODEL.PIXEL_STD": node.PIXEL_STD}
-        self._cfg = with_values(cfg, {"INPUT.PRETRAIN.SIZE": node.IMAGE_SIZE, **pixels})
         self._tests: dict[str, TargetViews] = {}
+
+    @functools.cached_property
+    def _cfg(self) -> CfgNode:
+        """The config of the teacher, which is fetched for it."""
+        cfg = self._student_cfg
+        check_cache_keys(cfg)
+        if not cfg.MODEL.TEACHER.WEIGHTS:
+            logger.warning("MODEL.TEACHER.WEIGHTS is empty: the teacher's weights are random")
+        changes = {"INPUT.PRETRAIN.SIZE": cfg.MODEL.TEACHER.IMAGE_SIZE, "MODEL.CHANNELS_LAST": True}
+        return with_values(cfg, {**_find_pixels(cfg), **changes})
 
     @functools.cached_property
     def _teacher(self) -> Teacher:
         cfg = self._cfg
-        teacher = Teacher(cfg).to(cfg.MODEL.DEVICE, memory_format=torch.channels_last)
+        with preserved_randomness():
+            seed_place(0)  # a random teacher is the same in every run
+            teacher = Teacher(cfg).to(cfg.MODEL.DEVICE, memory_format=find_memory_format(cfg))
         try:
             SafeCheckpointer(teacher).load(cfg.MODEL.TEACHER.WEIGHTS)
         except UserError as error:
@@ -108,7 +109,8 @@ class TeacherFeatures:
         """Encodes what the caches lack, and makes the stream read from them.
 
         To be called on all processes, before the first batch. The stream's mapper is replaced.
-        Raises a ``UserError`` if the teacher's weights do not fit, or the disk is too small.
+        Raises a ``UserError`` if there is no fixed number of views, the teacher's weights do not
+        fit, or the disk is too small.
         """
         if isinstance(stream.mapper, FixedViews):
             views = self._views(stream.dataset, stream.mapper, is_train=True)
@@ -128,7 +130,7 @@ class TeacherFeatures:
         """Encodes a few views, which the stream then reads in the place of all; for a dry run.
 
         The caches of ``cfg``, of the whole run, are looked at but not changed. Returns the cost of
-        what they lack, for this process's share.
+        what they lack: seconds of all processes working side by side, bytes of all of them.
         """
         assert isinstance(stream.mapper, FixedViews)
         views = self._views(stream.dataset, stream.mapper, is_train=True)
@@ -136,11 +138,11 @@ class TeacherFeatures:
         folder = Path(self._cfg.MODEL.CACHE_FEATURES.FOLDER) / f"few_{comm.get_rank()}"
         store = find_store(cfg, self._describe(views, is_train=True), len(views))
         few = _FewViews(folder, number, dtype=store.dtype)
-        _encode_by_teacher(self._teacher, [views[0]])  # the first image takes longer
+        encode_images([views[0]], self._teacher)  # the first image takes longer
         start = time.perf_counter()
         entries = [views[i * len(views) // number] for i in range(number)]
         loading = time.perf_counter() - start
-        encoded = _encode_by_teacher(self._teacher, entries)
+        encoded = encode_images(entries, self._teacher)
         encoding = time.perf_counter() - start - loading
         few.write(0, encoded)
         stream.mapper = TargetViews(stream.mapper, few, flips=False)
@@ -191,7 +193,7 @@ class TeacherFeatures:
     def _make(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
         store = open_store(self._cfg, self._describe(views, is_train=is_train), len(views))
         logger.info(f"The teacher's features of the {title}: cached in '{store.folder}'")
-        encode = functools.partial(_encode_by_teacher, self._teacher)
+        encode = functools.partial(encode_images, encode=self._teacher)
         workers = self._cfg.DATALOADER.NUM_WORKERS
         fill(store, views, encode, title=f"Encoding the {title}", num_workers=workers)
         return store
@@ -202,14 +204,3 @@ class _FewViews(FeatureStore):
 
     def read(self, view_index: int) -> Stored:
         return super().read(view_index % self.num_views)
-
-
-def _encode_by_teacher(teacher: Teacher, entries: Sequence[Mapped]) -> list[Stored]:
-    """Returns a view for each entry; an error, or None, stays what it is."""
-    views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
-    images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
-    if images:
-        outputs = {k: v.float().cpu() for k, v in teacher([*images.values()]).items()}
-        for position, (index, entry) in enumerate(images.items()):
-            views[index] = make_view(entry, {k: v[position].clone() for k, v in outputs.items()})
-    return views

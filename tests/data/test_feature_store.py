@@ -3,6 +3,7 @@
 
 import errno
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -19,11 +20,19 @@ import numpy as np
 import pytest
 import torch
 from detectron2.structures import Boxes, Instances
+from safetensors.torch import save_file
 
 from qbheat_det.core import files
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import DataError, FixedViews, TrainStream, number_records, seed_place
-from qbheat_det.data.feature_store import FeatureStore, Stored, View
+from qbheat_det.data import (
+    DataError,
+    FixedViews,
+    TrainStream,
+    feature_store,
+    number_records,
+    seed_place,
+)
+from qbheat_det.data.feature_store import FORMAT_VERSION, FeatureStore, Stored, View
 from qbheat_det.data.mappers import VIEW_ROW, CachedViews
 from qbheat_det.data.seeding import IMAGE, VIEW
 from qbheat_det.engine.feature_build import AllViews, make_view
@@ -108,7 +117,24 @@ def _take_from_another_cache(path: Path) -> None:
     shutil.copy(other.path_of(1), path)
 
 
-@pytest.mark.parametrize("spoil", [_truncate, _take_from_another_cache, Path.unlink])
+def _put_text_for_metadata(path: Path) -> None:
+    save_file({}, path, {"qbheat_det": "no JSON"})
+
+
+def _put_list_for_metadata(path: Path) -> None:
+    save_file({}, path, {"qbheat_det": "[]"})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _truncate,
+        _take_from_another_cache,
+        Path.unlink,
+        _put_text_for_metadata,
+        _put_list_for_metadata,
+    ],
+)
 def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
@@ -120,6 +146,27 @@ def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
     assert store.missing() == [1]
     assert fill(store) == 1
     check_content(store)
+
+
+@pytest.mark.parametrize("about", [{}, [], {"shapes": {"s16": [9, 9]}}, {"error": {"x": 1}}])
+def test_a_file_with_other_content_is_named(tmp_path: Path, about: Any) -> None:
+    store = FeatureStore(tmp_path / "cache", 1, dtype=torch.float32)
+    content = {"format": FORMAT_VERSION, "cache": "cache", "views": {"0": about}}
+    store.folder.mkdir()
+    save_file({"0": torch.zeros(3)}, store.path_of(0), {"qbheat_det": json.dumps(content)})
+    with pytest.raises(UserError, match=r"000000\.safetensors"):
+        store.read(0)
+
+
+def test_few_files_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_store, "_MAX_OPEN", 2)
+    fill(make_store(tmp_path))
+    store = make_store(tmp_path)
+    assert store.missing() == []
+    assert not store._files
+    for _ in range(2):
+        check_content(store)
+        assert [*store._files] == [1, 2]
 
 
 def _fill_until_killed(folder: Path, is_writing: Event) -> None:

@@ -20,6 +20,7 @@ from qbheat_det.data import FixedViews, build_mapper
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
+from qbheat_det.engine.teacher_features import TeacherFeatures
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain.distillation import feature_loss
 
@@ -94,7 +95,7 @@ def build_views(trainer: Trainer) -> tuple[FixedViews, FixedViews]:
     cfg = trainer.cfg.clone()
     cfg.defrost()
     small = FixedViews(build_mapper(cfg, is_train=True), count=2)
-    cfg.INPUT.PRETRAIN.SIZE = 128
+    cfg.INPUT.PRETRAIN.SIZE, cfg.INPUT.FORMAT = 128, "RGB"  # whatever the student's is
     return small, FixedViews(build_mapper(cfg, is_train=True), count=2)
 
 
@@ -121,7 +122,7 @@ def check_held_out_loss(trainer: Trainer, folder: Path, found: dict[str, float])
     model, cfg = trainer.bare_model.eval(), trainer.cfg.clone()
     small = build_mapper(cfg, is_train=False)
     cfg.defrost()
-    cfg.INPUT.PRETRAIN.SIZE = 128
+    cfg.INPUT.PRETRAIN.SIZE, cfg.INPUT.FORMAT = 128, "RGB"  # whatever the student's is
     large = build_mapper(cfg, is_train=False)
     means: dict[str, list[float]] = {}
     for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)[:3]):
@@ -146,7 +147,9 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("visible", "changes"), [("whole", {}), ("both", FINER)], ids=["whole", "quarters-two-maps"]
+    ("visible", "changes"),
+    [("whole", {"INPUT__FORMAT": "BGR"}), ("both", FINER)],
+    ids=["whole", "quarters-two-maps"],
 )
 def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
     visible: str, changes: dict[str, str], folder: Path, tmp_path: Path
@@ -192,6 +195,16 @@ def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_
     assert dry_run(cfg, Trainer).cache_bytes == 0
 
 
+def test_a_teacher_without_weights_is_the_same_in_every_run(folder: Path, tmp_path: Path) -> None:
+    cfg = build_config(configure(folder, tmp_path, MODEL__TEACHER__WEIGHTS=""))
+    torch.manual_seed(5)
+    first, drawn = TeacherFeatures(cfg)._teacher.state_dict(), torch.rand(1)
+    torch.manual_seed(6)
+    torch.testing.assert_close(TeacherFeatures(cfg)._teacher.state_dict(), first, rtol=0, atol=0)
+    torch.manual_seed(5)
+    assert drawn == torch.rand(1)
+
+
 def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
     predicted, target = torch.randn(2, 3, 3, 5), torch.randn(2, 3, 3, 5) * 3 + 1
     total = 0.0
@@ -210,6 +223,7 @@ def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
     [
         ({"MODEL__TEACHER__IMAGE_SIZE": "96"}, "MODEL.TEACHER.IMAGE_SIZE"),
         ({"INPUT__FIXED_VIEWS__COUNT": "0"}, "INPUT.FIXED_VIEWS.COUNT"),
+        ({"MODEL__CACHE_FEATURES__DTYPE": "half"}, "MODEL.CACHE_FEATURES.DTYPE"),
         ({"MODEL__TEACHER__FINER": "['s8', 's16']"}, "MODEL.TEACHER.FINER"),
         ({"MODEL__QB_HEAT__VISIBLE": "quarter"}, "MODEL.QB_HEAT.VISIBLE.*whole"),
         ({"MODEL__QB_HEAT__FEATURE_DIM": "0"}, "MODEL.QB_HEAT.FEATURE_DIM"),

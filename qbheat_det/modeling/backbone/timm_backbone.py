@@ -283,13 +283,14 @@ class _ReLU6(torch.autograd.Function):
 
 
 class TraceableConv2dSame(Conv2dSame):
-    """``Conv2dSame`` whose padding is constant in exported graphs.
+    """``Conv2dSame`` whose padding is constant in graphs of images of any size.
 
     There the input's sides are multiples of its stride; ``torch.export`` stops on timm's terms.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
+        is_known = all(type(side) is int for side in x.shape[2:])
+        if is_known or not torch.compiler.is_compiling():
             return super().forward(x)
         height, width = (
             max(dilation * (kernel - 1) + 1 - stride, 0)

@@ -91,7 +91,7 @@ class FeatureDistillation(PretrainingModel):
         backbone, predictions = build_backbone(cfg), {}
         whole = node.VISIBLE == "whole"
         for name, target in targets.items():
-            multiple = 1 if whole else 4
+            multiple = 1 if whole else QBHeat.grid_multiple
             shape = find_map(backbone.output_shape(), name, size, multiple=multiple)
             grid, stride = size // shape.stride, known[target].stride
             if grid * stride != cfg.MODEL.TEACHER.IMAGE_SIZE:
