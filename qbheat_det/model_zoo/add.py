@@ -3,6 +3,7 @@
 
 import dataclasses
 import datetime
+import logging
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from .api import open_trained
 from .index import Metric, SharedEncoder, ZooEntry, file_of, parse_entry, to_plain
 from .verify import compute_fingerprint, count_costs, find_task
 
+logger = logging.getLogger(__name__)
 ZOO_FILE = Path(__file__).resolve().parents[2] / "MODEL_ZOO.md"
 _BEGIN, _END = "<!-- begin: qbheat zoo table -->", "<!-- end -->"
 _HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
@@ -107,13 +109,16 @@ def add_entry(
         check_writable(index_file)
         write_atomically(folder / entry.stored.file, stored.read_bytes())
         write_atomically(index_file, content)
+    for other in others:
+        if other.encoder and other.encoder.name == entry.name:
+            logger.warning(f"'{other.name}' is kept without its encoder: add it with --replace too")
     return entry
 
 
 def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
     """Writes the part beside a file, and the file anew from it, as ``fetch`` will."""
     part = file.with_suffix(".part.safetensors")
-    encoder_file = sources.fetch(index.find_entry(encoder))
+    encoder_file = sources.fetch(sources.find_encoder(encoder))
     sources.write_part(file, encoder_file, part)
     sources.write_whole(part, encoder_file, file)
     return SharedEncoder(encoder, hash_file(part), part.stat().st_size), part

@@ -204,13 +204,13 @@ def _parse_all(content: Iterable[Any], path: Path) -> tuple[ZooEntry, ...]:
     for number, value in enumerate(content):
         name = value.get("name", number) if isinstance(value, dict) else number
         entry = parse_entry(value, f"'{path}', entry {name}")
-        file = entry.file.lower()  # some file systems ignore case
-        if file in entries:
-            raise UserError(
-                f"the index '{path}': {entries[file].name} and {entry.name} have one file name"
-            )
-        entries[file] = entry
-    return tuple(entries.values())
+        for file in {entry.file.lower(), entry.stored.file.lower()}:  # some systems ignore case
+            other = entries.setdefault(file, entry)
+            if other is not entry:
+                raise UserError(
+                    f"the index '{path}': {other.name} and {entry.name} have one file name"
+                )
+    return tuple({entry.name: entry for entry in entries.values()}.values())
 
 
 def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:

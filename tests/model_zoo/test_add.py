@@ -220,6 +220,22 @@ def test_another_encoder_is_refused(
     assert [path.name for path in shipped.iterdir()] == ["qb_heat-tiny.safetensors"]
 
 
+def test_an_entry_without_its_encoder_is_no_encoder_and_is_named_when_that_is_replaced(
+    ship: MakeEntry,
+    add: MakeEntry,
+    detector: Trained,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _ship_encoder(ship, detector, tmp_path)
+    _add(detector)
+    with pytest.raises(UserError, match=DETECTOR):
+        add_entry(str(detector.path), {**ORIGIN, "name": "retinanet/other"}, encoder=DETECTOR)
+    with caplog.at_level("WARNING", logger="qbheat_det.model_zoo.add"):
+        add(replace=True)
+    assert DETECTOR in caplog.text
+
+
 def test_the_index_keeps_the_field(ship: MakeEntry) -> None:
     encoder = index.SharedEncoder(BACKBONE, "0" * 64, 12)
     plain = json.loads(json.dumps(index.to_plain(make_entry(encoder=encoder))))

@@ -23,7 +23,7 @@ from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import Metric, find_entry, index, list_entries, load_index, sources
 from qbheat_det.model_zoo.add import ZOO_FILE, render_entries, write_table
-from qbheat_det.model_zoo.index import to_plain
+from qbheat_det.model_zoo.index import SharedEncoder, to_plain
 from qbheat_det.model_zoo.sources import _write_pytorch
 
 from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained, make_entry, save_index
@@ -52,6 +52,9 @@ def test_saved_entries_are_loaded_by_name_and_other_files_refused(tmp_path: Path
             load_index(path)
     with pytest.raises(UserError, match=r"a/B.*a/b"):
         save_index([make_entry("a/b"), make_entry("a/B")], path)
+    parts = make_entry("a/b", encoder=SharedEncoder("a/c", "0" * 64, 1))
+    with pytest.raises(UserError, match=r"a/b.*a/b\.part"):
+        save_index([parts, make_entry("a/b.part")], path)
 
 
 @pytest.mark.parametrize(
