@@ -94,7 +94,7 @@ class SafeCheckpointer(DetectionCheckpointer):
 
         ``checkpointables`` are names of the other parts of the run to load; None for all. Returns
         the rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``. Raises
-        a ``UserError`` if the file cannot be read or does not fit; the model is unchanged.
+        a ``UserError`` if the file cannot be read, or does not fit the model, which is unchanged.
         """
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
@@ -182,7 +182,9 @@ class SafeCheckpointer(DetectionCheckpointer):
         # A model of the same objective loads its parts; all others skip them.
         own_parts = pretrain_only_modules(model)
         skip = [*info.pretrain_only_modules] if info else []
-        skip = [] if tuple(skip) == own_parts else skip
+        if info and tuple(skip) == own_parts:
+            trained = info.value_of("MODEL.META_ARCHITECTURE")
+            skip = [] if trained in (None, type(model).__name__) else skip
         train_only = [] if resuming else self._find_train_only(stored)
         fitting, report = fit_weights(
             stored,

@@ -8,10 +8,11 @@ from .loading import (
     find_memory_format,
     get_config_path,
     load_config,
+    refuse_bad_values,
     with_values,
 )
 
 __all__ = [
     "add_qbheat_config", "dump_config", "find_config", "find_memory_format", "get_cfg",
-    "get_config_path", "load_config", "with_values",
+    "get_config_path", "load_config", "refuse_bad_values", "with_values",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 """Reading YAML and command-line overrides without running what a stranger wrote."""
 
 import ast
+import contextlib
 import difflib
 import functools
 import operator
@@ -249,3 +250,15 @@ def find_memory_format(cfg: CfgNode) -> torch.memory_format:
     on_cpu = torch.device(cfg.MODEL.DEVICE).type == "cpu"
     innermost = on_cpu if asked is None else asked
     return torch.channels_last if innermost else torch.contiguous_format
+
+
+@contextlib.contextmanager
+def refuse_bad_values(where: str) -> Iterator[None]:
+    """Raises a ``UserError`` in place of what constructors raise for values that make no sense."""
+    try:
+        yield
+    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        raise UserError(
+            f"no model can be built from {where}: {reason} (QBHEAT_TRACEBACK=1 shows where)"
+        ) from error

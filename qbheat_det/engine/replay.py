@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from qbheat_det.checkpoint import load_embedded_config
-from qbheat_det.config import find_memory_format
-from qbheat_det.core.errors import UserError
+from qbheat_det.config import find_memory_format, refuse_bad_values
 from qbheat_det.core.text import join_first
 from qbheat_det.layers import NormedConv2d
 
@@ -123,13 +122,11 @@ def replay_failure(path: str | os.PathLike[str]) -> ReplayReport:
 
 
 def _build_model(cfg: CfgNode, failed: FailedStep, path: str | os.PathLike[str]) -> nn.Module:
-    try:
+    with refuse_bad_values(f"the record '{path}'"):
         model: nn.Module = build_model(cfg)
         model = model.to(memory_format=find_memory_format(cfg))  # another one rounds differently
         cached = replace_encoder(cfg, model) if cfg.MODEL.CACHE_FEATURES.ENABLED else None
         _restore(model, failed)
-    except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
-        raise UserError(f"the model of '{path}' cannot be built again: {error}") from error
     if cached is not None:
         cached.trust()  # the entries of the batch contain their features
     return model.train()

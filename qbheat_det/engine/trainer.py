@@ -25,7 +25,7 @@ from qbheat_det.checkpoint import (
     save_weights,
     without_children,
 )
-from qbheat_det.config import dump_config, find_memory_format, with_values
+from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
@@ -294,12 +294,8 @@ class Trainer(DefaultTrainer):
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
         """Returns Detectron2's ``build_model`` in the memory format of the config."""
-        try:
+        with refuse_bad_values("this config"):
             model: nn.Module = super().build_model(cfg)
-        except (AssertionError, IndexError, KeyError, ValueError) as error:
-            raise UserError(
-                f"no model can be built from this config: {error} (QBHEAT_TRACEBACK=1 shows where)"
-            ) from error
         return model.to(memory_format=find_memory_format(cfg))
 
     @classmethod

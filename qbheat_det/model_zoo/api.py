@@ -14,7 +14,7 @@ from qbheat_det.checkpoint import (
     holds_backbone_alone,
     load_run_config,
 )
-from qbheat_det.config import get_config_path, load_config
+from qbheat_det.config import get_config_path, load_config, refuse_bad_values
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .index import PREFIX, find_entry, list_entries
@@ -76,7 +76,8 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
     """
     cfg = load_run_config(weights, device=device)
     is_bare = holds_backbone_alone(weights)
-    model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
+    with refuse_bad_values(f"the config of '{weights}'"):
+        model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
     model.to(torch.device(cfg.MODEL.DEVICE))
     checkpointer = ExactCheckpointer(model, class_names=() if is_bare else cfg.MODEL.CLASS_NAMES)
     if trained:

@@ -53,6 +53,7 @@ class FeatureDistillation(PretrainingModel):
     """
 
     pretrain_only_modules = ("projection", "predictor", "head", "finer")
+    optional_modules = ("predictor", "finer")  # as after quarters, or two maps
     needs_teacher = True
 
     @configurable
