@@ -80,7 +80,7 @@ def run_demo(args: argparse.Namespace) -> None:
     for number, name in enumerate(ENCODERS, start=1):
         print(f"{number}/3  a decoder on the frozen encoder: {name}", flush=True)
         backbone = write_encoder(name, output, args.opts)
-        trainer = start_run(output / name, ["MODEL.WEIGHTS", str(backbone), *args.opts])
+        trainer = start_run(output / name, [*args.opts, "MODEL.WEIGHTS", str(backbone)])
         metrics = trainer.train().get("bbox", {})
         runs[name], device = trainer.cfg.OUTPUT_DIR, trainer.cfg.MODEL.DEVICE
         result[name] = {key: round(metrics.get(key, float("nan")), 2) for key in ("AP", "AP50")}
@@ -103,7 +103,7 @@ def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
 
     weights = load_config(get_config_path(CONFIG), opts).MODEL.WEIGHTS
     if name == "random":
-        plain = ["MODEL.WEIGHTS", "", "MODEL.CACHE_FEATURES.ENABLED", "False", *opts]
+        plain = [*opts, "MODEL.WEIGHTS", "", "MODEL.CACHE_FEATURES.ENABLED", "False"]
         start_run(output / UNTRAINED, plain).export("model_random")
         weights = str(output / UNTRAINED / "model_random.safetensors")
     path = output / f"encoder_{name}.safetensors"
@@ -128,7 +128,9 @@ def start_run(output: Path, opts: Sequence[str]) -> "Trainer":
     flags = RunFlags(config_file=CONFIG, output=str(output), opts=opts)
     cfg = build_config(flags)
     for name in ("detectron2", "fvcore", "qbheat_det"):
-        logging.getLogger(name).handlers.clear()  # of the run before
+        for handler in [*(own := logging.getLogger(name)).handlers]:  # of the run before
+            own.removeHandler(handler)
+            handler.close()
     setup(cfg, flags)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=False)

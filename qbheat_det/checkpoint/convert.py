@@ -2,6 +2,7 @@
 """Converts weights from elsewhere for the package's encoders."""
 
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,8 +76,12 @@ def convert_weights(
     if output.exists() and not overwrite:
         raise UserError(f"'{output}' exists: name another file, or ask for it with --overwrite")
     for flag, values in (("--pixel-mean", pixel_mean), ("--pixel-std", pixel_std)):
-        if values and 0 <= min(values) and max(values) <= 1:
+        if values and (len(values) != 3 or not all(map(math.isfinite, values))):
+            raise UserError(f"{flag} {list(values)} are not three numbers")
+        if values and 0 < max(values) < 1:
             raise UserError(f"{flag} {list(values)} is of images in [0, 1]: multiply by 255")
+    if pixel_std and min(pixel_std) <= 0:
+        raise UserError(f"--pixel-std {list(pixel_std)} has a value that is not positive")
     state, _ = read_weights(weights)
     mean: tuple[float, ...] = _MEAN
     std: tuple[float, ...] = _STD
@@ -131,7 +136,7 @@ def _convert_mobile_former(weights: str, state: Mapping[str, Tensor]) -> Convert
         size, named = find_size(state), convert_official(state)
     except KeyError as error:
         raise UserError(f"'{weights}' is incomplete: it has no {error}") from error
-    except (RuntimeError, ValueError) as error:  # grouped filters of other shapes
+    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"'{weights}' is of another network than the authors': {error}") from error
     with torch.device("meta"):  # only names and shapes are needed
         own = timm.create_model(f"mobile_former_{size.lower()}").state_dict()
@@ -159,9 +164,12 @@ def _convert_efficientnet_lite(weights: str, state: Mapping[str, Tensor], to: st
         raise UserError(f"'{weights}' holds no weights of EfficientNet-Lite for {to}")
     with torch.device("meta"):  # only names and shapes are needed
         own = timm.create_model(model).state_dict()
-    shapes = [tensor.shape for tensor in own.values()]
-    if [tensor.shape for tensor in state.values()] != shapes:
-        raise UserError(f"'{weights}' is of another size than {model}")
+    theirs, ours = (
+        [(name.rpartition(".")[2], tensor.shape) for name, tensor in tensors.items()]
+        for tensors in (state, own)
+    )
+    if theirs != ours:
+        raise UserError(f"'{weights}' is of another size than {model}, or in another order")
     keys = {"MODEL.BACKBONE.NAME": to, "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"]}
     kept = _build_encoder(keys).state_dict()  # without the head
     named = {f"net.{name}": tensor for name, tensor in zip(own, state.values(), strict=True)}

@@ -41,6 +41,7 @@ class TimmWeights(PathHandler):
         name = path.removeprefix(_PREFIX)
         check_timm_name(name.partition(".")[0])
         folder = Path(get_cache_dir()) / "timm"
+        file = folder / f"{name}.safetensors"
         try:
             published = timm.get_pretrained_cfg(name)  # of a name without a tag the default one
             tag = published.tag if published else ""
@@ -51,8 +52,8 @@ class TimmWeights(PathHandler):
             model = timm.create_model(file.stem, pretrained=True)
         except Exception as error:  # of the name, the hub, the network or the file
             raise UserError(
-                f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy their "
-                f"file in '{folder}' from another machine"
+                f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy "
+                f"'{file.name}' from '{folder}' of another machine"
             ) from error
         own = model.pretrained_cfg
         mean, std = (tuple(255 * float(value) for value in own[key]) for key in ("mean", "std"))

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Others' weights for the encoders here: equal outputs after the change of names, and refusals."""
 
+import math
 import zlib
 from pathlib import Path
 
@@ -195,6 +196,8 @@ def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
         ({f"features.8.{name}.0.weight": None for name in ("conv3", "conv4")}, "features.8.conv4"),
         ({"classifier.conv.1.weight": None}, "classifier.conv.1.weight"),
         ({"tokens.weight": torch.zeros(2, 128)}, "tokens"),
+        ({"tokens.weight": torch.zeros(())}, r"official\.pth"),
+        ({"features.0.conv.0.weight": torch.zeros(0)}, r"official\.pth"),
         ({"classifier.fc.1.bias": torch.full((704,), torch.nan)}, "NaN"),
     ],
 )
@@ -283,7 +286,9 @@ def test_other_resnets_have_the_same_tensors(name: str) -> None:
 
 def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> None:
     own = timm.create_model("tf_efficientnet_lite0").state_dict()
-    theirs = {("_conv_stem.weight", f"_bn{i}")[i > 0]: v for i, v in enumerate(own.values())}
+    kinds = [name.rpartition(".")[2] for name in own]
+    theirs = {f"_{i}.{kinds[i]}": v for i, v in enumerate(own.values())}
+    theirs = {"_conv_stem.weight": theirs.pop("_0.weight"), **theirs}
     torch.save(theirs, tmp_path / "theirs.pth")
     output = tmp_path / "ours.safetensors"
     convert_weights(str(tmp_path / "theirs.pth"), output, "timm:tf_efficientnet_lite0")
@@ -295,6 +300,11 @@ def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> 
     weights, other = str(tmp_path / "theirs.pth"), "timm:tf_efficientnet_lite1"
     with pytest.raises(UserError, match="tf_efficientnet_lite1"):
         convert_weights(weights, tmp_path / "other.safetensors", other)
+    items = [*theirs.items()]
+    items[1:3] = items[2:0:-1]  # the bias of a norm before its weight
+    torch.save(dict(items), weights)
+    with pytest.raises(UserError, match=r"theirs\.pth"):
+        convert_weights(weights, tmp_path / "other.safetensors", "timm:tf_efficientnet_lite0")
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, resnet18: str) -> None:
@@ -311,6 +321,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, resnet18: str) -> None:
         (resnet18, output, "timm:efficientnet_lite0", (), "timm:efficientnet_lite0"),
         (half, output, own, (), "layer4"),
         (resnet18, output, own, mean, "--pixel-mean"),
+        (resnet18, output, own, (1.0, math.nan, 1.0), "--pixel-mean"),
         (resnet18, tmp_path / "ours.pth", own, (), r"ours\.pth"),
         (resnet18, Path(half), own, (), "--overwrite"),
     ):

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The mappers of pre-training and classification: which part, at which size, how augmented."""
 
+import errno
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from detectron2.utils.file_io import PathManager
 from PIL import Image
 from torch import Tensor
 from torch.testing import assert_close
@@ -124,6 +126,18 @@ def test_a_broken_image_is_an_error(
     assert isinstance(error, DataError)
     assert error.kind == "unreadable image"
     assert repr(str(path)) in error.where
+
+
+def test_too_many_open_files_are_no_broken_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    path = save(tmp_path / "a.jpg", draw(90, 60))
+    monkeypatch.setattr(PathManager, "open", fail)
+    with pytest.raises(OSError, match="Too many"):
+        PretrainingMapper(size=16)(record(str(path)))
 
 
 def test_fixed_views_are_of_the_pixels_in_the_file_whatever_fits_into_memory() -> None:

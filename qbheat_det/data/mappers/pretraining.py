@@ -7,6 +7,7 @@ flip, colour jitter, grey, blur. What differs: the colours are torchvision's on 
 blur's kernel ends at three standard deviations.
 """
 
+import errno
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from qbheat_det.data.images import Box, DecodedImages, decode_if_small, open_ima
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _REACH = 3.0  # standard deviations that a blur looks to each side
 _KEPT = ("file_name", "image_id", "label", "place")
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing of a file
 
 
 class PretrainingMapper:
@@ -34,7 +36,7 @@ class PretrainingMapper:
     is to be visible), as far as it has them, and ``image`` (3, S, S), uint8, in the channel order
     of ``INPUT.FORMAT``. In training, the part, the flip and nothing else are drawn, from torch's
     global generator; in inference the part is the largest square in the middle, or a share of it.
-    An image that cannot be read is a ``DataError``.
+    An image that cannot be read is a ``DataError``; too many open files are an ``OSError``.
     """
 
     @configurable
@@ -122,6 +124,8 @@ class PretrainingMapper:
         except (MemoryError, UserError):  # a shard that cannot be had is no broken image
             raise
         except Exception as error:  # what a broken file raises depends on its format's decoder
+            if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
+                raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return DataError("unreadable image", f"image {file_name!r}", reason)
         is_flipped = self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
