@@ -104,7 +104,10 @@ class TargetViews:
     """From a record to one of its views, with a teacher's maps (C, h, w) of it as "targets"."""
 
     def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
-        """``flips`` mirrors one view in two, image and targets, anew at every visit."""
+        """``flips`` mirrors one view in two, image and targets, anew at every visit.
+
+        A teacher's own maps of a mirrored view are not quite these: see docs/objectives.md.
+        """
         self.views = views
         self.store = store
         self.flips = flips
