@@ -24,7 +24,7 @@ from benchmarks.forms import (
     Forwards,
 )
 from benchmarks.timing import Result, Sample, samples_in_rounds
-from qbheat_det.deployment.compiling import supports_bfloat16
+from qbheat_det.core.environment import supports_bfloat16
 
 Contender = tuple[str, str]  # a detector, its form
 _ROUNDS = 7

@@ -18,7 +18,7 @@ import torch
 from benchmarks.timing import ROOT, PairedResult, Result, set_threads
 from benchmarks.training_speed import BEFORE, contender_command, export_tree, take_turns
 from benchmarks.workers import LeftOut, said, started
-from qbheat_det.deployment.compiling import supports_bfloat16
+from qbheat_det.core.environment import supports_bfloat16
 
 _JOB = "qb_heat_285m_128px"
 _BF16 = ("SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.PRECISION", "bfloat16")

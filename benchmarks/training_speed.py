@@ -32,7 +32,7 @@ import torch
 from benchmarks.timing import ROOT, PairedResult, Result, Sample
 from benchmarks.training_worker import find_jobs
 from benchmarks.workers import LeftOut, said, started
-from qbheat_det.deployment.compiling import supports_bfloat16
+from qbheat_det.core.environment import supports_bfloat16
 
 BEFORE = "3039a0fb1d852814b91589d7e47e3969f3d8f043"
 _CHANNELS_LAST = ("MODEL.CHANNELS_LAST", "True")

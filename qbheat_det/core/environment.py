@@ -10,6 +10,11 @@ import os
 import platform
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # tools that print --help do without
+    import torch
 
 # Not a requirement in setup.py: the package index has no release under the name detectron2.
 _HOW_TO_INSTALL = (
@@ -18,6 +23,8 @@ _HOW_TO_INSTALL = (
     "the official one with `pip install --no-build-isolation "
     "'git+https://github.com/facebookresearch/detectron2.git'`"
 )
+# Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def require_detectron2() -> None:
@@ -89,3 +96,23 @@ def forget_kernels() -> None:
     that no larger map fits there and the process grows.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+
+
+def supports_bfloat16(device: "torch.device") -> bool:
+    """Returns whether a device multiplies bfloat16 natively, rather than by emulation."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(read_cpu_flags() & _BF16_FLAGS)
+
+
+def read_cpu_flags() -> set[str]:
+    """Returns the processor's features by Linux's names; none on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    fields = (line.partition(":") for line in lines)
+    found = (value for name, _, value in fields if name.strip().lower() in ("flags", "features"))
+    return set(next(found, "").split())

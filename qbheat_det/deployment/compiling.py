@@ -25,7 +25,7 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from qbheat_det.core.environment import quiet
+from qbheat_det.core.environment import quiet, read_cpu_flags
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_tensors
 from qbheat_det.core.text import one_line
@@ -35,8 +35,6 @@ from qbheat_det.layers.cpu_kernels import exported_form
 logger = logging.getLogger(__name__)
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
-# Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _PACKAGE = Path(__file__).resolve().parents[1]
 _TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.05}  # of an output's largest value
 _PLAIN = (bool, int, float, str, tuple, list)
@@ -56,24 +54,6 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
             "backbones"
         )
     return found
-
-
-def supports_bfloat16(device: torch.device) -> bool:
-    """Returns whether a device multiplies bfloat16 natively, rather than by emulation."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and bool(read_cpu_flags() & _BF16_FLAGS)
-
-
-def read_cpu_flags() -> set[str]:
-    """Returns the processor's features by Linux's names; none on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    fields = (line.partition(":") for line in lines)
-    found = (value for name, _, value in fields if name.strip().lower() in ("flags", "features"))
-    return set(next(found, "").split())
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from qbheat_det.core.environment import keep_freed_memory
+from qbheat_det.core.environment import keep_freed_memory, supports_bfloat16
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
 from qbheat_det.modeling.contracts import FixedSizeModel, masks_padding
 
-from .compiling import PartPrograms, arithmetic, build_programs, find_parts, supports_bfloat16
+from .compiling import PartPrograms, arithmetic, build_programs, find_parts
 from .fused_blocks import fold_batch_norms, fuse_blocks
 
 logger = logging.getLogger(__name__)

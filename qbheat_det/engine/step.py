@@ -8,6 +8,8 @@ while the step computes, and losses are read while the backward pass runs.
 """
 
 import contextlib
+import functools
+import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
@@ -23,12 +25,14 @@ from torch.jit import optimized_execution  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from qbheat_det.core.environment import supports_bfloat16
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import STEP, cut, seed_place
 from qbheat_det.modeling.contracts import SupportsAfterStep, SupportsLossNormalizers, get_metrics
 
 from .batch_source import BatchedInputs, BatchSource
 
+logger = logging.getLogger(__name__)
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], None]
 _CUDA = 3  # last number of the seed, so that the GPU does not repeat the CPU's numbers
@@ -246,7 +250,17 @@ def choose_precision(cfg: CfgNode) -> torch.dtype | None:
     name = cfg.SOLVER.AMP.PRECISION
     if name not in PRECISIONS:
         raise UserError(f"SOLVER.AMP.PRECISION is '{name}', but must be {' or '.join(PRECISIONS)}")
+    _warn_of_emulation(torch.device(cfg.MODEL.DEVICE))
     return PRECISIONS[name]
+
+
+@functools.cache
+def _warn_of_emulation(device: torch.device) -> None:
+    if device.type == "cpu" and not supports_bfloat16(device):
+        logger.warning(
+            "This processor emulates half precision, which makes a step tens of times as long: "
+            "set SOLVER.AMP.ENABLED False"
+        )
 
 
 def compute_losses(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import qbheat_det
+from qbheat_det.core import environment
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import compiling
 from qbheat_det.deployment.compiling import PartPrograms
@@ -116,10 +117,10 @@ def test_wrong_arguments_and_models_are_refused(classifier: nn.Module) -> None:
 def test_bfloat16_is_for_those_who_ask(
     classifier: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "read_cpu_flags", lambda: {"avx512f"})
+    monkeypatch.setattr(environment, "read_cpu_flags", lambda: {"avx512f"})
     assert deploy(classifier).report["precision"].startswith("no: ")
     assert "emulates" in deploy(classifier, precision="bfloat16").report["precision"]
-    monkeypatch.setattr(compiling, "read_cpu_flags", lambda: {"avx512f", "amx_bf16"})
+    monkeypatch.setattr(environment, "read_cpu_flags", lambda: {"avx512f", "amx_bf16"})
     assert deploy(classifier).report["precision"].startswith("no: ")  # it is not equal
     deployed = deploy(classifier, precision="bfloat16")
     assert not deployed.report["precision"].startswith("no: ")
