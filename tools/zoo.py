@@ -35,7 +35,8 @@ examples:
   qbheat zoo table
 
 sources of weights, in this order: the folders in $QBHEAT_ZOO, the files shipped with the package,
-earlier downloads, and $QBHEAT_ZOO_URL; see docs/zoo.md.
+earlier downloads, Python's package index for some networks of timm, and $QBHEAT_ZOO_URL; see
+docs/zoo.md.
 
 exit code: 0; 1 if an entry is not verified; 2 if something cannot be found, downloaded or written.
 """
@@ -82,7 +83,7 @@ def run_list(args: argparse.Namespace) -> int:
         return 0
     if not entries:
         print(f"the model zoo has no name that matches '{args.pattern}'", file=sys.stderr)
-        return 0
+        return 2
     rows = [
         (
             entry.name,

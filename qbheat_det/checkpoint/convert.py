@@ -17,7 +17,7 @@ from torch import Tensor
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 
-from .matching import fit_weights, strip_wrappers
+from .matching import check_finite, fit_weights, strip_wrappers
 from .official_mobile_former import convert_official, find_size
 from .report import LoadReport
 from .weights_file import WeightsInfo, read_weights, save_weights
@@ -160,6 +160,8 @@ def _convert_mobile_former(weights: str, state: Mapping[str, Tensor]) -> Convert
 def _convert_efficientnet_lite(weights: str, state: Mapping[str, Tensor], to: str) -> Converted:
     """Names the tensors as timm does: order and shapes are the same."""
     model = to.removeprefix("timm:")
+    state = {short: state[name] for name, short in strip_wrappers((), state.keys()).items()}
+    check_finite(state, weights)
     if "_conv_stem.weight" not in state or model not in timm.list_models():
         raise UserError(f"'{weights}' holds no weights of EfficientNet-Lite for {to}")
     with torch.device("meta"):  # only names and shapes are needed

@@ -82,7 +82,7 @@ def fit_weights(
     """
     skipped = tuple(child for child in skip if any(_is_of(child, key) for key in stored))
     stored = without_children(stored, skipped)
-    _check_finite(stored, file)
+    check_finite(stored, file)
     change = compare_classes(old_classes, classes, file=file)
     names = match_names(model_state, stored, file=file, private=private)
     fitting, groups = _fill(model_state, {name: stored[key] for key, name in names.items()}, change)
@@ -212,7 +212,8 @@ def _find_groups(names: Iterable[str]) -> dict[str, str]:
     return groups
 
 
-def _check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
+def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
+    """Raises a ``UserError`` that names the first tensor with NaN or infinity."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(

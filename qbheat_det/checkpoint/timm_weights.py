@@ -39,13 +39,17 @@ class TimmWeights(PathHandler):
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         name = path.removeprefix(_PREFIX)
-        check_timm_name(name.partition(".")[0])
+        model_name, _, tag = name.partition(".")
+        check_timm_name(model_name)
+        tags = timm.list_pretrained(f"{model_name}*")
+        if tag and name not in tags:
+            raise UserError(f"timm has no weights '{name}', but {', '.join(tags) or 'none'}")
         folder = Path(get_cache_dir()) / "timm"
         file = folder / f"{name}.safetensors"
         try:
             published = timm.get_pretrained_cfg(name)  # of a name without a tag the default one
             tag = published.tag if published else ""
-            file = folder / f"{name.partition('.')[0]}.{tag}.safetensors"
+            file = folder / f"{model_name}.{tag}.safetensors"
             if file.is_file() and not force:
                 return str(file)
             logger.info("Downloading timm's weights '%s' to '%s'", name, file)
@@ -53,7 +57,8 @@ class TimmWeights(PathHandler):
         except Exception as error:  # of the name, the hub, the network or the file
             raise UserError(
                 f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy "
-                f"'{file.name}' from '{folder}' of another machine"
+                f"'{file.name}' from '{folder}' of another machine; `qbheat zoo list 'timm/*'` has "
+                "networks whose weights are in Python's package index"
             ) from error
         own = model.pretrained_cfg
         mean, std = (tuple(255 * float(value) for value in own[key]) for key in ("mean", "std"))

@@ -6,10 +6,10 @@ an interrupted build resumes where it stopped.
 """
 
 import json
-import logging
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +24,9 @@ from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import format_bytes
 from qbheat_det.data.checks import DataError
 
-logger = logging.getLogger(__name__)
-
 # To be raised whenever a file's layout changes, and whenever a view is drawn or encoded otherwise
 # than before: the key of a cache knows settings and weights, not the code that reads them.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 VIEWS_PER_FILE = 32
 _MAX_OPEN = 4096  # files; Linux lets a process map 65,530 parts of memory
 _METADATA_KEY = "qbheat_det"
@@ -39,7 +37,7 @@ _DAMAGES = (
     *(OSError, RuntimeError, safetensors.SafetensorError),
     *(ValueError, TypeError, LookupError, AttributeError),
 )
-_OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
+OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
 
 
 @dataclass(frozen=True)
@@ -89,16 +87,13 @@ class FeatureStore:
         return self.folder / f"{file:06d}.safetensors"
 
     def missing(self) -> list[int]:
-        """Returns the files that are to be written; damaged ones and those of other caches too."""
+        """Returns the files that are to be written, also those with the header of another cache."""
         missing = []
         for file in range(-(-self.num_views // VIEWS_PER_FILE)):
             try:
-                if self.path_of(file).is_file():
-                    self._read_header(file)
-                    continue
-            except UserError as error:
-                logger.warning(f"Cached features are written anew: {error}")
-            missing.append(file)
+                self._read_header(file)
+            except UserError:
+                missing.append(file)
         return missing
 
     def read(self, view_index: int) -> Stored:
@@ -122,6 +117,8 @@ class FeatureStore:
             return DataError(**about["error"])
         # One copy of all outputs, as a worker sends each piece of memory on its own.
         values = tensors.get_tensor(str(view_index)).clone()
+        if _hash(values) != about["crc32"]:
+            raise ValueError("its values are not those that were written")
         shapes = about["shapes"]
         parts = values.split([math.prod(shape) for shape in shapes.values()])
         features = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
@@ -148,6 +145,7 @@ class FeatureStore:
             ]
             tensors[str(index)] = torch.cat([feature.flatten() for feature in rounded])
             abouts[str(index)] = {
+                "crc32": _hash(tensors[str(index)]),
                 "shapes": {name: list(feature.shape) for name, feature in view.features.items()},
                 "image_size": view.image_size,
                 "full_size": view.full_size,
@@ -159,7 +157,7 @@ class FeatureStore:
         try:
             write_atomically(self.path_of(file), content)
         except UserError as error:
-            raise UserError(f"{error}: {_OTHER_FOLDER}") from error
+            raise UserError(f"{error}: {OTHER_FOLDER}") from error
         self._files.pop(file, None)
 
     def check_space(self) -> None:
@@ -194,6 +192,10 @@ class FeatureStore:
         if found != (FORMAT_VERSION, self.folder.name, wanted):
             raise UserError(f"'{path}' is of another cache: {_REMOVE}")
         return about["views"], tensors
+
+
+def _hash(values: Tensor) -> int:
+    return zlib.crc32(values.view(torch.uint8).numpy().data)
 
 
 def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:

@@ -63,6 +63,7 @@ class DryRunReport:
     gpu_total_bytes: int = 0
     cache_bytes: int = 0  # of a teacher's features that are yet to be cached
     cache_free_bytes: int = 0  # on the disk of the caches
+    is_cached: bool = False  # whether the run trains from cached features, which is not forecast
 
     @property
     def total_seconds(self) -> float:
@@ -101,6 +102,11 @@ class DryRunReport:
             lines.append(
                 "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
                 "MODEL.CACHE_FEATURES.FOLDER to another disk."
+            )
+        if self.is_cached:
+            lines.append(
+                "MODEL.CACHE_FEATURES.ENABLED is left out of this forecast: the run encodes each "
+                "view once, onto the disk, and its steps are shorter."
             )
         lines.append("Larger images take more memory and time.")
         return "\n".join(
@@ -167,6 +173,7 @@ def dry_run(
         **disk,
         cache_bytes=cache.num_bytes if cache else 0,
         cache_free_bytes=cache.free_bytes if cache else 0,
+        is_cached=cfg.MODEL.CACHE_FEATURES.ENABLED,
     )
 
 

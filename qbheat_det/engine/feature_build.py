@@ -35,7 +35,14 @@ from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors, remove_leftovers, write_atomically
 from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
-from qbheat_det.data.feature_store import FORMAT_VERSION, VIEWS_PER_FILE, FeatureStore, Stored, View
+from qbheat_det.data.feature_store import (
+    FORMAT_VERSION,
+    OTHER_FOLDER,
+    VIEWS_PER_FILE,
+    FeatureStore,
+    Stored,
+    View,
+)
 from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.modeling.backbone import CachedBackbone
 
@@ -152,7 +159,11 @@ def fill(
         return
     with _build_lock(store, f"{title}: waits for another run that does it"):
         remove_leftovers(store.folder)
-        files = _share_missing(store)[comm.get_rank() :: comm.get_world_size()]
+        missing = _share_missing(store)
+        damaged = [path for path in map(store.path_of, missing) if path.is_file()]
+        if damaged and is_main:
+            logger.warning(f"'{damaged[0]}' and {len(damaged) - 1} more are damaged: written anew")
+        files = missing[comm.get_rank() :: comm.get_world_size()]
         indices = [index for file in files for index in store.views_of(file)]
         loader: DataLoader[Any] = DataLoader(
             views,
@@ -209,8 +220,8 @@ def check_cache_keys(cfg: CfgNode) -> None:
     """Checks the keys of a config that all caches need; raises a ``UserError``."""
     if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
         raise UserError(
-            "cached features need a number of views of each image: set INPUT.FIXED_VIEWS.COUNT, "
-            f"to {_MAX_VIEWS} at most"
+            f"INPUT.FIXED_VIEWS.COUNT is {cfg.INPUT.FIXED_VIEWS.COUNT}, but cached features need a "
+            f"number of views of each image, from 1 to {_MAX_VIEWS}"
         )
     dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
     if dtype not in _DTYPES:
@@ -222,7 +233,10 @@ def open_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> 
     store = find_store(cfg, description, num_views)
     about = store.folder / "meta.json"
     if comm.is_main_process() and not about.is_file():
-        write_atomically(about, json.dumps(description, indent=2, sort_keys=True).encode())
+        try:
+            write_atomically(about, json.dumps(description, indent=2, sort_keys=True).encode())
+        except UserError as error:
+            raise UserError(f"{error}: {OTHER_FOLDER}") from error
     return store
 
 

@@ -77,7 +77,9 @@ def _check_launch(args: argparse.Namespace) -> None:
     if gpus * args.num_machines <= 1:
         return
     if gpus > available:
-        raise UserError(f"--num-gpus is {gpus}, but PyTorch finds {available}")
+        raise UserError(
+            f"--num-gpus is {gpus}, but PyTorch finds {available}; on the CPU use {_TORCHRUN}"
+        )
     if not _uses_gpus(args):
         raise UserError(f"--num-gpus needs MODEL.DEVICE cuda; on the CPU use {_TORCHRUN}")
 

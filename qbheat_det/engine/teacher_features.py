@@ -100,8 +100,9 @@ class TeacherFeatures:
         except UserError as error:
             name = cfg.MODEL.TEACHER.NAME
             raise UserError(
-                f"MODEL.TEACHER.WEIGHTS are not of MODEL.TEACHER.NAME {name}: 'timm://{name}' "
-                f"downloads timm's ({error})"
+                f"MODEL.TEACHER.WEIGHTS are not of MODEL.TEACHER.NAME {name}, whose weights are "
+                f"'timm://{name}', or 'qbheat://timm/{name}' where `qbheat zoo list` has it "
+                f"({str(error).partition(';')[0]})"
             ) from error
         return teacher
 

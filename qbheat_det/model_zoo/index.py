@@ -259,5 +259,7 @@ def find_entry(name: str) -> ZooEntry:
     if name in entries:
         return entries[name]
     nearest = difflib.get_close_matches(name, entries, n=2, cutoff=0.6)
+    if name.startswith("timm/"):
+        nearest = [f"timm://{name.removeprefix('timm/')}", *nearest]
     hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see qbheat zoo list"
     raise UserError(f"'{name}' is neither a file nor a name in the model zoo: {hint}")

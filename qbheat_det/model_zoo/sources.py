@@ -33,7 +33,7 @@ from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.matching import BELOW_FPN
 from qbheat_det.checkpoint.weights_file import BACKBONE_NAMES
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock, hash_file, write_atomically
+from qbheat_det.core.files import check_writable, file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_bytes, one_line
 
 from .index import PREFIX, Distribution, ZooEntry, find_entry, zoo_folders
@@ -56,6 +56,10 @@ def fetch(entry: ZooEntry) -> Path:
         return check_hash(found, entry)
     target, url = cache_folder(entry) / entry.file, _remote_address(entry)
     lock = target.with_name(f".{target.name}.lock")
+    try:
+        check_writable(target)
+    except UserError as error:
+        raise UserError(f"{error}; $FVCORE_CACHE names the folder of downloads") from error
     with file_lock(lock, waiting=f"Waiting for another process that downloads '{target.name}'"):
         if target.is_file():  # downloaded by the other process
             return check_hash(target, entry)
@@ -73,9 +77,10 @@ def fetch(entry: ZooEntry) -> Path:
         except RuntimeError as error:  # the hash
             raise UserError(f"'{url}' is refused: it is not '{entry.name}' ({error})") from error
         except (OSError, http.client.HTTPException) as error:  # of the network
+            reason = f"{url} {one_line(error)}".strip()
             raise UserError(
-                f"the weights of '{entry.name}' cannot be downloaded ({url or ''} "
-                f"{one_line(error)}): put the file '{entry.file}' ({format_bytes(entry.size)}, its "
+                f"the weights of '{entry.name}' cannot be downloaded ({reason}): put the file "
+                f"'{entry.file}' ({format_bytes(entry.size)}, its "
                 f"SHA-256 begins with {entry.sha256[:12]}) into the folder '{target.parent}', or "
                 "into one in $QBHEAT_ZOO"
             ) from error

@@ -31,6 +31,7 @@ _OPTIMIZER_RULES: Rules = {
     "SOLVER.OPTIMIZER": one_of("SGD", "ADAMW"),
     "SOLVER.LAYER_DECAY": (lambda value: 0 < value <= 1, "a factor in (0, 1]"),
     "SOLVER.BACKBONE_MULTIPLIER": at_least(0),
+    "SOLVER.TOKEN_MULTIPLIER": at_least(0),
     "SOLVER.BETAS": (
         lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
         "two factors in [0, 1)",

@@ -142,7 +142,8 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
         f"Schedule: {spell(solver.MAX_ITER)} of {solver.IMS_PER_BATCH:,} images; an epoch of "
         f"{num_images:,} images is {per_epoch:,.5g} iterations",
         f"Learning rate: base {cfg.SOLVER.BASE_LR:g}, effective {solver.BASE_LR:.6g} ({reference});"
-        f" backbone x {solver.BACKBONE_MULTIPLIER:g}, x {solver.LAYER_DECAY:g} from layer to layer",
+        f" backbone x {solver.BACKBONE_MULTIPLIER:g}, its tokens x {solver.TOKEN_MULTIPLIER:g}, x "
+        f"{solver.LAYER_DECAY:g} from layer to layer",
         f"Its course: {', '.join(shape)}",
         f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {every}",
     ]
@@ -150,9 +151,15 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     if late and _has_steps(resolved):
         steps = ", ".join(late)
         lines.append(f"Note: SOLVER.STEPS {steps} have no effect, as the run ends before them")
-    if solver.WARMUP_ITERS > solver.MAX_ITER:
+    if 2 * solver.WARMUP_ITERS > solver.MAX_ITER:
         lines.append(
-            f"Note: the run ends within SOLVER.WARMUP_ITERS {solver.WARMUP_ITERS:,}: lower it"
+            f"Note: the warm-up takes {solver.WARMUP_ITERS:,} of {solver.MAX_ITER:,} iterations: "
+            "lower SOLVER.WARMUP_EPOCHS or SOLVER.WARMUP_ITERS, or train for longer"
+        )
+    if num_images < solver.IMS_PER_BATCH:
+        lines.append(
+            f"Note: a step of {solver.IMS_PER_BATCH:,} images has some of the {num_images:,} more "
+            "than once: lower SOLVER.IMS_PER_BATCH"
         )
     return "\n".join(lines)
 

@@ -158,6 +158,17 @@ def test_a_file_with_other_content_is_named(tmp_path: Path, about: Any) -> None:
         store.read(0)
 
 
+def test_changed_values_are_named(tmp_path: Path) -> None:
+    fill(make_store(tmp_path))
+    path = make_store(tmp_path).path_of(1)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1  # one bit of the last view
+    path.write_bytes(content)
+    store = make_store(tmp_path)
+    with pytest.raises(UserError, match=r"000001\.safetensors"):
+        store.read(63)
+
+
 def test_few_files_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_store, "_MAX_OPEN", 2)
     fill(make_store(tmp_path))

@@ -135,7 +135,7 @@ def test_the_list_has_metrics_sizes_and_sources(capsys: pytest.CaptureFixture[st
         ["retinanet/tiny", "detection", "AP 12.5 %", "20.5 KiB", "shipped"],
         ["on toy val"],
     ]
-    assert main(["list", "fcos/*"]) == 0
+    assert main(["list", "fcos/*"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "fcos/*" in captured.err

@@ -169,6 +169,7 @@ def test_detectron2s_own_clipping_still_works() -> None:
         ("LAYER_DECAY", "0"),
         ("LAYER_DECAY", "1.5"),
         ("BACKBONE_MULTIPLIER", "-1"),
+        ("TOKEN_MULTIPLIER", "-1"),
         ("CLIP_GRADIENTS.CLIP_TYPE", "all"),
         ("CLIP_GRADIENTS.CLIP_VALUE", "0"),
     ],

@@ -99,12 +99,17 @@ def test_steps_and_warm_up_in_epochs_reach_the_optimizer() -> None:
 
 def test_the_log_of_a_run_names_iterations_rates_and_a_warm_up_that_is_cut_short() -> None:
     cfg = config(
-        EPOCHS=12.0, STEP_EPOCHS=[8, 11], BASE_LR=0.01, REFERENCE_BATCH_SIZE=16, IMS_PER_BATCH=8
-    )
+        EPOCHS=12.0, STEP_EPOCHS=[8, 11], BASE_LR=0.01, REFERENCE_BATCH_SIZE=16, IMS_PER_BATCH=8,
+        WARMUP_ITERS=750,
+    )  # fmt: skip
     text = describe_schedule(cfg, resolve_schedule(cfg, num_images=1000), 1000)
     for number in ("1,500 iterations (12 epochs)", "125 iterations", "effective 0.005", "1,375"):
         assert number in text
     assert "Note" not in text
+    cfg.SOLVER.WARMUP_ITERS = 751
+    text = describe_schedule(cfg, resolve_schedule(cfg, num_images=1000), 1000)
+    assert "SOLVER.WARMUP_ITERS" in text
+    assert "SOLVER.IMS_PER_BATCH" in describe_schedule(cfg, resolve_schedule(cfg, num_images=7), 7)
     cfg = config(MAX_ITER=10, STEPS=(3, 30000), WARMUP_ITERS=0, BASE_LR=1.0)
     assert rates(cfg) == pytest.approx([1.0] * 3 + [0.1] * 7)  # steps from the end on do nothing
     assert "SOLVER.STEPS" in describe_schedule(cfg, resolve_schedule(cfg, num_images=5), 5)

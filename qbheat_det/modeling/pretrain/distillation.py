@@ -93,7 +93,10 @@ class FeatureDistillation(PretrainingModel):
         whole = node.VISIBLE == "whole"
         for name, target in targets.items():
             multiple = 1 if whole else QBHeat.grid_multiple
-            shape = find_map(backbone.output_shape(), name, size, multiple=multiple)
+            try:
+                shape = find_map(backbone.output_shape(), name, size, multiple=multiple)
+            except ValueError as error:
+                raise UserError(f"MODEL.QB_HEAT.IN_FEATURE, MODEL.TEACHER.FINER: {error}") from None
             grid, stride = size // shape.stride, known[target].stride
             if grid * stride != cfg.MODEL.TEACHER.IMAGE_SIZE:
                 raise UserError(
