@@ -115,7 +115,7 @@ def find_map(
     strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
     if name not in strides:
         raise ValueError(
-            f"'{name}' is no map of the backbone, which has the strides {strides}; "
+            f"IN_FEATURE '{name}' is no map of the backbone, which has the strides {strides}; "
             "more can be requested (MODEL.TIMM.OUT_FEATURES, MODEL.MOBILE_FORMER.OUT_FEATURES)"
         )
     side = (multiple or 1) * strides[name]

@@ -96,7 +96,7 @@ class FeatureDistillation(PretrainingModel):
             try:
                 shape = find_map(backbone.output_shape(), name, size, multiple=multiple)
             except ValueError as error:
-                raise UserError(f"MODEL.QB_HEAT.IN_FEATURE, MODEL.TEACHER.FINER: {error}") from None
+                raise UserError(f"MODEL.QB_HEAT or MODEL.TEACHER.FINER: {error}") from None
             grid, stride = size // shape.stride, known[target].stride
             if grid * stride != cfg.MODEL.TEACHER.IMAGE_SIZE:
                 raise UserError(
