@@ -41,7 +41,7 @@ class TimmWeights(PathHandler):
         name = path.removeprefix(_PREFIX)
         model_name, _, tag = name.partition(".")
         check_timm_name(model_name)
-        tags = timm.list_pretrained(f"{model_name}*")
+        tags = timm.list_pretrained(f"{model_name}.*")
         if tag and name not in tags:
             raise UserError(f"timm has no weights '{name}', but {', '.join(tags) or 'none'}")
         folder = Path(get_cache_dir()) / "timm"
