@@ -258,7 +258,7 @@ def choose_precision(cfg: CfgNode) -> torch.dtype | None:
 def _warn_of_emulation(device: torch.device) -> None:
     if device.type == "cpu" and not supports_bfloat16(device):
         logger.warning(
-            "This processor emulates half precision, which makes a step tens of times as long: "
+            "This processor emulates half precision, which makes a step ten times as long: "
             "set SOLVER.AMP.ENABLED False"
         )
 
