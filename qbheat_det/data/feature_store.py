@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.core.text import format_bytes
 from qbheat_det.data.checks import DataError
 
@@ -37,7 +37,7 @@ _DAMAGES = (
     *(OSError, RuntimeError, safetensors.SafetensorError),
     *(ValueError, TypeError, LookupError, AttributeError),
 )
-OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
+_OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,15 @@ class FeatureStore:
         try:
             write_atomically(self.path_of(file), content)
         except UserError as error:
-            raise UserError(f"{error}: {OTHER_FOLDER}") from error
+            raise UserError(f"{error}: {_OTHER_FOLDER}") from error
         self._files.pop(file, None)
+
+    def check_writable(self) -> None:
+        """Raises a ``UserError`` if no file can be written into the folder; makes nothing."""
+        try:
+            check_writable(self.path_of(0))
+        except UserError as error:
+            raise UserError(f"{error}: {_OTHER_FOLDER}") from error
 
     def check_space(self) -> None:
         """Raises a ``UserError`` if what is missing after a first file does not fit on the disk."""

@@ -37,7 +37,6 @@ from qbheat_det.core.files import hash_tensors, remove_leftovers, write_atomical
 from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
 from qbheat_det.data.feature_store import (
     FORMAT_VERSION,
-    OTHER_FOLDER,
     VIEWS_PER_FILE,
     FeatureStore,
     Stored,
@@ -200,6 +199,8 @@ def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
     that is not answered fails after half an hour.
     """
     lock, is_main, seconds = FileLock(store.folder / "build.lock"), comm.is_main_process(), 0.1
+    if is_main:
+        store.check_writable()
     store.folder.mkdir(parents=True, exist_ok=True)
     try:
         while True:
@@ -233,10 +234,8 @@ def open_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> 
     store = find_store(cfg, description, num_views)
     about = store.folder / "meta.json"
     if comm.is_main_process() and not about.is_file():
-        try:
-            write_atomically(about, json.dumps(description, indent=2, sort_keys=True).encode())
-        except UserError as error:
-            raise UserError(f"{error}: {OTHER_FOLDER}") from error
+        store.check_writable()
+        write_atomically(about, json.dumps(description, indent=2, sort_keys=True).encode())
     return store
 
 

@@ -109,9 +109,6 @@ def add_entry(
         check_writable(index_file)
         write_atomically(folder / entry.stored.file, stored.read_bytes())
         write_atomically(index_file, content)
-    for other in others:
-        if other.encoder and other.encoder.name == entry.name:
-            logger.warning(f"'{other.name}' is kept without its encoder: add it with --replace too")
     return entry
 
 
@@ -154,6 +151,9 @@ def _read_others(index_file: Path, name: str, *, replace: bool) -> list[ZooEntry
         shipped = {entry.file.lower() for entry in index.load_index()}
         if file_of(name).lower() in shipped:
             raise UserError(f"'{name}' is an entry of the package itself: choose another name")
+    for entry in entries:
+        if entry.encoder and entry.encoder.name == name:
+            logger.warning(f"'{entry.name}' leaves out the tensors of '{name}': add it anew, too")
     return [entry for entry in entries if entry.name != name]
 
 

@@ -11,6 +11,7 @@ import pickle
 import random
 import shutil
 import time
+import zlib
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -148,7 +149,10 @@ def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
     check_content(store)
 
 
-@pytest.mark.parametrize("about", [{}, [], {"shapes": {"s16": [9, 9]}}, {"error": {"x": 1}}])
+_NINE_BY_NINE = {"crc32": zlib.crc32(bytes(12)), "shapes": {"s16": [9, 9]}}
+
+
+@pytest.mark.parametrize("about", [{}, [], _NINE_BY_NINE, {"error": {"x": 1}}])
 def test_a_file_with_other_content_is_named(tmp_path: Path, about: Any) -> None:
     store = FeatureStore(tmp_path / "cache", 1, dtype=torch.float32)
     content = {"format": FORMAT_VERSION, "cache": "cache", "views": {"0": about}}
@@ -236,6 +240,12 @@ def test_a_full_disk_is_named_with_the_key_to_set_and_leaves_nothing_behind(
     assert store.missing() == [1, 2] if is_known_early else [0, 1, 2]
     fill(store)
     check_content(store)
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_key_to_set(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"MODEL\.CACHE_FEATURES\.FOLDER"):
+        fill(make_store(tmp_path / "file"))
 
 
 def test_features_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
