@@ -19,8 +19,9 @@ from typing import Any
 
 from benchmarks.shards import draw_photographs
 from benchmarks.timing import ROOT, PairedResult, Result
-from qbheat_det.api import Job, batch
-from qbheat_det.engine.batch_inputs import Chunk, Item, cut_chunks, list_items
+from qbheat_det.api import Job
+from qbheat_det.inference import batch
+from qbheat_det.inference.batch_inputs import Chunk, Item, cut_chunks, list_items
 
 _OPTS = ("INPUT.MIN_SIZE_TEST", "320", "MODEL.DEPLOY.COMPILE", "off")
 _JOB = Job("qbheat://retinanet/285M_bccd", device="cpu", fast=True, opts=_OPTS)

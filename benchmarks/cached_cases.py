@@ -115,7 +115,7 @@ class Bound:
             model: on the CPU.
             size: height and width of the image.
         """
-        from qbheat_det.analysis.complexity import CountingRule, count_detector_madds
+        from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
 
         counts = count_detector_madds(model, *size)
         # Of a pyramid the part below it is frozen.

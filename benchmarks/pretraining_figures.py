@@ -93,7 +93,7 @@ def measure_setting(
 
 def count(model: str, setting: Setting) -> tuple[int, int]:
     """Returns the multiply-adds of the encoder and of the whole forward pass, for one image."""
-    from qbheat_det.analysis.complexity import CountingRule, count_detector_madds
+    from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
 
     counts = count_detector_madds(build(CONTENDERS[model], setting), setting.size, setting.size)
     encoder = "backbone" if CONTENDERS[model].method == "quarter" else "encoder"

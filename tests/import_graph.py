@@ -13,7 +13,8 @@ MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation"}
 MODELING = {f"modeling.{name}" for name in ("backbone", "pretrain", "detr", "dense")} | {
     "modeling.classification"
 }
-UPPER = MIDDLE | {"engine"}
+CACHE = {"feature_cache"}
+INFERENCE = MIDDLE | MODELING | {"deployment", "inference", "model_zoo", "probing"}
 
 # Which areas each area may import, besides itself. `docs/architecture.md` explains the table.
 ALLOWED: dict[str, set[str]] = {
@@ -29,15 +30,17 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
     # Weights for timm's own models.
     "modeling.classification": BASE | {"checkpoint", "modeling.backbone", "modeling.image_model"},
-    # Names no model class but the backbone that passes cached features on.
-    "engine": MIDDLE | {"modeling.backbone"},
-    "probing": UPPER | MODELING,
-    "deployment": UPPER | MODELING,
-    "export": UPPER | MODELING | {"probing", "deployment"},
-    "analysis": UPPER | MODELING | {"probing", "deployment"},
-    "model_zoo": UPPER | MODELING | {"analysis"},
-    "api": UPPER | MODELING | {"analysis", "deployment", "export", "model_zoo", "probing"},
-    "app": UPPER | {"analysis", "api", "model_zoo"},
+    "feature_cache": MIDDLE | {"modeling.backbone", "modeling.image_model"},
+    # Names no model class.
+    "engine": MIDDLE | CACHE,
+    "probing": MIDDLE | MODELING,
+    "deployment": MIDDLE | MODELING,
+    "model_zoo": MIDDLE | MODELING,
+    "inference": INFERENCE,
+    "export": INFERENCE,
+    "analysis": INFERENCE | CACHE | {"engine"},
+    "api": INFERENCE | CACHE | {"analysis", "engine", "export"},
+    "app": INFERENCE | {"analysis", "api", "engine"},
 }
 # These collect what is below them, for registration.
 COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}

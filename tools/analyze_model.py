@@ -46,7 +46,7 @@ def analyze(args: argparse.Namespace) -> None:
     """Prints one of the two reports; raises ``UserError`` for a bad config."""
     import warnings
 
-    from qbheat_det.analysis import CountingRule
+    from qbheat_det.evaluation.complexity import CountingRule
 
     warnings.filterwarnings("ignore")  # of the tracer, which meets Python numbers in every model
     for rule in CountingRule:
@@ -103,8 +103,8 @@ def report_config(file: str, opts: Sequence[str], size: Sequence[int], depth: in
     from fvcore.nn import parameter_count
     from tabulate import tabulate
 
-    from qbheat_det.analysis import CountingRule, count_detector_madds
     from qbheat_det.config import load_config
+    from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
     from qbheat_det.modeling.contracts import train_only_modules
 
     cfg = load_config(file, ["MODEL.DEVICE", "cpu", *opts])

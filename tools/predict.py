@@ -51,7 +51,7 @@ from arguments import (
 )
 
 if TYPE_CHECKING:  # imported by main, after the arguments were parsed
-    from qbheat_det.engine.predict import Predictions
+    from qbheat_det.inference.predict import Predictions
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -6,11 +6,7 @@ from importlib import import_module
 
 from qbheat_det.core.figures import FIGURES, Figure
 
-from .complexity import CountingRule, count_detector_madds, count_madds, count_parameters
-
-__all__ = [
-    "CountingRule", "count_detector_madds", "count_madds", "count_parameters", "load_figures",
-]  # fmt: skip
+__all__ = ["load_figures"]
 
 _MODULES = (
     "attention",

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
 from qbheat_det.data import build_mapper
 from qbheat_det.engine.data_sources import read_spread
+from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
 from qbheat_det.modeling.detr.mf_detr import MFDETR
@@ -128,7 +129,7 @@ def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
     return max(tops)
 
 
-_Attention = list[tuple[plotting.RGBImage, list[BlockAttention]]]
+_Attention = list[tuple[RGBImage, list[BlockAttention]]]
 """Of one run, for each image the pixels and the drawn blocks."""
 
 
@@ -252,7 +253,7 @@ def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAt
     return QueryAttention(found=found[chosen].to("cpu"), maps=maps)
 
 
-_Detected = list[tuple[plotting.RGBImage, QueryAttention, list[str]]]
+_Detected = list[tuple[RGBImage, QueryAttention, list[str]]]
 """Of one run, for each image: pixels, attention, names of the predicted classes."""
 
 
@@ -327,7 +328,7 @@ def _draw_queries(found: Mapping[str, _Detected], index: int) -> Image:
     return plotting.chart_image(chart, caption=f"Queries of image {index + 1}.", format="jpg")
 
 
-def _draw_box(image: plotting.RGBImage, box: Tensor) -> plotting.RGBImage:
+def _draw_box(image: RGBImage, box: Tensor) -> RGBImage:
     """Returns a copy with a box (4,), XYXY in pixels, black and white to be seen on all colours."""
     x0, y0, x1, y1 = (round(value) for value in box.tolist())
     picture = cv2.rectangle(image.copy(), (x0, y0), (x1 - 1, y1 - 1), (0, 0, 0), 3)

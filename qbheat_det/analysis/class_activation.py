@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
+from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.modeling.classification import ImageClassifier, LinearDecoder
 
 from . import plotting
@@ -113,7 +114,7 @@ def correlate_inside(one: FloatMap, other: FloatMap) -> float:
 class _Heat(NamedTuple):
     """Of one image: pixels (S, S, 3), class with its score, class activation, heat (H, W)."""
 
-    image: plotting.RGBImage
+    image: RGBImage
     name: str
     score: float
     activation: FloatMap

@@ -24,8 +24,8 @@ from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import to_json
 from qbheat_det.core.files import file_lock, hash_file, write_atomically
-from qbheat_det.data import preserved_randomness
-from qbheat_det.engine.writers import find_commit, list_versions
+from qbheat_det.core.seeding import preserved_randomness
+from qbheat_det.core.versions import find_commit, list_versions
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .comparison_plan import RANDOM, Comparison, Job, Row, list_rows

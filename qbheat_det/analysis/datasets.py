@@ -23,24 +23,18 @@ from numpy.typing import NDArray
 from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.seeding import preserved_randomness, seed_place
 from qbheat_det.core.text import join_first
-from qbheat_det.data import (
-    Source,
-    build_mapper,
-    forget_annotations,
-    origin_of,
-    preserved_randomness,
-    read_annotations,
-    seed_place,
-)
+from qbheat_det.data import Source, build_mapper, forget_annotations, origin_of, read_annotations
 from qbheat_det.data.checks import DataError, find_record_errors
 from qbheat_det.data.datasets.coco import check_same_classes
 from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.data.images import find_image_errors
 from qbheat_det.engine.data_sources import open_flags
 from qbheat_det.engine.run_flags import RunFlags
+from qbheat_det.inference.drawing import RGBImage, draw_instances
 
-from .plotting import RGBImage, add_heading, draw_instances, tile_images
+from .plotting import add_heading, tile_images
 
 Role = Literal["train", "val"]
 _TINY_SIDE = 8  # pixels at the network's input: one cell of the finest map of most heads

@@ -20,11 +20,12 @@ from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, registe
 from qbheat_det.core.text import join_first
 from qbheat_det.data import open_source, register_source
 from qbheat_det.engine.trainer import Trainer
+from qbheat_det.inference.drawing import Color, RGBImage, draw_boxes, get_class_color
 
 from . import detection_metrics as metrics
 from . import plotting
 from .figure import FigureOptions, run_each
-from .plotting import Color, RGBImage, add_heading, draw_boxes, get_class_color, tile_images
+from .plotting import add_heading, tile_images
 from .run import Run
 
 TRUTH_COLOR: Color = (64, 156, 255)

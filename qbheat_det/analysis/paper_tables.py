@@ -19,6 +19,7 @@ from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from torch import nn
 
 from qbheat_det.config import get_cfg
+from qbheat_det.evaluation.complexity import CountingRule, count_madds, count_parameters
 from qbheat_det.modeling.backbone import (
     MOBILE_FORMER_ARCHS,
     MobileFormer,
@@ -26,8 +27,6 @@ from qbheat_det.modeling.backbone import (
 )
 from qbheat_det.modeling.classification import LinearDecoder, TransformerDecoder
 from qbheat_det.modeling.detr import MFDecoder
-
-from .complexity import CountingRule, count_madds, count_parameters
 
 DETECTION_SIZE = (800, 1333)
 CLASSIFICATION_SIZE = (224, 224)

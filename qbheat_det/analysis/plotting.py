@@ -1,15 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Charts and grids in one matplotlib theme, for what ``@themed`` decorates; boxes on images.
+"""Charts and grids of images in one matplotlib theme, which ``@themed`` functions draw in."""
 
-Images are (H, W, 3) uint8 RGB; boxes are (n, 4) XYXY in pixels of the image given. Detectron2's
-Visualizer draws the same through matplotlib, which takes several times as long for each frame.
-"""
-
-import colorsys
 import io
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,27 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 import PIL.ImageDraw
-import PIL.ImageFont
-from detectron2.structures import BitMasks, Instances, PolygonMasks
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.core.figures import Image
+from qbheat_det.inference.drawing import BACKGROUND, Color, RGBImage, get_font
 
-RGBImage = npt.NDArray[np.uint8]
-"""(H, W, 3)."""
 Format = Literal["svg", "png", "jpg"]
-Color = tuple[int, int, int]
 
 INK, QUIET = "#1c1e21", "#63676e"
 """Colours of text and of axes."""
 COLORS = ("#1f6feb", "#a83300", "#00ab62", "#a23098", "#d48000", "#44534c")
 """Of lines, in the order of their use, as in the theme."""
-BACKGROUND: Color = (24, 26, 30)
-"""Between images, and behind headings."""
 HEADING: Color = (226, 228, 232)
-_GOLDEN_ANGLE = 0.618034  # of hues: neighbouring classes differ clearly
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
 _LONGEST_NAME = 40
@@ -206,77 +193,6 @@ def enlarge(image: RGBImage, side: int = 160, *, exact: bool = False) -> RGBImag
     return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)
 
 
-def get_class_color(index: int) -> Color:
-    """Returns the RGB color that a class has in every image."""
-    red, green, blue = colorsys.hls_to_rgb((0.12 + _GOLDEN_ANGLE * index) % 1, 0.6, 0.9)
-    return round(255 * red), round(255 * green), round(255 * blue)
-
-
-def draw_instances(
-    image: RGBImage, instances: Instances, class_names: Sequence[str], *, min_side: int = 384
-) -> RGBImage:
-    """Draws ``pred_boxes`` or ``gt_boxes``, masks and scores on an image (H, W, 3), RGB."""
-    instances = instances.to("cpu")
-    fields = instances.get_fields()
-    kind = "pred" if "pred_boxes" in fields else "gt"
-    boxes = fields[f"{kind}_boxes"].tensor.detach().double().numpy()
-    classes = fields[f"{kind}_classes"].tolist()
-    labels = [class_names[k] if k < len(class_names) else f"class {k}" for k in classes]
-    if "scores" in fields:
-        scores = fields["scores"].tolist()
-        labels = [f"{label} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
-    colors = [get_class_color(k) for k in classes]
-    masks = fields.get(f"{kind}_masks")
-    if isinstance(masks, PolygonMasks):
-        masks = BitMasks.from_polygon_masks(masks, *instances.image_size)
-    if isinstance(masks, BitMasks):
-        masks = masks.tensor
-    if masks is not None:
-        image = image.copy()
-        for mask, color in zip(masks.numpy() > 0.5, colors, strict=True):
-            image[mask] = (0.6 * image[mask] + 0.4 * np.asarray(color)).astype(np.uint8)
-    return draw_boxes(image, boxes, labels, colors, min_side=min_side)
-
-
-def draw_boxes(
-    image: RGBImage,
-    boxes: npt.NDArray[np.float64],
-    labels: Sequence[str],
-    colors: Sequence[Color],
-    *,
-    min_side: int = 384,
-) -> RGBImage:
-    """Draws boxes (n, 4) XYXY in pixels and labels on an image, enlarged to ``min_side``."""
-    height, width = image.shape[:2]
-    scale = max(1.0, min_side / min(height, width))
-    width, height = round(width * scale), round(height * scale)
-    if scale > 1:
-        image = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC))
-    canvas = PIL.Image.fromarray(image)
-    pen = PIL.ImageDraw.Draw(canvas)
-    line = max(2, round(min(height, width) / 220))
-    font = get_font(max(13, round(min(height, width) / 26)))
-    limits = np.array([width - 1, height - 1] * 2)
-    corners = np.clip(np.round(boxes * scale), 0, limits)
-    corners[:, 2:] = np.maximum(corners[:, 2:], corners[:, :2])
-    # Large boxes first, so that small ones and their labels stay visible.
-    order = np.argsort(-(corners[:, 2:] - corners[:, :2]).prod(axis=1), kind="stable")
-    for i in order.tolist():
-        x0, y0, x1, y1 = corners[i].tolist()
-        # A dark rim keeps light colors visible on light backgrounds.
-        pen.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=BACKGROUND, width=line + 2)
-        pen.rectangle((x0, y0, x1, y1), outline=colors[i], width=line)
-    for i in order.tolist():
-        if labels[i]:
-            x0, y0 = corners[i, :2].tolist()
-            size = pen.textbbox((0, 0), labels[i], font=font)
-            x0 = max(0, min(x0, width - size[2] - 4))
-            y0 = max(0, y0 - size[3] - 4)
-            pen.rectangle((x0, y0, x0 + size[2] + 4, y0 + size[3] + 4), fill=colors[i])
-            pen.text((x0 + 2, y0 + 2), labels[i], font=font, fill=BACKGROUND)
-    return np.asarray(canvas)
-
-
 def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
     """Returns one image of several of any sizes, row by row, each centered in an equal cell."""
     cell_height = max(image.shape[0] for image in images)
@@ -303,11 +219,3 @@ def add_heading(image: RGBImage, text: str) -> RGBImage:
         size -= 1
     pen.text((4, middle), text, font=get_font(size), fill=HEADING, anchor="lm")
     return np.concatenate([np.asarray(strip), image])
-
-
-@lru_cache(maxsize=16)
-def get_font(size: int) -> PIL.ImageFont.FreeTypeFont:
-    """Returns the font of all labels, in a size in pixels."""
-    # matplotlib ships this font, so labels are the same on every machine.
-    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-    return PIL.ImageFont.truetype(str(path), size)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from qbheat_det.core.figures import Figure, NotApplicable, register_figure
+from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.modeling.pretrain import ReconstructionModel, patchify, unpatchify
 
 from .figure import FigureOptions, crop_squares, run_on_images
-from .plotting import RGBImage, chart_image, plot_grid, to_rgb
+from .plotting import chart_image, plot_grid, to_rgb
 from .run import Run
 from .spectrum import NAMES, read_linear_models
 

@@ -16,10 +16,11 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
+from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.modeling.pretrain import ReconstructionModel
 
 from .figure import Entries, FigureOptions, crop_squares, run_on_images
-from .plotting import RGBImage, chart_image, enlarge, plot_grid, to_rgb
+from .plotting import chart_image, enlarge, plot_grid, to_rgb
 from .run import Run
 
 _GREY = 128

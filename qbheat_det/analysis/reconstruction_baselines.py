@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import DataError, ImageBatches, build_mapper, preserved_randomness, with_views
+from qbheat_det.core.seeding import preserved_randomness
+from qbheat_det.data import DataError, ImageBatches, build_mapper, with_views
 from qbheat_det.evaluation import HeldOutLossEvaluator
 from qbheat_det.modeling.contracts import get_views, normalise_pixels
 from qbheat_det.modeling.pretrain import (

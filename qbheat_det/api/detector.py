@@ -5,44 +5,37 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import numpy as np
 import PIL.Image
 import torch
 from detectron2.config import CfgNode
-from detectron2.structures import ImageList, Instances
 from torch import Tensor, nn
 
 from qbheat_det.analysis.run import Run
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import DeployedModel, deploy
-from qbheat_det.engine.pictures import (
+from qbheat_det.export import ExportReport, export_model
+from qbheat_det.inference.encoder import encode
+from qbheat_det.inference.exported import ExportedModel
+from qbheat_det.inference.pictures import (
     NamedImage,
     Picture,
     is_collection,
     is_video,
     open_images,
 )
-from qbheat_det.engine.predict import build_predictor, check_elongation
-from qbheat_det.engine.video import Image, UnreadableImage
-from qbheat_det.export import ExportedModel, ExportReport, export_model
-from qbheat_det.modeling.contracts import normalise_pixels
+from qbheat_det.inference.predict import Predictor, build_predictor, check_elongation
+from qbheat_det.inference.results import Detections
+from qbheat_det.inference.video import Image, UnreadableImage
+from qbheat_det.model_zoo.hub import HUB_PREFIX, push_to_hub, save_pretrained
 
-from .hub import HUB_PREFIX, push_to_hub, save_pretrained
-from .results import Detections
 from .training import train_detector
 
 T = TypeVar("T")
 Opened = TypeVar("Opened", bound="Trained")
-
-
-class Predictor(Protocol):
-    """What finds boxes: Detectron2's predictor, or an exported file."""
-
-    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """From BGR images (H, W, 3) of any sizes to instances on the CPU."""
 
 
 class Trained:
@@ -298,7 +291,6 @@ class Encoder(Trained):
         self.model = model if isinstance(model, nn.Module) else None
         self.cfg = cfg
 
-    @torch.inference_mode()
     def __call__(self, images: Picture | Sequence[Picture]) -> dict[str, Tensor]:
         """Returns the outputs by name, maps (N, C, H, W) and tokens (N, M, D).
 
@@ -313,16 +305,7 @@ class Encoder(Trained):
         pictures = [each.image for each in open_images(images)]
         if self._exported is not None:
             return self._run_exported(pictures)
-        node, is_bgr = self.cfg.MODEL, self.cfg.INPUT.FORMAT == "BGR"
-        tensors = []
-        for picture in pictures:
-            pixels = torch.from_numpy(picture).to(node.DEVICE).permute(2, 0, 1)
-            pixels = pixels.flip(0) if is_bgr else pixels
-            tensors.append(normalise_pixels(pixels, node.PIXEL_MEAN, node.PIXEL_STD))
-        model: Any = self.model
-        batch = ImageList.from_tensors(tensors, model.size_divisibility)
-        outputs: dict[str, Tensor] = model(batch.tensor)
-        return outputs
+        return encode(self.model, self.cfg, pictures)
 
     def _run_exported(self, pictures: Sequence[Image]) -> dict[str, Tensor]:
         assert self._exported is not None

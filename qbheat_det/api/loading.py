@@ -5,30 +5,16 @@ from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
-from torch import nn
 
 from qbheat_det.checkpoint import (
-    SafeCheckpointer,
-    find_weights,
-    holds_backbone_alone,
-    info_of,
     load_run_config,
-    local_weights,
 )
-from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_IMAGES
-from qbheat_det.engine.predict import build_predictor
-from qbheat_det.export import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
-from qbheat_det.model_zoo.api import open_trained
-from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from qbheat_det.modeling.backbone.timm_backbone import list_outputs
-from qbheat_det.modeling.contracts import get_backbone
+from qbheat_det.inference.encoder import is_encoder, is_timm, locate_weights, open_encoder
+from qbheat_det.inference.exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
+from qbheat_det.inference.predict import build_predictor
 
 from .detector import Detector, Encoder, Trained
-from .hub import HUB_PREFIX, download
-
-_TIMM = "timm://"
 
 
 def load(
@@ -51,39 +37,21 @@ def load(
         UserError: there is no such file, entry or device, or the file does not fit its config.
     """
     _check_device(device)
-    is_hub = str(weights).startswith(HUB_PREFIX)
-    name = download(str(weights)) if is_hub else find_weights(weights)
+    name = locate_weights(str(weights))
     if name.lower().endswith(EXPORTED_SUFFIXES):
         if fast:
             raise UserError(f"'{name}' is exported: fast is for weights")
         return _build_exported(name, device)
-    if name.startswith(_TIMM):
-        return _open_timm(name, device)
+    if is_timm(name):
+        return Encoder(*open_encoder(name, device))
     opts = ["MODEL.DEPLOY.ENABLED", "True"] if fast else []
     cfg = load_run_config(name, device=device, opts=opts)
-    if holds_backbone_alone(name) or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
-        return _build_encoder(open_trained(name, device=device).model, cfg)
+    if is_encoder(name, cfg):
+        return Encoder(*open_encoder(name, device))
     return _build_detector(cfg)
 
 
 Trained._load = staticmethod(load)  # for ``from_pretrained``
-
-
-def _open_timm(address: str, device: str | None) -> Encoder:
-    """Returns a network of timm with all of its maps, pixels normalised as in its training."""
-    model_name = address.removeprefix(_TIMM).partition(".")[0]
-    info = info_of(local_weights(address))
-    cfg: CfgNode = get_cfg()
-    cfg.MODEL.DEVICE = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    cfg.MODEL.WEIGHTS = address
-    cfg.MODEL.BACKBONE.NAME = f"timm:{model_name}"
-    cfg.MODEL.TIMM.OUT_FEATURES = list_outputs(model_name)
-    if info is not None:
-        cfg.INPUT.FORMAT = info.pixel_format
-        cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD = list(info.pixel_mean), list(info.pixel_std)
-    model = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
-    SafeCheckpointer(model).load(address)  # leaves out the classifier
-    return _build_encoder(model.eval(), cfg)
 
 
 def _check_device(device: str | None) -> None:
@@ -116,8 +84,3 @@ def _build_exported(path: str, device: str | None) -> Detector | Encoder:
     if exported.info.task == "features":
         return Encoder(exported, cfg)
     return Detector(ExportedPredictor(exported), cfg)
-
-
-def _build_encoder(model: nn.Module, cfg: CfgNode) -> Encoder:
-    """Returns the encoder of a model, or of a backbone."""
-    return Encoder(get_backbone(model) or model, cfg)

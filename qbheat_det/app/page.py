@@ -13,7 +13,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.video import VIDEO_SUFFIXES
+from qbheat_det.inference.video import VIDEO_SUFFIXES
 
 from .uploads import (
     IMAGE_SUFFIXES,

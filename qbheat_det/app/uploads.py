@@ -29,7 +29,13 @@ from qbheat_det.analysis.run import Kind, Run
 from qbheat_det.api import Detections, Detector, load
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
-from qbheat_det.engine.video import VIDEO_SUFFIXES, Image, UnreadableImage, open_video, read_video
+from qbheat_det.inference.video import (
+    VIDEO_SUFFIXES,
+    Image,
+    UnreadableImage,
+    open_video,
+    read_video,
+)
 from qbheat_det.model_zoo.api import get_address
 from qbheat_det.model_zoo.index import find_entry, list_entries
 

@@ -51,14 +51,13 @@ from .mappers import (
     build_mapper,
     number_records,
 )
-from .seeding import STEP, preserved_randomness, seed_place, undisturbed
 from .shard_cache import configure_cache
 from .shard_packing import pack_source
 from .shards import absolute, are_shards, is_in_shard, list_shard_images
 
 __all__ = [
     "DATASET_MAPPERS", "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES",
-    "SPLIT_FILE", "STEP", "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches",
+    "SPLIT_FILE", "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches",
     "PretrainingMapper", "Source", "ToySpec", "TrainStream", "absolute", "are_shards",
     "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
     "build_train_stream", "check_coco_json", "check_image_folder", "check_same_classes",
@@ -66,9 +65,9 @@ __all__ = [
     "fingerprint_records", "forget_annotations", "forget_source", "get_cache_dir", "is_in_shard",
     "join_messages", "list_classes", "list_shard_images", "load_class_folders", "load_classes",
     "load_image_folders", "load_labelled_sets", "number_records", "open_images", "open_source",
-    "origin_of", "pack_source", "prepare_toy_set", "preserved_randomness", "raise_first",
+    "origin_of", "pack_source", "prepare_toy_set", "raise_first",
     "read_annotations", "read_split", "register_coco_images", "register_coco_json",
-    "register_image_folders", "register_source", "seed_place", "split_source", "undisturbed",
+    "register_image_folders", "register_source", "split_source",
     "with_views",
 ]  # fmt: skip
 

@@ -23,11 +23,11 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.seeding import IMAGE, preserved_randomness, seed_place
 from qbheat_det.data.checks import DataError
 
 from .datasets.image_folder import list_classes, load_classes
 from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
-from .seeding import IMAGE, preserved_randomness, seed_place
 from .shard_order import ShardSampler, check_window, count_images_ahead, fetch_ahead, number_shards
 
 Entry = tuple[int, int]

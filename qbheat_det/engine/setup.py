@@ -27,12 +27,12 @@ from qbheat_det.data import (
     is_in_shard,
     raise_first,
 )
+from qbheat_det.feature_cache.frozen import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
 from .console import filter_detectron2_logs, open_log
 from .data_sources import use_classes_of_folders, use_data_flags, write_split
 from .evaluation import check_neighbours, scores_neighbours
-from .feature_cache import check_cacheable
 from .resume import check_start, name_last_checkpoint
 from .run_flags import RunFlags
 

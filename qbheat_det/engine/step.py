@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 
 from qbheat_det.core.environment import supports_bfloat16
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import STEP, cut, seed_place
+from qbheat_det.core.seeding import STEP, seed_place
+from qbheat_det.data import cut
 from qbheat_det.modeling.contracts import SupportsAfterStep, SupportsLossNormalizers, get_metrics
 
 from .batch_source import BatchedInputs, BatchSource

@@ -28,8 +28,11 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
+from qbheat_det.core.versions import find_commit
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
 from qbheat_det.evaluation import build_evaluator
+from qbheat_det.feature_cache.frozen import use_cached_features
+from qbheat_det.feature_cache.teacher import TeacherFeatures
 from qbheat_det.modeling.contracts import (
     needs_teacher,
     pretrain_only_modules,
@@ -53,7 +56,6 @@ from .evaluation import (
     scores_neighbours,
 )
 from .failure import report_failure
-from .feature_cache import use_cached_features
 from .hooks import (
     EvalHook,
     PeriodicCheckpointer,
@@ -68,10 +70,9 @@ from .restart import YieldToNewerStart
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
 from .stopping import StopSignals
-from .teacher_features import TeacherFeatures
 from .token_monitor import build_token_monitor
 from .visualize import build_visualization_hook
-from .writers import PeriodicWriter, find_commit
+from .writers import PeriodicWriter
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)

@@ -23,7 +23,7 @@ from torch import nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
-from qbheat_det.data import undisturbed
+from qbheat_det.core.seeding import undisturbed
 from qbheat_det.modeling.contracts import PretrainingObjective
 
 from .data_sources import load_fixed_images

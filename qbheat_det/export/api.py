@@ -25,16 +25,17 @@ from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import load_image_folders
-from qbheat_det.engine.predict import build_predictor, find_inputs, read_bgr
-from qbheat_det.engine.video import UnreadableImage
+from qbheat_det.inference.export_info import METADATA_KEY
+from qbheat_det.inference.exported import EXPORTED_SUFFIXES, ExportedModel, Images
+from qbheat_det.inference.predict import build_predictor, find_inputs, read_bgr
+from qbheat_det.inference.video import UnreadableImage
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.features import read_whole_images, recalibrate_bn, training_records
 
 from .agreement import ExportReport, build_reference, fit_image, measure_agreement
-from .formats import METADATA_KEY, quantize_onnx, write_onnx, write_torch_export
+from .formats import quantize_onnx, write_onnx
 from .graph import build_exportable, trace_images
-from .heads import suppress_operator, suppress_overlaps
-from .runtime import EXPORTED_SUFFIXES, ExportedModel, Images
+from .heads import suppress_operator
 
 TOLERANCE = 1e-4
 ON_CPU = {"MODEL.DEVICE": "cpu"}
@@ -60,7 +61,7 @@ def export_model(
 
     Args:
         cfg: of the weights, see ``load_run_config``.
-        output: ``.onnx``, or ``.pt2`` for torch.export.
+        output: ``.onnx``.
         images: files and folders to compare on; by default the toy set.
         tolerance: see ``Agreement.holds``.
         overwrite: whether ``output`` may exist.
@@ -114,20 +115,15 @@ def write_model(
     image_size: tuple[int, ...] = (),
     int8: bool = False,
 ) -> None:
-    """Writes a model on the CPU as ``.onnx``, or ``.pt2`` for torch.export, without a comparison.
+    """Writes a model as ``.onnx`` without comparing it with PyTorch.
 
     ``image_size`` is that of ``export_model``; ``int8`` is for ``quantize_onnx``. Raises a
     ``UserError`` if it cannot be exported, or ONNX needs a package.
     """
-    is_onnx = path.suffix.lower() == ".onnx"
-    suppress = suppress_operator if is_onnx else suppress_overlaps
-    exportable = build_exportable(model, cfg, suppress=suppress, image_size=image_size)
+    exportable = build_exportable(model, cfg, suppress=suppress_operator, image_size=image_size)
     program = trace_images(exportable, image_size, int8=int8)
     description = exportable.info.to_json()
-    if is_onnx:
-        write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})
-    else:
-        write_torch_export(program, path, description)
+    write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})
 
 
 def read_images(

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files of ONNX and torch.export, and the description inside: which images, which outputs.
+"""Files of ONNX and torch.export.
 
 A ``.pt2`` is a program: open only files you trust. Opening refuses what could run code before the
 file is even looked at, as far as PyTorch allows: pickles that hold more than tensors, and compiled
@@ -7,16 +7,11 @@ libraries. PyTorch still evaluates expressions and looks up functions that the f
 """
 
 import contextlib
-import dataclasses
-import json
 import logging
 import math
-import os
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,22 +20,8 @@ from torch.export import ExportedProgram
 
 from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import parse_record
 
 logger = logging.getLogger(__name__)
-Task = Literal["detection", "classification", "features"]
-METADATA_KEY = "qbheat_det"
-"""The entry of ONNX's ``metadata_props`` that holds the description, as JSON."""
-METADATA_FILE = f"{METADATA_KEY}.json"
-"""The same, as an extra file inside torch.export archives."""
-SHARED_ENCODER_KEY = f"{METADATA_KEY}_shared_encoder"
-"""A second entry in the files of a shared-encoder export: the hash of the encoder."""
-TASK_OUTPUTS: dict[Task, tuple[str, ...]] = {
-    "detection": ("boxes", "scores", "labels", "counts"),
-    "classification": ("scores",),
-}
-"""Names of the outputs by task; those of "features" are the backbone's."""
-_FORMAT = 1
 _OPSET = 18  # the first with an antialiased Resize
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 ONNX_TRANSLATIONS: dict[Any, Any] = {}
@@ -48,53 +29,6 @@ ONNX_TRANSLATIONS: dict[Any, Any] = {}
 _QUANTIZED = ["Conv", "MatMul", "Gemm"]
 _MIN_CHANNELS = 16  # of an input; with fewer, as in the stem, little is gained and much is lost
 _MIN_POSITIONS = 256  # products of tokens and queries cost little
-
-
-@dataclass(frozen=True)
-class ExportInfo:
-    """The description of an exported file.
-
-    The input "images" is (N, H, W, 3), uint8, any N, H and W, or with an ``image_size`` one image
-    of it, channels in the order of ``pixel_format``; resize, normalisation and padding are inside.
-    Outputs by ``task``:
-
-    - "detection": "boxes" (N, R, 4), XYXY in pixels of the input image, "scores" (N, R) in [0, 1],
-      in descending order, "labels" (N, R), from 0, and "counts" (N,): of the R rows of image n the
-      first ``counts[n]`` are detections, the others are empty;
-    - "classification": "scores" (N, K), which sum to one;
-    - "features": the backbone's maps (N, C, H', W') and tokens (N, M, D), by its own names.
-    """
-
-    task: Task
-    outputs: tuple[str, ...]  # their names, in the file's order
-    pixel_format: Literal["RGB", "BGR"]
-    class_names: tuple[str, ...] = ()  # in the order of the labels; empty if unknown
-    category_ids: tuple[int, ...] = ()  # the annotation file's id of each label
-    image_size: tuple[int, ...] = ()  # (H, W) of all images, one at a time; empty if any size
-    score_threshold: float = 0.0  # detections with this score or less are left out in the file
-    model: str = ""  # name of the meta-architecture
-    config: str = ""  # the whole config, YAML
-    version: str = ""  # of the package that exported it
-
-    def to_json(self) -> str:
-        """Returns what ``from_json`` reads."""
-        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)})
-
-    @classmethod
-    def from_json(cls, text: str, where: str) -> "ExportInfo":
-        """Reads a description from ``where``, an untrusted file, or raises a ``UserError``."""
-        try:
-            content = json.loads(text)
-            if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
-                raise ValueError
-            info: ExportInfo = parse_record(cls, content, f"'{where}'")
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"'{where}' has no valid description of its outputs: export the weights again"
-            ) from error
-        if info.outputs != TASK_OUTPUTS.get(info.task, info.outputs):
-            raise UserError(f"'{where}' does not have the outputs of its task: export it again")
-        return info
 
 
 def write_onnx(
@@ -128,46 +62,6 @@ def write_onnx(
     assert written is not None
     written.model.metadata_props.update(metadata)
     path.write_bytes(written.model_proto.SerializeToString())
-
-
-def write_torch_export(program: ExportedProgram, path: Path, metadata: str) -> None:
-    """Writes a program with its ``ExportInfo`` as JSON."""
-    with quiet("torch.export", "torch._export"):
-        torch.export.save(program, path, extra_files={METADATA_FILE: metadata})
-
-
-def open_torch_export(path: Path) -> tuple[Callable[..., Any], str]:
-    """Opens a file for the CPU; also returns the metadata in it, empty if there is none.
-
-    Raises an exception of any kind if the file is damaged or holds what is refused.
-    """
-    # Registers torchvision's operators, which the program may call by name.
-    import torchvision  # noqa: F401
-
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if "aotinductor" in name.lower():
-                raise ValueError(f"it holds compiled code ({name})")
-    extra: dict[str, Any] = {METADATA_FILE: ""}
-    with _without_pickles(), quiet("torch.export", "torch._export"):
-        program = torch.export.load(str(path), extra_files=extra).module()
-    text = extra[METADATA_FILE]
-    return program, text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-
-
-@contextlib.contextmanager
-def _without_pickles() -> Iterator[None]:
-    """Lets every ``torch.load`` read only tensors, whatever its caller asks for."""
-    # torch.export.load tries weights_only first, and on failure anything, without asking.
-    before = os.environ.get(_WEIGHTS_ONLY)
-    os.environ[_WEIGHTS_ONLY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_WEIGHTS_ONLY]
-        else:
-            os.environ[_WEIGHTS_ONLY] = before
 
 
 def quantize_onnx(path: Path, images: Iterable[npt.NDArray[np.uint8]]) -> int:

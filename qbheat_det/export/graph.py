@@ -24,11 +24,11 @@ from torch.nn import functional as F
 
 from qbheat_det.config import dump_config, get_cfg, with_values
 from qbheat_det.deployment.fused_blocks import fold_batch_norms, fuse_blocks
+from qbheat_det.inference.export_info import ExportInfo
 from qbheat_det.layers.cpu_kernels import exported_form
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import get_backbone
 
-from .formats import ExportInfo
 from .heads import Head, Suppress, build_head, suppress_overlaps
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert, nms
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.inference.export_info import TASK_OUTPUTS, Task
 from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 from qbheat_det.modeling.detr import MFDETR
 
-from .formats import ONNX_TRANSLATIONS, TASK_OUTPUTS, Task
+from .formats import ONNX_TRANSLATIONS
 
 Suppress = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 EMPTY = -1.0

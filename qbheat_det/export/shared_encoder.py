@@ -22,15 +22,16 @@ from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, hash_tensors, write_atomically
 from qbheat_det.core.text import join_first
-from qbheat_det.engine.predict import build_predictor
+from qbheat_det.inference.export_info import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo
+from qbheat_det.inference.exported import ENCODER, HEAD_PREFIX, SharedEncoderModel
+from qbheat_det.inference.predict import build_predictor
 from qbheat_det.modeling.contracts import get_encoder
 
 from .agreement import ExportReport, build_reference, measure_agreement
 from .api import ON_CPU, TOLERANCE, read_images
-from .formats import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, write_onnx
+from .formats import write_onnx
 from .graph import ExportableModel, build_exportable, example_images, trace, trace_images
 from .heads import suppress_operator
-from .runtime import ENCODER, HEAD_PREFIX, SharedEncoderModel
 
 SIZES = "sizes"
 """The encoder's last output, (4,), int64: H, W, H', W' before and after the resize."""

@@ -17,7 +17,7 @@ from qbheat_det.checkpoint import WeightsInfo, load_run_config, read_weights, sa
 from qbheat_det.config import dump_config, get_cfg, get_config_path, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, hash_file, write_atomically
-from qbheat_det.engine.writers import find_commit
+from qbheat_det.core.versions import find_commit
 
 from . import index, sources
 from .api import open_trained

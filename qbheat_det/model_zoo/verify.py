@@ -24,11 +24,17 @@ from PIL import Image
 from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor, nn
 
-from qbheat_det.analysis import CountingRule, count_detector_madds, count_madds, count_parameters
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.seeding import undisturbed
 from qbheat_det.core.text import one_line
-from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper, undisturbed
+from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper
+from qbheat_det.evaluation.complexity import (
+    CountingRule,
+    count_detector_madds,
+    count_madds,
+    count_parameters,
+)
 from qbheat_det.modeling.contracts import PretrainingObjective, get_backbone, normalise_pixels
 
 from .api import TrainedModel, open_trained

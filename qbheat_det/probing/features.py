@@ -20,14 +20,8 @@ from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    ImageBatches,
-    build_mapper,
-    cut,
-    join_messages,
-    raise_first,
-    undisturbed,
-)
+from qbheat_det.core.seeding import undisturbed
+from qbheat_det.data import ImageBatches, build_mapper, cut, join_messages, raise_first
 from qbheat_det.modeling.contracts import normalise_pixels
 
 _SHARE = 0.2  # of each class that is held out

@@ -30,13 +30,13 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors, write_atomically
+from qbheat_det.core.seeding import preserved_randomness
 from qbheat_det.data import (
     ImageBatches,
     PretrainingMapper,
     fingerprint_records,
     join_messages,
     load_class_folders,
-    preserved_randomness,
 )
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.contracts import normalise_pixels, optional_modules

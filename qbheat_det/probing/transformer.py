@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from qbheat_det.data import preserved_randomness
+from qbheat_det.core.seeding import preserved_randomness
 from qbheat_det.modeling.classification import TransformerDecoder
 
 from .features import FrozenFeatures, channel_statistics, measure_accuracy, split_by_class

@@ -11,7 +11,7 @@ from detectron2.layers import ShapeSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.analysis import CountingRule, count_madds, count_parameters, paper_tables
+from qbheat_det.analysis import paper_tables
 from qbheat_det.analysis.paper_tables import (
     Counts,
     PaperCell,
@@ -22,6 +22,7 @@ from qbheat_det.analysis.paper_tables import (
     pyramid_positions,
 )
 from qbheat_det.config import get_cfg
+from qbheat_det.evaluation.complexity import CountingRule, count_madds, count_parameters
 from qbheat_det.modeling.backbone import build_mobile_former_fpn_backbone
 
 from ..analysis.tiny_runs import mf_detr_config

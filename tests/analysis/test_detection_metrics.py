@@ -29,11 +29,11 @@ from qbheat_det.analysis.detection_metrics import (
 )
 from qbheat_det.analysis.detections import crop_box, draw_detections
 from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.plotting import draw_boxes, draw_instances, get_class_color
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, write_figure
 from qbheat_det.engine.data_sources import register_source
+from qbheat_det.inference.drawing import draw_boxes, draw_instances, get_class_color
 from tests.engine.tiny_detectors import make_probe_config
 
 from .tiny_runs import classifier_config, write_run

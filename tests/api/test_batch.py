@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 
 from qbheat_det import load
-from qbheat_det.api import Job, batch, predict_files, run_batch
+from qbheat_det.api import Job, predict_files, run_batch
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import open_images, pack_source
+from qbheat_det.inference import batch
 from tests.engine.classifier_cases import configure, make_classes
 from tests.engine.tiny_detectors import make_retinanet_config, save_run
 from tests.engine.tiny_pretraining import OPTS, RECIPE

@@ -16,8 +16,8 @@ import qbheat_det
 from qbheat_det.api import Detections, Detector, Encoder, predict_files, save_annotations
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.engine import pictures
-from qbheat_det.engine.pictures import read_rgb
+from qbheat_det.inference import pictures
+from qbheat_det.inference.pictures import read_rgb
 from tests.export.tiny_models import save as save_tiny
 
 

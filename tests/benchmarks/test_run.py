@@ -31,7 +31,7 @@ from benchmarks.timing import (
     write_environment,
     write_results,
 )
-from qbheat_det.analysis.complexity import CountingRule, count_madds, count_parameters
+from qbheat_det.evaluation.complexity import CountingRule, count_madds, count_parameters
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
 

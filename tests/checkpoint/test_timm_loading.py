@@ -27,7 +27,7 @@ from qbheat_det.checkpoint import (
     save_weights,
 )
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.predict import build_predictor
+from qbheat_det.inference.predict import build_predictor
 from qbheat_det.model_zoo.sources import _write_pytorch
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone

@@ -25,19 +25,14 @@ from safetensors.torch import save_file
 
 from qbheat_det.core import files
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    DataError,
-    FixedViews,
-    TrainStream,
-    feature_store,
-    number_records,
-    seed_place,
-)
-from qbheat_det.data.feature_store import FORMAT_VERSION, FeatureStore, Stored, View
-from qbheat_det.data.mappers import VIEW_ROW, CachedViews
-from qbheat_det.data.seeding import IMAGE, VIEW
-from qbheat_det.engine.feature_build import AllViews, make_view
-from qbheat_det.engine.feature_build import fill as build
+from qbheat_det.core.seeding import IMAGE, VIEW, seed_place
+from qbheat_det.data import DataError, FixedViews, TrainStream, number_records
+from qbheat_det.data.mappers import VIEW_ROW
+from qbheat_det.feature_cache import store as feature_store
+from qbheat_det.feature_cache.build import AllViews, make_view
+from qbheat_det.feature_cache.build import fill as build
+from qbheat_det.feature_cache.store import FORMAT_VERSION, FeatureStore, Stored, View
+from qbheat_det.feature_cache.views import CachedViews
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
 

@@ -17,7 +17,8 @@ from torch.testing import assert_close
 from torchvision.transforms import RandomResizedCrop, v2
 
 from qbheat_det.config import get_cfg
-from qbheat_det.data import DataError, PretrainingMapper, preserved_randomness, seed_place
+from qbheat_det.core.seeding import preserved_randomness, seed_place
+from qbheat_det.data import DataError, PretrainingMapper
 from qbheat_det.data.mappers import ClassificationMapper
 from tests.data.pictures import draw, save
 

@@ -18,10 +18,10 @@ from qbheat_det.checkpoint.weights_file import read_weights_file
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.feature_build import ViewEncoder
-from qbheat_det.engine.feature_cache import check_cacheable, check_frozen, use_cached_features
 from qbheat_det.engine.replay import replay_failure
-from qbheat_det.modeling.backbone import CachedBackbone
+from qbheat_det.feature_cache import CachedBackbone
+from qbheat_det.feature_cache.build import ViewEncoder
+from qbheat_det.feature_cache.frozen import check_cacheable, check_frozen, use_cached_features
 from tests.data.pictures import draw
 
 from . import tiny_training

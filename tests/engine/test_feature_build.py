@@ -16,8 +16,8 @@ from torch import nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import DataError, FixedViews, number_records
-from qbheat_det.data.feature_store import View
-from qbheat_det.engine.feature_build import ViewEncoder, describe_cache, name_cache
+from qbheat_det.feature_cache.build import ViewEncoder, describe_cache, name_cache
+from qbheat_det.feature_cache.store import View
 
 Parts = dict[str, Any]
 

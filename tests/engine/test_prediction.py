@@ -15,7 +15,7 @@ from PIL import Image
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.predict import (
+from qbheat_det.inference.predict import (
     Predictions,
     build_predictor,
     find_inputs,

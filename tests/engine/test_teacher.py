@@ -20,7 +20,7 @@ from qbheat_det.data import FixedViews, build_mapper
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.engine.teacher_features import TeacherFeatures
+from qbheat_det.feature_cache.teacher import TeacherFeatures
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain.distillation import feature_loss
 

@@ -19,7 +19,8 @@ from torch import nn
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable
-from qbheat_det.data import register_image_folders, undisturbed
+from qbheat_det.core.seeding import undisturbed
+from qbheat_det.data import register_image_folders
 from qbheat_det.engine import visualize
 from qbheat_det.engine.data_sources import load_fixed_images
 from qbheat_det.engine.step import seed_step

@@ -24,9 +24,10 @@ from qbheat_det.checkpoint import (
     save_weights,
 )
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.predict import build_predictor, find_inputs, read_bgr
-from qbheat_det.export import ExportedModel, export_model
+from qbheat_det.export import export_model
 from qbheat_det.export.api import read_images, write_model
+from qbheat_det.inference.exported import ExportedModel
+from qbheat_det.inference.predict import build_predictor, find_inputs, read_bgr
 from tests.engine.gradient_cases import MF_DETR, RETINANET, on_timm
 from tests.export.tiny_models import make_config, save, save_model, save_photos
 from tests.tool_modules import load_tool, refuse

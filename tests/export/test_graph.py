@@ -17,15 +17,14 @@ from torch.export import Dim
 from torchvision.ops import nms
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.predict import build_predictor
-from qbheat_det.export import ExportedModel, ExportInfo, ExportReport
+from qbheat_det.export import ExportReport
 from qbheat_det.export.agreement import (
     Agreement,
     build_reference,
     compare_detections,
     measure_agreement,
 )
-from qbheat_det.export.formats import TASK_OUTPUTS, Task, write_onnx
+from qbheat_det.export.formats import write_onnx
 from qbheat_det.export.graph import (
     CenterCrop,
     Preprocessing,
@@ -35,7 +34,9 @@ from qbheat_det.export.graph import (
     trace_images,
 )
 from qbheat_det.export.heads import EMPTY, suppress_operator, suppress_overlaps
-from qbheat_det.export.runtime import Images, Outputs, to_instances
+from qbheat_det.inference.export_info import TASK_OUTPUTS, ExportInfo, Task
+from qbheat_det.inference.exported import ExportedModel, Images, Outputs, to_instances
+from qbheat_det.inference.predict import build_predictor
 from tests.export.tiny_models import TwoMaps, build, make_config, save_model
 
 

@@ -15,11 +15,11 @@ from PIL import Image
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.predict import build_predictor, is_classifier
-from qbheat_det.export import SharedEncoderModel
 from qbheat_det.export.agreement import build_reference
 from qbheat_det.export.graph import ExportableModel, build_exportable
 from qbheat_det.export.shared_encoder import split_models
+from qbheat_det.inference.exported import SharedEncoderModel
+from qbheat_det.inference.predict import build_predictor, is_classifier
 from tests.export.tiny_models import build, make_config, save, save_photos
 from tests.tool_modules import TOOLS, load_tool, refuse
 

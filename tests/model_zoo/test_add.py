@@ -13,7 +13,6 @@ import torch
 
 import qbheat_det.model_zoo as zoo
 import qbheat_det.model_zoo.add as add_module
-from qbheat_det.analysis import CountingRule, count_madds
 from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
@@ -23,6 +22,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
+from qbheat_det.evaluation.complexity import CountingRule, count_madds
 from qbheat_det.model_zoo import Metric, ZooEntry, index
 from qbheat_det.model_zoo.add import add_entry, halve_precision, remove_machine_paths
 from qbheat_det.model_zoo.api import TrainedModel

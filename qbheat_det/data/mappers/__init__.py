@@ -16,11 +16,11 @@ from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
 
 from .classification import ClassificationMapper
-from .fixed_views import VIEW_ROW, CachedViews, FixedViews, Mapper, PreparedMapper, number_records
+from .fixed_views import VIEW_ROW, FixedViews, Mapper, PreparedMapper, number_records
 from .pretraining import PretrainingMapper, TwoViewMapper
 
 __all__ = [
-    "VIEW_ROW", "CachedViews", "ClassificationMapper", "DetrDatasetMapper", "FixedViews", "Mapper",
+    "VIEW_ROW", "ClassificationMapper", "DetrDatasetMapper", "FixedViews", "Mapper",
     "PreparedMapper", "PretrainingMapper", "TwoViewMapper", "build_detr_crop", "number_records",
 ]  # fmt: skip
 

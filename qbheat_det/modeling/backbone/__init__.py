@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Backbones; importing this package registers them."""
 
-from .cached import CachedBackbone
 from .fpn import build_mobile_former_fpn_backbone
 from .mobile_former import MobileFormer
 from .mobile_former_archs import (
@@ -14,7 +13,7 @@ from .mobile_former_archs import (
 from .timm_backbone import TimmBackbone, register_timm_backbone
 
 __all__ = [
-    "MOBILE_FORMER_ARCHS", "CachedBackbone", "MobileFormer", "MobileFormerArch", "TimmBackbone",
+    "MOBILE_FORMER_ARCHS", "MobileFormer", "MobileFormerArch", "TimmBackbone",
     "arch_of_rows", "build_mobile_former_fpn_backbone", "named_arch", "register_timm_backbone",
     "shapes_of",
 ]  # fmt: skip

@@ -12,12 +12,8 @@ from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.backbone import (
-    MOBILE_FORMER_ARCHS,
-    CachedBackbone,
-    MobileFormer,
-    arch_of_rows,
-)
+from qbheat_det.feature_cache import CachedBackbone
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, arch_of_rows
 from qbheat_det.modeling.backbone.fpn import StridedLevels
 from qbheat_det.modeling.image_model import find_cached_images
 from tests.modeling.tiny_pretraining import SMALL_ARCH

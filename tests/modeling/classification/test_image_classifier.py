@@ -11,10 +11,10 @@ from detectron2.modeling import build_model
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.analysis.complexity import CountingRule, count_madds, count_parameters
 from qbheat_det.analysis.paper_tables import classifier_counts
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
+from qbheat_det.evaluation.complexity import CountingRule, count_madds, count_parameters
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 from qbheat_det.modeling.classification import (
     TIMM_NAMES,

@@ -21,6 +21,7 @@ from detectron2.utils import comm
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, info_of
 from qbheat_det.config import find_memory_format, with_values
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.seeding import preserved_randomness, seed_place
 from qbheat_det.data import (
     FixedViews,
     ImageBatches,
@@ -29,12 +30,9 @@ from qbheat_det.data import (
     build_mapper,
     number_records,
 )
-from qbheat_det.data.feature_store import VIEWS_PER_FILE, FeatureStore, Stored
-from qbheat_det.data.mappers.fixed_views import TargetViews
-from qbheat_det.data.seeding import preserved_randomness, seed_place
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
-from .feature_build import (
+from .build import (
     AllViews,
     check_cache_keys,
     describe_cache,
@@ -43,6 +41,8 @@ from .feature_build import (
     find_store,
     open_store,
 )
+from .store import VIEWS_PER_FILE, FeatureStore, Stored
+from .views import TargetViews
 
 logger = logging.getLogger(__name__)
 Records = Sequence[dict[str, Any]]

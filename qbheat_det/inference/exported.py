@@ -19,14 +19,14 @@ from detectron2.structures import Boxes, Instances
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
-from qbheat_det.engine.predict import Scores, group_by_shape, read_bgr
-from qbheat_det.engine.video import Image
 
-from .formats import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, Task, open_torch_export
+from .export_info import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, Task
+from .predict import Scores, group_by_shape, read_bgr
+from .video import Image
 
 Images = npt.NDArray[np.uint8]
 Outputs = dict[str, npt.NDArray[Any]]
-EXPORTED_SUFFIXES = (".onnx", ".pt2")
+EXPORTED_SUFFIXES = (".onnx",)
 ENCODER = "encoder.onnx"
 HEAD_PREFIX = "head_"
 _PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -43,24 +43,20 @@ class ExportedModel:
 
     @classmethod
     def open(cls, path: str | Path, *, device: str | None = None) -> "ExportedModel":
-        """Opens ``.onnx`` in onnxruntime or ``.pt2`` in PyTorch.
+        """Opens ``.onnx`` in onnxruntime.
 
         A ``head_NAME.onnx`` of a shared-encoder export needs its encoder beside it. ``device`` is
-        "cpu" or "cuda", by default the GPU if onnxruntime has one; a ``.pt2`` runs on the CPU.
+        "cpu" or "cuda", by default the GPU if onnxruntime has one.
 
         Raises:
             UserError: the file is missing, damaged or not an export, or its runtime is not
                 installed or does not have the device.
         """
-        openers = {".onnx": _open_onnx, ".pt2": _open_pt2}
-        opener = openers.get(Path(path).suffix.lower())
-        if opener is None:
-            raise UserError(
-                f"'{path}' is no exported file, which end in {' or '.join(EXPORTED_SUFFIXES)}"
-            )
+        if Path(path).suffix.lower() not in EXPORTED_SUFFIXES:
+            raise UserError(f"'{path}' is not an exported file: its name must end in .onnx")
         if device not in (None, "cpu", "cuda"):
             raise UserError(f"an exported file runs on the device cpu or cuda, not '{device}'")
-        return opener(Path(path), device)
+        return _open_onnx(Path(path), device)
 
     def __call__(self, images: Images) -> Any:
         """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
@@ -237,24 +233,6 @@ def _run_session(session: Any, values: Outputs) -> Outputs:
     names = [output.name for output in session.get_outputs()]
     inputs = {one.name: values[one.name] for one in session.get_inputs()}
     return dict(zip(names, session.run(names, inputs), strict=True))
-
-
-def _open_pt2(path: Path, device: str | None) -> ExportedModel:
-    if device == "cuda":  # the device of tensors made in a graph is fixed in it
-        raise UserError(f"'{path}' runs on the CPU only: use --device cpu, or export to ONNX")
-    try:
-        program, metadata = open_torch_export(path)
-    except Exception as error:  # a damaged file can raise anything
-        raise _damaged(path, error) from error
-    info = ExportInfo.from_json(metadata, str(path))
-
-    @torch.no_grad()
-    def run(images: Images) -> Outputs:
-        writable = images if images.flags.writeable else images.copy()  # else PyTorch warns
-        arrays = [output.numpy() for output in program(torch.from_numpy(writable))]
-        return dict(zip(info.outputs, arrays, strict=True))
-
-    return ExportedModel(path, info, run)
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

@@ -18,7 +18,8 @@ from qbheat_det.checkpoint import WeightsInfo, read_weights, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import one_line
-from qbheat_det.model_zoo.index import PREFIX, list_entries
+
+from .index import PREFIX, list_entries
 
 HUB_PREFIX = "hf://"
 WEIGHTS_NAME = "model.safetensors"

@@ -11,13 +11,20 @@ import numpy as np
 from detectron2.config import CfgNode
 from detectron2.structures import Instances
 
-from qbheat_det.analysis.plotting import draw_instances
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.engine.predict import (
+
+from .drawing import draw_instances
+from .exported import (
+    EXPORTED_SUFFIXES,
+    ExportedModel,
+    ExportedPredictor,
+    build_exported_scorer,
+)
+from .predict import (
     BatchPredictor,
     Predictions,
     build_predictor,
@@ -27,15 +34,8 @@ from qbheat_det.engine.predict import (
     is_classifier,
     predict_images,
 )
-from qbheat_det.engine.video import Image
-from qbheat_det.export import (
-    EXPORTED_SUFFIXES,
-    ExportedModel,
-    ExportedPredictor,
-    build_exported_scorer,
-)
-
 from .results import Format, render_annotations
+from .video import Image
 
 
 def predict_files(

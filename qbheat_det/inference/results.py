@@ -14,11 +14,12 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from torch import Tensor
 
-from qbheat_det.analysis.plotting import draw_instances
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
-from qbheat_det.engine.pictures import read_rgb
-from qbheat_det.engine.video import Image
+
+from .drawing import draw_instances
+from .pictures import read_rgb
+from .video import Image
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped, unused-ignore]

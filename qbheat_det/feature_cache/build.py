@@ -35,15 +35,16 @@ from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors, remove_leftovers, write_atomically
 from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
-from qbheat_det.data.feature_store import (
+from qbheat_det.data.mappers import VIEW_ROW
+
+from .backbone import CachedBackbone
+from .store import (
     FORMAT_VERSION,
     VIEWS_PER_FILE,
     FeatureStore,
     Stored,
     View,
 )
-from qbheat_det.data.mappers import VIEW_ROW
-from qbheat_det.modeling.backbone import CachedBackbone
 
 logger = logging.getLogger(__name__)
 Mapped = dict[str, Any] | DataError | None

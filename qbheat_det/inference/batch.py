@@ -22,13 +22,15 @@ from detectron2.config import CfgNode
 from torch import Tensor
 from tqdm import tqdm
 
-from qbheat_det.checkpoint import find_weights, local_weights
+from qbheat_det.checkpoint import local_weights
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError, find_user_message
 from qbheat_det.core.files import check_writable, hash_file, remove_leftovers, write_atomically
 from qbheat_det.data import DataError, PretrainingMapper, configure_cache
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.engine.batch_inputs import (
+from qbheat_det.probing import cache_features, find_feature
+
+from .batch_inputs import (
     Chunk,
     Item,
     cut_chunks,
@@ -36,7 +38,11 @@ from qbheat_det.engine.batch_inputs import (
     list_items,
     open_items,
 )
-from qbheat_det.engine.predict import (
+from .encoder import encode, locate_weights, open_encoder
+from .exported import ExportedPredictor, build_exported_scorer
+from .files import build_detector, open_weights
+from .predict import (
+    Predictor,
     Scores,
     build_scorer,
     check_elongation,
@@ -45,14 +51,7 @@ from qbheat_det.engine.predict import (
     is_classifier,
     read_bgr,
 )
-from qbheat_det.engine.video import Image, UnreadableImage
-from qbheat_det.export import ExportedPredictor, build_exported_scorer
-from qbheat_det.probing import cache_features, find_feature
-
-from .detector import Encoder, Predictor
-from .files import build_detector, open_weights
-from .hub import HUB_PREFIX, download
-from .loading import load
+from .video import Image, UnreadableImage
 
 Row = dict[str, Any]
 Read = Callable[[str], Any]  # from what the path manager opens; raises UnreadableImage
@@ -166,13 +165,11 @@ def _classify(class_names: Sequence[str], scores: Sequence[Scores]) -> list[Row]
 
 
 def _open_encoder(job: Job) -> tuple[Read, Run]:
-    encoder = load(job.weights, device=job.device)
-    if not isinstance(encoder, Encoder) or encoder.model is None:
-        raise UserError(f"'{job.weights}' is a detector or an exported file, and no encoder")
-    cfg, feature = encoder.cfg, find_feature(encoder.model)
+    model, cfg = open_encoder(locate_weights(job.weights), job.device)
+    feature = find_feature(model)
     _limit_cache(cfg)
     if job.fast:
-        encoder = Encoder(deploy_by_config(encoder.model, cfg.MODEL.DEPLOY), cfg)
+        model = deploy_by_config(model, cfg.MODEL.DEPLOY)
     mapper = PretrainingMapper(size=job.size or cfg.INPUT.PRETRAIN.SIZE, is_train=False)  # RGB
 
     def read(path: str) -> Row:
@@ -182,7 +179,7 @@ def _open_encoder(job: Job) -> tuple[Read, Run]:
         return entry
 
     def describe(batch: list[Row]) -> dict[str, Tensor]:
-        return encoder([entry["image"] for entry in batch])
+        return encode(model, cfg, [entry["image"].permute(1, 2, 0).numpy() for entry in batch])
 
     def run(batch: list[Row]) -> list[Row]:
         found = cache_features(describe, [batch], num_images=len(batch), feature=feature)
@@ -251,8 +248,7 @@ def run_batch(
 
 def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
     """Returns source and file of the images that have results; notes the settings in the folder."""
-    is_hub = job.weights.startswith(HUB_PREFIX)
-    weights = download(job.weights) if is_hub else local_weights(find_weights(job.weights))
+    weights = local_weights(locate_weights(job.weights))
     settings = {**asdict(replace(job, device=None)), "opts": list(job.opts)}  # on any device
     settings["weights"] = hash_file(weights) if Path(weights).is_file() else job.weights
     parts = list(folder.glob(_PARTS))

@@ -38,9 +38,6 @@ from qbheat_det.data import (
     load_classes,
     number_records,
 )
-from qbheat_det.data.feature_store import VIEWS_PER_FILE
-from qbheat_det.data.mappers import CachedViews
-from qbheat_det.modeling.backbone import CachedBackbone
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
     get_backbone,
@@ -49,7 +46,8 @@ from qbheat_det.modeling.contracts import (
     keeps_backbone_in_eval,
 )
 
-from .feature_build import (
+from .backbone import CachedBackbone
+from .build import (
     AllViews,
     ViewEncoder,
     check_cache_keys,
@@ -57,6 +55,8 @@ from .feature_build import (
     fill,
     open_store,
 )
+from .store import VIEWS_PER_FILE
+from .views import CachedViews
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qbheat_det.core.environment import quiet
-from qbheat_det.data import undisturbed
+from qbheat_det.core.seeding import undisturbed
 
 
 class CountingRule(Enum):

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +165,13 @@ def group_by_shape(images: Sequence[Any]) -> list[list[int]]:
     for index, image in enumerate(images):
         groups.setdefault(tuple(image.shape), []).append(index)
     return list(groups.values())
+
+
+class Predictor(Protocol):
+    """What finds boxes: Detectron2's predictor, or an exported file."""
+
+    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+        """From BGR images (H, W, 3) of any sizes to instances on the CPU."""
 
 
 class BatchPredictor(DefaultPredictor):

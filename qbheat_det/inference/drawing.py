@@ -1,0 +1,106 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Draws boxes, masks and labels on images.
+
+Images are (H, W, 3) uint8 RGB; boxes are (n, 4) XYXY in pixels of the image. Detectron2's
+Visualizer draws the same through matplotlib, which takes several times as long for each frame.
+"""
+
+import colorsys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import cv2
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+import PIL.ImageDraw
+import PIL.ImageFont
+from detectron2.structures import BitMasks, Instances, PolygonMasks
+
+RGBImage = npt.NDArray[np.uint8]
+"""(H, W, 3)."""
+Color = tuple[int, int, int]
+BACKGROUND: Color = (24, 26, 30)
+"""Between images, and behind headings and labels."""
+_GOLDEN_ANGLE = 0.618034  # of hues: neighbouring classes differ clearly
+
+
+def get_class_color(index: int) -> Color:
+    """Returns the RGB color that a class has in every image."""
+    red, green, blue = colorsys.hls_to_rgb((0.12 + _GOLDEN_ANGLE * index) % 1, 0.6, 0.9)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def draw_instances(
+    image: RGBImage, instances: Instances, class_names: Sequence[str], *, min_side: int = 384
+) -> RGBImage:
+    """Draws ``pred_boxes`` or ``gt_boxes``, masks and scores on an image (H, W, 3), RGB."""
+    instances = instances.to("cpu")
+    fields = instances.get_fields()
+    kind = "pred" if "pred_boxes" in fields else "gt"
+    boxes = fields[f"{kind}_boxes"].tensor.detach().double().numpy()
+    classes = fields[f"{kind}_classes"].tolist()
+    labels = [class_names[k] if k < len(class_names) else f"class {k}" for k in classes]
+    if "scores" in fields:
+        scores = fields["scores"].tolist()
+        labels = [f"{label} {score:.2f}" for label, score in zip(labels, scores, strict=True)]
+    colors = [get_class_color(k) for k in classes]
+    masks = fields.get(f"{kind}_masks")
+    if isinstance(masks, PolygonMasks):
+        masks = BitMasks.from_polygon_masks(masks, *instances.image_size)
+    if isinstance(masks, BitMasks):
+        masks = masks.tensor
+    if masks is not None:
+        image = image.copy()
+        for mask, color in zip(masks.numpy() > 0.5, colors, strict=True):
+            image[mask] = (0.6 * image[mask] + 0.4 * np.asarray(color)).astype(np.uint8)
+    return draw_boxes(image, boxes, labels, colors, min_side=min_side)
+
+
+def draw_boxes(
+    image: RGBImage,
+    boxes: npt.NDArray[np.float64],
+    labels: Sequence[str],
+    colors: Sequence[Color],
+    *,
+    min_side: int = 384,
+) -> RGBImage:
+    """Draws boxes (n, 4) XYXY in pixels and labels on an image, enlarged to ``min_side``."""
+    height, width = image.shape[:2]
+    scale = max(1.0, min_side / min(height, width))
+    width, height = round(width * scale), round(height * scale)
+    if scale > 1:
+        image = np.asarray(cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC))
+    canvas = PIL.Image.fromarray(image)
+    pen = PIL.ImageDraw.Draw(canvas)
+    line = max(2, round(min(height, width) / 220))
+    font = get_font(max(13, round(min(height, width) / 26)))
+    limits = np.array([width - 1, height - 1] * 2)
+    corners = np.clip(np.round(boxes * scale), 0, limits)
+    corners[:, 2:] = np.maximum(corners[:, 2:], corners[:, :2])
+    # Large boxes first, so that small ones and their labels stay visible.
+    order = np.argsort(-(corners[:, 2:] - corners[:, :2]).prod(axis=1), kind="stable")
+    for i in order.tolist():
+        x0, y0, x1, y1 = corners[i].tolist()
+        # A dark rim keeps light colors visible on light backgrounds.
+        pen.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=BACKGROUND, width=line + 2)
+        pen.rectangle((x0, y0, x1, y1), outline=colors[i], width=line)
+    for i in order.tolist():
+        if labels[i]:
+            x0, y0 = corners[i, :2].tolist()
+            size = pen.textbbox((0, 0), labels[i], font=font)
+            x0 = max(0, min(x0, width - size[2] - 4))
+            y0 = max(0, y0 - size[3] - 4)
+            pen.rectangle((x0, y0, x0 + size[2] + 4, y0 + size[3] + 4), fill=colors[i])
+            pen.text((x0 + 2, y0 + 2), labels[i], font=font, fill=BACKGROUND)
+    return np.asarray(canvas)
+
+
+@lru_cache(maxsize=16)
+def get_font(size: int) -> PIL.ImageFont.FreeTypeFont:
+    """Returns the font of all labels, in a size in pixels."""
+    # matplotlib ships this font, so labels are the same on every machine.
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return PIL.ImageFont.truetype(str(path), size)

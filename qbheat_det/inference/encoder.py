@@ -1,0 +1,103 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Opens trained backbones, and runs them on images."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.structures import ImageList
+from torch import Tensor, nn
+
+from qbheat_det.checkpoint import (
+    SafeCheckpointer,
+    find_weights,
+    holds_backbone_alone,
+    info_of,
+    load_run_config,
+    local_weights,
+)
+from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
+from qbheat_det.data import MAPPERS_OF_IMAGES
+from qbheat_det.model_zoo.api import open_trained
+from qbheat_det.model_zoo.hub import HUB_PREFIX, download
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from qbheat_det.modeling.backbone.timm_backbone import list_outputs
+from qbheat_det.modeling.contracts import get_backbone, normalise_pixels
+
+from .exported import EXPORTED_SUFFIXES
+from .video import Image
+
+_TIMM = "timm://"
+
+
+def locate_weights(weights: str) -> str:
+    """Returns a local path or an address of the weights that ``load`` is given."""
+    return download(weights) if weights.startswith(HUB_PREFIX) else find_weights(weights)
+
+
+def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNode]:
+    """Opens the backbone of a pre-training, a classifier, an encoder file or a timm network.
+
+    Args:
+        name: as ``locate_weights`` returns it.
+        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+
+    Raises:
+        UserError: the weights are a detector or an exported file, or do not fit their config.
+    """
+    if is_timm(name):
+        return _open_timm(name, device)
+    if not name.lower().endswith(EXPORTED_SUFFIXES):
+        cfg = load_run_config(name, device=device)
+        if is_encoder(name, cfg):
+            model = open_trained(name, device=device).model
+            return get_backbone(model) or model, cfg
+    raise UserError(f"'{name}' is a detector or an exported file, not an encoder")
+
+
+def is_encoder(name: str, cfg: CfgNode) -> bool:
+    """Returns whether weights are a backbone, a pre-training or a classifier, not a detector."""
+    return holds_backbone_alone(name) or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES
+
+
+def is_timm(name: str) -> bool:
+    """Returns whether weights are those of a timm network, which have no config of their own."""
+    return name.startswith(_TIMM)
+
+
+def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
+    """Returns a network of timm with all of its maps, pixels normalised as in its training."""
+    model_name = address.removeprefix(_TIMM).partition(".")[0]
+    info = info_of(local_weights(address))
+    cfg: CfgNode = get_cfg()
+    cfg.MODEL.DEVICE = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cfg.MODEL.WEIGHTS = address
+    cfg.MODEL.BACKBONE.NAME = f"timm:{model_name}"
+    cfg.MODEL.TIMM.OUT_FEATURES = list_outputs(model_name)
+    if info is not None:
+        cfg.INPUT.FORMAT = info.pixel_format
+        cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD = list(info.pixel_mean), list(info.pixel_std)
+    model = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
+    SafeCheckpointer(model).load(address)  # leaves out the classifier
+    return model.eval(), cfg
+
+
+@torch.inference_mode()
+def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tensor]:
+    """Runs a backbone on RGB images (H, W, 3), uint8, padded to one size at the bottom and right.
+
+    Returns:
+        The backbone's outputs by name: maps (N, C, H', W') and tokens (N, M, D).
+    """
+    node, is_bgr = cfg.MODEL, cfg.INPUT.FORMAT == "BGR"
+    tensors = []
+    for image in images:
+        pixels = torch.from_numpy(image).to(node.DEVICE).permute(2, 0, 1)
+        pixels = pixels.flip(0) if is_bgr else pixels
+        tensors.append(normalise_pixels(pixels, node.PIXEL_MEAN, node.PIXEL_STD))
+    outputs: dict[str, Tensor] = model(
+        ImageList.from_tensors(tensors, model.size_divisibility).tensor
+    )
+    return outputs
