@@ -78,8 +78,7 @@ def write(path: Path, height: int, width: int) -> None:
     from detectron2.modeling import build_model
 
     import qbheat_det  # noqa: F401  (registers the model)
-    from qbheat_det.export.api import write_model
-    from qbheat_det.export.formats import quantize_onnx
+    from qbheat_det.export.files import quantize_onnx, write_model
 
     cfg = mf_detr_config("285M", (2, 1, 1))
     cfg.INPUT.MIN_SIZE_TEST = 0  # images are not resized, as beside PyTorch

@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from qbheat_det.core.environment import import_own_modules, require_detectron2
+from qbheat_det.core.versions import VERSION
 
 require_detectron2()  # a sentence that says how to get it, before the imports that need it
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .api import load
 
 __all__ = ["add_qbheat_config", "data", "deploy", "get_cfg", "load", "model_zoo", "modeling"]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> object:

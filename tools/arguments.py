@@ -47,7 +47,7 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
 
     Weights are a path where their ending says so.
     """
-    is_file = weights.lower().endswith((".safetensors", ".pth", ".onnx", ".pt2"))
+    is_file = weights.lower().endswith((".safetensors", ".pth", ".onnx"))
     for path in map(str, filter(None, [*paths, weights if is_file else None])):
         if "://" not in path and not os.path.exists(path):
             hint = " (overrides of the config go last)" if path.isupper() else ""

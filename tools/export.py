@@ -1,20 +1,16 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Export trained weights to one file for other runtimes: ONNX or torch.export.
+"""Export trained weights as an ONNX file, or their bare backbone as weights.
 
-The file takes uint8 images (N, H, W, 3) of any number and size; resize, normalisation, network, box
-decoding, NMS and the names of the classes are inside. It is kept only if it gives the results of
-PyTorch at batch sizes 1, 2 and 8 on real images; the differences are printed. See docs/export.md.
+The ONNX file takes uint8 images (N, H, W, 3) of any number and size; it contains resize,
+normalisation, network, box decoding, NMS and class names. It is written only if it gives the
+results of PyTorch at batch sizes 1, 2 and 8 on real images. See docs/export.md.
 
 examples:
   # a detector for onnxruntime, compared on your own images
   qbheat export --weights output/run/model_final.safetensors --images photos/ \\
       --output detector.onnx
   qbheat predict --weights detector.onnx --images photos/ --output output/pictures
-
-  # as a program of torch.export
-  qbheat export --weights output/run/model_final.safetensors --images photos/ \\
-      --format torch_export --output detector.pt2
 
   # with smaller test images: less accurate, faster
   qbheat export --weights output/run/model_final.safetensors --output small.onnx \\
@@ -33,6 +29,14 @@ examples:
   qbheat export --shared-encoder --output output/shared --images photos/ \\
       --weights fish=output/fish/model_final.safetensors \\
       --weights boats=output/boats/model_final.safetensors
+
+  # the bare backbone as weights: any config with it takes the file as MODEL.WEIGHTS
+  qbheat export --backbone --weights output/pretraining/model_final.safetensors \\
+      --output backbone.safetensors
+
+  # the same, with BatchNorm statistics of 1000 whole images (default: of the training set)
+  qbheat export --backbone --weights output/pretraining/model_final.safetensors \\
+      --recalibrate-bn 1000 --images photos/ --output backbone.safetensors INPUT.PRETRAIN.SIZE 320
 """
 
 import argparse
@@ -45,8 +49,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 
-SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
-
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
@@ -58,19 +60,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help=f"{WEIGHTS}; with --shared-encoder repeated for each head, as NAME=FILE or FILE",
     )
-    add("--shared-encoder", action="store_true", help="one file of the encoder, one of each head")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--shared-encoder", action="store_true", help="one file of the encoder, one of each head"
+    )
+    kind.add_argument(
+        "--backbone", action="store_true", help="the bare backbone as weights (.safetensors)"
+    )
     add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
-    add("--format", choices=list(SUFFIXES), help="default: by the suffix of --output")
     add(
         "--output",
         required=True,
         type=Path,
         metavar="FILE",
-        help=".onnx or .pt2, or with --shared-encoder a folder",
+        help=".onnx; with --backbone .safetensors; with --shared-encoder a folder",
     )
     add("--overwrite", action="store_true", help="replace existing files")
     paths: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "PATH"}
-    add("--images", **paths, help="images and folders to compare on (default: the toy set)")
+    add(
+        "--images",
+        **paths,
+        help="images and folders to compare on (default: the toy set), or folders for "
+        "--recalibrate-bn (default: the training set)",
+    )
     add(
         "--tolerance",
         type=float,
@@ -91,8 +103,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--int8-images",
         **paths,
-        help="use 8-bit integers (ONNX), calibrated on up to 32 of these images: training images, "
+        help="use 8-bit integers, calibrated on up to 32 of these images: training images, "
         "not those that you evaluate on",
+    )
+    add(
+        "--recalibrate-bn",
+        type=int,
+        metavar="N",
+        help="with --backbone: compute BatchNorm's statistics on N whole images",
     )
     add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
@@ -106,15 +124,16 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error("--tolerance must be above 0: runtimes never agree to the bit")
     if len(args.weights) > 1 and not args.shared_encoder:
         parser.error("several --weights need --shared-encoder")
-    if args.format and args.shared_encoder and args.format != "onnx":
-        parser.error("--shared-encoder writes ONNX")
-    if args.shared_encoder and (args.image_size or args.int8_images):
-        parser.error("--image-size and --int8-images are for single files")
+    if (args.shared_encoder or args.backbone) and (args.image_size or args.int8_images):
+        parser.error("--image-size and --int8-images are for single ONNX files")
     if args.image_size and min(args.image_size) < 1:
         parser.error("--image-size is at least 1 x 1 pixels")
-    suffix = SUFFIXES.get(args.format, args.output.suffix)
-    if not args.shared_encoder and args.output.suffix.lower() != suffix.lower():
-        parser.error(f"--output of --format {args.format} must end in {suffix}")
+    if args.recalibrate_bn is not None and not (args.backbone and args.recalibrate_bn > 0):
+        parser.error("--recalibrate-bn is a positive number of images, and needs --backbone")
+    if args.backbone and args.config_file:
+        parser.error("--backbone uses the config in the weights, not --config-file")
+    if args.backbone and not args.recalibrate_bn and (args.images or args.opts):
+        parser.error("--backbone takes --images and config overrides with --recalibrate-bn only")
     try:
         args.heads = name_heads(args.weights) if args.shared_encoder else {}
     except ValueError as error:
@@ -156,18 +175,14 @@ def main(argv: list[str] | None = None) -> None:
 
     from qbheat_det.core.errors import exit_on_user_error
 
-    exit_on_user_error(export)(args)
+    exit_on_user_error(export_backbone if args.backbone else export)(args)
 
 
 def export(args: argparse.Namespace) -> None:
     from qbheat_det.checkpoint import load_run_config
     from qbheat_det.export import export_model, export_shared_encoder
 
-    shared = {
-        "images": args.images,
-        "tolerance": args.tolerance,
-        "overwrite": args.overwrite,
-    }
+    shared = {"images": args.images, "tolerance": args.tolerance, "overwrite": args.overwrite}
     named = args.heads if args.shared_encoder else {"": args.weights[0]}
     configs = {
         name: load_run_config(file, args.config_file, device="cpu", opts=args.opts)
@@ -184,6 +199,21 @@ def export(args: argparse.Namespace) -> None:
         files = [args.output / "encoder.onnx", *heads]
     for path in files:
         print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
+
+
+def export_backbone(args: argparse.Namespace) -> None:
+    import qbheat_det.export
+
+    num_tensors, num_images = qbheat_det.export.export_backbone(
+        args.weights[0],
+        args.output,
+        overwrite=args.overwrite,
+        num_images=args.recalibrate_bn or 0,
+        image_folders=args.images,
+        opts=args.opts,
+    )
+    recalibrated = f", recalibrated on {num_images} images" if num_images else ""
+    print(f"{args.output}: {num_tensors} tensors{recalibrated}")
 
 
 if __name__ == "__main__":

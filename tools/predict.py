@@ -23,8 +23,7 @@ examples:
   qbheat predict --weights output/run/model_final.pth --images photos/ \\
       --json output/classes.json
 
-  # a file of qbheat export: ONNX (run by onnxruntime) or torch.export, which is a
-  # program: open only files that you trust
+  # an ONNX file of qbheat export, in onnxruntime
   qbheat predict --weights output/model.onnx --images photos/ --output output/pictures
 
   # millions: results as Parquet files, by all cores and machines of a cluster of Ray

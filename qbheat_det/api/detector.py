@@ -95,10 +95,10 @@ class Trained:
         image_size: Sequence[int] = (),
         int8_images: Sequence[str | Path] = (),
     ) -> ExportReport:
-        """Writes ``.onnx`` or ``.pt2``, and compares it with PyTorch, see docs/export.md.
+        """Writes an ONNX file, and compares it with PyTorch, see docs/export.md.
 
         Args:
-            output: the file; its suffix is the format.
+            output: the file, ``.onnx``.
             images: files and folders to compare on; by default the toy set.
             tolerance: largest difference of scores, and of boxes relative to the image.
             overwrite: whether the file may exist.

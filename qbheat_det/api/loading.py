@@ -25,7 +25,7 @@ def load(
     Args:
         weights: a name in the model zoo, with or without "qbheat://"; a file of weights
             (.safetensors, .pth) with its config inside or beside it; the folder of a run, of which
-            the best weights are taken, or else the final ones; an exported file (.onnx, .pt2);
+            the best weights are taken, or else the final ones; an exported file (.onnx);
             "timm://NAME", an encoder of timm; or "hf://USER/NAME" of Hugging Face.
         device: "cpu" or "cuda"; by default cuda where there is a GPU.
         fast: whether a detector predicts in its deployed form, see ``Detector.deploy``.

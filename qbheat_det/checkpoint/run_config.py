@@ -109,7 +109,7 @@ def refuse_encoder(weights: str) -> None:
     if info and not (info.class_names or bare_backbone(read_weights(weights)[0])):
         raise UserError(
             f"'{weights}' is an encoder, which predicts neither boxes nor classes: train a "
-            "detector or a classifier on it, or write it alone with tools/export_backbone.py"
+            "detector or a classifier on it, or write it with qbheat export --backbone"
         )
 
 

@@ -140,7 +140,9 @@ def _check_values(cfg: CfgNode) -> None:
     if cfg.INPUT.FORMAT not in _FORMATS:
         raise UserError(f"INPUT.FORMAT is '{cfg.INPUT.FORMAT}', but must be one of {_FORMATS}")
     if cfg.TEST.PRECISE_BN.ENABLED:
-        raise UserError("TEST.PRECISE_BN is not supported: use tools/export_backbone.py")
+        raise UserError(
+            "TEST.PRECISE_BN is not supported: use qbheat export --backbone --recalibrate-bn N"
+        )
 
 
 def _check_num_classes(cfg: CfgNode, given: dict[str, str]) -> None:

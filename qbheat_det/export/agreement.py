@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Whether an exported file gives the results of the model in PyTorch, measured on images.
+"""Compares the results of an exported file with those of the model in PyTorch, on images.
 
-PyTorch computes each image alone, as everywhere in the package: detectors with Detectron2's
-``DefaultPredictor``, classifiers with their mapper's crop; both with Pillow's resize.
+PyTorch computes each image alone: detectors with Detectron2's ``DefaultPredictor``, classifiers
+with their mapper's crop; both resize with Pillow.
 """
 
 import logging
@@ -28,20 +28,18 @@ from qbheat_det.inference.exported import ExportedModel, Images, Outputs, to_ins
 logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 8)
 Reference = Callable[[Images], Outputs]
-"""From one image (H, W, 3), in the file's pixel format, to the outputs of ``ExportInfo``, N = 1."""
+"""A function of one image (H, W, 3), in the file's pixel format; returns its outputs, N = 1."""
 
 
 @dataclass
 class Agreement:
-    """Differences between a file and PyTorch, over all images at one batch size.
-
-    ``score`` is the largest difference of a score or, relative to the largest value of its map, of
-    a feature; infinite if either side is not finite.
-    """
+    """Differences between a file and PyTorch, over all images at one batch size."""
 
     batch_size: int
     num_images: int = 0
     num_values: int = 0  # compared pairs of detections, class scores or feature values
+    # Largest difference of a score, or of a feature relative to the largest value of its map;
+    # infinite if either side is not finite.
     score: float = 0.0
     box: float = 0.0  # largest difference of a box's side, in pixels of the image
     relative_box: float = 0.0  # the same over the image's longer side
@@ -49,11 +47,11 @@ class Agreement:
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither side detects anything, so that nothing could be compared."""
+        """Whether neither side detects anything, so that there is nothing to compare."""
         return not (self.num_values or self.unmatched or self.score)
 
     def holds(self, tolerance: float) -> bool:
-        """Returns whether scores and relative boxes agree to ``tolerance``, and there are any."""
+        """Returns whether there are results, and all agree to ``tolerance``."""
         is_close = max(self.score, self.relative_box) <= tolerance
         return is_close and not self.unmatched and self.num_values > 0
 
@@ -62,7 +60,7 @@ class Agreement:
 class ExportReport:
     """Differences of an exported file from PyTorch, one row per batch size; prints as a table.
 
-    ``is_held`` is whether the tolerance decides, rather than only which detections are compared.
+    With ``is_held``, the table marks rows that exceed the tolerance.
     """
 
     rows: list[Agreement]
@@ -78,7 +76,7 @@ class ExportReport:
             line = f"{row.batch_size:>5}  {row.num_images:>6}  {row.num_values:>8}"
             line += f"  {row.score:>10.1e}" + f"  {row.box:>8.1e}  {row.unmatched:>9}" * boxes
             if self.is_held and not row.holds(self.tolerance):
-                line += "  nothing found" if row.is_empty else "  differs"
+                line += "  no detections" if row.is_empty else "  differs"
             lines.append(line)
         sides = ", of boxes relative to the image's longer side" * boxes
         held = f"tolerance {self.tolerance:g}{sides}" if self.is_held else "for information"
@@ -88,8 +86,8 @@ class ExportReport:
         """Raises a ``UserError`` if the file differs from PyTorch, or neither detects anything."""
         if all(row.is_empty for row in self.rows):
             raise UserError(
-                "nothing is written: the model detects nothing on these images, so the file cannot "
-                f"be compared with it: name --images that it knows\n{self}"
+                "nothing is written: the model detects nothing on these images, so there is "
+                f"nothing to compare: name images of its classes with --images\n{self}"
             )
         if not all(row.holds(self.tolerance) for row in self.rows):
             raise UserError(
@@ -106,15 +104,15 @@ def measure_agreement(
     tolerance: float,
     source: str = "",
 ) -> ExportReport:
-    """Compares a file with PyTorch at each of ``BATCH_SIZES``; at each, every image is in a batch.
+    """Compares a file with PyTorch on every image at each of ``BATCH_SIZES``.
 
     Args:
         model: the file.
-        reference: from an image (H, W, 3), uint8, to the outputs that PyTorch gives of it alone.
-        images: (H, W, 3), uint8, in the file's pixel format; those of a batch are brought to their
-            median height and width, or to the file's, cropped or tiled.
+        reference: computes the outputs of one image in PyTorch.
+        images: (H, W, 3), uint8, in the file's pixel format. The images of a batch are cropped or
+            tiled to their median height and width, or to the file's.
         tolerance: see ``Agreement.holds``.
-        source: where the images are from, for the report.
+        source: a description of the images, for the report.
     """
     rows = []
     for size in BATCH_SIZES:
@@ -142,10 +140,7 @@ def measure_agreement(
 
 
 def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Reference:
-    """Returns the model in PyTorch as a function of one image (H, W, 3), uint8.
-
-    Its outputs are those of a batch of one by name.
-    """
+    """Returns the model in PyTorch as a ``Reference``."""
     model = predictor.model
 
     def detect(image: Images) -> Outputs:
@@ -160,7 +155,7 @@ def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Re
         }
 
     def classify(image: Images) -> Outputs:
-        # The crop of ClassificationMapper; docs/export.md measures what its decoding changes.
+        # The crop of ClassificationMapper, without its faster decoding of JPEGs.
         height, width = image.shape[:2]
         side = max(1, round(cfg.INPUT.CLASSIFY.TEST_CROP * min(height, width)))
         top, left = (height - side) // 2, (width - side) // 2
@@ -184,7 +179,7 @@ def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Re
 def _make_batches(
     images: Sequence[Images], size: int, image_size: tuple[int, ...] = ()
 ) -> list[Images]:
-    """Returns batches (N, H, W, 3) that hold every image, and darker ones to fill the last."""
+    """Returns batches (N, H, W, 3) of all images; darker copies fill the last batch."""
     if size == 1:
         return [fit_image(image, image_size)[None] for image in images]
     batches = []
@@ -198,7 +193,7 @@ def _make_batches(
 
 
 def fit_image(image: Images, size: tuple[int, ...]) -> Images:
-    """Crops or tiles (H, W, 3) to a ``size`` (H', W'); an empty one leaves it as it is."""
+    """Crops or tiles (H, W, 3) to a ``size`` (H', W'); an empty size changes nothing."""
     for axis, length in enumerate(size):
         image = image.take(range(length), axis, mode="wrap")
     return image
@@ -235,8 +230,8 @@ def compare_detections(
     row.score = max(row.score, _largest(score_gap[first, second]), _largest(rises))
     row.box = max(row.box, _largest(box_gap[first, second]))
     row.relative_box = max(row.relative_box, _largest(box_gap[first, second]) / side)
-    # Rounding decides which of two detections at the threshold, or at the end of a full table, is
-    # in: only those clearly above the end of the other side are missing there.
+    # Rounding decides which detections at the threshold or at the end of a full table are listed,
+    # so that only those clearly above the other side's end count as unmatched.
     num_rows = got["boxes"].shape[1]
     ends = [max(threshold, s.min()) if len(s) >= num_rows else threshold for s in scores]
     for found, used, end in zip(scores, (first, second), reversed(ends), strict=True):

@@ -1,14 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A trained model as one module of tensors: preprocessing, network and head; and its graph.
+"""Builds one module of preprocessing, network and head from a trained model, and traces its graph.
 
 Detectron2 resizes with Pillow, whose bilinear filter is antialiased and computes in fixed point. No
-format has an operator with the same results; products with matrices of its weights have them. Most
-of a matrix is zero, so that each few rows of the result are a product with their window of the
-image. Sizes that vary are computed as tensors, so that they stay symbolic in the graph.
+ONNX operator gives the same pixels, so the graph multiplies the image by matrices of Pillow's
+weights. Most entries of such a matrix are zero: each block of output rows is a product with its
+window of the image. Sizes that vary are tensors, so that they stay symbolic in the graph.
 """
 
 import copy
-import importlib
 import logging
 import math
 from collections.abc import Sequence
@@ -23,19 +22,18 @@ from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
 from qbheat_det.config import dump_config, get_cfg, with_values
+from qbheat_det.core.versions import VERSION
 from qbheat_det.deployment.fused_blocks import fold_batch_norms, fuse_blocks
 from qbheat_det.inference.export_info import ExportInfo
-from qbheat_det.layers.cpu_kernels import exported_form
+from qbheat_det.layers.cpu_kernels import recorded_as
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import get_backbone
 
-from .heads import Head, Suppress, build_head, suppress_overlaps
+from .heads import Head, build_head
 
 logger = logging.getLogger(__name__)
-_HALF = 2.0**11
-"""Pillow's weights are integers over the square of this."""
-_BLOCK = 32
-"""Rows of a resized image that are computed together."""
+_HALF = 2.0**11  # Pillow's weights are integers over the square of this
+_BLOCK = 32  # rows of a resized image that are computed together
 
 
 @dataclass(frozen=True)
@@ -54,15 +52,10 @@ class ShortestEdge:
         if not self.min_size:
             return images.permute(0, 3, 1, 2).float(), torch.cat([size, size])
         lengths = images.shape[1:3]
-        if all(type(length) is int for length in lengths):  # of a graph for one size
+        if all(type(length) is int for length in lengths):  # the graph is for one size
+            shorter, longer = min(lengths), max(lengths)
             height, width = (
-                max(
-                    1,
-                    min(
-                        _divide(n * self.min_size, min(lengths)),
-                        _divide(n * self.max_size, max(lengths)),
-                    ),
-                )
+                max(1, min(_divide(n * self.min_size, shorter), _divide(n * self.max_size, longer)))
                 for n in lengths
             )
             resized = torch.tensor([height, width])
@@ -82,12 +75,12 @@ class CenterCrop:
     share: float
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``ShortestEdge``, to (N, 3, size, size)."""
+        """Like ``ShortestEdge``, to (N, 3, size, size)."""
         size = _size_of(images)
-        # Rounds halves to even, as Python does.
+        # Halves are rounded to even, as in Python.
         side = (size.min().double() * self.share).round().long().clamp(min=1)
         start = torch.div(size - side, 2, rounding_mode="floor")
-        # By index: the two formats do not agree on slices whose ends are computed.
+        # The exporter does not support slices whose ends are computed.
         steps = torch.arange(_as_int(side), device=images.device)
         planes = images.index_select(1, start[0] + steps).index_select(2, start[1] + steps)
         resized = resize_as_pillow(planes, self.size, self.size)
@@ -95,7 +88,7 @@ class CenterCrop:
 
 
 class Preprocessing(nn.Module):
-    """Resizes, normalises, and pads with zeros right and below."""
+    """Resizes, normalises, and pads with zeros on the right and at the bottom."""
 
     def __init__(
         self,
@@ -153,7 +146,7 @@ def _resize_rows(x: Tensor, length: int) -> Tensor:
     inside = (pixel >= 0) & (pixel < old)
     weights = (1 - distance).clamp(min=0) * inside[:, None].double()
     weights = weights / weights.sum(dim=2, keepdim=True)
-    weights = (weights * _HALF**2 + 0.5).floor()  # Pillow's, of 22 bits: the upper 11, the lower 11
+    weights = (weights * _HALF**2 + 0.5).floor()  # 22 bits: the upper 11 and the lower 11
     high = (weights / _HALF).floor()
     pair = torch.cat([high / _HALF, weights / _HALF - high], dim=1).float()
     index = torch.minimum(pixel.clamp(min=0), old - 1).long().flatten()
@@ -170,14 +163,14 @@ def _size_of(images: Tensor) -> Tensor:
 
 
 def _as_int(length: Tensor) -> int:
-    """Returns a computed length, 0-d and at least 1, as an integer that the graph keeps open."""
+    """Returns a computed length, 0-d and at least 1, as an integer that stays symbolic."""
     number = length.item()
     torch._check(number >= 1)
     return cast(int, number)
 
 
 def _divide(dividend: Any, divisor: Any) -> Any:
-    """Divides integers, or tensors of them, to the nearest; halves go up."""
+    """Divides integers, or tensors of them, and rounds to the nearest; halves go up."""
     return (2 * dividend + divisor) // (2 * divisor)
 
 
@@ -200,23 +193,19 @@ class ExportableModel(nn.Module):
 
 
 def build_exportable(
-    model: nn.Module,
-    cfg: CfgNode,
-    *,
-    suppress: Suppress = suppress_overlaps,
-    image_size: tuple[int, ...] = (),
+    model: nn.Module, cfg: CfgNode, *, image_size: tuple[int, ...] = ()
 ) -> ExportableModel:
-    """Builds the module around a deployed copy of a trained model, in evaluation mode.
+    """Builds the module that is exported, in evaluation mode; ``model`` does not change.
 
-    ``suppress`` is ``suppress_overlaps``, or an operator that computes it; ``image_size`` goes into
-    the description. Raises a ``UserError`` if the model's boxes cannot be computed in a graph.
+    ``image_size`` (H, W) goes into the description. Raises a ``UserError`` if the model cannot be
+    exported.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
     fold_batch_norms(model)
     fuse_blocks(model)
-    head = build_head(model, suppress)
+    head = build_head(model)
     backbone = get_backbone(model)
-    assert backbone is not None  # all of ``build_head`` have one
+    assert backbone is not None  # ``build_head`` refuses other models
     resize: ShortestEdge | CenterCrop
     if isinstance(model, ImageClassifier):
         resize = CenterCrop(model.image_size, share=cfg.INPUT.CLASSIFY.TEST_CROP)
@@ -228,7 +217,7 @@ def build_exportable(
         std=cfg.MODEL.PIXEL_STD,
         size_divisibility=0 if head.task == "classification" else backbone.size_divisibility,
     )
-    # The exporter's own paths mean nothing elsewhere, and may be private.
+    # Paths of the exporting machine may be private.
     defaults = get_cfg()
     own = {"MODEL.WEIGHTS": defaults.MODEL.WEIGHTS, "OUTPUT_DIR": defaults.OUTPUT_DIR}
     info = ExportInfo(
@@ -241,7 +230,7 @@ def build_exportable(
         score_threshold=head.score_threshold,
         model=str(cfg.MODEL.META_ARCHITECTURE),
         config=dump_config(with_values(cfg, own)),
-        version=importlib.import_module("qbheat_det").__version__,
+        version=VERSION,
     )
     return ExportableModel(preprocessing, backbone, head, info).eval()
 
@@ -253,23 +242,19 @@ def trace(
     *,
     int8: bool = False,
 ) -> ExportedProgram:
-    """Returns a module in evaluation mode as a program of torch.export, to quantise if ``int8``."""
-    before = exported_form.set("int8" if int8 else "float")
-    try:
-        with torch.no_grad():
-            return torch.export.export(
-                module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False
-            )
-    finally:
-        exported_form.reset(before)
+    """Traces a module in evaluation mode; ``int8`` keeps weights constant, to be quantised."""
+    with recorded_as("int8" if int8 else "float"), torch.no_grad():
+        return torch.export.export(
+            module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False
+        )
 
 
 def trace_images(
     module: nn.Module, image_size: tuple[int, ...] = (), *, int8: bool = False
 ) -> ExportedProgram:
-    """Returns a module of (N, H, W, 3), uint8, as a program for any N, H and W.
+    """Traces a module of (N, H, W, 3), uint8, for any N, H and W.
 
-    With ``image_size``, (height, width) in pixels, it takes one image of this size at a time.
+    With ``image_size`` (H, W) in pixels, the graph takes one image of this size at a time.
     """
     if image_size:
         logger.info("Tracing the model, for one image of %d x %d …", *image_size)
@@ -281,6 +266,6 @@ def trace_images(
 
 def example_images(number: int = 2, height: int = 253, width: int = 311) -> Tensor:
     """Returns images to trace a module with: (number, height, width, 3), uint8."""
-    # By default of a size that no other number in a network is likely to have.
+    # No other length in a network is likely to equal the default ones.
     shape = number, height, width, 3
     return (torch.arange(math.prod(shape)) * 37 % 256).to(torch.uint8).view(shape)

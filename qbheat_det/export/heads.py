@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""From a backbone's outputs to an exported file's outputs, inside the graph.
+"""Heads of exported models: from the backbone's outputs to the file's outputs.
 
-The detectors work image by image with a variable number of boxes; here a whole batch is computed in
-tables of fixed size, in which a score of -1 marks an empty row.
+Detectors return a variable number of boxes for each image. A graph needs fixed shapes, so these
+heads compute a batch in tables of R rows; a score of -1 marks an empty row.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,15 +22,12 @@ from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 from qbheat_det.modeling.detr import MFDETR
 
-from .formats import ONNX_TRANSLATIONS
-
-Suppress = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
 EMPTY = -1.0
 """Score of an empty row."""
 
 
 class Head(nn.Module):
-    """Reads ``in_features``, outputs of a backbone by name; gives ``outputs`` of ``ExportInfo``.
+    """Computes the ``outputs`` of ``ExportInfo`` from ``in_features``, the backbone's by name.
 
     ``forward`` also takes sizes (4,): H, W, H', W' of the images before and after the resize.
     """
@@ -44,12 +41,12 @@ class Head(nn.Module):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs, in their order."""
+        """The names of the outputs, in order."""
         return TASK_OUTPUTS.get(self.task, tuple(self.in_features))
 
 
 class FeatureHead(Head):
-    """The backbone's outputs themselves."""
+    """Returns the backbone's outputs."""
 
     task = "features"
 
@@ -71,7 +68,7 @@ class ClassifierHead(Head):
 
 
 class MFDETRHead(Head):
-    """MF-DETR's decoder; R is the number of queries."""
+    """MF-DETR's decoder, with R the number of queries."""
 
     task = "detection"
 
@@ -96,11 +93,11 @@ class MFDETRHead(Head):
 
 
 class DenseHead(Head):
-    """Top scores and NMS of Detectron2's RetinaNet and FCOS; R is ``TEST.DETECTIONS_PER_IMAGE``."""
+    """RetinaNet and FCOS: top scores, then NMS; R is ``TEST.DETECTIONS_PER_IMAGE``."""
 
     task = "detection"
 
-    def __init__(self, model: RetinaNet | FCOS, *, suppress: Suppress) -> None:
+    def __init__(self, model: RetinaNet | FCOS) -> None:
         super().__init__(list(model.head_in_features))
         self.head = model.head
         self.anchor_generator = model.anchor_generator
@@ -110,7 +107,6 @@ class DenseHead(Head):
         self._num_candidates = int(model.test_topk_candidates)
         self._iou_threshold = float(model.test_nms_thresh)
         self._num_rows = int(model.max_detections_per_image)
-        self._suppress = suppress
 
     def forward(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         maps = [features[name] for name in self.in_features]
@@ -127,7 +123,7 @@ class DenseHead(Head):
             )
         ]
         boxes, scores, labels = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-        scores = self._suppress(boxes, scores, labels, self._num_classes, self._iou_threshold)
+        scores = suppress_overlaps(boxes, scores, labels, self._num_classes, self._iou_threshold)
         scores, order = scores.topk(min(self._num_rows, scores.shape[1]), dim=1)
         boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
         return sort_detections(boxes, scores, labels.gather(1, order), sizes)
@@ -136,7 +132,7 @@ class DenseHead(Head):
         self, scores: Tensor, deltas: Tensor, anchors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From (N, HWA, K), (N, HWA, 4), (HWA, 4) to boxes (N, T, 4), scores and labels (N, T)."""
-        # Padded with empty rows, so that a small level has T of them too.
+        # Empty rows are appended, because a small level has fewer than T.
         flat = nn.functional.pad(scores.flatten(1), (0, self._num_candidates), value=EMPTY)
         best, index = flat.topk(self._num_candidates, dim=1)
         is_found = best > self.score_threshold
@@ -151,7 +147,7 @@ class DenseHead(Head):
 def sort_detections(
     boxes: Tensor, scores: Tensor, labels: Tensor, sizes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scales boxes to the input image, clips and sorts them; leaves out those without area.
+    """Scales boxes to the input image, clips and sorts them, and empties rows without area.
 
     Args:
         boxes: (N, R, 4), XYXY in pixels of the resized image.
@@ -171,23 +167,25 @@ def sort_detections(
     return boxes, scores.clamp(min=0), labels.gather(1, order), (scores > EMPTY).sum(dim=1)
 
 
+@torch.library.custom_op("qbheat_det::suppress_overlaps", mutates_args=())
 def suppress_overlaps(
     boxes: Tensor, scores: Tensor, labels: Tensor, num_classes: int, iou_threshold: float
 ) -> Tensor:
-    """Non-maximum suppression of each image and class in a batch.
+    """Non-maximum suppression of each image and class in a batch, one operator of the graph.
 
     Args:
         boxes: (N, M, 4), XYXY.
-        scores: (N, M), ``EMPTY`` if there is no box; ``labels`` (N, M), in [0, K).
-        num_classes: K.
-        iou_threshold: largest overlap with a better box of the same class, in [0, 1].
+        scores: (N, M), ``EMPTY`` if there is no box.
+        labels: (N, M), in [0, ``num_classes``).
+        num_classes: number of classes.
+        iou_threshold: largest IoU with a better box of the same class, in [0, 1].
 
     Returns:
         The scores (N, M), ``EMPTY`` for suppressed boxes.
     """
     image, row = (scores > EMPTY).nonzero().unbind(dim=1)
-    # Boxes of different images and classes are moved apart; in float64, because the coordinates
-    # grow by thousands and an overlap must not change.
+    # Boxes of different images and classes are moved apart, in float64 because coordinates grow by
+    # thousands and IoUs must not change.
     group = image * num_classes + labels[image, row]
     offset = 2 * (boxes.abs().max().double() + 1) * group
     best = scores[image, row]
@@ -195,23 +193,13 @@ def suppress_overlaps(
     return torch.full_like(scores, EMPTY).index_put((image[kept], row[kept]), best[kept])
 
 
-@torch.library.custom_op("qbheat_det::suppress_overlaps", mutates_args=())
-def suppress_operator(
-    boxes: Tensor, scores: Tensor, labels: Tensor, num_classes: int, iou_threshold: float
-) -> Tensor:
-    """``suppress_overlaps`` as one operator of the graph, in ONNX its NonMaxSuppression."""
-    return suppress_overlaps(boxes, scores, labels, num_classes, iou_threshold)
-
-
-@suppress_operator.register_fake
-def _(
-    boxes: Tensor, scores: Tensor, labels: Tensor, num_classes: int, iou_threshold: float
-) -> Tensor:
+@suppress_overlaps.register_fake
+def _(boxes: Tensor, scores: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(scores)
 
 
 def _translate(boxes: Any, scores: Any, labels: Any, num_classes: int, iou_threshold: float) -> Any:
-    """Writes it as ONNX's operator, which separates images and classes."""
+    """Writes ``suppress_overlaps`` with ONNX's NonMaxSuppression, which separates classes."""
     from onnxscript import opset18
 
     op: Any = opset18  # accepts Python's numbers as constants, unlike its annotations
@@ -230,15 +218,16 @@ def _translate(boxes: Any, scores: Any, labels: Any, num_classes: int, iou_thres
     return op.ScatterND(op.Expand(empty, op.Shape(scores)), kept, op.GatherND(scores, kept))
 
 
-ONNX_TRANSLATIONS[torch.ops.qbheat_det.suppress_overlaps.default] = _translate
+ONNX_TRANSLATIONS: dict[Any, Any] = {torch.ops.qbheat_det.suppress_overlaps.default: _translate}
+"""Functions that write the package's operators with ONNX's."""
 
 
-def build_head(model: nn.Module, suppress: Suppress) -> Head:
-    """Returns the exportable part of a model that reads its backbone, or raises a ``UserError``."""
+def build_head(model: nn.Module) -> Head:
+    """Returns the head of a model, or raises a ``UserError`` if it cannot be exported."""
     if isinstance(model, MFDETR):
         return MFDETRHead(model)
     if isinstance(model, RetinaNet | FCOS):
-        return DenseHead(model, suppress=suppress)
+        return DenseHead(model)
     if isinstance(model, ImageClassifier):
         return ClassifierHead(model)
     backbone = get_backbone(model)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Shared-encoder export: one ONNX file of the encoder, and one of each head that reads it.
 
-Heads trained on the same frozen backbone share preprocessing and backbone, which then run once per
-image for all heads.
+Heads that were trained on the same frozen backbone share preprocessing and backbone, which run once
+per image for all heads.
 """
 
 import copy
@@ -28,10 +28,8 @@ from qbheat_det.inference.predict import build_predictor
 from qbheat_det.modeling.contracts import get_encoder
 
 from .agreement import ExportReport, build_reference, measure_agreement
-from .api import ON_CPU, TOLERANCE, read_images
-from .formats import write_onnx
+from .files import ON_CPU, TOLERANCE, read_images, write_onnx
 from .graph import ExportableModel, build_exportable, example_images, trace, trace_images
-from .heads import suppress_operator
 
 SIZES = "sizes"
 """The encoder's last output, (4,), int64: H, W, H', W' before and after the resize."""
@@ -55,28 +53,28 @@ class SharedEncoder(nn.Module):
     def hash(self) -> str:
         """Returns 16 hexadecimal digits that depend on the weights and on the preprocessing."""
         own = self.preprocessing
-        parts = (self.names, own.resize, own.size_divisibility, hash_tensors(_weights(self)))
+        parts = (self.names, own.resize, own.size_divisibility, hash_tensors(_tensors(self)))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 class BranchHead(nn.Module):
-    """What one model computes from the outputs of the shared encoder: its FPN, if any, and head."""
+    """The part of one model behind the shared encoder: its FPN, if any, and its head."""
 
     def __init__(self, model: ExportableModel) -> None:
         super().__init__()
         self.head = model.head
         self.info = model.info
         self.names = list(model.head.in_features)
-        """Names of the encoder's outputs that are read."""
+        """Names of the encoder's outputs that this head reads."""
         self.fpn: nn.Module | None = None
         if isinstance(fpn := model.backbone, FPN):
             self.names = list(fpn.in_features)
-            # A copy that gets the outputs of its bottom_up as input.
+            # The copy's input is the output of its bottom_up.
             self.fpn = copy.deepcopy(fpn, {id(fpn.bottom_up): nn.Identity()})
 
     def forward(self, maps: list[Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         """From the encoder's outputs in the order of ``names`` to those of the whole model."""
-        features: Mapping[str, Tensor] = dict(zip(self.names, maps, strict=True))
+        features = dict(zip(self.names, maps, strict=True))
         features = features if self.fpn is None else self.fpn(features)
         return cast(tuple[Tensor, ...], self.head(features, sizes))
 
@@ -84,11 +82,11 @@ class BranchHead(nn.Module):
 def split_models(
     models: Mapping[str, ExportableModel],
 ) -> tuple[SharedEncoder, dict[str, BranchHead]]:
-    """Splits models, by name of the head, into the encoder that they share and their heads.
+    """Splits models, by the name of the head, into the encoder that they share and their heads.
 
     Raises a ``UserError`` if their backbones or their preprocessing differ.
     """
-    # Outputs such as s16_expanded have tensors of their own, which not every head needs.
+    # Some outputs, such as s16_expanded, have tensors of their own that not every head needs.
     fullest = max(models, key=lambda name: len(get_encoder(models[name].backbone).state_dict()))
     for name, model in models.items():
         if differences := _find_differences(models[fullest], model):
@@ -101,7 +99,7 @@ def split_models(
     for model in models.values():
         if set(names) <= set(get_encoder(model.backbone).output_shape()):
             return SharedEncoder(model, names).eval(), heads
-    raise UserError(f"no backbone of these models gives all that the heads read: {names}")
+    raise UserError(f"no backbone of these models gives every output that the heads read: {names}")
 
 
 def _find_differences(model: ExportableModel, other: ExportableModel) -> list[str]:
@@ -115,14 +113,14 @@ def _find_differences(model: ExportableModel, other: ExportableModel) -> list[st
         "the padding of images": own.size_divisibility != theirs.size_divisibility,
         "the type of the backbone": type(backbones[0]) is not type(backbones[1]),
     }
-    weights = _weights(backbones[0])
-    for name, tensor in _weights(backbones[1]).items():
-        differs[name] = name not in weights or not tensor.equal(weights[name])
+    tensors = _tensors(backbones[0])
+    for name, tensor in _tensors(backbones[1]).items():
+        differs[name] = name not in tensors or not tensor.equal(tensors[name])
     return [key for key, is_different in differs.items() if is_different]
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors that the outputs depend on, unlike BatchNorm's count of batches."""
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors that the outputs depend on: no BatchNorm's count of batches."""
     state = module.state_dict()
     return {k: tensor for k, tensor in state.items() if not k.endswith("num_batches_tracked")}
 
@@ -138,8 +136,10 @@ def export_shared_encoder(
     """Writes ``encoder.onnx`` and ``head_NAME.onnx`` of each head, and compares all with PyTorch.
 
     Args:
-        configs: of each head's weights, by its name; see ``load_run_config``.
-        folder: of the files; ``images`` and ``tolerance`` as of ``export_model``.
+        configs: the config of each head's weights, by the head's name; see ``load_run_config``.
+        folder: where the files are written.
+        images: see ``export_model``.
+        tolerance: see ``export_model``.
         overwrite: whether files of these names may exist.
 
     Raises:
@@ -149,10 +149,7 @@ def export_shared_encoder(
     _check_folder(folder, configs, overwrite=overwrite)
     configs = {name: with_values(cfg, ON_CPU) for name, cfg in configs.items()}
     predictors = {name: build_predictor(cfg) for name, cfg in configs.items()}
-    models = {
-        name: build_exportable(predictors[name].model, cfg, suppress=suppress_operator)
-        for name, cfg in configs.items()
-    }
+    models = {name: build_exportable(predictors[name].model, cfg) for name, cfg in configs.items()}
     encoder, heads = split_models(models)
     examples, source = read_images(next(iter(configs.values())), images)
     reports = {}

@@ -10,7 +10,6 @@ products are rounded depends on the number of images, but not on which these are
 import contextlib
 import functools
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from tqdm import tqdm
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors, remove_leftovers, write_atomically
+from qbheat_det.core.versions import VERSION
 from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
 from qbheat_det.data.mappers import VIEW_ROW
 
@@ -281,7 +281,7 @@ def describe_cache(
         "views_seed": views.seed,
         "is_train": is_train,
         "input": _dump_input(cfg.INPUT),
-        "qbheat_det": importlib.import_module("qbheat_det").__version__,
+        "qbheat_det": VERSION,
         "torch": torch.__version__.partition("+")[0],
         "device": device.type,
         "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # Detectron2 0.6 has no such

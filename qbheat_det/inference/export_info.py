@@ -12,8 +12,6 @@ from qbheat_det.core.files import parse_record
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
 """The entry of ONNX's ``metadata_props`` that holds the description, as JSON."""
-METADATA_FILE = f"{METADATA_KEY}.json"
-"""The same, as an extra file inside torch.export archives."""
 SHARED_ENCODER_KEY = f"{METADATA_KEY}_shared_encoder"
 """A second entry in the files of a shared-encoder export: the hash of the encoder."""
 TASK_OUTPUTS: dict[Task, tuple[str, ...]] = {

@@ -1,9 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Running exported files, without the code of the model that they come from.
-
-Opening a torch.export file is like running a script: open only files you trust. ONNX files hold no
-code but ONNX's own operators.
-"""
+"""Runs exported files without the code of their model; ONNX files hold no code of their own."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

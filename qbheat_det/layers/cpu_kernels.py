@@ -19,9 +19,11 @@ Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, slopes from the 
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,9 +39,20 @@ _IMAGES, _MANY_ROWS = 16, 512  # see ``linear``
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # of 2.7
 
 
-exported_form: ContextVar[str] = ContextVar("exported_form", default="")
-"""While the graph of a file is recorded "float", or "int8" where all weights must be constants; for
-a processor's program in bfloat16 "bfloat16": its maps are channels-last."""
+RecordedForm = Literal["", "float", "int8", "bfloat16"]
+exported_form: ContextVar[RecordedForm] = ContextVar("exported_form", default="")
+"""The form of the graph that is recorded: "float" or "int8" (all weights are constants) of an ONNX
+file, "bfloat16" of a program for the CPU (maps are channels-last)."""
+
+
+@contextmanager
+def recorded_as(form: RecordedForm) -> Iterator[None]:
+    """Sets ``exported_form`` within a block."""
+    before = exported_form.set(form)
+    try:
+        yield
+    finally:
+        exported_form.reset(before)
 
 
 def is_recorded() -> bool:

@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files of each format agree with PyTorch, or are not written; files of backbones alone."""
+"""ONNX files agree with PyTorch or are not written; bare backbones."""
 
 import contextlib
 import io
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.export import export_model
-from qbheat_det.export.api import read_images, write_model
+from qbheat_det.export.files import read_images, write_model
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.predict import build_predictor, find_inputs, read_bgr
 from tests.engine.gradient_cases import MF_DETR, RETINANET, on_timm
@@ -35,29 +33,19 @@ from tests.tool_modules import load_tool, refuse
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``photos``."""
+    """A folder with ``photos``; ONNX is installed."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
     root = tmp_path_factory.mktemp("files")
     save_photos(root / "photos")
     return root
 
 
-@pytest.mark.parametrize(
-    ("kind", "suffix"),
-    [
-        ("two_maps", ".onnx"),
-        ("two_maps", ".pt2"),
-        ("mf_detr", ".onnx"),
-        ("selected_queries", ".onnx"),
-        ("qb_heat", ".onnx"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["two_maps", "mf_detr", "selected_queries", "qb_heat"])
 @pytest.mark.slow
-def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str, suffix: str) -> None:
-    if suffix == ".onnx":
-        pytest.importorskip("onnxscript")
-        pytest.importorskip("onnxruntime")
-    cfg = load_run_config(save(root / f"{kind}{suffix[1:]}", kind), device="cpu")
-    output = root / f"{kind}{suffix}"
+def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str) -> None:
+    cfg = load_run_config(save(root / kind, kind), device="cpu")
+    output = root / f"{kind}.onnx"
     report = export_model(cfg, output, images=[str(root / "photos")])
     assert [row.num_images for row in report.rows] == [3, 4, 8]
     assert all(row.holds(1e-4) and row.num_values > 5 * row.num_images for row in report.rows)
@@ -73,7 +61,7 @@ def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str, suffix: str)
         np.testing.assert_allclose(value, together[name][2:], rtol=1e-3, atol=1e-4)
 
 
-def test_images_are_those_of_the_toy_set_by_default(root: Path) -> None:
+def test_the_default_images_are_the_toy_set(root: Path) -> None:
     images, source = read_images(make_config("classifier"), [])
     assert (len(images), source) == (8, "8 images of qbheat_toy_val")
     (root / "empty").mkdir()
@@ -82,31 +70,21 @@ def test_images_are_those_of_the_toy_set_by_default(root: Path) -> None:
         read_images(make_config("classifier"), [str(root / "empty")])
 
 
-class _Touch:
-    """Content of a malicious pickle: unpickled, it creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
-        return Path.touch, (self.path,)
-
-
 @pytest.fixture(scope="module")
-def program(root: Path) -> tuple[list[str], str]:
-    """Arguments of tools/export.py for a classifier as torch.export, and what it prints."""
+def classifier(root: Path) -> tuple[list[str], str]:
+    """Arguments of tools/export.py that write a classifier, and its output."""
     cfg = make_config("classifier", INPUT__CLASSIFY__TEST_CROP=1.0)
     arguments = ["--weights", save_model(root / "classifier", cfg)]
-    arguments += ["--images", str(root / "photos"), "--output", str(root / "classifier.pt2")]
+    arguments += ["--images", str(root / "photos"), "--output", str(root / "classifier.onnx")]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        load_tool("export").main([*arguments, "--format", "torch_export"])
+        load_tool("export").main(arguments)
     return arguments, printed.getvalue()
 
 
 def test_the_tool_prints_the_differences_and_keeps_existing_files(
-    program: tuple[list[str], str], root: Path, capsys: pytest.CaptureFixture[str]
+    classifier: tuple[list[str], str], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments, printed = program
+    arguments, printed = classifier
     rows = [line.split() for line in printed.splitlines()]
     assert rows[0] == ["batch", "images", "compared", "difference"]
     assert [row[:3] for row in rows[1:4]] == [["1", "3", "9"], ["2", "4", "12"], ["8", "8", "24"]]
@@ -114,7 +92,6 @@ def test_the_tool_prints_the_differences_and_keeps_existing_files(
     for changed in (
         arguments,
         [*arguments[:-1], str(root / "x.ts")],
-        [*arguments, "--format", "onnx"],
         [*arguments, "--overwrite", "--tolerance", "0"],
         [*arguments, "--overwrite", "--weights", "x.pth"],
     ):
@@ -122,65 +99,41 @@ def test_the_tool_prints_the_differences_and_keeps_existing_files(
     assert Path(arguments[-1]).read_bytes() == content
 
 
-def test_pickles_and_libraries_in_a_program_are_not_run(
-    program: tuple[list[str], str], root: Path
-) -> None:
-    changed, trace = root / "changed.pt2", root / "it_was_run"
-    with zipfile.ZipFile(program[0][-1]) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    pickles = [name for name in members if "/data/" in name and members[name][:2] == b"PK"]
-    assert pickles
-    stream = io.BytesIO()
-    torch.save((_Touch(trace),), stream)
-    library = f"{pickles[0].split('/')[0]}/data/aotinductor/model/a.so"
-    for name, content in [*((name, stream.getvalue()) for name in pickles), (library, b"\x7fELF")]:
-        with zipfile.ZipFile(changed, "w") as archive:
-            for member, old in (members | {name: content}).items():
-                archive.writestr(member, old)
-        with pytest.raises(UserError, match=r"changed\.pt2"):
-            ExportedModel.open(changed)
-        assert not trace.exists()
-
-
 def test_a_file_that_does_not_agree_is_not_written(
-    program: tuple[list[str], str], root: Path, monkeypatch: pytest.MonkeyPatch
+    classifier: tuple[list[str], str], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # That of other weights.
+    # The file of other weights.
     monkeypatch.setattr(
-        "qbheat_det.export.api.write_model",
-        lambda model, cfg, path, **_: path.write_bytes(Path(program[0][-1]).read_bytes()),
+        "qbheat_det.export.files.write_model",
+        lambda model, cfg, path, **_: path.write_bytes(Path(classifier[0][-1]).read_bytes()),
     )
     weights = save(root / "other", "classifier", head_seed=1)
     cfg = load_run_config(weights, device="cpu")
     with pytest.raises(UserError, match=r"--tolerance(?s:.*)differs"):
-        export_model(cfg, root / "new" / "x.pt2", images=[str(root / "photos")])
+        export_model(cfg, root / "new" / "x.onnx", images=[str(root / "photos")])
     assert not (root / "new").exists()
 
 
 def test_a_file_for_one_size_takes_no_other(root: Path) -> None:
     cfg = load_run_config(save(root / "sized", "classifier"), device="cpu")
-    output = root / "sized.pt2"
+    output = root / "sized.onnx"
     report = export_model(cfg, output, images=[str(root / "photos")], image_size=(50, 70))
     assert [row.num_images for row in report.rows] == [3, 4, 8]
     model = ExportedModel.open(output, device="cpu")
     assert model.info.image_size == (50, 70)
     images = np.random.default_rng(1).integers(0, 256, (3, 50, 70, 3), dtype=np.uint8)
     np.testing.assert_array_equal(model.run(images)["scores"][1:2], model(images[1:2]))
-    with pytest.raises(UserError, match=r"sized\.pt2.*50 x 70"):
+    with pytest.raises(UserError, match=r"sized\.onnx.*50 x 70"):
         model.run(images[:, :49])
-    with pytest.raises(UserError, match="--int8-images"):
-        export_model(cfg, root / "int8.pt2", int8_images=[str(root / "photos")])
 
 
 @pytest.mark.slow
 def test_files_of_one_size_and_of_integers_find_what_pytorch_finds(root: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
     weights = save(root / "int8", "mf_detr")
     cfg = load_run_config(weights, device="cpu", opts=["INPUT.MIN_SIZE_TEST", "0"])
     photos, size = [str(root / "photos")], (256, 320)
-    exact = export_model(cfg, root / "sized.onnx", images=photos, image_size=size)
+    exact = export_model(cfg, root / "camera.onnx", images=photos, image_size=size)
     assert all(row.holds(1e-4) for row in exact.rows)
     output = root / "int8.onnx"
     options: dict[str, Any] = {"images": photos, "int8_images": photos, "image_size": size}
@@ -200,8 +153,6 @@ FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # by default some CPUs compute in
 @pytest.mark.slow
 def test_openvino_agrees_with_onnxruntime(root: Path, tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
     cfg = make_config("two_maps")
     cfg.MODEL.WEIGHTS = save_model(tmp_path / "run", cfg)
     write_model(build_predictor(cfg).model, cfg, tmp_path / "m.onnx")
@@ -233,7 +184,7 @@ def _assert_same_boxes(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert len(set(partners.tolist())) == len(partners)
 
 
-main = load_tool("export_backbone").main
+main = load_tool("export").main
 
 
 def _train(cfg: CfgNode, folder: Path) -> dict[str, Tensor]:
@@ -249,11 +200,11 @@ def _train(cfg: CfgNode, folder: Path) -> dict[str, Tensor]:
 
 
 def _words(folder: Path, *more: str) -> list[str]:
-    words = ["--weights", f"{folder}/run.safetensors", "--output", f"{folder}/b.safetensors"]
-    return [*words, *more]
+    words = ["--backbone", "--weights", f"{folder}/run.safetensors", *more]
+    return [*words, "--output", f"{folder}/b.safetensors"]
 
 
-def test_the_file_holds_the_backbone_alone_and_fills_that_of_any_config(tmp_path: Path) -> None:
+def test_a_bare_backbone_loads_into_any_config_that_has_it(tmp_path: Path) -> None:
     expected = _train(on_timm(RETINANET, "resnet18"), tmp_path)
     main(_words(tmp_path))
     state, info = read_weights(f"{tmp_path}/b.safetensors")
@@ -267,7 +218,7 @@ def test_the_file_holds_the_backbone_alone_and_fills_that_of_any_config(tmp_path
         assert checkpointer.report.unexpected == ()
 
 
-def test_batch_norm_is_recalibrated_on_whole_images_and_all_else_kept(
+def test_recalibration_changes_only_the_statistics_of_batch_norm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "images").mkdir()
@@ -275,8 +226,8 @@ def test_batch_norm_is_recalibrated_on_whole_images_and_all_else_kept(
         pixels = torch.randint(0, 256, (64 + 32 * (index % 2), 64, 3), dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(tmp_path / "images" / f"{index}.png")
     before = _train(on_timm(RETINANET, "resnet18"), tmp_path)
-    folder = ["--images", f"{tmp_path}/images", "MODEL.DEVICE", "cpu"]
-    main(_words(tmp_path, "--recalibrate-bn", "6", *folder))
+    images = ["--recalibrate-bn", "6", "--images", f"{tmp_path}/images"]
+    main([*_words(tmp_path, *images), "MODEL.DEVICE", "cpu"])
     state, _ = read_weights(f"{tmp_path}/b.safetensors")
     assert state.keys() == before.keys()
     for key, value in state.items():
@@ -297,7 +248,9 @@ def test_invalid_input_is_refused_by_name(
         ("bare.pth", "b.safetensors", [], "bare.pth"),
         ("bare.pth", "b.pth", [], "b.pth"),
         ("x", "b.safetensors", ["--recalibrate-bn", "0"], "recalibrate"),
+        ("x", "b.safetensors", ["--config-file", "c.yaml"], "--config-file"),
         ("x", "b.safetensors", ["--images", "."], "recalibrate"),
     ):
-        assert named in refuse(main, ["--weights", weights, "--output", output, *more], capsys)
+        words = ["--backbone", "--weights", weights, *more, "--output", output]
+        assert named in refuse(main, words, capsys)
         assert not Path("b.safetensors").exists()

@@ -24,7 +24,7 @@ from qbheat_det.export.agreement import (
     compare_detections,
     measure_agreement,
 )
-from qbheat_det.export.formats import write_onnx
+from qbheat_det.export.files import write_onnx
 from qbheat_det.export.graph import (
     CenterCrop,
     Preprocessing,
@@ -33,7 +33,7 @@ from qbheat_det.export.graph import (
     trace,
     trace_images,
 )
-from qbheat_det.export.heads import EMPTY, suppress_operator, suppress_overlaps
+from qbheat_det.export.heads import EMPTY, suppress_overlaps
 from qbheat_det.inference.export_info import TASK_OUTPUTS, ExportInfo, Task
 from qbheat_det.inference.exported import ExportedModel, Images, Outputs, to_instances
 from qbheat_det.inference.predict import build_predictor
@@ -95,7 +95,7 @@ class _Suppress(nn.Module):
     """From rows (N, M, 6) of box, score and label to the scores (N, M) that are kept."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        return suppress_operator(rows[..., :4], rows[..., 4], rows[..., 5].long(), 3, 0.3)
+        return suppress_overlaps(rows[..., :4], rows[..., 4], rows[..., 5].long(), 3, 0.3)
 
 
 def test_overlaps_are_suppressed_image_by_image_and_class_by_class(tmp_path: Path) -> None:

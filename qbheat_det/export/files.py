@@ -1,0 +1,324 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Writes files: a model as ONNX, kept only if it gives PyTorch's results; or its bare backbone."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from torch import nn
+from torch.export import ExportedProgram
+
+from qbheat_det.checkpoint import (
+    WeightsInfo,
+    bare_backbone,
+    check_exact,
+    fit_weights,
+    load_run_config,
+    read_weights,
+    save_weights,
+)
+from qbheat_det.config import with_values
+from qbheat_det.core.environment import quiet
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.data import load_image_folders
+from qbheat_det.inference.export_info import METADATA_KEY
+from qbheat_det.inference.exported import ExportedModel, Images
+from qbheat_det.inference.predict import build_predictor, find_inputs, read_bgr
+from qbheat_det.inference.video import UnreadableImage
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
+from qbheat_det.probing.features import read_whole_images, recalibrate_bn, training_records
+
+from .agreement import ExportReport, build_reference, fit_image, measure_agreement
+from .graph import build_exportable, trace_images
+from .heads import ONNX_TRANSLATIONS
+
+TOLERANCE = 1e-4
+ON_CPU = {"MODEL.DEVICE": "cpu"}
+"""Config values for export: a graph holds the device that it is traced on."""
+_TOY_SET = "qbheat_toy_val"
+_NUM_IMAGES = 8
+_NUM_CALIBRATION = 32
+_INT8_TOLERANCE = 0.02  # detections of INT8 are matched within ten times this
+_OPSET = 18  # the first with an antialiased Resize
+_QUANTIZED = ["Conv", "MatMul", "Gemm"]
+_MIN_CHANNELS = 16  # of an input; with fewer, as in the stem, little is gained and much is lost
+_MIN_POSITIONS = 256  # products of tokens and queries cost little
+logger = logging.getLogger(__name__)
+
+
+def export_model(
+    cfg: CfgNode,
+    output: Path,
+    *,
+    images: Sequence[str] = (),
+    tolerance: float = TOLERANCE,
+    overwrite: bool = False,
+    image_size: tuple[int, ...] = (),
+    int8_images: Sequence[str] = (),
+) -> ExportReport:
+    """Writes a model with its weights as an ONNX file, and compares the file with PyTorch.
+
+    Args:
+        cfg: the config of the weights, see ``load_run_config``.
+        output: an ``.onnx`` file.
+        images: files and folders to compare on; by default the toy set.
+        tolerance: see ``Agreement.holds``.
+        overwrite: whether ``output`` may exist.
+        image_size: (H, W) in pixels of all images that the file will get, one at a time; by
+            default it takes images of any size and number.
+        int8_images: files and folders to calibrate 8-bit integers on. The file must agree before
+            it is quantised; the report shows the differences after.
+
+    Raises:
+        UserError: the model or the weights cannot be exported, or the file does not agree with
+            PyTorch. Nothing is written then.
+    """
+    _check_output(output, ".onnx", overwrite=overwrite)
+    cfg = with_values(cfg, ON_CPU)
+    examples, source = read_images(cfg, images)
+    calibration = read_images(cfg, int8_images, number=_NUM_CALIBRATION)[0] if int8_images else []
+    predictor = build_predictor(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "model.onnx"
+        write_model(predictor.model, cfg, written, image_size=image_size, int8=bool(int8_images))
+        exported = ExportedModel.open(written, device="cpu")
+        reference = build_reference(predictor, cfg, exported.info.task)
+        report = measure_agreement(
+            exported, reference, examples, tolerance=tolerance, source=source
+        )
+        report.check()
+        if calibration:
+            logger.info("The float32 file agrees:\n%s", report)
+            logger.info("Calibrating 8-bit integers on %d images …", len(calibration))
+            number = quantize_onnx(written, [fit_image(image, image_size) for image in calibration])
+            report = measure_agreement(
+                ExportedModel.open(written, device="cpu"),
+                reference,
+                examples,
+                tolerance=max(tolerance, _INT8_TOLERANCE),
+                source=f"{number} layers in 8-bit integers, beside PyTorch; {source}",
+            )
+            report.is_held = False
+        write_atomically(output, written.read_bytes())
+    return report
+
+
+def read_images(
+    cfg: CfgNode, paths: Sequence[str], *, number: int = _NUM_IMAGES
+) -> tuple[list[Images], str]:
+    """Reads a few images (H, W, 3) in the config's pixel format, and describes their source.
+
+    Raises a ``UserError`` if no image can be read.
+    """
+    source = ", ".join(paths) or _TOY_SET
+    if paths:
+        files = [file.path for file in find_inputs(paths)]
+    else:
+        files = [Path(record["file_name"]) for record in DatasetCatalog.get(source)]
+    images: list[Images] = []
+    for file in files[:: max(1, len(files) // number)][:number]:
+        try:
+            images.append(read_bgr(file))
+        except UnreadableImage as error:
+            logger.warning("Skipping '%s': %s", file, error)
+    if not images:
+        raise UserError(f"no image of {source} can be read: name others with --images")
+    if cfg.INPUT.FORMAT == "RGB":
+        images = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
+    return images, f"{len(images)} images of {source}"
+
+
+def write_model(
+    model: nn.Module,
+    cfg: CfgNode,
+    path: Path,
+    *,
+    image_size: tuple[int, ...] = (),
+    int8: bool = False,
+) -> None:
+    """Writes a model as ``.onnx`` without comparing it with PyTorch.
+
+    ``image_size`` is the one of ``export_model``; ``int8`` prepares for ``quantize_onnx``. Raises a
+    ``UserError`` if the model cannot be exported or a package is missing.
+    """
+    exportable = build_exportable(model, cfg, image_size=image_size)
+    program = trace_images(exportable, image_size, int8=int8)
+    description = exportable.info.to_json()
+    write_onnx(program, path, ["images"], exportable.info.outputs, {METADATA_KEY: description})
+
+
+def write_onnx(
+    program: ExportedProgram,
+    path: Path,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes a traced graph as one ONNX file, with metadata.
+
+    Raises a ``UserError`` if a package of the extra ``export`` is missing.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"ONNX needs {error.name}, which is not installed: pip install {error.name}"
+        ) from error
+    logger.info("Converting the trace to ONNX …")
+    with quiet("onnxscript", "onnx_ir", "torch.onnx"):
+        written = torch.onnx.export(
+            program,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            opset_version=_OPSET,
+            custom_translation_table=ONNX_TRANSLATIONS,
+            verbose=False,
+        )
+    assert written is not None
+    written.model.metadata_props.update(metadata)
+    path.write_bytes(written.model_proto.SerializeToString())
+
+
+def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
+    """Quantises an ONNX file of ``write_model`` in place, and returns how many layers it changed.
+
+    Weights have one scale per output channel, activations one per tensor, from their smallest and
+    largest values on ``images`` (H, W, 3), uint8, in the file's pixel format. The file has pairs of
+    QuantizeLinear and DequantizeLinear, which runtimes turn into products of integers.
+    """
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            self._images = iter(images)
+
+        def get_next(self) -> Any:
+            image = next(self._images, None)
+            return None if image is None else {"images": image[None]}
+
+    _fold_constants(path)
+    model = onnx.load(path)
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    layers = _find_layers(model)
+    with quiet("root"), contextlib.redirect_stdout(None):
+        quantize_static(
+            model,
+            path,
+            Reader(),
+            op_types_to_quantize=_QUANTIZED,
+            nodes_to_quantize=layers,
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, metadata)
+    onnx.save(model, path)
+    return len(layers)
+
+
+def _fold_constants(path: Path) -> None:
+    """Replaces operators on constants by their results, such as a slice of a weight."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(path)
+    onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+
+
+def _find_layers(model: Any) -> list[str]:
+    """Returns the names of the layers over maps whose weights are constants.
+
+    Leaves out depthwise convolutions with several outputs per input, as runtimes are slow at these.
+    """
+    weights = {each.name: list(each.dims) for each in model.graph.initializer}
+    values = (*model.graph.value_info, *model.graph.output)
+    shapes = {each.name: each.type.tensor_type.shape.dim for each in values}
+    found = []
+    for node in model.graph.node:
+        if node.op_type not in _QUANTIZED or node.input[1] not in weights:
+            continue
+        weight, output = weights[node.input[1]], shapes.get(node.output[0], ())
+        groups = next((each.i for each in node.attribute if each.name == "group"), 1)
+        # A length that varies has no number; the first one is the batch.
+        lengths = [each.dim_value or _MIN_POSITIONS for each in output]
+        positions = math.prod(lengths[2:] if node.op_type == "Conv" else lengths[-2:-1])
+        is_plain = groups == 1 and min(weight[:2]) >= _MIN_CHANNELS
+        is_depthwise = groups == weight[0] > 1
+        if positions >= _MIN_POSITIONS and (is_plain or is_depthwise):
+            found.append(node.name)
+    return found
+
+
+def export_backbone(
+    weights: str,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    num_images: int = 0,
+    image_folders: Sequence[str] = (),
+    opts: Sequence[str] = (),
+) -> tuple[int, int]:
+    """Writes the bare backbone of ``weights``, its names without prefix, with its description.
+
+    Args:
+        weights: of any model with a child ``backbone``; of an FPN, its ``bottom_up`` is taken.
+        output: a ``.safetensors``, which any config with this backbone takes as ``MODEL.WEIGHTS``.
+        overwrite: whether ``output`` may exist.
+        num_images: if not 0, recalibrate BatchNorm on this many whole images.
+        image_folders: folders of these images; by default the training set of the weights' config.
+        opts: overrides of that config, ``KEY VALUE``.
+
+    Returns:
+        The number of tensors written, and of images used.
+
+    Raises:
+        UserError: the weights have no backbone or cannot be read, or ``output`` cannot be written.
+    """
+    _check_output(output, ".safetensors", overwrite=overwrite)
+    state, info = read_weights(weights)
+    names = bare_backbone(state)
+    if not names:
+        raise UserError(f"'{weights}' has no tensors named 'backbone.…'")
+    tensors = {short: state[name] for name, short in names.items()}
+    num_used = 0
+    if num_images:
+        cfg = load_run_config(weights, opts=opts)
+        records = load_image_folders(image_folders)[0] if image_folders else training_records(cfg)
+        images = read_whole_images(cfg, records, num_images)
+        num_used = len(images)
+        backbone = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
+        fitting, report = fit_weights(tensors, backbone.state_dict(), file=weights)
+        check_exact(report, "name the config that belongs to these weights")
+        backbone.load_state_dict(fitting, strict=False)
+        means = {"pixel_mean": cfg.MODEL.PIXEL_MEAN, "pixel_std": cfg.MODEL.PIXEL_STD}
+        if not recalibrate_bn(backbone, images, **means):
+            raise UserError(f"the backbone of '{weights}' has no BatchNorm to recalibrate")
+        tensors = dict(backbone.state_dict())
+    # The rest of the description is about the model around the backbone.
+    info = dataclasses.replace(
+        info or WeightsInfo(), class_names=(), category_ids=(), pretrain_only_modules=()
+    )
+    save_weights(str(output), tensors, info)
+    return len(tensors), num_used
+
+
+def _check_output(output: Path, suffix: str, *, overwrite: bool) -> None:
+    if output.suffix.lower() != suffix:
+        raise UserError(f"--output '{output}' must end in {suffix}")
+    if output.exists() and not overwrite:
+        raise UserError(f"'{output}' exists: choose another name, or pass --overwrite")
+    check_writable(output)
