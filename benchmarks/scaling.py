@@ -3,7 +3,7 @@
 
 python benchmarks/scaling.py [--prices CPU_NODE GPU_NODE] [--seed N]
 
-prints the tables of docs/scaling.md. Rates of one node go in; hours, money and what they were
+prints the tables of docs/distributed.md. Rates of one node go in; hours, money and what they were
 spent on come out. ``scaling_check.py`` compares it with runs of two processes.
 """
 
@@ -244,7 +244,7 @@ def build_cluster(kind: str, nodes: int, rate: float, pixels: float, price: floa
 
 
 def format_rows(prices: Mapping[str, float], seed: int) -> list[str]:
-    """Returns the table of docs/scaling.md: jobs on 1, 8 and 64 nodes of each kind."""
+    """Returns the table of docs/distributed.md: jobs on 1, 8 and 64 nodes of each kind."""
     rows = [
         "| job | nodes | hours | cost | computing | else |",
         "| --- | --- | ---: | ---: | ---: | --- |",

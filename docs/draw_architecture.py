@@ -4,8 +4,8 @@
 
 usage: python docs/draw_architecture.py
 
-Arrows are read from the imports. One that follows from others is left out: where A imports B and B
-imports C, A's own import of C is not drawn.
+Arrows are read from the import statements. If A imports B and B imports C, no arrow is drawn from A
+to C.
 """
 
 import sys
@@ -18,19 +18,20 @@ sys.path.insert(0, str(ROOT))
 from tests.import_graph import area_of, imports, module_files  # noqa: E402
 
 ROWS = (
-    ("api", "model_zoo"),
+    ("api", "app"),
     ("analysis", "export"),
-    ("probing", "deployment"),
-    ("engine", "modeling.detr", "modeling.pretrain", "modeling.dense", "modeling.classification"),
+    ("engine", "inference"),
+    ("feature_cache", "probing", "deployment", "model_zoo"),
+    ("modeling.detr", "modeling.pretrain", "modeling.dense", "modeling.classification"),
     ("data", "checkpoint", "solver", "evaluation", "modeling.backbone", "modeling.image_model"),
     ("layers", "config", "core", "modeling.contracts"),
 )
-WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 112
-COLORS = ("#f6dede", "#fde7d4", "#fff3c9", "#dcebfb", "#e3f3df", "#eeeeee")
+WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 108
+COLORS = ("#f6dede", "#fbe0ea", "#fde7d4", "#fff3c9", "#dcebfb", "#e3f3df", "#eeeeee")
 
 
 def draw() -> str:
-    """Returns the picture as SVG."""
+    """Returns the drawing as SVG."""
     sizes = count_lines()
     places = {
         area: ((index + 0.5) * WIDTH / len(row), 20 + level * ROW)
@@ -53,7 +54,7 @@ def draw() -> str:
 
 
 def draw_boxes(places: dict[str, tuple[float, float]], sizes: dict[str, int]) -> Iterator[str]:
-    """Yields a box for each area, with its name and its lines."""
+    """Yields a box for each area with its name and number of lines."""
     for level, row in enumerate(ROWS):
         for area in row:
             x, y = places[area]
@@ -68,7 +69,7 @@ def draw_boxes(places: dict[str, tuple[float, float]], sizes: dict[str, int]) ->
 
 
 def draw_arrows(places: dict[str, tuple[float, float]]) -> Iterator[str]:
-    """Yields an arrow for each import that does not follow from others."""
+    """Yields an arrow for each import that does not follow from other imports."""
     for source, targets in sorted(reduce_graph(area_graph()).items()):
         for target in sorted(targets):
             (x1, y1), (x2, y2) = places[source], places[target]
@@ -83,7 +84,7 @@ def draw_arrows(places: dict[str, tuple[float, float]]) -> Iterator[str]:
 
 
 def area_graph() -> dict[str, set[str]]:
-    """Returns for each area those that its files import."""
+    """Returns for each area the areas that its files import."""
     graph: dict[str, set[str]] = {area: set() for row in ROWS for area in row}
     for module, names in imports().items():
         area = area_of(module)
@@ -94,7 +95,7 @@ def area_graph() -> dict[str, set[str]]:
 
 
 def reduce_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Leaves out what follows from other imports."""
+    """Removes imports that follow from other imports."""
 
     def reach(area: str) -> set[str]:
         return graph[area].union(*(reach(target) for target in graph[area]))
@@ -106,7 +107,7 @@ def reduce_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def count_lines() -> dict[str, int]:
-    """Returns the lines of each area's files."""
+    """Returns the number of lines of each area."""
     sizes: dict[str, int] = {}
     for module, path in module_files().items():
         area = area_of(module) or ""

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Hooks of mkdocs: pages of the site whose source lies elsewhere in the repository.
+"""mkdocs hooks that generate pages from sources elsewhere in the repository.
 
-The README is the home page; the model zoo, the changelog and the notebooks become pages; the config
-reference is read from ``qbheat_det/config/defaults.py``. No module of the package is imported.
+The README becomes the home page; the model zoo, the changelog and the notebooks become pages; the
+config reference is read from ``qbheat_det/config/defaults.py``. The package is not imported.
 """
 
 import ast
@@ -26,19 +26,19 @@ COPIES = {  # page of the site: its source in the repository
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
 }
-AREAS = {  # of the API reference: what `__all__` of a face names, and what the area is for
+AREAS = {  # sections of the API reference: a package, whose `__all__` is listed, and its purpose
     "qbheat_det.api": "Trained models: `qbheat_det.load`, detectors, encoders, results.",
     "qbheat_det.config": "Configs.",
     "qbheat_det.model_zoo": "Trained weights by name.",
-    "qbheat_det.deployment": "The fastest equal form of a model.",
+    "qbheat_det.deployment": "The fastest equivalent form of a model.",
     "qbheat_det.export": "Files for other runtimes.",
-    "qbheat_det.checkpoint": "Reading, matching and writing weights.",
+    "qbheat_det.checkpoint": "Reads, matches and writes weights.",
     "qbheat_det.modeling.backbone": "Backbones.",
     "qbheat_det.modeling.pretrain": "Pre-training objectives.",
     "qbheat_det.modeling.detr": "MF-DETR.",
     "qbheat_det.modeling.dense": "Detectors on anchors and points.",
     "qbheat_det.modeling.classification": "Classifiers.",
-    "qbheat_det.modeling.contracts": "What trainer, data and tools ask of a model.",
+    "qbheat_det.modeling.contracts": "Protocols that models may implement.",
     "qbheat_det.probing": "Probes of a frozen backbone.",
     "qbheat_det.data": "Data sets, mappers, loading.",
     "qbheat_det.solver": "Optimizers and schedules.",
@@ -54,7 +54,7 @@ Unknown keys and values of another type are errors. Detectron2's own keys are in
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that have no file of their own in docs/."""
+    """Adds the pages that have no file in docs/."""
     pages = {page: (ROOT / source).read_text("utf-8") for page, source in COPIES.items()}
     pages["index.md"] = f"---\nhide: [navigation]\n---\n{pages['index.md']}"
     pages["config.md"] = describe_config(DEFAULTS.read_text("utf-8"))
@@ -67,7 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Points links at the pages of the site, and shows what a command needs."""
+    """Redirects links to pages of the site, and shows the requirements of commands."""
     if page.file.src_uri in COPIES:
         markdown = markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")
@@ -76,22 +76,25 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         markdown = re.sub(
             rf"\]\((?:\.\./)*{re.escape(source)}(#[\w-]*)?\)", rf"]({up}{target}\1)", markdown
         )
-    # Files that are no pages: their names are enough.
+    # Files without a page are shown by name.
     markdown = re.sub(
         r"\[([^]]+)\]\((?:\.\./)*(?:(?:configs|tools|qbheat_det)/[^)]+|LICENSE|CITATION\.cff)\)",
         _as_code,
         markdown,
     )
-    said: set[str] = set()
+    shown: set[str] = set()
     return re.sub(
-        r"^<!-- ((?:needs|takes) .*?) -->$", lambda mark: _say(mark, said), markdown, flags=re.M
+        r"^<!-- ((?:needs|takes) .*?) -->$",
+        lambda mark: _show_requirement(mark, shown),
+        markdown,
+        flags=re.M,
     )
 
 
-def _say(mark: re.Match[str], said: set[str]) -> str:
-    """Shows what commands need, where the page says so for the first time."""
-    text = "" if mark[1] in said else f"*{mark[1][0].upper()}{mark[1][1:]}:*"
-    said.add(mark[1])
+def _show_requirement(mark: re.Match[str], shown: set[str]) -> str:
+    """Returns the requirement of a command; empty if the page has shown it before."""
+    text = "" if mark[1] in shown else f"*{mark[1][0].upper()}{mark[1][1:]}:*"
+    shown.add(mark[1])
     return text
 
 
@@ -100,7 +103,7 @@ def _as_code(link: re.Match[str]) -> str:
 
 
 def convert_notebook(path: Path) -> str:
-    """Returns a notebook as Markdown, its code in fences."""
+    """Converts a notebook to Markdown."""
     parts = []
     for cell in json.loads(path.read_text("utf-8"))["cells"]:
         text = "".join(cell["source"])
@@ -110,8 +113,8 @@ def convert_notebook(path: Path) -> str:
 
 
 def list_api() -> str:
-    """Returns a page that names every class and function of the package's public faces."""
-    parts = ["# Python API\n\nHow to use the first of these: [Python](python.md)."]
+    """Returns a page of all public classes and functions."""
+    parts = ["# Python API\n\nExamples are in [Python](python.md)."]
     for area, purpose in AREAS.items():
         path = ROOT / area.replace(".", "/")
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -124,7 +127,7 @@ def list_api() -> str:
 
 
 def _public_names(module: ast.Module) -> list[str]:
-    """Returns ``__all__``, or else the classes and functions that the module defines."""
+    """Returns ``__all__``, or else the classes and functions of a module."""
     for statement in module.body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             return list(ast.literal_eval(statement.value))
@@ -133,7 +136,7 @@ def _public_names(module: ast.Module) -> list[str]:
 
 
 def describe_config(source: str) -> str:
-    """Returns a page of all keys: a section for each node, its keys with defaults and comments."""
+    """Returns a page of all config keys: one section per node, with defaults and comments."""
     comments = _read_comments(source)
     nodes = next(
         statement.value
@@ -153,7 +156,7 @@ def describe_config(source: str) -> str:
 def _list_items(
     node: ast.expr | None, comments: dict[int, tuple[bool, str]]
 ) -> Iterator[tuple[str, ast.expr, str]]:
-    """Yields each key of a dict display, its value, and the comments above and beside it."""
+    """Yields each key of a dict literal, its value, and the comments above and beside it."""
     assert isinstance(node, ast.Dict)
     for key, value in zip(node.keys, node.values, strict=True):
         assert isinstance(key, ast.Constant)
@@ -169,7 +172,7 @@ def _list_items(
 
 
 def _read_comments(source: str) -> dict[int, tuple[bool, str]]:
-    """Returns, by line, whether a comment has the line to itself, and its text."""
+    """Returns for each line with a comment: whether it has no code, and the comment's text."""
     return {
         token.start[0]: (token.line.strip().startswith("#"), token.string.lstrip("# "))
         for token in tokenize.generate_tokens(io.StringIO(source).readline)

@@ -255,12 +255,13 @@ def test_detectron2s_own_loop_trains_and_resumes_it(path: Path, tmp_path: Path) 
 
 
 def test_the_page_on_lazy_configs_lists_them_and_its_example_runs() -> None:
-    page = (CONFIGS.parent / "docs" / "lazy_configs.md").read_text(encoding="utf-8")
+    page = (CONFIGS.parent / "docs" / "interop.md").read_text(encoding="utf-8")
+    page = page[page.index("LazyConfigs") :]
     named = set(re.findall(r"`((?:coco|quick_schedules|ImageNet-\w+)/\w+\.py)`", page))
     assert named == {f"{name(path)}.py" for path in LAZY}
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     scope: dict[str, Any] = {}
-    exec(compile(example, "lazy_configs.md", "exec"), scope)
+    exec(compile(example, "interop.md", "exec"), scope)
     with torch.device("meta"):
         model = instantiate(scope["cfg"].model)
     assert model.head.cls_score.out_channels == 9 * 20

@@ -132,7 +132,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of results in Parquet files, see docs/batch_prediction.md."""
+    """Adds the flags of results in Parquet files, see docs/predict.md."""
     group = parser.add_argument_group("many images: results as Parquet files")
     group.add_argument("--parquet", metavar="DIR", help="folder for the results; --images also "
         "takes shards and Parquet files of paths or images")  # fmt: skip

@@ -18,7 +18,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Keep maps with their channels innermost in training. None: on CPUs, which lose nothing.
         "CHANNELS_LAST": None,
     },
-    # How qbheat predict and qbheat evaluate deploy; see docs/fast.md. Detectron2's
+    # How qbheat predict and qbheat evaluate deploy; see docs/export.md. Detectron2's
     # own programs do not read these keys: they call qbheat_det.deploy(model).
     "MODEL.DEPLOY": {
         # Bring the model, once its weights are loaded, into its fastest equal form on the device.

@@ -205,7 +205,7 @@ def run_batch(
     column: str = "",
     resume: bool = False,
 ) -> tuple[int, int]:
-    """Predicts on images, or computes their features, see docs/batch_prediction.md.
+    """Predicts on images, or computes their features, see docs/predict.md.
 
     Args:
         job: what to compute.
