@@ -109,10 +109,14 @@ def supports_bfloat16(device: "torch.device") -> bool:
 
 def read_cpu_flags() -> set[str]:
     """Returns the processor's features by Linux's names; none on other systems."""
+    return set(read_cpu_field("flags", "features").split())
+
+
+def read_cpu_field(*names: str) -> str:
+    """Returns the first of these fields in Linux's ``/proc/cpuinfo``; "" on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return set()
+        return ""
     fields = (line.partition(":") for line in lines)
-    found = (value for name, _, value in fields if name.strip().lower() in ("flags", "features"))
-    return set(next(found, "").split())
+    return next((value.strip() for key, _, value in fields if key.strip().lower() in names), "")

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trained models in their fastest equal form on a device."""
+"""Brings trained models into their fastest equal form on a device."""
 
 from .deploy import DeployedModel, DeployReport, deploy, deploy_by_config
 

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Parts of a model as machine code for one shape of their inputs (torch.export, AOTInductor), CPU.
+"""Compiles parts of a model for one input shape on the CPU (torch.export, AOTInductor).
 
-``torch.compile`` was measured beside it and is slower here by 10 %, and traces again in every
-process. Files lie in ``programs`` below ``$QBHEAT_CACHE``, for their owner alone.
+The compiled programs are files in ``$QBHEAT_CACHE/programs``, which later processes load.
+``torch.compile`` is 10 % slower here, and traces again in every process.
 """
 
 import contextlib
@@ -30,18 +30,17 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, hash_tensors
 from qbheat_det.core.text import one_line
 from qbheat_det.data.datasets.toy import get_cache_dir
-from qbheat_det.layers.cpu_kernels import exported_form
+from qbheat_det.layers.cpu_kernels import recorded_as
 
 logger = logging.getLogger(__name__)
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.05}  # of an output's largest value
-_PLAIN = (bool, int, float, str, tuple, list)
 
 
 def find_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns by name the parts that take most of the time, or raises a ``UserError``."""
+    """Returns the parts that take most of the time, by name, or raises a ``UserError``."""
     if isinstance(model, Backbone):
         return {"backbone": model}
     found = {}
@@ -58,7 +57,7 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def arithmetic(dtype: torch.dtype, device_type: str = "cpu") -> Iterator[None]:
-    """Sets, whatever the caller's modes, how deployed models compute: without gradients."""
+    """Sets the modes of deployed models: no gradients, and autocast to ``dtype``."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -68,13 +67,12 @@ def arithmetic(dtype: torch.dtype, device_type: str = "cpu") -> Iterator[None]:
 
 
 class PartPrograms:
-    """Stands where ``nn.Module.compile`` puts what a module is called through.
+    """The compiled programs of a part, by input shape; set as the part's ``_compiled_call_impl``.
 
-    Inputs of a shape that was compiled run as a program, others as the part itself. Copies of the
-    part leave it behind.
+    Inputs of other shapes run through the part itself. Copies of the part have no programs.
 
     Attributes:
-        seen: what ``build_programs`` compiles for, inputs by shape; filled where not None.
+        seen: inputs by shape, for ``build_programs``; recorded unless None.
     """
 
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
@@ -94,17 +92,17 @@ class PartPrograms:
         return self._part._call_impl(*args, **kwargs)
 
     def path_of(self, key: tuple[str, ...]) -> Path:
-        """Returns the file of a program, which may not be there."""
+        """Returns the path of a program's file, which may not exist."""
         return _make_folder() / f"{self._fingerprint(key)}.pt2"
 
     def load_or_build(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> None:
-        """Loads the program of a shape; builds it if it is not there, damaged or not equal.
+        """Loads the program of a shape; builds it if the file is missing, damaged or not equal.
 
-        Raises a ``RuntimeError`` if the new one is not, too, and whatever the compiler raises.
+        Raises a ``RuntimeError`` if the new one is damaged or not equal, or the compiler's errors.
         """
         lock = file_lock(path.with_suffix(".lock"), waiting=f"Another process compiles '{path}'")
         with quiet("torch"), arithmetic(self._dtype):
-            if self._load(args, key, path):  # a read-only folder has no place for a lock
+            if self._load(args, key, path):  # without the lock, for read-only folders
                 return
             with lock:
                 if self._load(args, key, path):
@@ -115,13 +113,13 @@ class PartPrograms:
                     raise RuntimeError("the program cannot be loaded or gives other outputs")
 
     def build(self, args: tuple[Any, ...], path: Path) -> None:
-        """Builds the program of a shape if no process has."""
+        """Builds the program of a shape if its file does not exist."""
         with arithmetic(self._dtype), file_lock(path.with_suffix(".lock")):
             if not path.exists():
                 self._build(args, path)
 
     def _load(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> bool:
-        """Returns whether a program is there, loads, and gives what the part gives."""
+        """Loads a program, and returns whether its outputs are the part's."""
         from torch._inductor import aoti_load_package
 
         if not path.exists():
@@ -129,7 +127,7 @@ class PartPrograms:
         try:
             program: Callable[..., Any] = aoti_load_package(str(path))
             found = program(*tree_map(_lay_out, args))
-        except Exception as error:  # what a damaged file raises is PyTorch's choice
+        except Exception as error:  # PyTorch raises errors of many types for damaged files
             logger.warning("'%s' cannot be loaded: %s", path, one_line(error))
             return False
         # Rounding to bfloat16 changes the order of a detector's selected queries.
@@ -145,26 +143,23 @@ class PartPrograms:
         from torch._inductor import aoti_compile_and_package, config
 
         options: dict[str, Any] = {
-            "freezing": True,  # weights in the layout that each product wants
-            # As many threads as the process has when the program runs.
+            "freezing": True,  # weights in the layout that each product needs
+            # The number of threads is the one of the process that runs the program.
             "cpp.dynamic_threads": True,
             "cpp.threads": max(2, os.cpu_count() or 1),
         }
-        # Headers would lie in the folder of temporary files, which other users can write. The
-        # wrapper only calls the kernels, and takes twice as long to compile with optimisation.
+        # Precompiled headers lie in the temporary folder, which other users can write to. The
+        # wrapper only calls the kernels; optimising it doubles the time to compile.
         for name, value in (("precompile_headers", False), ("compile_wrapper_opt_level", "O0")):
             if hasattr(config.aot_inductor, name):  # not in torch 2.6
                 options[f"aot_inductor.{name}"] = value
         fresh = path.with_suffix(f".{os.getpid()}.pt2")
         self._part._compiled_call_impl = None  # trace the part itself
         collects = gc.isenabled()
-        gc.disable()  # it goes through millions of the compiler's objects again and again
+        gc.disable()  # the compiler has millions of objects
         try:
-            before = exported_form.set("bfloat16" if self._dtype == torch.bfloat16 else "")
-            try:
+            with recorded_as("bfloat16" if self._dtype == torch.bfloat16 else ""):
                 program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
-            finally:
-                exported_form.reset(before)
             aoti_compile_and_package(program, package_path=str(fresh), inductor_configs=options)
             fresh.replace(path)
         finally:
@@ -174,13 +169,13 @@ class PartPrograms:
             fresh.unlink(missing_ok=True)
 
     def _fingerprint(self, key: tuple[str, ...]) -> str:
-        """Returns the digest of all that a program depends on."""
+        """Returns a digest of everything that a program depends on."""
         part = self._part
         settings = [
             f"{name}.{key}={getattr(value, '__qualname__', value)!r}"  # no address in memory
             for name, module in part.named_modules()
             for key, value in sorted(vars(module).items())
-            if isinstance(value, _PLAIN) or inspect.isroutine(value)
+            if isinstance(value, (bool, int, float, str, tuple, list)) or inspect.isroutine(value)
         ]
         tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
         text = [
@@ -195,9 +190,10 @@ _Job = tuple[PartPrograms, tuple[Any, ...], tuple[str, ...], Path]
 
 
 def build_programs(programs: Sequence[PartPrograms]) -> None:
-    """Compiles the parts for the shapes they have seen; further processes build some of them.
+    """Compiles the parts for the shapes in ``seen``, in several processes.
 
-    What a process does not finish is built here. Raises as ``PartPrograms.load_or_build`` does.
+    This process builds the programs that others do not finish. Raises the errors of
+    ``PartPrograms.load_or_build``.
     """
     jobs: list[_Job] = []
     for program in programs:
@@ -207,7 +203,7 @@ def build_programs(programs: Sequence[PartPrograms]) -> None:
     count = max(1, min(len(missing), torch.get_num_threads()))
     with contextlib.ExitStack() as stack:
         for i in range(1, count):
-            with contextlib.suppress(Exception):  # no memory, no interpreter, no pickle of a part
+            with contextlib.suppress(Exception):  # no memory, or a part that cannot be pickled
                 stack.callback(_stop, _start_build(missing[i::count]))
         own = {job[-1] for job in missing[::count]}
         for program, args, key, path in sorted(jobs, key=lambda job: job[-1] not in own):
@@ -215,10 +211,10 @@ def build_programs(programs: Sequence[PartPrograms]) -> None:
 
 
 def _start_build(jobs: Sequence[_Job]) -> subprocess.Popen[bytes]:
-    """Starts a process that builds programs, with this one's places of modules and no others."""
-    # Not by multiprocessing, which would run a caller's script again that has no __main__ block.
-    places = [place for place in sys.path if isinstance(place, str)]
-    code = f"import sys; sys.path[:] = {places!r}; from {__name__} import build_jobs; build_jobs()"
+    """Starts a process with this one's ``sys.path`` that builds programs."""
+    # multiprocessing would run the caller's script again if it has no __main__ block.
+    paths = [path for path in sys.path if isinstance(path, str)]
+    code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import build_jobs; build_jobs()"
     with tempfile.TemporaryFile() as pickled:
         pickle.dump(list(jobs), pickled)
         pickled.seek(0)
@@ -233,14 +229,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def build_jobs() -> None:
-    """Builds the pickled jobs that come on standard input, with one thread."""
+    """Builds the pickled jobs from standard input, with one thread."""
     torch.set_num_threads(1)
     for program, args, _, path in pickle.load(sys.stdin.buffer):
         program.build(args, path)
 
 
 def _make_folder() -> Path:
-    """Returns the folder of programs, which are run: so it is an error if others can write it."""
+    """Returns the folder of programs, or raises a ``UserError`` if other users can write to it."""
     folder = get_cache_dir() / "programs"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -249,8 +245,10 @@ def _make_folder() -> Path:
         raise UserError(f"'{folder}' cannot be made: set QBHEAT_CACHE to another folder") from error
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if hasattr(os, "geteuid") and (others or status.st_uid != os.geteuid()):
-        raise UserError(f"others can write '{folder}', whose files are run: chmod 700, or set "
-                        "QBHEAT_CACHE to another folder")  # fmt: skip
+        raise UserError(
+            f"other users can write to '{folder}', whose files are executed: chmod 700, or set "
+            "QBHEAT_CACHE to another folder"
+        )
     return folder
 
 
@@ -261,16 +259,16 @@ def _signature(args: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _lay_out(x: Any) -> Any:
-    """Brings a map into channels-last order, which programs are made for and do not check."""
+    """Makes a map channels-last, which programs require and do not check."""
     if not isinstance(x, Tensor):
         return x
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
 
 
 def _distance(found: Any, expected: Any, *, is_ordered: bool = True) -> float:
-    """Returns the largest difference of outputs, relative to the largest value; a NaN is large.
+    """Returns the largest difference of outputs, relative to the largest value; NaN is infinite.
 
-    Without order, the sorted values of an output are compared.
+    Without ``is_ordered``, the sorted values of each output are compared.
     """
     ratios = []
     for a, b in zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True):

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``deploy``: brings a trained model into its fastest equal form on a device, step by step."""
+"""Brings a trained model into its fastest equal form on a device: fold, fuse, lay out, compile."""
 
 import copy
 import logging
@@ -25,27 +25,27 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPILE = ("auto", "off")
-_DYNAMIC_SIZE = (512, 640)  # of the image that code for all sizes is compiled with
+_DYNAMIC_SIZE = (512, 640)  # of the example image if code is compiled for all sizes
 
 
 class DeployReport(dict[str, str]):
-    """What each step did, by its name; "no: " and the reason if it left the model as it was."""
+    """The result of each step, by the step's name; "no: " and the reason if it was not applied."""
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<14}{detail}" for name, detail in self.items())
 
 
 class DeployedModel(nn.Module):
-    """A copy of a model that only predicts, called as the original is.
+    """A copy of a model that only predicts, with the original's interface.
 
-    ``copy.deepcopy`` and pickle give a copy that is not compiled.
+    Copies by ``copy.deepcopy`` and pickle are not compiled.
 
     Attributes:
         model: the folded, fused and perhaps compiled copy, of the original's class.
         report: the steps of ``deploy``.
-        compiled_sizes: (height, width) in pixels of the images that a CPU's code is for.
-        dtype: of the backbone's and the heads' arithmetic; results are float32.
-        has_cuda_graphs: whether results are overwritten by the next call.
+        compiled_sizes: (height, width) in pixels of the images that CPU code is compiled for.
+        dtype: of the arithmetic in backbone and heads; results are float32.
+        has_cuda_graphs: whether the next call overwrites the results.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, report: DeployReport) -> None:
@@ -57,14 +57,14 @@ class DeployedModel(nn.Module):
         self._masks_padding = masks_padding(model)
         self.dtype = dtype
         for part in find_parts(model).values() if dtype != torch.float32 else ():
-            # Under autocast the parts compute in bfloat16, and what follows them in float32.
+            # Under autocast the parts compute in bfloat16, the rest of the model in float32.
             part.register_forward_hook(_to_float32)
         self.eval()
 
     def forward(self, inputs: Any) -> Any:
-        """As the original's: a list of dicts with "image" (3, H, W), or a backbone's (N, 3, H, W).
+        """Takes a list of dicts with "image" (3, H, W), or a backbone's (N, 3, H, W).
 
-        Autocast of the caller's has no effect, nor has inference mode.
+        The caller's autocast and inference mode have no effect.
         """
         with arithmetic(self.dtype, next(self.model.parameters()).device.type):
             if isinstance(inputs, Tensor):
@@ -75,17 +75,17 @@ class DeployedModel(nn.Module):
 
     @property
     def size_divisibility(self) -> int:
-        """Of a backbone, what height and width of images are multiples of."""
+        """Heights and widths of a backbone's images are multiples of it."""
         return int(self.model.size_divisibility)  # type: ignore[arg-type]
 
     def train(self, mode: bool = True) -> "DeployedModel":
         """Stays in evaluation mode: weights are folded and compiled."""
         if mode:
-            raise UserError("a deployed model does not train: train the original, and deploy that")
+            raise UserError("a deployed model does not train: train the original and deploy it")
         return super().train(False)
 
     def _runs_images_alone(self, inputs: list[dict[str, Any]]) -> bool:
-        """Whether a batch gives the same, and sooner, as images one by one."""
+        """Whether running the images one by one is faster than a batch, with equal results."""
         sizes = {(entry["image"].shape[-2], entry["image"].shape[-1]) for entry in inputs}
         return self._masks_padding if len(sizes) > 1 else sizes <= self.compiled_sizes
 
@@ -105,21 +105,19 @@ def deploy(
 ) -> DeployedModel:
     """Returns a copy of a trained model in its fastest equal form on the model's device.
 
-    It is called as the model is, with images of any size. BatchNorm is folded, blocks are fused
-    (CPU), feature maps are channels-last, and backbone and heads are compiled for ``image_sizes``.
-    Compiling takes about a minute; on CPUs the result is kept on disk, and later processes load it
-    in tenths of a second. In float32, scores differ from the model's by less than 0.001 and boxes
-    by less than 0.1 pixel.
+    BatchNorm is folded, blocks are fused (CPU), feature maps are channels-last, and backbone and
+    heads are compiled for ``image_sizes``. Compiling takes about a minute; on CPUs the result is
+    kept on disk, and later processes load it in tenths of a second. In float32, scores differ from
+    the model's by less than 0.001 and boxes by less than 0.1 pixel.
 
     Args:
         model: a detector, classifier or backbone, with its weights, on its device. Not changed.
-        precision: "float32", or "bfloat16", which is not equal: AP changes by some tenths.
+        precision: "float32", or "bfloat16", which changes AP by some tenths.
         compile: "auto", or "off".
-        image_sizes: (height, width) in pixels of images as the model gets them, to compile for. On
-            the CPU other sizes run uncompiled. On CUDA, code is compiled for all sizes if none is
-            given, and recorded as CUDA graphs if they are.
-        keep_memory: keep freed memory for the next image (CPU with glibc). Holds for the whole
-            process.
+        image_sizes: (height, width) in pixels of the model's images, to compile for. On the CPU,
+            other sizes run uncompiled. On CUDA, code for these sizes is recorded as CUDA graphs;
+            without sizes, code is compiled for all sizes.
+        keep_memory: keep freed memory for the next image (CPU with glibc), in the whole process.
 
     Raises:
         UserError: an argument is not valid, the model is deployed already or has no backbone, or it
@@ -150,7 +148,7 @@ def deploy(
 
 
 def deploy_by_config(model: nn.Module, node: CfgNode) -> DeployedModel:
-    """Calls ``deploy`` with the values of ``MODEL.DEPLOY`` but ``ENABLED``, which is not read."""
+    """Calls ``deploy`` with the values of ``MODEL.DEPLOY``, without reading ``ENABLED``."""
     return deploy(
         model,
         precision=node.PRECISION,
@@ -178,7 +176,7 @@ def _check_arguments(precision: Any, compile: Any, image_sizes: Any) -> list[tup
 def _rewrite(model: nn.Module, device: torch.device, report: DeployReport) -> None:
     on_cpu = device.type == "cpu"
     folded, left = fold_batch_norms(model)
-    rest = f"; {left} follow no convolution and stay" if left else ""
+    rest = f"; {left} do not follow a convolution and stay" if left else ""
     report["fold"] = f"{folded or 'no: no'} BatchNorms are folded into convolutions{rest}"
     fused = fuse_blocks(model) if on_cpu else 0
     none = "no: the model has no blocks with a fused form" if on_cpu else "no: only on CPUs"
@@ -199,7 +197,8 @@ def _compile(
 ) -> None:
     report = deployed.report
     parts = find_parts(deployed.model)
-    # A graph's next run overwrites its results: a detector has read them by then, a caller may not.
+    # A graph's next run overwrites its results. A detector has read them by then; the caller of a
+    # backbone may not have.
     graphs = device.type == "cuda" and bool(sizes) and not isinstance(deployed.model, Backbone)
     what = f"{' and '.join(parts)} for " + (
         ", ".join(f"{height}x{width}" for height, width in sizes) or "images of all sizes"
@@ -212,8 +211,8 @@ def _compile(
     programs = [PartPrograms(part, deployed.dtype) for part in parts.values()]
     if device.type == "cpu":
         for part, program in zip(parts.values(), programs, strict=True):
-            part._compiled_call_impl = program  # which sees what to compile for
-    run()  # raises where the model does not take a size
+            part._compiled_call_impl = program  # records the shapes to compile for
+    run()  # raises if the model does not take a size
     logger.info("Compiling %s: this takes a minute or more, and less in later processes", what)
     start = time.perf_counter()
     try:
@@ -224,7 +223,7 @@ def _compile(
                 part.compile(dynamic=not sizes, mode="reduce-overhead" if graphs else None)
             deployed.has_cuda_graphs = graphs
             run()
-    except Exception as error:  # of the compiler, of PyTorch, of Triton, each with its own type
+    except Exception as error:  # PyTorch, the compiler and Triton raise errors of many types
         for part in parts.values():  # PyTorch has no public function for this
             part._compiled_call_impl = None
         deployed.has_cuda_graphs = False
@@ -261,7 +260,7 @@ def _run_random_image(deployed: DeployedModel, size: tuple[int, int], device: to
 
 
 def _to_float32(_: nn.Module, __: Any, output: Any) -> Any:
-    """Casts tensors in half precision; integers and masks are left as they are."""
+    """Casts tensors in half precision to float32."""
 
     def widen(x: Any) -> Any:
         is_half = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)

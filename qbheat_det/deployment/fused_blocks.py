@@ -1,18 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""BatchNorm folded into convolutions, and Mobile-Former's and MF-DETR's blocks fused for inference.
+"""Folds BatchNorm into convolutions, and fuses Mobile-Former's and MF-DETR's blocks for inference.
 
-Fused blocks pass less often over wide maps; they equal the plain ones up to rounding:
+Fused blocks make fewer passes over wide maps, and equal the plain ones up to rounding:
 
 * max(a1 u, a2 u) is a PReLU times the larger slope. The PReLU is one pass over the map; the factor,
-  one number a channel, is multiplied into the weights of the convolution that follows.
-* oneDNN is slow at depthwise convolutions with several output channels for each input channel, and
-  fast at those with one. So one convolution computes the first output of every input channel, the
-  next one the second, and so on; the following convolution reads the channels in that order.
-* Position encodings are kept for the last few map sizes.
+  one number per channel, is multiplied into the weights of the next convolution.
+* oneDNN is slow at depthwise convolutions with several outputs per input channel, and fast with
+  one. So one convolution computes the first output of every input channel, another one the second,
+  and so on; the next convolution reads the channels in this order ("by turns").
+* Position encodings are cached for the last few map sizes.
 
-Each fused block holds the plain one, and calls it for batches, padded images, training, compilers,
-and exported files but those for single images. Programs in bfloat16 keep weights constant, which
-are packed for products then, and have depthwise convolutions by turns alone.
+A fused block calls the plain one for batches, padded images, training, compilers, and exported
+files for more than one image. Programs in bfloat16 have constant weights, which the compiler packs,
+and fuse only the depthwise convolutions by turns.
 """
 
 from collections import Counter
@@ -38,18 +38,18 @@ from qbheat_det.layers import (
 from qbheat_det.layers.cpu_kernels import exported_form, is_half_program, is_recorded
 from qbheat_det.modeling.detr.decoder_block import LevelMap, LiteMobile
 
-_MIN_SLOPE = 1e-12  # slopes are divided by one another
+_MIN_SLOPE = 1e-12  # the larger slope is a divisor
 _MAX_ENCODINGS = 6  # map sizes: three levels of a decoder for two image sizes
 
-# Exact types: subclasses may do more than normalise, as timm's BatchNormAct2d does.
+# Exact types: subclasses may do more than normalise, such as timm's BatchNormAct2d.
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, NaiveSyncBatchNorm, FrozenBatchNorm2d)
 
 
 def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
-    """Folds, in place, every BatchNorm that directly follows a convolution used nowhere else.
+    """Folds in place every BatchNorm that directly follows a convolution used nowhere else.
 
-    Found are the ``norm`` of Detectron2's convolutions, and neighbours in an ``nn.Sequential``.
-    Returns the number of folded norms, and of those that are left.
+    It is the ``norm`` of a Detectron2 convolution, or the next module in an ``nn.Sequential``.
+    Returns the numbers of folded and of other norms.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     folded = 0
@@ -62,7 +62,7 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
             for index in range(len(module) - 1):
                 convolution, norm = module[index], module[index + 1]
                 unshared = uses[id(convolution)] == uses[id(norm)] == 1
-                # Detectron2's own norm and activation would come between the two.
+                # A Detectron2 convolution's norm or activation would come between the two.
                 is_bare = not isinstance(convolution, Conv2d) or (
                     convolution.norm is convolution.activation is None
                 )
@@ -94,7 +94,7 @@ def _fold(convolution: Any, norm: Any) -> None:
 
 
 class _Fused(nn.Module):
-    """The fused form of a block, which holds the ``plain`` one."""
+    """The fused form of a ``plain`` block."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -157,12 +157,12 @@ class FusedLiteBottleneck(_Fused):
             return self.plain(x, tokens, padding)
         channels = x.shape[1]
         order = interleaved_order(depthwise)
-        # Channels-last, so that each convolution's ReLU6 writes into its share of the channels.
         if is_recorded():
             parts = [
                 convolve_rows(depthwise, x, rows).clamp(0, 6) for rows in order.split(channels)
             ]
             return x + convolve(self.plain.pointwise, torch.cat(parts, dim=1), order=order), tokens
+        # Channels-last, so that each convolution's ReLU6 writes into its channels.
         hidden = x.new_empty(len(x), *x.shape[2:], len(order)).permute(0, 3, 1, 2)
         for start in range(0, len(order), channels):
             y = convolve_rows(depthwise, x, order[start : start + channels])
@@ -171,7 +171,7 @@ class FusedLiteBottleneck(_Fused):
 
 
 class FusedLiteMobile(_Fused):
-    """``LiteMobile``, the map's layer in MF-DETR's M-F- blocks, in inference."""
+    """``LiteMobile``, the map layer of MF-DETR's M-F- blocks, in inference."""
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
         depthwise = self.plain.depthwise
@@ -195,7 +195,7 @@ class FusedLiteMobile(_Fused):
 
 
 class CachedPositionEncoding(_Fused):
-    """``SinePositionEncoding`` that keeps the encodings of the last few map sizes."""
+    """``SinePositionEncoding`` that caches the encodings of the last few map sizes."""
 
     def __init__(self, plain: SinePositionEncoding) -> None:
         super().__init__(plain)
@@ -229,7 +229,7 @@ FUSED_BLOCKS: dict[type[nn.Module], Callable[..., nn.Module]] = {
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replaces the children that have a fused form, at any depth; returns their number."""
+    """Replaces all blocks in a model that have a fused form; returns their number."""
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -246,8 +246,8 @@ def scaled_prelu(
 ) -> tuple[Tensor, Tensor]:
     """Splits a dynamic ReLU into a PReLU and a factor for each channel.
 
-    From (1, C, H, W) and the token (1, D) to the map, still to be multiplied by the factor (C,).
-    ``order`` (C,) says which channel of the ReLU each one of ``x`` is.
+    From (1, C, H, W) and the token (1, D) to the map after the PReLU and the factor (C,). ``order``
+    (C,) lists the ReLU's channels in the order of ``x``.
     """
     low, high = (slope.flatten() for slope in act.bounds(token))
     if order is not None:
@@ -263,8 +263,8 @@ def convolve_and_bend(
 ) -> Tensor:
     """Applies a pointwise convolution without norm and a dynamic ReLU to a map (1, C, H, W).
 
-    The ReLU's factors are those of the convolution's outputs: runtimes are slow at a depthwise
-    convolution that follows if its weights differ from image to image.
+    The ReLU's factors go into this convolution, because runtimes are slow if the weights of the
+    following depthwise convolution differ from image to image.
     """
     low, high = (slope.flatten() for slope in act.bounds(token))
     high = high.clamp(min=_MIN_SLOPE)
@@ -278,7 +278,8 @@ def convolve(
 ) -> Tensor:
     """Applies a pointwise or depthwise convolution and its norm to a map (1, C, H, W).
 
-    ``order`` (C,) says which input channel of the convolution each channel of ``x`` is.
+    ``factor`` (C,) scales the convolution's input channels; ``order`` (C,) lists them in the order
+    of ``x``.
     """
     weight = convolution.weight
     if order is not None:
@@ -297,8 +298,8 @@ def convolve_by_turns(
 ) -> tuple[Tensor, Tensor]:
     """Applies a depthwise convolution without norm and a dynamic ReLU, for programs in bfloat16.
 
-    From (N, C, H, W) and tokens (N, D) to (N, C k, H', W'), and the output channel of each (C k,).
-    The compiler makes the ReLU and the concatenation one pass.
+    From (N, C, H, W) and tokens (N, D) to (N, C k, H', W') and its order of channels (C k,). The
+    compiler fuses the ReLU and the concatenation.
     """
     order = interleaved_order(convolution)
     slopes = zip(*(each.split(x.shape[1], dim=1) for each in act.bounds(token, order)), strict=True)
@@ -310,16 +311,15 @@ def convolve_by_turns(
 
 
 def interleaved_order(convolution: DepthwiseConv2d) -> Tensor:
-    """Returns output channels, (C k,): the first of each input channel, then the second of each."""
+    """Returns (C k,): the first output channel of each input channel, then the second of each."""
     channels = np.arange(convolution.out_channels).reshape(convolution.groups, -1)
     return torch.from_numpy(channels.T.ravel()).to(convolution.weight.device)  # not in a graph
 
 
 def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tensor:
-    """Computes some output channels of a depthwise convolution, one for each input.
+    """Computes one output channel of a depthwise convolution for each input channel, without norm.
 
-    From (N, C, H, W), with ``rows`` (C,) the output of each input channel, to (N, C, H', W'). The
-    norm, if any, is not applied.
+    From (N, C, H, W) and the output channels ``rows`` (C,) to (N, C, H', W').
     """
     bias = None if convolution.bias is None else convolution.bias[rows]
     return F.conv2d(
@@ -328,10 +328,7 @@ def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tens
 
 
 def _can_fuse(x: Tensor, convolution: NormedConv2d) -> bool:
-    """Whether ``x`` is one image of the convolution's type that no gradient or compiler follows.
-
-    Or any maps of a program in bfloat16.
-    """
+    """Whether ``x`` is a single image in inference, or any maps of a program in bfloat16."""
     if is_half_program():
         return True
     if is_recorded() and not (exported_form.get() == "float" and type(x.shape[0]) is int):

@@ -1,11 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Multi-head attention between a few queries and a large map, or vice versa.
 
-The results are those of ``scaled_dot_product_attention``, which computes them wherever PyTorch has
-a fused kernel. On CPUs it has none with dropout: there, plain products handle a few heads at a
-time, which fit in the cache, and the backward computes the weights again. In inference, plain
-products are faster for few queries on a large map. ``read_attention`` records the weights during a
-model's own forward pass.
+PyTorch's ``scaled_dot_product_attention`` computes it where it has a fused kernel. It has none with
+dropout on CPUs: there, plain products handle the heads that fit in the cache, and the backward
+computes the weights again. For few queries on a large map, plain products are faster in inference
+too. ``read_attention`` records the weights during a model's forward pass.
 """
 
 from collections.abc import Collection, Iterator
@@ -34,17 +33,17 @@ def attend(
     dropout: float = 0.0,
     fused: bool = False,
 ) -> Tensor:
-    """
+    """Computes multi-head attention in the form that is fastest on the device.
+
     Args:
         query: (N, heads, Q, d).
         key: (N, heads, L, d).
         value: (N, heads, L, d).
         masked: broadcasts to (N, heads, Q, L), True where a query may not attend to a key; each
-            attends to at least one.
-        dropout: probability, in [0, 1), to drop a weight; rounded to 16 bits on CPUs, where the
-            rounded one determines the scale of the rest.
-        fused: use PyTorch's kernel for compilers and exporters too, because the weights are too
-            many to store, as among all positions of a map.
+            query attends to at least one.
+        dropout: probability, in [0, 1), to drop a weight; rounded to 16 bits on CPUs.
+        fused: use PyTorch's kernel for compilers and exporters too, where the weights are too many
+            to store, as among all positions of a map.
 
     Returns:
         (N, Q, heads * d).
@@ -90,8 +89,8 @@ class MapAttention(nn.MultiheadAttention):
     ) -> Tensor:
         """From queries (N, Q, C), keys and values (N, L, C) to (N, Q, C).
 
-        ``key_padding_mask`` (N, L) is True at keys that all queries ignore, ``attn_mask`` (N *
-        heads, Q, L) where a query may not attend to a key.
+        ``key_padding_mask`` (N, L) is True at keys that all queries ignore; ``attn_mask`` (N *
+        heads, Q, L) is True where a query may not attend to a key.
         """
         if self.watchers:
             found, weights = super().forward(
@@ -122,11 +121,9 @@ class MapAttention(nn.MultiheadAttention):
     def _attend_in_graph(
         self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None
     ) -> Tensor:
-        """For files: maps are by channels there, and split into heads without a copy."""
-        weights, (query_bias, _, value_bias) = (
-            self.in_proj_weight.chunk(3),
-            self.in_proj_bias.chunk(3),
-        )
+        """Attends in the graph of a file, where maps are (N, C, L) and split without a copy."""
+        weights = self.in_proj_weight.chunk(3)
+        query_bias, _, value_bias = self.in_proj_bias.chunk(3)
         heads = self.num_heads, -1
         query = F.linear(query, weights[0], query_bias).unflatten(2, heads).transpose(1, 2)
         keys, values = (  # without biases, as in inference
@@ -142,8 +139,8 @@ class MapAttention(nn.MultiheadAttention):
 
     @property
     def _leaves_out_biases(self) -> bool:
-        # In inference, keys and values have no bias added, which is a pass over the map: a key's is
-        # the same for all keys of a query, and softmax ignores it.
+        # Adding a bias is a pass over the map. Softmax ignores a bias of the keys, which is equal
+        # for all keys of a query; the bias of the values is added to the output.
         return not (torch.is_grad_enabled() or is_recorded())
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -157,7 +154,7 @@ class MapAttention(nn.MultiheadAttention):
 
 
 def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
-    """(N, L, C) to (N, C, L): a product is faster, and a convolution has a form of integers."""
+    """(N, L, C) to (N, C, L), as a product, or as a convolution, which runtimes quantise."""
     x = x.transpose(1, 2)
     if exported_form.get() == "int8":
         return F.conv2d(x[..., None], weight[:, :, None, None]).squeeze(3)
@@ -175,7 +172,7 @@ def _attend_fused(
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, dropout: float
 ) -> Tensor:
-    """The formula itself, for compilers and exporters to optimise."""
+    """Attends by the plain formula, which compilers and exporters optimise."""
     logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     if masked is not None:
         logits = logits.masked_fill(masked, float("-inf"))
@@ -184,7 +181,7 @@ def _attend_plainly(
 
 
 def _attend_by_image(query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
-    """The formula in products batched over heads, which read keys and values without copies."""
+    """Attends by products batched over heads, which read keys and values without copies."""
     num_images, num_heads, num_queries, width = query.shape
     out = query.new_empty(num_images, num_queries, num_heads, width)
     if masked is not None:
@@ -228,7 +225,7 @@ class _AttendInParts(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, masked, kept, out = ctx.saved_tensors
         arrived = gradient.view_as(out).transpose(1, 2)
-        # The mean that softmax's backward subtracts, from the output.
+        # Softmax's backward subtracts this mean, computed from the output.
         mean = (gradient.view_as(out) * out).sum(dim=-1, keepdim=True).transpose(1, 2)
         grads = [_empty_by_rows(each) for each in (query, key, value)]
         for part in _parts((*query.shape[:3], key.shape[2])):
@@ -260,17 +257,17 @@ def _parts(shape: tuple[int, int, int, int]) -> Iterator[tuple[int, slice]]:
 
 
 def _empty_by_rows(like: Tensor) -> Tensor:
-    """(N, heads, length, d) with the memory of (N, length, heads, d), as linear layers need it."""
+    """Returns (N, heads, length, d) in the memory layout of (N, length, heads, d)."""
     num_images, num_heads, length, width = like.shape
     return like.new_empty(num_images, length, num_heads, width).transpose(1, 2)
 
 
 AttentionRecord = dict[str, list[Tensor]]
-"""Detached weights of each layer's calls, in order, by its name in the model.
+"""Detached attention weights of each call of a layer, by the layer's name in the model.
 
-Those of ``MobileToFormer`` are (N, heads, M, H, W) and sum to 1 over the pixels, of
-``FormerToMobile`` also (N, heads, M, H, W), which sum to 1 over the tokens; of ``MapAttention``
-(N, heads, queries, keys), which sum to 1 over the keys. Masked keys have 0.
+``MobileToFormer``: (N, heads, M, H, W), with sum 1 over the pixels. ``FormerToMobile``: (N, heads,
+M, H, W), with sum 1 over the tokens. ``MapAttention``: (N, heads, queries, keys), with sum 1 over
+the keys. Masked keys have 0.
 """
 
 
@@ -278,10 +275,10 @@ Those of ``MobileToFormer`` are (N, heads, M, H, W) and sum to 1 over the pixels
 def read_attention(
     model: nn.Module, names: Collection[str] | None = None
 ) -> Iterator[AttentionRecord]:
-    """Records the attention weights of all calls of ``model``, or of the layers of ``names``.
+    """Records the attention weights of all layers of ``model``, or of the layers in ``names``.
 
-    Outputs do not change: the bridges' to the bit, those of ``MapAttention`` up to rounding. Blocks
-    may be nested. In training, the weights of ``MapAttention`` are those after dropout.
+    The outputs of ``MapAttention`` change by rounding, others not at all. Contexts may be nested.
+    In training, the weights of ``MapAttention`` are recorded after dropout.
     """
     record: AttentionRecord = {}
     with ExitStack() as undo:

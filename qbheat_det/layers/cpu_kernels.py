@@ -1,19 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""PyTorch's linear layers and dropout, Detectron2's convolutions and dynamic ReLU, faster on CPUs.
+"""Faster forms on CPUs of linear layers, dropout, Detectron2's convolutions and dynamic ReLU.
 
-Dropout: each word of a fast generator gives four 16-bit numbers; PyTorch's generator seeds it for
-each mask, so that one seed still determines everything. Products with bytes are faster than with
-Booleans.
+Dropout draws masks from a fast generator, four 16-bit numbers per word. PyTorch's generator seeds
+it for each mask, so that one seed determines all results.
 
-Linear layers of many rows: on processors with AVX-512 that are not Intel's, MKL's product reaches
-half the rate of oneDNN's convolution, so a layer is computed as the equal 1x1 convolution: rows of
-C numbers are a channels-last map. Measurements: docs/performance.md.
+Linear layers of many rows are 1x1 convolutions on processors with AVX-512 that are not Intel's:
+there, MKL's product reaches half the rate of oneDNN's convolution (docs/performance.md).
 
-Convolutions: a frozen BatchNorm is folded into the convolution before it. oneDNN is slow at the
-training of depthwise convolutions that give k channels for one (Mobile-Former, arXiv:2108.05895),
-but fast for k = 1: with a stride of 1 each channel is repeated k times before; with another, where
-oneDNN is slow in bfloat16 alone, it computes in float32. Results are Detectron2's up to rounding,
-with its parameters' names.
+Convolutions fold a frozen BatchNorm into their weights. oneDNN is slow to train depthwise
+convolutions with k outputs per input channel (Mobile-Former, arXiv:2108.05895), and fast for k = 1.
+With a stride of 1, each input channel is repeated k times; otherwise, where oneDNN is slow in
+bfloat16 only, the convolution runs in float32. Results are Detectron2's up to rounding, and
+parameters have its names.
 
 Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, slopes from the first global token.
 """
@@ -22,7 +20,6 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -33,11 +30,12 @@ from torch.autograd.function import once_differentiable
 from torch.jit._trace import is_tracing
 from torch.nn import functional as F
 
+from qbheat_det.core.environment import read_cpu_field
+
 _STEPS = 1 << 16  # resolution of a rate
 _MIN_ROWS = 64  # with fewer, a convolution is slower
-_IMAGES, _MANY_ROWS = 16, 512  # see ``linear``
-_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # of 2.7
-
+# torch 2.6 has no is_exporting.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 RecordedForm = Literal["", "float", "int8", "bfloat16"]
 exported_form: ContextVar[RecordedForm] = ContextVar("exported_form", default="")
@@ -56,12 +54,12 @@ def recorded_as(form: RecordedForm) -> Iterator[None]:
 
 
 def is_recorded() -> bool:
-    """Whether a compiler or an exporter records the operations, and needs plain formulas."""
+    """Whether a compiler or an exporter records the operations; both need plain formulas."""
     return torch.compiler.is_compiling() or is_tracing()
 
 
 def is_half_program() -> bool:
-    """Whether a processor's program in bfloat16 is recorded."""
+    """Whether a program in bfloat16 for the CPU is recorded."""
     return exported_form.get() == "bfloat16"
 
 
@@ -69,7 +67,7 @@ class Dropout(nn.Dropout):
     """``torch.nn.Dropout``; on a CPU, rate and scale are rounded to 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """A tensor of any shape to one like it."""
+        """Returns a tensor of the same shape."""
         drops = self.training and 0 < self.p < 1 and not self.inplace
         if not drops or input.device.type != "cpu" or is_recorded():
             return super().forward(input)
@@ -77,7 +75,7 @@ class Dropout(nn.Dropout):
 
 
 def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
-    """Returns int8 zeros, with probability ``rounded(rate)``, and ones; fast."""
+    """Returns int8 zeros, with probability ``rounded(rate)``, and ones: bytes multiply fastest."""
     count = torch.Size(shape).numel()
     generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
     words = torch.from_numpy(generator.random_raw(-(-count // 4)).view(np.int16))
@@ -102,20 +100,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``torch.nn.functional.linear``: (..., C), (C', C) and (C',) to (..., C')."""
     if not _uses_convolution(x, weight):
         return F.linear(x, weight, bias)
-    images = 1
-    if not torch.compiler.is_compiling():
-        # With one thread, PyTorch leaves 1x1 convolutions to oneDNN from 16 images on.
-        rows = x.numel() // x.shape[-1]
-        images = _IMAGES if rows >= _MANY_ROWS and rows % _IMAGES == 0 else 1
-        if images == 1 and torch.get_num_threads() == 1:
-            return F.linear(x, weight, bias)
-    image = x.reshape(images, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1 or 16, C, rows, 1)
+    image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, rows, 1)
     y = F.conv2d(image, weight[:, :, None, None], bias)
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
 
 
 def replace_linear_layers(module: nn.Module) -> None:
-    """Replaces ``nn.Linear`` children, at any depth, by ``Linear``; parameters and names stay."""
+    """Replaces each ``nn.Linear`` inside a module by ``Linear``; parameters keep their names."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
@@ -129,6 +120,8 @@ def _uses_convolution(x: Tensor, weight: Tensor) -> bool:
         return False
     if is_tracing() or _is_exporting() or torch.is_autocast_enabled("cpu"):
         return False
+    if not torch.compiler.is_compiling() and torch.get_num_threads() == 1:
+        return False  # with one thread, PyTorch does not use oneDNN for 1x1 convolutions
     return prefers_convolutions() and x.numel() >= _MIN_ROWS * x.shape[-1] > 0
 
 
@@ -140,32 +133,20 @@ def prefers_convolutions() -> bool:
 
 @functools.cache
 def _look_up_processor() -> bool:
-    # Looked up rather than measured, so that every run on one machine computes the same.
+    # A look-up, not a timing, so that every run on one machine computes the same.
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() not in ("", _INTEL)
-
-
-_INTEL = "GenuineIntel"
-
-
-def _vendor() -> str:
-    """Returns the processor's vendor by Linux's name; "" on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    fields = (line.partition(":") for line in lines)
-    return next((value.strip() for name, _, value in fields if name.strip() == "vendor_id"), "")
+    is_intel_or_unknown = read_cpu_field("vendor_id") in ("", "GenuineIntel")
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_intel_or_unknown
 
 
 class NormedConv2d(Conv2d):
-    """Detectron2's convolution and norm; a frozen BatchNorm takes no pass over the map."""
+    """Detectron2's convolution and norm, with a frozen BatchNorm folded into the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, C', H', W')."""
         if is_recorded() or self.activation is not None:
-            found: Tensor = super().forward(x)  # compilers and exporters fold by themselves
+            found: Tensor = super().forward(x)  # compilers and exporters fold norms themselves
             return found
         if type(self.norm) is FrozenBatchNorm2d and not _is_watched(self.norm):
             return self.convolve(x, *self._folded(self.norm))
@@ -173,7 +154,7 @@ class NormedConv2d(Conv2d):
         return y if self.norm is None else self.norm(y)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution alone, with the given weight and bias."""
+        """Applies the convolution without norm, with the given weight and bias."""
         placed = self.stride, self.padding, self.dilation
         return F.conv2d(x, weight, bias, *placed, self.groups)
 
@@ -187,10 +168,10 @@ class NormedConv2d(Conv2d):
 
 
 class DepthwiseConv2d(NormedConv2d):
-    """One input channel for each output: outputs c k to c k + k - 1 are of channel c."""
+    """A depthwise convolution: output channels c k to c k + k - 1 read input channel c."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As the base class; for k > 1 training is faster."""
+        """Like the base class, with faster training for k > 1."""
         if not self._is_slow(x):
             return super().convolve(x, weight, bias)
         if torch.is_autocast_enabled("cpu"):
@@ -204,7 +185,7 @@ class DepthwiseConv2d(NormedConv2d):
             return super().convolve(x.float(), weight.float(), full).to(x.dtype)
 
     def _is_slow(self, x: Tensor) -> bool:
-        """Whether oneDNN has no fast backward pass of it, and another way is at hand."""
+        """Whether oneDNN's backward pass is slow, and a faster form exists."""
         if not torch.is_grad_enabled() or x.device.type != "cpu" or x.dim() != 4:
             return False
         if isinstance(self.padding, str) or not self.out_channels > self.in_channels == self.groups:
@@ -214,7 +195,7 @@ class DepthwiseConv2d(NormedConv2d):
 
 
 class _Widened(torch.autograd.Function):
-    """Each channel k times, then a convolution with one output for each: oneDNN's is fast."""
+    """Repeats each channel k times, then convolves with one output per channel."""
 
     @staticmethod
     def forward(
@@ -225,7 +206,7 @@ class _Widened(torch.autograd.Function):
         padding: tuple[int, int],
         dilation: tuple[int, int],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # the wide map is made anew
+        ctx.save_for_backward(x, weight)  # the backward computes the wide map again
         ctx.placed = padding, dilation
         wide = _repeat_channels(x, len(weight) // x.shape[1])
         return F.conv2d(wide, weight, bias, 1, padding, dilation, len(weight))
@@ -237,10 +218,10 @@ class _Widened(torch.autograd.Function):
         padding, dilation = ctx.placed
         groups, times = len(weight), len(weight) // x.shape[1]
         wanted = list(ctx.needs_input_grad[:3])
-        # Stride; transposed, output padding; which gradients are wanted.
-        placed = [1, 1], padding, dilation, False, [0, 0], groups, wanted
+        # Stride, padding, dilation, transposed, output padding, groups, which gradients are needed.
+        settings = [1, 1], padding, dilation, False, [0, 0], groups, wanted
         of_wide, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            gradient, _repeat_channels(x, times), weight, [groups], *placed
+            gradient, _repeat_channels(x, times), weight, [groups], *settings
         )
         of_x = _sum_channels(of_wide, times) if wanted[0] else None
         return of_x, of_weight, of_bias, None, None
@@ -267,7 +248,7 @@ def _sum_channels(x: Tensor, times: int) -> Tensor:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own, forward or backward."""
+    """Whether a module has forward or backward hooks."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
@@ -289,7 +270,7 @@ class DynamicReLU(nn.Module):
 
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
         """(N, C, H, W) and a token (N, D) to (N, C, H, W)."""
-        # max(a1 u, a2 u) = lo u + (hi - lo) relu(u), which keeps one map for the backward, not two.
+        # max(a1 u, a2 u) = lo u + (hi - lo) relu(u) keeps one map for the backward, not two.
         theta = self._theta(token)
         if is_recorded() or x.dtype != theta.dtype:
             low, high = _bounds(theta)
@@ -299,9 +280,9 @@ class DynamicReLU(nn.Module):
         return _two_slopes(x, *_bounds(theta))
 
     def bounds(self, token: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the smaller and the larger slope of each channel, (N, C, 1, 1), of (N, D).
+        """From tokens (N, D) to each channel's smaller and larger slope, (N, C, 1, 1).
 
-        ``order`` (C,) says which channel comes at each place.
+        ``order`` (C,) lists the channels in the order of the result.
         """
         return _bounds(self._theta(token, order))
 
@@ -314,14 +295,14 @@ class DynamicReLU(nn.Module):
 
 
 def _bounds(theta: Tensor) -> tuple[Tensor, Tensor]:
-    """From (N, 2 C) in [0, 1] to both slopes of each channel, the smaller first, (N, C, 1, 1)."""
+    """From (N, 2 C) in [0, 1] to each channel's smaller and larger slope, (N, C, 1, 1)."""
     positive, negative = theta[:, :, None, None].chunk(2, dim=1)
     a1, a2 = 2 * positive, 2 * negative - 1
     return torch.minimum(a1, a2), torch.maximum(a1, a2)
 
 
 class _TwoSlopes(torch.autograd.Function):
-    """low x + (high - low) relu(x), which keeps x alone, with few passes over the maps."""
+    """low x + (high - low) relu(x), which keeps only x, with few passes over the maps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, theta: Tensor) -> Tensor:
@@ -352,6 +333,6 @@ def _two_slopes(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
     """Adds ``factor x`` to ``total`` in place."""
-    if total.dtype == torch.bfloat16:  # PyTorch's own is slow there
+    if total.dtype == torch.bfloat16:  # addcmul_ is slow there
         return total.add_(x * factor)
     return total.addcmul_(x, factor)

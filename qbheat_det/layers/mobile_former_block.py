@@ -2,11 +2,10 @@
 """The Mobile-Former block and its four parts, and the token-free block before it.
 
 Paper: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, Sec. 3.1
-and Fig. 3. Widths are those of Table 8 of the QB-Heat paper; the second hidden width of a
-down-sampling block is not printed and is an argument. From the authors' public ImageNet code, and
-confirmed by the parameter counts of the QB-Heat paper (Tables 1 and 5): the gate on Mobile->Former;
-in Former, keys and values without projections, norms after the additions, and an MLP of twice the
-tokens' width.
+and Fig. 3. Table 8 of the QB-Heat paper has the widths, except the second hidden width of a
+down-sampling block. The authors' public ImageNet code and the parameter counts of the QB-Heat paper
+(Tables 1 and 5) determine the rest: the gate on Mobile->Former, and in Former the keys and values
+without projections, the norms after the additions, and the MLP of twice the tokens' width.
 """
 
 from collections.abc import Callable
@@ -21,11 +20,11 @@ from .cpu_kernels import DepthwiseConv2d, DynamicReLU, NormedConv2d, is_half_pro
 from .padded_maps import halve, zero_padding
 
 Watcher = Callable[[Tensor], None]
-"""Called with the weights of one call of a layer; see ``attention.read_attention``."""
+"""A function that ``attention.read_attention`` calls with the weights of one call of a layer."""
 
 
 class MobileToFormer(nn.Module):
-    """Bridge from map to tokens: attention over pixels, without projections of the pixels."""
+    """Bridge from map to tokens: attention over pixels that are not projected."""
 
     def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
         """Takes the width D of the tokens and C of the map, divisible by ``num_heads``."""
@@ -42,32 +41,26 @@ class MobileToFormer(nn.Module):
 
         ``padding`` (N, 1, H, W) is True where there is no image; those pixels get no weight.
         """
-        query = self.query(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        query = query * query.shape[-1] ** -0.5
-        rows = has_rows(x)
-        if rows:
-            pixels = x.flatten(2)  # (N, C, HW)
-            logits = _multiply(_spread(query), pixels).unflatten(1, (self.num_heads, -1))
-        else:
-            pixels = x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, C / heads, HW)
-            logits = query @ pixels  # (N, heads, M, HW)
+        query = _split_heads(self.query(tokens), self.num_heads)
+        logits = _multiply_with_pixels(query * query.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
         if padding is not None:
             logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
         attention = logits.softmax(dim=-1)
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
-        if rows:
+        pixels = x.flatten(2)  # (N, C, HW)
+        if has_rows(x):
             found = _multiply(attention.flatten(1, 2), pixels.transpose(1, 2))
             attended = _collect(found, self.num_heads)
         else:
-            attended = attention @ pixels.transpose(-2, -1)
+            attended = attention @ pixels.unflatten(1, (self.num_heads, -1)).transpose(-2, -1)
         attended = attended.transpose(1, 2).flatten(2)  # (N, M, C)
         gate = 2 * F.hardsigmoid(self.gate(tokens))
         return self.norm(tokens + self.project(gate * attended))
 
 
 class FormerToMobile(nn.Module):
-    """Bridge from tokens to map: attention over tokens, without projection of the pixels."""
+    """Bridge from tokens to map: pixels, not projected, attend to the tokens."""
 
     def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
         """Takes the width D of the tokens and C of the map, divisible by ``num_heads``."""
@@ -79,19 +72,14 @@ class FormerToMobile(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """From (N, C, H, W) and tokens (N, M, D) to (N, C, H, W): the map plus the attention."""
-        key = self.key(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        key = key * key.shape[-1] ** -0.5
-        value = self.value(tokens).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        # Tokens on the rows, so that the map is read in its own layout.
-        rows = has_rows(x)
-        if rows:
-            logits = _multiply(_spread(key), x.flatten(2)).unflatten(1, (self.num_heads, -1))
-        else:
-            logits = key @ x.flatten(2).unflatten(1, (self.num_heads, -1))  # (N, heads, M, HW)
+        key = _split_heads(self.key(tokens), self.num_heads)
+        value = _split_heads(self.value(tokens), self.num_heads)
+        # Tokens are the rows, so that the map is read in its own layout.
+        logits = _multiply_with_pixels(key * key.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
         attention = logits.softmax(dim=-2)
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
-        if rows:
+        if has_rows(x):
             pixels = x.flatten(2).transpose(1, 2)  # (N, HW, C)
             weights = attention.flatten(1, 2).transpose(1, 2)  # (N, HW, heads * M)
             spread = _spread(value)
@@ -109,7 +97,7 @@ class Former(nn.Module):
     """Transformer layer on the tokens: self-attention with projected queries, then an MLP."""
 
     def __init__(self, *, token_dim: int, num_heads: int = 4, drop_path: float = 0.0) -> None:
-        """Takes D of the tokens, divisible by ``num_heads``, and the rate of dropped branches."""
+        """Takes the tokens' width D, divisible by ``num_heads``, and the drop rate of branches."""
         super().__init__()
         self.num_heads = num_heads
         self.query = nn.Linear(token_dim, token_dim)
@@ -123,10 +111,7 @@ class Former(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(N, M, D) to (N, M, D)."""
-        query, memory = (
-            t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for t in (self.query(tokens), tokens)
-        )
+        query, memory = (_split_heads(t, self.num_heads) for t in (self.query(tokens), tokens))
         attended = F.scaled_dot_product_attention(query, memory, memory)
         attended = self.project(attended.transpose(1, 2).flatten(2))
         tokens = self.attention_norm(tokens + self.drop_path(attended))
@@ -134,13 +119,13 @@ class Former(nn.Module):
 
 
 def pointwise(in_channels: int, out_channels: int, norm: str) -> NormedConv2d:
-    """A 1x1 convolution without bias, then a norm."""
+    """Builds a 1x1 convolution without bias, then a norm."""
     norm_layer = get_norm(norm, out_channels)
     return NormedConv2d(in_channels, out_channels, 1, bias=False, norm=norm_layer)
 
 
 def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> DepthwiseConv2d:
-    """A 3x3 convolution with one input channel for each output, without bias, then a norm."""
+    """Builds a 3x3 depthwise convolution without bias, then a norm."""
     return DepthwiseConv2d(
         in_channels,
         out_channels,
@@ -154,7 +139,7 @@ def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -
 
 
 class LiteBottleneck(nn.Module):
-    """Depthwise, ReLU6, pointwise, plus the input if the size agrees; the tokens do not change."""
+    """Depthwise, ReLU6, pointwise, plus the input if the shapes agree; tokens do not change."""
 
     def __init__(
         self, *, in_channels: int, hidden: int, out_channels: int, norm: str, stride: int = 1
@@ -169,7 +154,7 @@ class LiteBottleneck(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As ``MobileFormerBlock.forward``."""
+        """Like ``MobileFormerBlock.forward``."""
         hidden = F.relu6(self.depthwise(zero_padding(x, padding)))
         out = self.pointwise(hidden)
         return x + out if self.has_identity else out, tokens
@@ -190,7 +175,7 @@ class Mobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """Takes widths, D of the token that drives the activations, a name for ``get_norm``."""
+        """Takes widths, the width D of the token, and a name for ``get_norm``."""
         super().__init__()
         self.expand = pointwise(in_channels, hidden, norm)
         self.expand_act = DynamicReLU(token_dim=token_dim, channels=hidden)
@@ -227,7 +212,7 @@ class DownMobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """As ``Mobile``, with a width after each depthwise convolution.
+        """Like ``Mobile``, with a hidden width after each depthwise convolution.
 
         ``hidden`` is a multiple of ``in_channels``, ``second_hidden`` of ``out_channels``;
         ``drop_path`` drops the second pair.
@@ -242,7 +227,7 @@ class DownMobile(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """As ``Mobile.forward``, to (N, C', ceil(H / 2), ceil(W / 2))."""
+        """Like ``Mobile.forward``, to (N, C', ceil(H / 2), ceil(W / 2))."""
         y = self.down_reduce(self.down_act(self.down(zero_padding(x, padding)), token))
         hidden = self.depthwise_act(self.depthwise(zero_padding(y, halve(padding))), token)
         return y + self.drop_path(self.reduce(hidden))
@@ -273,22 +258,35 @@ class MobileFormerBlock(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(N, C, H, W) and (N, M, D) to (N, C', H', W') and (N, M, D), as in ``Mobile``."""
+        """From (N, C, H, W) and tokens (N, M, D) to (N, C', H', W') and (N, M, D)."""
         tokens = self.former(self.mobile_to_former(tokens, x, padding))
         x = self.mobile(x, tokens[:, 0], padding)
         return self.former_to_mobile(x, tokens), tokens
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether the maps of several images are channels-last, and no compiler records the graph.
+    """Whether a bridge multiplies the rows of a channels-last map.
 
-    Or those of a processor's program in bfloat16. Such maps cannot be split into heads without a
-    copy. Tokens are then split instead: each head's row is zero in the channels of the others,
-    which gives the same sums.
+    Such a map cannot be split into heads without a copy, so the tokens are split instead: each
+    head's row is zero in the channels of other heads, which gives the same sums. This is faster for
+    several images outside of compilers, and in programs in bfloat16.
     """
     if not is_half_program() and (is_recorded() or len(x) == 1):
         return False
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(N, L, C) to (N, heads, L, C / heads)."""
+    return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
+
+
+def _multiply_with_pixels(tokens: Tensor, x: Tensor) -> Tensor:
+    """From (N, heads, M, C / heads) and a map (N, C, H, W) to the products (N, heads, M, HW)."""
+    num_heads, pixels = tokens.shape[1], x.flatten(2)
+    if has_rows(x):
+        return _multiply(_spread(tokens), pixels).unflatten(1, (num_heads, -1))
+    return tokens @ pixels.unflatten(1, (num_heads, -1))
 
 
 def _spread(heads: Tensor) -> Tensor:
@@ -299,7 +297,7 @@ def _spread(heads: Tensor) -> Tensor:
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """(N, R, K) and (N, K, C) to (N, R, C); bfloat16 batches copy what is transposed."""
+    """(N, R, K) and (N, K, C) to (N, R, C); for N = 1 without a batch, which would copy maps."""
     return (a[0] @ b[0])[None] if len(a) == 1 else a @ b
 
 

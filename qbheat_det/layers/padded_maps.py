@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Maps of differently sized images in one batch: masks, resizing and sine codes of positions.
+"""Maps of images of several sizes in one batch: masks, resizing and sine position encodings.
 
-The whole package represents padding as a Boolean map ``padding`` (N, 1, H, W), True outside the
-image, or None if no image of the batch is padded. Images are at the top left, so the mask of a map
-at half the resolution is every second entry.
+The package represents padding as a Boolean map ``padding`` (N, 1, H, W), True outside the image, or
+None if no image of the batch is padded. Images are at the top left, so the mask of a map at half
+the resolution is every second entry.
 
-Position codes: "End-to-End Object Detection with Transformers", Carion et al., arXiv:2005.12872,
+Position encoding: "End-to-End Object Detection with Transformers", Carion et al., arXiv:2005.12872,
 Sec. A.4.
 """
 
@@ -37,7 +37,7 @@ def valid_sizes(padding: Tensor) -> Tensor:
 
 
 def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Zeroes a map (N, C, H, W) outside the images, as a convolution of each alone pads it."""
+    """Zeroes a map (N, C, H, W) outside the images, like the padding of a convolution."""
     # Not masked_fill, which changes the layout of channels-last maps.
     return x if padding is None else torch.where(padding, x.new_zeros(()), x)
 
@@ -47,15 +47,15 @@ def resize_bilinear(
 ) -> Tensor:
     """Resizes (N, C, H, W) to (N, C, H', W') bilinearly, each image as it would be alone.
 
-    ``padding`` (N, 1, H, W) is the mask of ``x``, ``padding_out`` (N, 1, H', W') that of the
-    result; None where no image is padded.
+    ``padding`` (N, 1, H, W) is the mask of ``x``, ``padding_out`` (N, 1, H', W') the mask of the
+    result; None if no image is padded.
     """
     if padding is None or padding_out is None:
         return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
     old, new = valid_sizes(padding).to(x.dtype), valid_sizes(padding_out).to(x.dtype)
     rows = _hats(_source_positions(size[0], old[:, 0], new[:, 0]), x.shape[2])  # (N, H', H)
     columns = _hats(_source_positions(size[1], old[:, 1], new[:, 1]), x.shape[3])  # (N, W', W)
-    # The padding has weight zero, and need not be finite.
+    # The padding has weight zero, but may not be finite.
     pixels = zero_padding(x, padding).permute(0, 2, 3, 1)  # (N, H, W, C)
     pixels = (rows @ pixels.flatten(2)).unflatten(2, pixels.shape[2:])  # (N, H', W, C)
     return (columns[:, None] @ pixels).permute(0, 3, 1, 2)
@@ -75,13 +75,13 @@ def _hats(positions: Tensor, length: int) -> Tensor:
 
 
 class SinePositionEncoding(nn.Module):
-    """Half of the channels encode the row, half the column, relative to the image's own size."""
+    """Encodes the row in half of the channels and the column in the others, by the image's size."""
 
     def __init__(self, *, channels: int) -> None:
-        """Takes C of the code; raises a ``ValueError`` if it is not divisible by 4."""
+        """Takes the number of channels C, or raises a ``ValueError`` if 4 does not divide it."""
         super().__init__()
         if channels % 4:
-            raise ValueError(f"a sine code needs channels divisible by 4, not {channels}")
+            raise ValueError(f"a sine encoding needs channels divisible by 4, not {channels}")
         exponent = torch.arange(channels // 4) * (4 / channels)
         self.register_buffer("frequency", 2 * math.pi / 10000.0**exponent, persistent=False)
         self.frequency: Tensor  # (C / 4,)
@@ -108,7 +108,7 @@ class SinePositionEncoding(nn.Module):
         return code.flatten(1, 2)
 
     def wave(self, position: Tensor) -> Tensor:
-        """Returns (..., C / 2), the code of single coordinates (...) in [0, 1]."""
+        """Returns (..., C / 2), the encoding of single coordinates (...) in [0, 1]."""
         phase = position[..., None] * self.frequency
         return torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-2)
 
