@@ -1,11 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Deployed models against the plain ones; what they compile, and for which images."""
+"""Deployed models equal the plain ones; which parts compile, and for which images."""
 
 import copy
 import pickle
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ SIZES = [(64, 96), (67, 101), (96, 64)]
 
 
 def deploy(model: nn.Module, **settings: Any) -> Any:
-    """As the package, with the settings of this process's memory left alone."""
+    """Deploys without changing the memory settings of this process."""
     return qbheat_det.deploy(model, keep_memory=False, **settings)
 
 
@@ -58,7 +59,7 @@ def classifier() -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["mf_detr", "selected_queries", "retinanet"])
-def test_boxes_are_those_of_the_plain_model_on_odd_sizes_and_in_batches(kind: str) -> None:
+def test_boxes_equal_the_plain_models_on_odd_sizes_and_in_batches(kind: str) -> None:
     model = build(make_config(kind))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     deployed = deploy(model)
@@ -81,7 +82,7 @@ def test_scores_of_a_classifier_and_maps_of_a_backbone(classifier: nn.Module, mf
     assert_close(dict(deployed(x)), dict(mf_detr.backbone(x)), rtol=1e-4, atol=1e-4)
 
 
-def test_it_only_predicts_and_copies_predict_the_same(mf_detr: nn.Module) -> None:
+def test_a_deployed_model_only_predicts_and_can_be_copied(mf_detr: nn.Module) -> None:
     deployed = deploy(mf_detr)
     assert not deployed.training
     assert deployed.eval() is deployed
@@ -114,7 +115,7 @@ def test_wrong_arguments_and_models_are_refused(classifier: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_bfloat16_is_for_those_who_ask(
+def test_bfloat16_is_used_only_on_request(
     classifier: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "read_cpu_flags", lambda: {"avx512f"})
@@ -165,7 +166,7 @@ class TinyModel(nn.Module):
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Compiles nothing: keeps the shapes that it is asked for, and runs the part itself."""
+    """Records the shapes to compile for; the part itself runs instead of a program."""
     shapes: list[tuple[int, ...]] = []
 
     def load_or_build(self: PartPrograms, args: tuple[Any, ...], key: Any, _: object) -> None:
@@ -198,7 +199,7 @@ def test_a_backbone_compiles_for_one_layout(compiled: list[Any]) -> None:
     assert compiled == [(1, 3, *SIZE)]
 
 
-def test_nothing_compiles_where_no_size_is_named_or_it_is_off(compiled: list[Any]) -> None:
+def test_nothing_compiles_without_sizes_or_if_it_is_off(compiled: list[Any]) -> None:
     for settings in ({}, {"compile": "off", "image_sizes": [SIZE]}):
         assert deploy(TinyModel(), **settings).report["compile"].startswith("no: ")
     with pytest.raises(UserError, match="1x2"):  # the model does not take it
@@ -206,10 +207,8 @@ def test_nothing_compiles_where_no_size_is_named_or_it_is_off(compiled: list[Any
     assert not compiled
 
 
-def test_a_part_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("no such operator\nmore")
-
+def test_a_part_that_does_not_compile_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = Mock(side_effect=RuntimeError("no such operator\nmore"))
     monkeypatch.setattr(PartPrograms, "load_or_build", refuse)
     model = TinyModel()
     deployed = deploy(model, image_sizes=[SIZE])
@@ -219,7 +218,7 @@ def test_a_part_that_does_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPa
         assert_close(deployed(entries(SIZE)), model(entries(SIZE)), rtol=1e-4, atol=1e-2)
 
 
-def test_a_folder_that_others_can_write_is_refused(
+def test_a_folder_that_other_users_can_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path))
@@ -240,14 +239,14 @@ def test_a_fingerprint_depends_on_weights_settings_and_shape() -> None:
     prints += [PartPrograms(part, d)._fingerprint(("a",)) for d in (torch.float32, torch.bfloat16)]
     assert len(set(prints)) == 5
 
-    for _ in range(2):  # a function by its name: its address is another one in every process
+    for _ in range(2):  # by the function's name, because addresses differ between processes
         part.activation = lambda x: x
         prints.append(PartPrograms(part, torch.float32)._fingerprint(("a",)))
     assert prints[-1] == prints[-2]
     assert len(set(prints)) == 6
 
 
-def test_outputs_without_order_may_change_places_and_nothing_else() -> None:
+def test_outputs_without_order_are_compared_after_sorting() -> None:
     queries = torch.randn(1, 100, 4)
     assert compiling._distance([queries.flip(1)], [queries]) > 0.1
     assert compiling._distance([queries.flip(1)], [queries], is_ordered=False) == 0
@@ -258,7 +257,7 @@ def test_outputs_without_order_may_change_places_and_nothing_else() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 @torch.no_grad()
-def test_what_was_compiled_is_loaded_the_next_time(
+def test_a_compiled_program_is_loaded_by_later_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path))
@@ -269,7 +268,7 @@ def test_what_was_compiled_is_loaded_the_next_time(
     assert not deploy(model, image_sizes=[SIZE]).report["compile"].startswith("no: ")
     monkeypatch.setattr(PartPrograms, "_build", lambda *_: pytest.fail("compiled again"))
     path.with_suffix(".lock").unlink()
-    path.with_suffix(".lock").mkdir()  # as good as a folder that cannot be written
+    path.with_suffix(".lock").mkdir()  # like a read-only folder
     deployed = deploy(model, image_sizes=[SIZE])
     assert not deployed.report["compile"].startswith("no: ")
     assert_close(deployed(x), model(x), rtol=1e-4, atol=1e-5)
@@ -278,7 +277,7 @@ def test_what_was_compiled_is_loaded_the_next_time(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 @torch.no_grad()
-def test_another_process_builds_what_it_can_pickle(
+def test_another_process_builds_a_part_that_can_be_pickled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, x, path = OneMap().eval(), torch.randn(1, 3, *SIZE), tmp_path / "program.pt2"
@@ -289,14 +288,14 @@ def test_another_process_builds_what_it_can_pickle(
         program.load_or_build((x,), ("key",), path)
         path.unlink()
     part.forward = lambda x: x
-    with pytest.raises(AttributeError):  # the caller then builds it itself
+    with pytest.raises(AttributeError):  # the caller builds it in this case
         compiling._start_build([(PartPrograms(part, dtype), (x,), ("key",), path)])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 @torch.no_grad()
-def test_a_compiled_detector_finds_the_boxes_of_the_plain_one() -> None:
+def test_a_compiled_detector_gives_the_plain_ones_boxes() -> None:
     model = build(make_config("mf_detr"))
     deployed = deploy(model, image_sizes=[SIZE, OTHER])
     assert not deployed.report["compile"].startswith("no: "), str(deployed.report)
@@ -306,7 +305,7 @@ def test_a_compiled_detector_finds_the_boxes_of_the_plain_one() -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_on_a_gpu_results_are_the_plain_ones_with_graphs_and_without() -> None:
+def test_results_on_a_gpu_equal_the_plain_ones_with_and_without_graphs() -> None:
     model = build(make_config("mf_detr")).cuda()
     images = entries((128, 160))
     expected = model(images)

@@ -21,7 +21,7 @@ from qbheat_det.layers import (
     Mobile,
     SinePositionEncoding,
 )
-from qbheat_det.layers.cpu_kernels import exported_form
+from qbheat_det.layers.cpu_kernels import recorded_as
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths, LevelMap, LiteMobile
 from tests.export.tiny_models import build, make_config
 from tests.modeling.reference_mobile_former import randomise_
@@ -54,21 +54,32 @@ def run(block: nn.Module, x: Tensor, token: Tensor, padding: Tensor | None) -> T
     return found[0] if isinstance(found, tuple) else found
 
 
+class OnMap(nn.Module):
+    """Runs a block on a map and a token."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, token: Tensor) -> Tensor:
+        return run(self.block, x, token, None)
+
+
 @pytest.mark.parametrize("name", [name for name in BLOCKS if "norm" not in name])
 @pytest.mark.parametrize("form", ["float", "int8"])
-def test_a_graph_for_single_images_gives_what_the_plain_block_gives(name: str, form: str) -> None:
+def test_a_graph_for_single_images_equals_the_plain_block(name: str, form: str) -> None:
     torch.manual_seed(0)
     plain = copy.deepcopy(BLOCKS[name]).eval()
     randomise_(plain)
     holder = nn.Sequential(copy.deepcopy(plain))
     fold_batch_norms(holder)
     fuse_blocks(holder)
-    found = Found(holder[0])
+    found = OnMap(holder[0])
     x, token = torch.randn(1, 4, 7, 9), torch.randn(1, 8)
     program = trace(found, (x, token), (None, None), int8=form == "int8")
     with torch.no_grad():
         assert_close(program.module()(x, token), run(plain, x, token, None), rtol=1e-4, atol=1e-4)
-    # Weights differ from image to image in the one form, and are constants in the other.
+    # Only the weights of the float form depend on the image.
     names = {**program.graph_signature.inputs_to_parameters}
     nodes = [n for n in program.graph.nodes if n.target is torch.ops.aten.conv2d.default]
     constant = [str(node.args[1]) in names for node in nodes]
@@ -77,7 +88,7 @@ def test_a_graph_for_single_images_gives_what_the_plain_block_gives(name: str, f
 
 @pytest.mark.parametrize("form", ["float", "int8"])
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_attention_in_a_graph_gives_what_the_layer_gives(form: str, is_padded: bool) -> None:
+def test_attention_in_a_graph_equals_the_layer(form: str, is_padded: bool) -> None:
     torch.manual_seed(0)
     layer = MapAttention(dim=8, num_heads=2).eval()
     nn.init.normal_(layer.in_proj_bias)
@@ -89,7 +100,7 @@ def test_attention_in_a_graph_gives_what_the_layer_gives(form: str, is_padded: b
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_a_program_in_bfloat16_records_gives_what_the_model_gives(
+def test_the_form_of_programs_in_bfloat16_equals_the_model(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = Mock(side_effect=fused_blocks.convolve_by_turns)
@@ -103,30 +114,14 @@ def test_what_a_program_in_bfloat16_records_gives_what_the_model_gives(
         expected = features, model.decoder(features)
         fold_batch_norms(model)
         fuse_blocks(model)
-        before = exported_form.set("bfloat16")
-        try:
+        with recorded_as("bfloat16"):
             found = [model.backbone(x)[name] for name in model.in_features]
             assert_close((found, model.decoder(features)), expected)
-        finally:
-            exported_form.reset(before)
     assert turns.called
 
 
-class Found(nn.Module):
-    """A block on a map and a token, as ``run`` calls it."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor, token: Tensor) -> Tensor:
-        return run(self.block, x, token, None)
-
-
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_fused_block_gives_what_the_plain_one_gives(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_block_equals_the_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     convolve = Mock(side_effect=fused_blocks.convolve)  # which plain blocks do not call
     monkeypatch.setattr(fused_blocks, "convolve", convolve)
     torch.manual_seed(0)
@@ -191,7 +186,7 @@ def own_norm(norm: nn.Module, bias: bool) -> nn.Module:
         nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU()),
     ],
 )
-def test_a_folded_pair_gives_the_same(net: nn.Module) -> None:
+def test_a_folded_pair_equals_the_two_layers(net: nn.Module) -> None:
     net = copy.deepcopy(net).double().eval()
     randomise_(net)
     x = torch.randn(2, 3, 9, 11, dtype=torch.float64)
@@ -201,7 +196,7 @@ def test_a_folded_pair_gives_the_same(net: nn.Module) -> None:
     assert not any(isinstance(m, nn.BatchNorm2d | FrozenBatchNorm2d) for m in net.modules())
 
 
-def test_what_does_more_or_is_shared_stays() -> None:
+def test_shared_convolutions_and_norms_that_do_more_are_not_folded() -> None:
     shared = nn.Conv2d(4, 4, 1)
     net = nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4)),
@@ -219,7 +214,7 @@ def test_what_does_more_or_is_shared_stays() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mf_detr", "retinanet"])
-def test_nothing_is_left_in_our_backbones(kind: str) -> None:
+def test_all_batch_norms_of_our_backbones_are_folded(kind: str) -> None:
     model = build(make_config(kind)).double()
     x = torch.randn(1, 3, 96, 64, dtype=torch.float64)
     expected = model.backbone(x)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Attention in parts, against the formula; dropout and linear layers of the CPU."""
+"""Attention against the formula; dropout and linear layers on the CPU."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -44,7 +44,7 @@ def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, factor: T
 
 
 @pytest.mark.parametrize("part", [1, 100], ids=["by head", "by two heads"])
-def test_with_dropout_values_and_gradients_are_those_of_the_formula(
+def test_attention_with_dropout_equals_the_formula_with_its_gradients(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_with_dropout_values_and_gradients_are_those_of_the_formula(
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_without_dropout_the_module_is_pytorchs(masked: bool, training: bool) -> None:
+def test_attention_without_dropout_equals_pytorchs(masked: bool, training: bool) -> None:
     torch.manual_seed(0)
     ours = MapAttention(dim=16, num_heads=4).train(training)
     theirs = nn.MultiheadAttention(16, 4, batch_first=True).train(training)
@@ -98,7 +98,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
 
 
 @pytest.mark.parametrize("num_keys", [7, 90], ids=["fused", "plain"])
-def test_without_gradients_the_module_is_pytorch_s_whatever_the_count_of_keys(
+def test_attention_without_gradients_equals_pytorchs_for_few_and_many_keys(
     num_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways = {name: spy(monkeypatch, name) for name in ("_attend_fused", "_attend_by_image")}
@@ -120,7 +120,7 @@ def test_without_gradients_the_module_is_pytorch_s_whatever_the_count_of_keys(
     assert {name: way.call_count for name, way in ways.items() if way.called} == {taken: 2}
 
 
-def test_among_positions_of_a_map_exporters_get_pytorch_s_kernel_and_never_weights() -> None:
+def test_exported_attention_among_positions_is_pytorchs_kernel() -> None:
     x = torch.randn(1, 20, 8)
     for fused in (False, True):
         layer = MapAttention(dim=8, num_heads=2, fused=fused).eval()
@@ -144,7 +144,7 @@ def count_watchers(model: nn.Module) -> int:
     return sum(len(getattr(module, "watchers", ())) for module in model.modules())
 
 
-def test_tokens_read_pixels_with_weights_that_make_the_output() -> None:
+def test_recorded_attention_of_a_bridge_reproduces_its_output() -> None:
     bridge = MobileToFormer(token_dim=16, channels=12).double()
     x, tokens = torch.randn(4, 12, 5, 6).double(), torch.randn(4, 6, 16).double()
     with read_attention(bridge) as maps:
@@ -160,7 +160,7 @@ def test_tokens_read_pixels_with_weights_that_make_the_output() -> None:
     assert_close(output, bridge.norm(tokens + bridge.project(gate * gathered)))
 
 
-def test_nobody_watches_any_more_even_after_an_error() -> None:
+def test_watchers_are_removed_even_after_an_error() -> None:
     backbone = MobileFormer(arch=SMALL_ARCH, out_features=("s4",)).eval()
     assert count_watchers(backbone) == 0
     with read_attention(backbone):
@@ -171,7 +171,7 @@ def test_nobody_watches_any_more_even_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_as_many_numbers_are_dropped_as_asked_for_by_pytorchs_seed(rate: float) -> None:
+def test_the_dropout_mask_has_its_rate_and_pytorchs_seed(rate: float) -> None:
     torch.manual_seed(0)
     kept = draw_kept((3, 8, 100, 101), rate)
     assert kept.dtype == torch.int8
@@ -184,7 +184,7 @@ def test_as_many_numbers_are_dropped_as_asked_for_by_pytorchs_seed(rate: float) 
     assert_close(draw_kept(kept.shape, rate), kept)
 
 
-def test_the_layer_multiplies_by_its_mask_forward_and_backward() -> None:
+def test_dropout_multiplies_by_its_mask_forward_and_backward() -> None:
     x = torch.randn(4, 9, 33, requires_grad=True)
     layer = Dropout(0.25)
     torch.manual_seed(1)
@@ -203,22 +203,16 @@ def preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return bool(request.param)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Returns a list that grows by the map's shape at each convolution."""
-    seen: list[torch.Size] = []
-    own = F.conv2d
-
-    def convolve(x: Tensor, *others: Tensor | None) -> Tensor:
-        seen.append(x.shape)
-        return own(x, *others)
-
+def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts convolutions."""
+    convolve = Mock(side_effect=F.conv2d)
     monkeypatch.setattr(F, "conv2d", convolve)
-    return seen
+    return convolve
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("shape", [(64, 8), (2, 9, 7, 8)])
-def test_results_and_gradients_are_those_of_the_formula(
+def test_linear_equals_the_formula_with_its_gradients(
     preferred: bool, shape: tuple[int, ...], with_bias: bool
 ) -> None:
     torch.manual_seed(0)
@@ -237,34 +231,31 @@ def test_results_and_gradients_are_those_of_the_formula(
     )
 
 
-def test_convolutions_are_for_many_rows_of_float32_and_not_for_autocast_and_exporters(
+def test_linear_layers_are_convolutions_only_for_many_rows_of_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
-    seen = counted(monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    convolve = counted(monkeypatch)
     for rows, dtype in ((63, torch.float32), (64, torch.float64), (64, torch.bfloat16)):
         linear(torch.zeros(rows, 8, dtype=dtype), torch.zeros(5, 8, dtype=dtype))
-        assert not seen
-    for threads in (2, 1):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        linear(torch.zeros(64, 8), torch.zeros(5, 8))
-    assert seen == [(1, 8, 64, 1)]  # with two threads
-
-    monkeypatch.undo()
-    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    seen = counted(monkeypatch)
+    assert not convolve.called
+    linear(torch.zeros(64, 8), torch.zeros(5, 8))
+    assert convolve.call_count == 1
     layer, x = Linear(8, 5).eval(), torch.randn(64, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     torch.jit.trace(layer, x, check_trace=False)
     program = torch.export.export(layer, (x,), strict=False)
-    assert not seen
+    with monkeypatch.context() as one_thread:
+        one_thread.setattr(torch, "get_num_threads", lambda: 1)
+        linear(torch.zeros(64, 8), torch.zeros(5, 8))
+    assert convolve.call_count == 1
     assert "conv" not in str(program.graph)
     assert_close(program.module()(x), F.linear(x, layer.weight, layer.bias))
 
 
-def test_a_block_of_timm_keeps_its_parameters_and_results(preferred: bool) -> None:
+def test_replaced_linear_layers_keep_parameters_and_results(preferred: bool) -> None:
     torch.manual_seed(0)
     block = Block(16, 2).eval()
     x = torch.randn(2, 40, 16)

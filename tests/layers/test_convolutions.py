@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Convolutions with fewer passes, against Detectron2's; masks of padded batches."""
+"""Convolutions against Detectron2's; padded batches against each image alone."""
 
 from unittest.mock import Mock
 
@@ -44,25 +44,12 @@ def pair(channels: int, turns: int, stride: int = 1, norm: bool = False) -> list
     return built
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list that grows with each forward pass over a map with repeated channels."""
-    calls: list[int] = []
-    own = cpu_kernels._Widened.apply
-
-    def apply(*arguments: object) -> object:
-        calls.append(1)
-        return own(*arguments)
-
-    monkeypatch.setattr(cpu_kernels._Widened, "apply", apply)
-    return calls
-
-
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(
     ("turns", "stride", "norm", "widened"),
     [(3, 1, True, 1), (2, 1, False, 1), (2, 2, True, 0), (1, 1, False, 0)],
 )
-def test_it_is_the_convolution(
+def test_a_depthwise_convolution_equals_detectron2s_with_its_gradients(
     turns: int,
     stride: int,
     norm: bool,
@@ -70,7 +57,8 @@ def test_it_is_the_convolution(
     layout: torch.memory_format,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = counted(monkeypatch)
+    widen = Mock(side_effect=cpu_kernels._Widened.apply)
+    monkeypatch.setattr(cpu_kernels._Widened, "apply", widen)
     torch.manual_seed(0)
     ours, theirs = (each.to(memory_format=layout) for each in pair(4, turns, stride, norm))
     x = torch.randn(2, 4, 7, 9, dtype=torch.float64).to(memory_format=layout)
@@ -82,12 +70,12 @@ def test_it_is_the_convolution(
         gradients = torch.autograd.grad(y, [given, *layer.parameters()], above)
         found.append([y, *gradients])
     assert_close(*found)
-    assert len(calls) == widened
+    assert widen.call_count == widened
     assert found[0][1].is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_in_bfloat16_it_is_the_convolution_but_for_rounding(stride: int) -> None:
+def test_a_depthwise_convolution_in_bfloat16_equals_detectron2s_up_to_rounding(stride: int) -> None:
     torch.manual_seed(0)
     ours, theirs = (each.float() for each in pair(4, 3, stride))
     x = torch.randn(2, 4, 7, 9).to(memory_format=torch.channels_last)
@@ -113,7 +101,7 @@ def randomised(norm: FrozenBatchNorm2d) -> FrozenBatchNorm2d:
     [(NormedConv2d, 1, 6), (DepthwiseConv2d, 4, 12)],
     ids=["dense", "depthwise"],
 )
-def test_a_frozen_norm_is_folded_into_what_is_computed(
+def test_a_frozen_norm_is_folded_into_the_weights(
     kind: type[NormedConv2d],
     groups: int,
     channels: int,
@@ -138,12 +126,11 @@ def test_a_frozen_norm_is_folded_into_what_is_computed(
     assert_close(*found)
     with torch.no_grad():
         assert_close(ours(x), theirs(x))
-    untouched = Mock(side_effect=AssertionError("the norm's own pass"))
-    monkeypatch.setattr(FrozenBatchNorm2d, "forward", untouched)
-    ours(x)  # or the test above compares the norm's pass with itself
+    monkeypatch.setattr(FrozenBatchNorm2d, "forward", Mock(side_effect=AssertionError))
+    ours(x)  # does not run the norm
 
 
-def test_exports_and_activations_are_as_detectron2_has_them() -> None:
+def test_exported_norms_and_activations_are_detectron2s() -> None:
     torch.manual_seed(0)
     norm = randomised(FrozenBatchNorm2d(3))
     ours = NormedConv2d(2, 3, 1, bias=False, norm=norm).eval()
@@ -156,7 +143,7 @@ def test_exports_and_activations_are_as_detectron2_has_them() -> None:
     assert_close(acting(x), ours(x).relu())
 
 
-def test_gradients_of_the_dynamic_relu_are_those_of_its_values() -> None:
+def test_gradients_of_the_dynamic_relu_are_correct() -> None:
     activation = DynamicReLU(token_dim=16, channels=12).double()
     randomise_(activation)
     torch.nn.init.normal_(activation.slopes.bias, std=3)  # saturates the slopes at both ends
@@ -186,7 +173,7 @@ def test_a_convolution_of_a_zeroed_map_equals_the_image_alone(stride: int) -> No
     ],
 )
 @pytest.mark.parametrize("garbage", [0.0, float("nan")])
-def test_every_image_is_resized_from_its_own_size_to_its_own_size(
+def test_every_image_of_a_padded_batch_is_resized_as_alone(
     old: list[tuple[int, int]], new: list[tuple[int, int]], garbage: float
 ) -> None:
     x = torch.randn(4, 3, 8, 9).double()
@@ -200,12 +187,12 @@ def test_every_image_is_resized_from_its_own_size_to_its_own_size(
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5)])
 @pytest.mark.parametrize("channels", [8, 256])
-def test_it_equals_the_naive_loop(size: tuple[int, int], channels: int) -> None:
+def test_the_position_encoding_equals_the_naive_loop(size: tuple[int, int], channels: int) -> None:
     code = SinePositionEncoding(channels=channels)(size)
     assert_close(code[0], pixels(sine_code(*size, channels)).float(), rtol=0, atol=1e-5)
 
 
-def test_an_image_of_a_padded_batch_has_the_code_that_it_has_alone() -> None:
+def test_the_position_encoding_of_a_padded_image_is_the_one_it_has_alone() -> None:
     encoding = SinePositionEncoding(channels=16)
     sizes = [(5, 3), (2, 7), (5, 7), (1, 1)]
     code = encoding((5, 7), padding_mask(torch.tensor(sizes), (5, 7)))
