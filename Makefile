@@ -36,7 +36,8 @@ test: $(INSTALLED) ## run the tests, without the slow ones
 test-all: $(INSTALLED) ## run the tests, the slow ones too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-check: $(INSTALLED) ## formatting, lint, types, tests
+check: $(INSTALLED) ## formatting, lint, types, prose (if Vale is installed), tests
+	if command -v vale >/dev/null; then vale *.md docs; fi
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
