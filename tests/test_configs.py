@@ -2,6 +2,7 @@
 """Every shipped YAML builds, carries its card, and its schedule is what the card says."""
 
 import re
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def test_a_recipe_builds_and_its_schedule_is_what_its_card_says(path: Path) -> N
     assert "Command:" in card
     assert "Schedule:" in card
     assert f"configs/{_name(path)}" in card or "make demo" in card
+    _check_keys(cfg, card)
     assert cfg.INPUT.FORMAT == "RGB"
     with torch.device("meta"):
         model = build_model(cfg)
@@ -56,6 +58,14 @@ def test_a_recipe_builds_and_its_schedule_is_what_its_card_says(path: Path) -> N
     build_mapper(cfg, is_train=True)
     _check_schedule(path, cfg, card)
     _check_rate(path, cfg)
+
+
+def _check_keys(cfg: CfgNode, card: str) -> None:
+    listed = re.search(r"Keys: (.*?) Schedule:", card)
+    assert listed
+    for item in listed[1].split(", "):
+        key, value = item.split(" ")
+        assert str(reduce(lambda node, part: node[part], key.split("."), cfg)) == value
 
 
 def _check_schedule(path: Path, cfg: CfgNode, card: str) -> None:

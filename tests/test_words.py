@@ -53,16 +53,6 @@ def test_pages_are_in_plain_sentences(path: Path) -> None:
         assert not WORDS.search(sentence), sentence
 
 
-def test_code_uses_plain_words() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}: {text[:100]}"
-        for path in CODE
-        for text in split_code(path.read_text("utf-8"))
-        if WORDS.search(text)
-    ]
-    assert found == []
-
-
 @pytest.mark.parametrize(
     "sentence", ["What it came to.", "Statistics are estimated anew.", "The essence thereof."]
 )
