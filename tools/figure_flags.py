@@ -15,14 +15,12 @@ FIGURES = {
     "curves": "losses, scores and learning rate of runs on one axis",
     "reconstructions": "images reconstructed from a corner and from the centre",
     "correlation": "histograms over images of the spatial correlation of feature maps",
-    "heat": "class activation of a classifier beside steady heat with the same border",
     "attention": "attention between global tokens and pixels, both ways",
     "queries": "cross-attention of the object queries of MF-DETR",
     "detections": "AP by size and class, curves, errors, missed boxes and false alarms",
     "classes": "confusion matrix of a classifier",
     "probes": "accuracies of probes by decoder, by its width and by images seen",
     "spectrum": "eigenvalues of A and B at both scales, and Table 3 over a run",
-    "beyond": "features propagated beyond the image and decoded",
 }
 """By name, in the order of the report."""
 
@@ -89,17 +87,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "that each model reads, in separate charts)",
         },
     },
-    "heat": {
-        "heat_class": {
-            "type": text,
-            "help": "name of the class (default: the predicted class of each image)",
-        },
-        "heat_size": {
-            "type": integer(),
-            "help": "side of the images in pixels; twice the side gives maps with four times the "
-            "positions (default: that of the run)",
-        },
-    },
     "attention": {
         "attention_heads": {
             "choices": ("mean", "apart"),
@@ -129,18 +116,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
             "type": integer(least=0),
             "help": "checkpoints of a run's folder besides the last, spread evenly over training, "
             "as rows of Table 3 (default: 5)",
-        },
-    },
-    "beyond": {
-        "scale": {
-            "choices": ("corner", "centre"),
-            "help": "linear models to use: those over half the image (corner, default) or over a "
-            "quarter (centre)",
-        },
-        "distances": {
-            "type": real(highest=4, above=True),
-            "nargs": "+",
-            "help": "margins around the image, in sides of the image (default: 0.25 0.5 1)",
         },
     },
 }

@@ -10,13 +10,11 @@ __all__ = ["load_figures"]
 
 _MODULES = (
     "attention",
-    "class_activation",
     "confusion_matrix",
     "correlation",
     "curves",
     "detections",
     "probes",
-    "propagation",
     "reconstruction",
     "spectrum",
 )

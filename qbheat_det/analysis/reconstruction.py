@@ -27,7 +27,7 @@ _GREY = 128
 _NORMALIZED = "Mean and contrast of each masked patch are those of the image."
 _EXPLANATION = (
     "Grey is masked. Losses are squared errors of the patches that the run's loss counts. For "
-    "normalised patches zero costs about 1; tools/reconstruction_baselines.py has that of ridge.",
+    "normalised patches, predicting zero costs about 1.",
 )
 
 

@@ -164,7 +164,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "curves": make_figure,
         "spectrum": fail(NotApplicable("no <linear> models")),
         "probes": fail(ZeroDivisionError("by zero")),
-        "beyond": fail(KeyboardInterrupt()),
+        "queries": fail(KeyboardInterrupt()),
     }.items():
         monkeypatch.setitem(FIGURES, name, function)
     return load_tool("report")
@@ -211,7 +211,7 @@ def test_a_report_has_every_figure_or_the_reason_why_not_and_after_an_interrupt_
 
     path = tmp_path / "page.html"
     with pytest.raises(SystemExit) as ended:
-        tool.main([run, "--output", str(path), "--only", "curves", "beyond"])
+        tool.main([run, "--output", str(path), "--only", "curves", "queries"])
     assert ended.value.code == 130
     assert "Wide &lt;things&gt;" in path.read_text()
 
@@ -223,5 +223,5 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_drawn(
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "page").write_text("")  # where the folder of page.html belongs
     with pytest.raises(SystemExit) as ended:
-        tool.main([run, "--output", str(tmp_path / name), "--only", "beyond"])
+        tool.main([run, "--output", str(tmp_path / name), "--only", "queries"])
     assert ended.value.code == 2  # not 130: the figure was not begun
