@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     from qbheat_det.core.errors import UserError
     from qbheat_det.engine import Trainer, build_config, setup
     from qbheat_det.engine.dry_run import dry_run
-    from qbheat_det.engine.restart import decide_to_resume
+    from qbheat_det.engine.resume import decide_to_resume
 
     if args.dry_run and args.eval_only:
         raise UserError("--dry-run rehearses training: leave out --eval-only")

@@ -3,9 +3,9 @@
 
 from .launch import run_distributed
 from .run_flags import RunFlags
+from .run_record import write_run_record
 from .setup import build_config, setup
 from .trainer import Trainer, evaluate
-from .writers import write_run_record
 
 __all__ = [
     "RunFlags", "Trainer", "build_config", "evaluate", "run_distributed", "setup",

@@ -35,8 +35,8 @@ from qbheat_det.data import (
     split_source,
 )
 
-from .resume import find_last_checkpoint
 from .run_flags import RunFlags, find_job
+from .run_record import find_last_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -270,13 +270,6 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
     cfg.MODEL.CLASS_NAMES = names
     cfg.MODEL.CATEGORY_IDS = list(range(len(names)))
     cfg.MODEL.CLASSIFIER.NUM_CLASSES = len(names)
-
-
-def find_sources(cfg: CfgNode) -> dict[str, Source]:
-    """Returns the sources of the sets of a config that flags named, by the set's name."""
-    knn = cfg.TEST.KNN
-    used = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *knn.TRAIN, *knn.VAL)
-    return {name: MetadataCatalog.get(name).source for name in used if name in CUSTOM_SETS}
 
 
 class SpreadEntries(list[dict[str, Any]]):

@@ -9,9 +9,9 @@ from pathlib import Path
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 
-from qbheat_det.checkpoint import transfer
 from qbheat_det.core.errors import UserError
 
+from . import transfer
 from .hooks import SKIPPED_FILE, TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Resuming a run, as opposed to starting one from weights: what each of them needs and refuses."""
+"""Decides whether a command starts a run or resumes one, and checks that it may.
 
+- ``decide_to_resume`` runs first: it fetches the run from ``SOLVER.CHECKPOINT_URL`` and detects a
+  restart by torchrun.
+- ``check_start`` refuses a second run in one folder, and other weights for a resumed run.
+- ``check_same_config`` and ``check_same_images`` compare a resumed run with its checkpoint.
+"""
+
+import argparse
 import fnmatch
 import logging
 from collections.abc import Mapping
@@ -9,6 +16,7 @@ from typing import Any
 
 import yaml
 from detectron2.config import CfgNode
+from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.checkpoint import info_of
@@ -17,7 +25,9 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import TrainStream
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
+from .mirror import fetch_run
 from .run_flags import RunFlags
+from .run_record import RUN_FILE, find_launch, name_last_checkpoint, read_run_record
 
 logger = logging.getLogger(__name__)
 
@@ -140,23 +150,49 @@ def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
         )
 
 
-def find_last_checkpoint(folder: str) -> str:
-    """Returns the path of the newest checkpoint in a folder; empty if there is none."""
-    path = Path(folder) / name_last_checkpoint(Path(folder))
-    return str(path) if path.is_file() else ""
-
-
-def name_last_checkpoint(folder: Path) -> str:
-    """Returns the name in ``last_checkpoint``, else the newest file's; empty if there is none."""
-    try:
-        return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return max((path.name for path in folder.glob("model_*.pth")), default="")
-
-
 def _initial_weights(folder: Path) -> str:
     try:
         content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         return str(content["MODEL"]["WEIGHTS"])
     except (OSError, KeyError, TypeError, UnicodeDecodeError, yaml.YAMLError):
         return ""
+
+
+def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
+    """Returns whether to continue the run in ``OUTPUT_DIR``; the same on all processes.
+
+    With ``--resume``. Without it too, where the main process finds a checkpoint of a run that was
+    last started under the same ``--rdzv-id`` of torchrun: machines came or went, or the job was
+    put back into its queue. A run that ended before its first checkpoint starts anew.
+
+    Raises:
+        UserError: the processes find different checkpoints, or ``SOLVER.CHECKPOINT_URL`` cannot
+            be read.
+    """
+    flags = RunFlags.read(args)
+    if flags.eval_only:
+        return flags.resume
+    cfg = flags.load_config()
+    if cfg.SOLVER.CHECKPOINT_URL:
+        if comm.get_local_rank() == 0:
+            fetch_run(cfg)
+        comm.synchronize()
+    folder = Path(cfg.OUTPUT_DIR)
+    last = name_last_checkpoint(folder)
+    is_restart = bool(last) and not flags.resume and _began_in_this_launch(folder)
+    views = comm.all_gather((last, flags.resume or is_restart))
+    main, resumes = views[0]
+    if not resumes:
+        return False
+    if others := {name for name, _ in views} - {main}:
+        raise UserError(
+            f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
+            f"'{others.pop() or 'nothing'}' on another: all must see one folder, or bring the run "
+            "from SOLVER.CHECKPOINT_URL"
+        )
+    return True
+
+
+def _began_in_this_launch(folder: Path) -> bool:
+    launch, starts = find_launch(), read_run_record(folder / RUN_FILE)
+    return bool(launch and starts and starts[-1].get("launch") == launch)

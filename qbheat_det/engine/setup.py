@@ -33,8 +33,9 @@ from qbheat_det.modeling.contracts import has_held_out_loss
 from .console import filter_detectron2_logs, open_log
 from .data_sources import use_classes_of_folders, use_data_flags, write_split
 from .evaluation import check_neighbours, scores_neighbours
-from .resume import check_start, name_last_checkpoint
+from .resume import check_start
 from .run_flags import RunFlags
+from .run_record import name_last_checkpoint
 
 logger = logging.getLogger(__name__)
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")

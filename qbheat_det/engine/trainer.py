@@ -30,6 +30,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.versions import find_commit
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
+from qbheat_det.engine.interruption import StopSignals, YieldToNewerStart
 from qbheat_det.evaluation import build_evaluator
 from qbheat_det.feature_cache.frozen import use_cached_features
 from qbheat_det.feature_cache.teacher import TeacherFeatures
@@ -66,10 +67,8 @@ from .hooks import (
 )
 from .launch import distribute
 from .mirror import Mirror
-from .restart import YieldToNewerStart
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
-from .stopping import StopSignals
 from .token_monitor import build_token_monitor
 from .visualize import build_visualization_hook
 from .writers import PeriodicWriter

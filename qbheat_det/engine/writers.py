@@ -9,15 +9,12 @@ import copy
 import importlib
 import json
 import logging
-import os
 import sys
 import uuid
-from collections.abc import MutableMapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from detectron2.config import CfgNode
 from detectron2.engine import hooks
@@ -32,13 +29,9 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.core.versions import find_code_version, list_versions
 
 from .console import JSONPrinter, NewScalars, is_interactive
-from .data_sources import find_sources
 from .hooks import TrainingRun
-
-RUN_FILE = "run.json"
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
@@ -191,59 +184,3 @@ def check_wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError as error:
         raise UserError("SOLVER.WANDB_PROJECT needs Weights & Biases: pip install wandb") from error
-
-
-def write_run_record(
-    cfg: CfgNode,
-    *,
-    command: Sequence[str],
-    resumed_from: str | None = None,
-    processes: int = 1,
-    seed: int | None = None,
-) -> None:
-    """Appends this start to the list in ``OUTPUT_DIR/run.json``, on the main process.
-
-    ``command`` has the program first; ``resumed_from`` is the checkpoint that the run continues
-    from, None if it begins. Raises a ``UserError`` if the file cannot be written, or is no list of
-    starts.
-    """
-    path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
-    commit, dirty = find_code_version()
-    if device.startswith("cuda") and torch.cuda.is_available():
-        device = f"{device} ({torch.cuda.get_device_name()})"
-    start = {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": list(command),
-        "data": find_sources(cfg),
-        "resumed_from": resumed_from,
-        "commit": commit,
-        "dirty": dirty,
-        "versions": list_versions(),
-        "device": device,
-        "processes": processes,
-        "seed": seed,
-        "launch": find_launch(),
-    }
-    write_atomically(path, (json.dumps([*read_run_record(path), start], indent=2) + "\n").encode())
-
-
-def find_launch() -> str:
-    """Returns the ``--rdzv-id`` of the torchrun that started this process; "" without one."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if launch == "none" else launch  # torchrun's default, the same for all runs
-
-
-def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the starts in a ``run.json``, oldest first; none if there is no file.
-
-    Raises a ``UserError`` if the file holds something else.
-    """
-    if not Path(path).is_file():
-        return []
-    try:
-        starts = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
-        starts = None
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise UserError(f"'{path}' is no list of starts: move it")
-    return starts

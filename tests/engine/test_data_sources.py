@@ -15,7 +15,7 @@ from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import RunFlags, build_config, setup
-from qbheat_det.engine.data_sources import find_sources
+from qbheat_det.engine.run_record import find_sources
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import RECIPE, make_folder

@@ -25,8 +25,8 @@ from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, launch, run_distributed
 from qbheat_det.engine import dry_run as dry_run_module
 from qbheat_det.engine.dry_run import dry_run
+from qbheat_det.engine.run_record import read_run_record
 from qbheat_det.engine.setup import use_classes_of
-from qbheat_det.engine.writers import read_run_record
 
 from .processes import free_port, make_args, torchrun_environment
 from .tiny_detectors import make_retinanet_config

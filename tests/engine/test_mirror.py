@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qbheat_det.checkpoint import transfer
 from qbheat_det.core.errors import Interrupted, UserError
-from qbheat_det.engine.restart import decide_to_resume
+from qbheat_det.engine import transfer
+from qbheat_det.engine.resume import decide_to_resume
 from tests.data.test_shards import _put
 
 from . import tiny_training

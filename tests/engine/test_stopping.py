@@ -17,7 +17,7 @@ from detectron2.utils import comm
 from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.hooks import EvalHook
-from qbheat_det.engine.restart import decide_to_resume
+from qbheat_det.engine.resume import decide_to_resume
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training

@@ -18,13 +18,8 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.versions import find_code_version
 from qbheat_det.engine import console
-from qbheat_det.engine.writers import (
-    PeriodicWriter,
-    WandbWriter,
-    drop_metrics_from,
-    read_run_record,
-    write_run_record,
-)
+from qbheat_det.engine.run_record import read_run_record, write_run_record
+from qbheat_det.engine.writers import PeriodicWriter, WandbWriter, drop_metrics_from
 
 from .conftest import TrainAfresh
 from .tiny_training import forget_runs

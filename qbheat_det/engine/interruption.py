@@ -4,16 +4,16 @@
 import os
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
-from qbheat_det.core.errors import Interrupted
-
-from .hooks import EvalHook
-from .writers import find_launch
+from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.engine.hooks import EvalHook, TrainingRun, is_saved
+from qbheat_det.engine.run_record import RUN_FILE, find_launch, read_run_record
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -73,3 +73,31 @@ class StopSignals(HookBase):
             f"stopped by {signal.Signals(number).name} after {done} of {run.max_iter} iterations: "
             f"--resume continues from the checkpoint in '{run.cfg.OUTPUT_DIR}'",
         )
+
+
+class YieldToNewerStart(HookBase):
+    """Ends a run that was started again elsewhere, before it saves over that one's checkpoints.
+
+    Where torchrun takes a machine for dead that is only slow, others continue without it.
+    """
+
+    trainer: TrainingRun
+
+    def before_train(self) -> None:
+        """Counts the starts up to this one."""
+        self._file = Path(self.trainer.cfg.OUTPUT_DIR) / RUN_FILE
+        self._count = len(read_run_record(self._file))
+
+    def after_step(self) -> None:
+        """Looks for a later start where a checkpoint is due.
+
+        Raises:
+            UserError: there is one.
+        """
+        if not is_saved(self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD):
+            return
+        if later := read_run_record(self._file)[self._count :]:
+            raise UserError(
+                f"'{self._file}' has a later start, of {later[0].get('started')}: it continues, "
+                "and this one ends without saving"
+            )
