@@ -29,6 +29,7 @@ DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 TEXTS = "".join(PAGES.values())
 NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXTS)))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 INTEROP, PYTHON = PAGES["interop.md"], PAGES["python.md"]
 
 
@@ -112,6 +113,20 @@ def test_figures_are_explained_and_listed() -> None:
     for name in set(load_tool("figure_flags").FIGURES) - {"heat", "beyond"}:
         assert f"\n### {name}\n" in page
         assert f"| [`{name}`](#{name}) |" in page
+
+
+def test_the_code_of_the_readme_runs() -> None:
+    for example in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
+        exec(compile(example, "README.md", "exec"), {})
+
+
+def test_files_and_make_targets_named_in_the_readme_exist() -> None:
+    assert len(README.splitlines()) <= 150
+    for path in re.findall(r"(?:configs|tools|docs)/[\w./-]+\.\w+", README):
+        assert (ROOT / path).is_file()
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`make (\w+)|^make (\w+)", README, flags=re.MULTILINE):
+        assert re.search(rf"^{''.join(target)}:", makefile, flags=re.MULTILINE)
 
 
 def test_the_code_of_the_page_on_other_tools_runs() -> None:
