@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [path for name in ("qbheat_det", "tools") for path in sorted((ROOT / name).rglob("*.py"))]
 
+STIFF_IN_CODE = 49  # comments and strings that are still to be rewritten: only lower this
+
 
 def read_rule(name: str) -> dict[str, Any]:
     """Returns a rule of ``styles/qbheat``, which Vale reads too."""
@@ -51,6 +53,16 @@ def test_pages_are_in_plain_sentences(path: Path) -> None:
         assert words <= LENGTH["max"], f"{words} words: {sentence}"
         assert not OPENINGS.search(sentence), sentence
         assert not WORDS.search(sentence), sentence
+
+
+def test_code_uses_plain_words() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {text[:100]}"
+        for path in CODE
+        for text in split_code(path.read_text("utf-8"))
+        if WORDS.search(text)
+    ]
+    assert len(found) <= STIFF_IN_CODE, found
 
 
 @pytest.mark.parametrize(
