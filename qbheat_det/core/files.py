@@ -188,6 +188,14 @@ def file_lock(path: str | os.PathLike[str], waiting: str = "") -> Iterator[None]
         lock.release()
 
 
+def get_cache_dir() -> Path:
+    """Returns ``$QBHEAT_CACHE``, or ``qbheat_det`` in the user's cache folder (XDG)."""
+    if os.environ.get("QBHEAT_CACHE"):
+        return Path(os.environ["QBHEAT_CACHE"]).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "qbheat_det"
+
+
 def hash_file(path: str | os.PathLike[str]) -> str:
     """Returns the SHA-256 of a file's content in hexadecimal digits."""
     digest = hashlib.sha256()

@@ -37,7 +37,7 @@ from .datasets.sources import (
     split_source,
 )
 from .datasets.splits import SPLIT_FILE, read_split
-from .datasets.toy import ToySpec, get_cache_dir, prepare_toy_set
+from .datasets.toy import ToySpec, prepare_toy_set
 from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
 from .images import IMAGE_FORMATS, find_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records
@@ -62,7 +62,7 @@ __all__ = [
     "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
     "build_train_stream", "check_coco_json", "check_image_folder", "check_same_classes",
     "configure_cache", "cut", "find_image_errors", "find_kind", "find_record_errors",
-    "fingerprint_records", "forget_annotations", "forget_source", "get_cache_dir", "is_in_shard",
+    "fingerprint_records", "forget_annotations", "forget_source", "is_in_shard",
     "join_messages", "list_classes", "list_shard_images", "load_class_folders", "load_classes",
     "load_image_folders", "load_labelled_sets", "number_records", "open_images", "open_source",
     "origin_of", "pack_source", "prepare_toy_set", "raise_first",

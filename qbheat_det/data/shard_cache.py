@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock
+from qbheat_det.core.files import file_lock, get_cache_dir
 from qbheat_det.core.text import format_bytes, format_duration, one_line
-
-from .datasets.toy import get_cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from qbheat_det.core.environment import quiet, read_cpu_flags
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock, hash_tensors
+from qbheat_det.core.files import file_lock, get_cache_dir, hash_tensors
 from qbheat_det.core.text import one_line
-from qbheat_det.data.datasets.toy import get_cache_dir
 from qbheat_det.layers.cpu_kernels import recorded_as
 
 logger = logging.getLogger(__name__)

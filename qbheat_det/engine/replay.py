@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.config import find_memory_format, refuse_bad_values
 from qbheat_det.core.text import join_first
-from qbheat_det.feature_cache.frozen import replace_encoder
+from qbheat_det.feature_cache import replace_encoder
 from qbheat_det.layers import NormedConv2d
 
 from .failure import FailedStep, read_failure

@@ -27,7 +27,7 @@ from qbheat_det.data import (
     is_in_shard,
     raise_first,
 )
-from qbheat_det.feature_cache.frozen import check_cacheable
+from qbheat_det.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
 from .console import filter_detectron2_logs, open_log

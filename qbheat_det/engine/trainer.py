@@ -32,8 +32,7 @@ from qbheat_det.core.versions import find_commit
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
 from qbheat_det.engine.interruption import StopSignals, YieldToNewerStart
 from qbheat_det.evaluation import build_evaluator
-from qbheat_det.feature_cache.frozen import use_cached_features
-from qbheat_det.feature_cache.teacher import TeacherFeatures
+from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.modeling.contracts import (
     needs_teacher,
     pretrain_only_modules,

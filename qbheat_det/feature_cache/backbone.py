@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Takes the place of a frozen encoder whose outputs were computed before training.
+"""Replaces a frozen encoder by a backbone that batches cached features.
 
-A head trained on it receives what it would receive from the encoder, except in batches of
-differently sized images: cached features are those of each image alone, whereas the encoder sees
-the padding. Heads that mask it (MF-DETR) give the same either way; RetinaNet and FCOS do not.
+The head receives the same features as from the encoder, except in batches of images of several
+sizes: there the encoder sees padding, but each image was cached alone. MF-DETR masks the padding,
+so its outputs are equal; those of RetinaNet and FCOS differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,32 +23,31 @@ _OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 
 
 class CachedBackbone(Backbone):
-    """Batches the features that come with the images, instead of running the encoder.
+    """Batches the features that come with the images instead of running the encoder.
 
-    The model's ``preprocess_image`` hands over a ``CachedImages`` instead of pixels. The encoder
-    stays on the CPU and is no child module: optimizer, device and data-parallel wrappers do not see
-    it, but its weights are loaded and saved under their names without a cache. Copies of the model
-    share it.
+    The model's ``preprocess_image`` passes a ``CachedImages`` instead of pixels. The encoder stays
+    on the CPU and is no child module, so optimizer, device moves and data-parallel wrappers skip
+    it. Its weights are loaded and saved under their usual names. Copies of the model share it.
 
-    Before ``trust``, and once other weights are loaded, ``forward`` raises.
+    ``forward`` raises before ``trust`` is called, and again after other weights are loaded.
     """
 
     def __init__(
         self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
     ) -> None:
-        """Takes a frozen encoder, the outputs that are read, and the layout of its maps."""
+        """Takes a frozen encoder, the names of its outputs to read, and the layout of its maps."""
         super().__init__()
         self.outputs = list(outputs)
         self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self._shared = _Shared(encoder)
         self._is_encoding = False
-        # Of parts that the config leaves out, which files may hold.
+        # Weights files may hold these parts although the config leaves them out.
         self.optional_modules = tuple(optional_modules(encoder))
 
     @property
     def encoder(self) -> Backbone:
-        """The network itself."""
+        """The frozen network."""
         return self._shared.encoder
 
     @property
@@ -68,21 +67,21 @@ class CachedBackbone(Backbone):
 
     @property
     def is_trusted(self) -> bool:
-        """Whether features are those of the encoder's present weights."""
+        """Whether the features belong to the encoder's current weights."""
         return self._shared.trusted
 
     def trust(self) -> None:
-        """Declares that features to come are those of the encoder's present weights."""
+        """Declares that the features belong to the encoder's current weights."""
         self._shared.trusted = True
 
     def forward(
         self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """From images with features, or pixels within ``encode``, to the outputs by name.
+        """Returns the outputs by name, for images with features, or for pixels within ``encode``.
 
         Maps are (N, C, ceil(H / s), ceil(W / s)), "tokens" (N, M, D), float32; ``image_sizes`` (N,
-        2) is for encoders that mask padding. Raises a ``UserError`` if the images come without
-        features, or these are of other weights or images.
+        2) is for encoders that mask padding. Raises a ``UserError`` if the images have no features,
+        or the features belong to other weights.
         """
         if self._is_encoding:
             raise _Encoded(self.encoder(x) if image_sizes is None else self.encoder(x, image_sizes))
@@ -99,7 +98,7 @@ class CachedBackbone(Backbone):
 
     @contextmanager
     def encoding(self, device: torch.device) -> Iterator[None]:
-        """Keeps the encoder on a device, for ``encode``."""
+        """Moves the encoder to a device for calls of ``encode``."""
         self.encoder.to(device)
         try:
             yield
@@ -107,14 +106,14 @@ class CachedBackbone(Backbone):
             self.encoder.to("cpu")
 
     def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Returns the encoder's outputs by name, where ``model`` runs it on a batch.
+        """Returns the encoder's outputs by name for a batch of ``model``.
 
-        The model itself prepares the images, so that they are normalised, padded and masked as
-        without a cache; its forward pass ends behind the encoder.
+        The model prepares the images, so that normalisation, padding and masks are the same as
+        without a cache. Its forward pass ends after the encoder.
         """
         self._is_encoding = True
         try:
-            # On CPUs, kernels are chosen, and round, by whether gradients are on, needed or not.
+            # On CPUs, enabled gradients select other kernels, which round differently.
             with torch.set_grad_enabled(model.training):
                 model(list(batch))
         except _Encoded as encoded:
@@ -138,7 +137,7 @@ class CachedBackbone(Backbone):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # Not the base class's: it would call every name unexpected that is of no child.
+        # The base class would report the names as unexpected: the encoder is no child.
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         before = self.encoder.state_dict()
         self._shared.trusted &= all(
@@ -155,7 +154,7 @@ class CachedBackbone(Backbone):
 
 
 class _Shared:
-    """What copies of a cached backbone have in common."""
+    """State that copies of a cached backbone share."""
 
     def __init__(self, encoder: Backbone) -> None:
         self.encoder = encoder
@@ -166,7 +165,7 @@ class _Shared:
 
 
 class _Encoded(Exception):
-    """Ends a model's forward pass behind its encoder, and holds the encoder's outputs."""
+    """Ends a model's forward pass after its encoder, and carries the encoder's outputs."""
 
     def __init__(self, outputs: Mapping[str, Tensor]) -> None:
         super().__init__("the encoder has run")

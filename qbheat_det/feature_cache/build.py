@@ -1,21 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Encodes the views of a set of images and fills a store with them, in one or many processes.
+"""Builds a cache of features: makes its key, encodes the missing views, and stores them.
 
-The store's name is a hash of all that the features depend on.
-
-Views of one size are encoded together, as many at once as a step of training has: how matrix
-products are rounded depends on the number of images, but not on which these are.
+All processes of a run build a cache together; other runs that need the same cache wait for them.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -32,19 +27,12 @@ from tqdm import tqdm
 
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import hash_tensors, remove_leftovers, write_atomically
+from qbheat_det.core.files import get_cache_dir, hash_tensors, remove_leftovers, write_atomically
 from qbheat_det.core.versions import VERSION
-from qbheat_det.data import DataError, FixedViews, cut, get_cache_dir
+from qbheat_det.data import DataError, FixedViews, cut
 from qbheat_det.data.mappers import VIEW_ROW
 
-from .backbone import CachedBackbone
-from .store import (
-    FORMAT_VERSION,
-    VIEWS_PER_FILE,
-    FeatureStore,
-    Stored,
-    View,
-)
+from .store import FORMAT_VERSION, VIEWS_PER_FILE, FeatureStore, Stored, View
 
 logger = logging.getLogger(__name__)
 Mapped = dict[str, Any] | DataError | None
@@ -55,31 +43,19 @@ _SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _FULL_SIZE = {"height", "width"}
 
 
-@dataclass(frozen=True)
-class ViewEncoder:
-    """Turns entries of a mapper into views of a store, through a model's own encoder.
+class AllViews(Dataset[Mapped]):
+    """The K views of each numbered record; view k of row r has the index r * K + k."""
 
-    ``encoding`` of the ``backbone`` holds meanwhile; a batch has ``at_once`` images at most.
-    Attention is computed otherwise in evaluation, and rounded otherwise, hence ``is_train``. If the
-    last bits matter, ``is_exact``, and all views are of one size, a batch that is too small is
-    filled up by repetition; else batches are cut evenly.
-    """
+    def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
+        self.records = records
+        self.views = views
 
-    model: nn.Module
-    backbone: CachedBackbone
-    at_once: int
-    is_train: bool
-    is_exact: bool
+    def __len__(self) -> int:
+        return len(self.records) * self.views.count
 
-    def __call__(self, entries: Sequence[Mapped]) -> list[Stored]:
-        """See ``encode_images``."""
-        encode = functools.partial(self.backbone.encode, self.model)
-        was_training = self.model.training
-        self.model.train(self.is_train)
-        try:
-            return encode_images(entries, encode, at_once=self.at_once, is_exact=self.is_exact)
-        finally:
-            self.model.train(was_training)
+    def __getitem__(self, index: int) -> Mapped:
+        row, number = divmod(index, self.views.count)
+        return self.views.view(self.records[row], number)
 
 
 def encode_images(
@@ -89,10 +65,16 @@ def encode_images(
     at_once: int = VIEWS_PER_FILE,
     is_exact: bool = False,
 ) -> list[Stored]:
-    """Returns a view for each entry of a mapper; an error, or None, stays what it is.
+    """Returns a view for each entry of a mapper; errors and None pass through.
 
-    ``encode`` gives the outputs by name, (N, …), of N entries with images of one size, ``at_once``
-    at most; see ``ViewEncoder`` for ``is_exact``.
+    Views of one size share a batch. Rounding depends on the size of a batch, not on its images.
+
+    Args:
+        entries: outputs of a mapper.
+        encode: returns the outputs by name, (N, …), of N entries whose images have one size.
+        at_once: the largest N.
+        is_exact: whether the last bits matter. If so, and all views have one size, every batch has
+            ``at_once`` entries, some of them repeated. Otherwise batches are about equally large.
     """
     views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
     images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
@@ -100,10 +82,9 @@ def encode_images(
     for index, entry in images.items():
         of_size.setdefault(tuple(entry["image"].shape), []).append(index)
     for indices in of_size.values():
-        is_filled = is_exact and len(of_size) == 1
         for part in cut(indices, -(-len(indices) // at_once)):
-            filled = at_once if is_filled else len(part)
-            outputs = encode([images[i] for i in islice(cycle(part), filled)])
+            size = at_once if is_exact and len(of_size) == 1 else len(part)
+            outputs = encode([images[i] for i in islice(cycle(part), size)])
             outputs = {name: value.float().cpu() for name, value in outputs.items()}
             for position, index in enumerate(part):
                 features = {name: value[position] for name, value in outputs.items()}
@@ -111,8 +92,8 @@ def encode_images(
     return views
 
 
-def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
-    """Returns a view of a mapper's entry from the encoder's outputs for its "image" (3, H, W)."""
+def make_view(entry: Mapping[str, Any], features: dict[str, Tensor]) -> View:
+    """Returns the view of a mapper's entry, given the encoder's outputs for it."""
     height, width = entry["image"].shape[-2:]
     truth: dict[str, Tensor] = {}
     if "instances" in entry:
@@ -121,23 +102,7 @@ def make_view(entry: Mapping[str, Any], features: Mapping[str, Tensor]) -> View:
     if "label" in entry:
         truth["label"] = torch.tensor(int(entry["label"]))
     full = (int(entry["height"]), int(entry["width"])) if entry.keys() >= _FULL_SIZE else None
-    return View(dict(features), (int(height), int(width)), truth, full)
-
-
-class AllViews(Dataset[Mapped]):
-    """The K views of each numbered record; those of row r have the indices from r * K on."""
-
-    def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
-        self.records = records
-        self.views = views
-        self.count = views.count
-
-    def __len__(self) -> int:
-        return len(self.records) * self.count
-
-    def __getitem__(self, index: int) -> Mapped:
-        row, number = divmod(index, self.count)
-        return self.views.view(self.records[row], number)
+    return View(features, (int(height), int(width)), truth, full)
 
 
 def fill(
@@ -148,21 +113,32 @@ def fill(
     title: str,
     num_workers: int,
 ) -> None:
-    """Writes what is missing of a store; to be called by all processes of a run, which share it.
+    """Encodes and writes the missing files of a store. All processes of a run must call it.
 
-    If another run fills the same store, waits until it is done, or killed. ``encode`` maps views to
-    what is stored of them, such as a ``ViewEncoder``; ``num_workers`` processes load views ahead.
-    Raises a ``UserError`` if the store cannot be written, or cannot hold what there is.
+    If another run fills the same store, this one waits until that run is done or killed.
+
+    Args:
+        store: where views are written.
+        views: all views, by their index in the store.
+        encode: maps entries of a mapper to views, see ``encode_images``.
+        title: names the work in progress bars and logs.
+        num_workers: processes that load views ahead.
+
+    Raises:
+        UserError: the folder is not writable, the disk is too small, or a feature is not finite.
     """
     is_main = comm.is_main_process()
     if not _share_missing(store):
         return
     with _build_lock(store, f"{title}: waits for another run that does it"):
         remove_leftovers(store.folder)
+        if store.key and is_main:
+            key = json.dumps(store.key, indent=2, sort_keys=True)
+            write_atomically(store.folder / "meta.json", key.encode())
         missing = _share_missing(store)
         damaged = [path for path in map(store.path_of, missing) if path.is_file()]
         if damaged and is_main:
-            logger.warning(f"'{damaged[0]}' and {len(damaged) - 1} more are damaged: written anew")
+            logger.warning(f"'{damaged[0]}' and {len(damaged) - 1} more are damaged: rewritten")
         files = missing[comm.get_rank() :: comm.get_world_size()]
         indices = [index for file in files for index in store.views_of(file)]
         loader: DataLoader[Any] = DataLoader(
@@ -182,22 +158,22 @@ def fill(
                 entries = list(islice(loaded, len(store.views_of(file))))
                 store.write(file, encode(entries))
                 bar.update(len(entries))
-                if file == files[0]:  # the first file shows what all of them take
+                if file == files[0]:  # its size tells how much space all files need
                     store.check_space()
         comm.synchronize()
 
 
 def _share_missing(store: FeatureStore) -> list[int]:
-    """Returns the files that the main process misses, on all processes."""
+    """Returns on all processes the missing files that the main process sees."""
     return comm.all_gather(store.missing() if comm.is_main_process() else [])[0]
 
 
 @contextlib.contextmanager
 def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
-    """Holds the lock of a store on the main process; the others wait with it.
+    """Holds the lock of a store on the main process, while the other processes wait.
 
-    The other run may take hours, so the processes speak to each other on the way: a collective call
-    that is not answered fails after half an hour.
+    Another run may hold it for hours, so the processes communicate in between: a collective call
+    times out after half an hour.
     """
     lock, is_main, seconds = FileLock(store.folder / "build.lock"), comm.is_main_process(), 0.1
     if is_main:
@@ -219,36 +195,26 @@ def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
 
 
 def check_cache_keys(cfg: CfgNode) -> None:
-    """Checks the keys of a config that all caches need; raises a ``UserError``."""
+    """Checks the config keys that every cache needs; raises a ``UserError`` that names one."""
     if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
         raise UserError(
             f"INPUT.FIXED_VIEWS.COUNT is {cfg.INPUT.FIXED_VIEWS.COUNT}, but cached features need a "
-            f"number of views of each image, from 1 to {_MAX_VIEWS}"
+            f"fixed number of views of each image, from 1 to {_MAX_VIEWS}"
         )
     dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
     if dtype not in _DTYPES:
         raise UserError(f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', not one of {', '.join(_DTYPES)}")
 
 
-def open_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> FeatureStore:
-    """Returns the store of what ``describe_cache`` gave, in the folder of all caches."""
-    store = find_store(cfg, description, num_views)
-    about = store.folder / "meta.json"
-    if comm.is_main_process() and not about.is_file():
-        store.check_writable()
-        write_atomically(about, json.dumps(description, indent=2, sort_keys=True).encode())
-    return store
-
-
-def find_store(cfg: CfgNode, description: Mapping[str, Any], num_views: int) -> FeatureStore:
-    """As ``open_store``, but writes nothing."""
+def open_store(cfg: CfgNode, key: Mapping[str, Any], num_views: int) -> FeatureStore:
+    """Returns the store of a key, a subfolder of ``MODEL.CACHE_FEATURES.FOLDER``."""
     named = cfg.MODEL.CACHE_FEATURES.FOLDER
     caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
     dtype = _DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
-    return FeatureStore(caches / name_cache(description), num_views, dtype=dtype)
+    return FeatureStore(caches / hash_key(key), num_views, dtype=dtype, key=key)
 
 
-def describe_cache(
+def make_key(
     cfg: CfgNode,
     encoder: nn.Module,
     records: Sequence[Mapping[str, Any]],
@@ -259,19 +225,30 @@ def describe_cache(
     device: torch.device,
     size_divisibility: int,
 ) -> dict[str, Any]:
-    """Returns all that the features of a data set depend on, long things by their SHA-256.
+    """Returns the key of a cache as plain JSON. Caches with equal keys hold equal features.
 
-    Threads and versions of other libraries do not enter: caches are moved and shared, and what they
-    change is far below half precision; nor does the number of images that are encoded at once, for
-    the same reason. All of ``INPUT`` enters, whatever the mapper reads of it; of a record's file
-    its name below the folder of all files, its size and when it was changed, not its content.
-    ``outputs`` are names of the encoder's outputs that are kept; ``is_train`` is whether views are
-    drawn as in training.
+    In the key: the encoder's weights and structure, how images are normalised and padded, all of
+    ``INPUT``, the views, precision, layout, device, and the versions of this package and PyTorch;
+    of each record its annotations and its file's relative path, size and modification time.
+
+    Not in the key: the files' content, the folder of all files, the number of threads, the batch
+    size, and the versions of other libraries. Their effect is far below half precision, and caches
+    can be moved and shared.
+
+    Args:
+        cfg: of the run, or of its teacher.
+        encoder: the frozen network.
+        records: of the data set, in their order.
+        outputs: names of the encoder's outputs that are stored.
+        views: of each record.
+        is_train: whether views are drawn as in training.
+        device: that the encoder runs on.
+        size_divisibility: to which images are padded.
     """
     return {
         "format": FORMAT_VERSION,
         "weights": hash_tensors(encoder.state_dict()),
-        "encoder": _hash(repr(encoder)),  # what no weight shows
+        "encoder": _hash(repr(encoder)),  # covers settings that the weights do not show
         "outputs": list(outputs),
         "pixel_mean": [float(value) for value in cfg.MODEL.PIXEL_MEAN],
         "pixel_std": [float(value) for value in cfg.MODEL.PIXEL_STD],
@@ -284,20 +261,19 @@ def describe_cache(
         "qbheat_det": VERSION,
         "torch": torch.__version__.partition("+")[0],
         "device": device.type,
-        "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # Detectron2 0.6 has no such
+        "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # missing in Detectron2 0.6
         "channels_last": find_memory_format(cfg) == torch.channels_last,
         "num_images": len(records),
-        "records": hash_records(records),
+        "records": _hash_records(records),
     }
 
 
-def name_cache(description: Mapping[str, Any]) -> str:
-    """Returns a name that equal descriptions share, and others do not."""
-    return _hash(json.dumps(description, sort_keys=True))[:32]
+def hash_key(key: Mapping[str, Any]) -> str:
+    """Returns the folder name of a key's cache."""
+    return _hash(json.dumps(key, sort_keys=True))[:32]
 
 
-def hash_records(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the SHA-256 of images, annotations and their order; see ``describe_cache``."""
+def _hash_records(records: Sequence[Mapping[str, Any]]) -> str:
     names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
     folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
     digest = hashlib.sha256()
@@ -306,7 +282,7 @@ def hash_records(records: Sequence[Mapping[str, Any]]) -> str:
         try:
             found = os.stat(name)
             state = found.st_size, found.st_mtime_ns
-        except OSError:  # not there, which the mapper reports, or not on a disk of this machine
+        except OSError:  # missing, which the mapper reports, or on another machine
             state = -1, -1
         line = [os.path.relpath(name, folder), *state, kept]
         digest.update(json.dumps(line, sort_keys=True, default=_make_plain).encode() + b"\n")
@@ -320,7 +296,7 @@ def _make_plain(value: Any) -> Any:
 
 def _dump_input(config: CfgNode) -> list[str]:
     kept = config.clone()
-    del kept["FIXED_VIEWS"]  # number and seed have entries of their own
+    del kept["FIXED_VIEWS"]  # the key has their number and seed
     del kept.PRETRAIN["MEMORY_GB"]  # fixed views are never read from memory
     lines: list[str] = kept.dump().splitlines()
     return lines

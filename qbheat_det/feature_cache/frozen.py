@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training a head on the outputs of its frozen encoder, computed once and read from the disk.
+"""Trains a head on cached outputs of its frozen encoder.
 
-The encoder is replaced in the model before the optimizer is built. The cache is made when the
-weights are loaded, and shared by every run that has the same encoder, images and views.
+The model's encoder is replaced before the optimizer is built. The cache is built once the weights
+are loaded, and is shared by all runs with the same encoder, images and views.
 """
 
 import functools
@@ -21,6 +21,7 @@ from detectron2.data import (
 from detectron2.data.samplers import InferenceSampler
 from detectron2.modeling import Backbone, GeneralizedRCNN
 from detectron2.modeling.backbone import FPN
+from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,6 +32,7 @@ from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
+    DataError,
     FixedViews,
     ImageBatches,
     TrainStream,
@@ -38,6 +40,7 @@ from qbheat_det.data import (
     load_classes,
     number_records,
 )
+from qbheat_det.data.mappers.fixed_views import VIEW_ROW, choose_view
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
     get_backbone,
@@ -49,25 +52,61 @@ from qbheat_det.modeling.contracts import (
 from .backbone import CachedBackbone
 from .build import (
     AllViews,
-    ViewEncoder,
+    Mapped,
     check_cache_keys,
-    describe_cache,
+    encode_images,
     fill,
+    make_key,
     open_store,
 )
-from .store import VIEWS_PER_FILE
-from .views import CachedViews
+from .store import VIEWS_PER_FILE, FeatureStore, Stored, View
 
 logger = logging.getLogger(__name__)
 
 _OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
+_KEPT = ("file_name", "image_id", "label")
+
+
+class CachedViews:
+    """A mapper that reads the views of ``FixedViews`` from a store, with features for pixels.
+
+    Returns "file_name", "image_id" and "label" of the record, if it has them; "features", the
+    encoder's outputs by name, (C, h, w) or (M, D); "image" (3, H, W), zeros in the size of the
+    view, which take no memory; "height" and "width" of the whole image, and "instances", if the
+    mapper returned them. Returns a ``DataError`` or None where the mapper did.
+    """
+
+    def __init__(self, store: FeatureStore, count: int) -> None:
+        """``store`` holds ``count`` views of each image."""
+        self.store = store
+        self.count = count
+        # One for all images: a worker needs an open file for each tensor that it sends, unless
+        # tensors share memory.
+        self._pixel = torch.zeros((), dtype=torch.uint8)
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
+        view = self.store.read(dataset_dict[VIEW_ROW] * self.count + choose_view(self.count))
+        if not isinstance(view, View):
+            return view
+        entry = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
+        entry["features"] = view.features
+        entry["image"] = self._pixel.expand(3, *view.image_size)
+        if view.full_size is not None:
+            entry["height"], entry["width"] = view.full_size
+        truth = view.ground_truth
+        if "gt_boxes" in truth:
+            boxes, classes = Boxes(truth["gt_boxes"]), truth["gt_classes"]
+            entry["instances"] = Instances(view.image_size, gt_boxes=boxes, gt_classes=classes)
+        if "label" in truth:
+            entry["label"] = int(truth["label"])
+        return entry
 
 
 class CachedFeatures:
-    """The cache of a run: made by ``prepare``, read by the stream and by test loaders."""
+    """The cache of a run, which ``prepare`` builds and the stream and the test loaders read."""
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
-        """``backbone`` is a part of ``model`` and gives the features."""
+        """``backbone`` is the part of ``model`` that outputs the features."""
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
@@ -75,10 +114,10 @@ class CachedFeatures:
         self._tests: dict[str, tuple[AllViews, CachedViews]] = {}
 
     def prepare(self, stream: TrainStream) -> None:
-        """Encodes what the caches lack, and makes the stream read from them.
+        """Completes the caches and replaces the stream's mapper by one that reads them.
 
-        To be called on all processes, after the weights are loaded and before the first batch. The
-        stream's mapper is replaced. Raises a ``UserError`` if the disk is too small.
+        Call it on all processes, after the weights are loaded and before the first batch. Raises a
+        ``UserError`` if the disk is too small.
         """
         if self._views is None:
             assert isinstance(stream.mapper, FixedViews)  # see check_cacheable
@@ -90,9 +129,9 @@ class CachedFeatures:
         stream.mapper = cached
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> Any:
-        """As ``Trainer.build_test_loader``, with features in the place of images.
+        """Like ``Trainer.build_test_loader``, with features instead of images.
 
-        Without ``prepare``, as where nothing is left to train, the test sets alone are encoded.
+        Encodes the test sets alone if ``prepare`` was not called.
         """
         if not (self._backbone.is_trusted and dataset_name in self._tests):
             with self._backbone.encoding(self._device):
@@ -111,10 +150,10 @@ class CachedFeatures:
         return next(self._model.parameters()).device
 
     def _share_weights(self) -> None:
-        """Gives all processes the main one's encoder, which differs if no weights are loaded."""
+        """Sends the main process's encoder to all others; random weights differ."""
         if comm.get_world_size() > 1:
             for tensor in self._backbone.encoder.state_dict().values():
-                sent = tensor.contiguous()  # not every layout can be sent
+                sent = tensor.contiguous()  # broadcast needs this layout
                 torch.distributed.broadcast(sent, src=0)
                 tensor.copy_(sent)
 
@@ -126,7 +165,7 @@ class CachedFeatures:
             else:
                 records = get_detection_dataset_dicts(name, filter_empty=False)
             views = FixedViews(build_mapper(cfg, is_train=False), count=1)
-            # One array of bytes, which forked workers share instead of copying.
+            # Forked workers share one serialized array instead of copying records.
             numbered = DatasetFromList(number_records(records), copy=False, serialize=True)
             self._tests[name] = self._make(f"test set '{name}'", numbered, views, is_train=False)
         self._backbone.trust()
@@ -134,10 +173,10 @@ class CachedFeatures:
     def _make(
         self, title: str, records: Sequence[dict[str, Any]], views: FixedViews, *, is_train: bool
     ) -> tuple[AllViews, CachedViews]:
-        """Encodes what is missing of a set; returns its views, and the mapper that reads them."""
+        """Completes the cache of a set; returns its views and the mapper that reads them."""
         cfg = self._cfg
         whole: Any = get_backbone(self._model)
-        description = describe_cache(
+        key = make_key(
             cfg,
             self._backbone.encoder,
             records,
@@ -147,19 +186,25 @@ class CachedFeatures:
             device=self._device,
             size_divisibility=whole.size_divisibility,
         )
-        store = open_store(cfg, description, len(records) * views.count)
+        store = open_store(cfg, key, len(records) * views.count)
         logger.info(f"The {title}: cached in '{store.folder}'")
-        encoder = ViewEncoder(
-            self._model,
-            self._backbone,
-            at_once=self._count_at_once(is_train),
-            is_train=is_train,
-            is_exact=store.dtype == torch.float32,
-        )
         every = AllViews(records, views)
+        encode = functools.partial(
+            self._encode, is_train=is_train, is_exact=store.dtype == torch.float32
+        )
         title, workers = f"Encoding the {title}", cfg.DATALOADER.NUM_WORKERS
-        fill(store, every, encoder, title=title, num_workers=workers)
+        fill(store, every, encode, title=title, num_workers=workers)
         return every, CachedViews(store, views.count)
+
+    def _encode(self, entries: Sequence[Mapped], *, is_train: bool, is_exact: bool) -> list[Stored]:
+        was_training = self._model.training
+        self._model.train(is_train)  # attention rounds differently in evaluation mode
+        try:
+            encode = functools.partial(self._backbone.encode, self._model)
+            at_once = self._count_at_once(is_train)
+            return encode_images(entries, encode, at_once=at_once, is_exact=is_exact)
+        finally:
+            self._model.train(was_training)
 
     def _count_at_once(self, is_train: bool) -> int:
         """Returns how many images the model would encode at once without a cache."""
@@ -167,15 +212,15 @@ class CachedFeatures:
         if is_train:
             parts = comm.get_world_size() * cfg.SOLVER.ACCUMULATE
             return min(VIEWS_PER_FILE, max(1, cfg.SOLVER.IMS_PER_BATCH // parts))
-        # Detectors are evaluated image by image.
+        # Detectors evaluate one image at a time.
         return VIEWS_PER_FILE if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
 
 
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
-    """Replaces a model's encoder by a ``CachedBackbone``, if the config asks for it.
+    """Replaces a model's encoder by a ``CachedBackbone``, if ``MODEL.CACHE_FEATURES.ENABLED``.
 
-    The model is changed in place, before an optimizer, wrapper or copy is made of it. A
-    ``UserError`` says why it cannot be trained from a cache.
+    Changes the model in place; call it before making an optimizer, wrapper or copy. Raises a
+    ``UserError`` that says why the model cannot be trained from a cache.
     """
     if not cfg.MODEL.CACHE_FEATURES.ENABLED:
         return None
@@ -184,10 +229,9 @@ def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None
 
 
 def check_cacheable(cfg: CfgNode) -> None:
-    """Checks the keys of a config that has the cache on.
+    """Checks that a config with the cache on fixes its views and needs nothing that is not cached.
 
-    Raises a ``UserError`` if there is no fixed number of views, or the recipe needs what a cache
-    cannot give.
+    Raises a ``UserError`` that names the key to change.
     """
     check_cache_keys(cfg)
     refused = {
@@ -198,7 +242,7 @@ def check_cacheable(cfg: CfgNode) -> None:
         "VIS_PERIOD": "draws training images, which are not loaded",
     }
     if cfg.MODEL.META_ARCHITECTURE == "ImageClassifier":
-        mixes = "mixes images before the encoder, anew in every step"
+        mixes = "mixes images before the encoder, differently in every step"
         refused |= {"MODEL.CLASSIFIER.MIXUP": mixes, "MODEL.CLASSIFIER.CUTMIX": mixes}
     for key, reason in refused.items():
         if functools.reduce(operator.getitem, key.split("."), cfg):
@@ -206,7 +250,7 @@ def check_cacheable(cfg: CfgNode) -> None:
 
 
 def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
-    """Puts a ``CachedBackbone`` in the place of a model's frozen encoder, and returns it."""
+    """Replaces a model's frozen encoder by a ``CachedBackbone``, and returns that."""
     backbone = get_backbone(model)
     if backbone is None:
         raise UserError(f"{type(model).__name__} has no backbone to cache: {_OFF}")
@@ -226,16 +270,16 @@ def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
 
 
 def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
-    """Checks that the encoder of a model gives the same features in every step.
+    """Checks that a model's encoder returns the same features in every step.
 
-    Raises a ``UserError`` if the model pre-trains its encoder or reads pixels alone, or part of the
-    encoder changes in training, or draws random numbers.
+    Raises a ``UserError`` if the model pre-trains its encoder or cannot take features, or if a part
+    of the encoder changes in training or draws random numbers.
     """
     kind, name = type(model).__name__, type(encoder).__name__
     if isinstance(model, PretrainingObjective):
         raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {_OFF}")
     if isinstance(model, GeneralizedRCNN):
-        raise UserError(f"Detectron2's {kind} reads pixels alone, not cached features: {_OFF}")
+        raise UserError(f"Detectron2's {kind} cannot take cached features: {_OFF}")
     changing = [path for path, p in encoder.named_parameters() if p.requires_grad]
     stays_in_eval = keeps_backbone_in_eval(model) and not changing
     modules = [] if stays_in_eval else list(encoder.named_modules())
@@ -256,4 +300,4 @@ def _get_drop_rate(module: nn.Module) -> float:
         return float(module.p)
     if isinstance(module, nn.MultiheadAttention):
         return float(module.dropout)
-    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # timm's name, and others'
+    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # of timm's and other DropPath modules

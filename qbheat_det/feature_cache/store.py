@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The outputs of a frozen encoder for every view of a data set, on the disk.
+"""Stores a frozen encoder's outputs on disk, one entry per view of each image.
 
-A folder of safetensors files of 32 views each. A file takes its name when it is complete, so that
-an interrupted build resumes where it stopped.
+A store is a folder of safetensors files with 32 views each. A file appears under its name when it
+is complete, so an interrupted build resumes where it stopped.
 """
 
 import json
@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,15 @@ from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.core.text import format_bytes
 from qbheat_det.data.checks import DataError
 
-# To be raised whenever a file's layout changes, and whenever a view is drawn or encoded otherwise
-# than before: the key of a cache knows settings and weights, not the code that reads them.
+# Raise this number when the layout of files changes, or the code that draws or encodes views: the
+# key of a cache covers settings and weights, not code.
 FORMAT_VERSION = 5
 VIEWS_PER_FILE = 32
-_MAX_OPEN = 4096  # files; Linux lets a process map 65,530 parts of memory
+_MAX_OPEN = 4096  # files; Linux limits a process to 65,530 memory maps
 _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
-# Files of others may hold anything where the metadata should be.
+# Reading a damaged file, or one of another program, may raise any of these.
 _DAMAGES = (
     *(OSError, RuntimeError, safetensors.SafetensorError),
     *(ValueError, TypeError, LookupError, AttributeError),
@@ -42,12 +42,14 @@ _OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can b
 
 @dataclass(frozen=True)
 class View:
-    """An encoder's outputs for one view of an image, and what the mapper said of that view.
+    """An encoder's outputs for one view of an image, and the view's ground truth.
 
-    ``features`` by name are maps (C, h, w) or tokens (M, D); ``image_size`` is (height, width) of
-    the view, ``full_size`` of the image it is of, to which detections are scaled; ``ground_truth``
-    is "gt_boxes" (B, 4), xyxy in pixels of the view, and "gt_classes" (B,), or "label" (), or
-    nothing.
+    Attributes:
+        features: maps (C, h, w) and tokens (M, D), by name.
+        image_size: (height, width) of the view.
+        ground_truth: "gt_boxes" (B, 4), xyxy in pixels of the view, with "gt_classes" (B,); or
+            "label" (); or nothing.
+        full_size: (height, width) of the image, to which detections are scaled.
     """
 
     features: dict[str, Tensor]
@@ -57,21 +59,32 @@ class View:
 
 
 Stored = View | DataError | None
-"""A view, or what the mapper gave in its place."""
+"""A view, or what the mapper returned instead."""
 
 
 class FeatureStore:
-    """Views by their index; of K views of each image, view k of row r has the index r * K + k."""
+    """Views by their index: with K views of each image, view k of row r has the index r * K + k."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], num_views: int, *, dtype: torch.dtype = torch.float16
+        self,
+        folder: str | os.PathLike[str],
+        num_views: int,
+        *,
+        dtype: torch.dtype = torch.float16,
+        key: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes the folder, whose name every file repeats, and how many views there are."""
+        """
+        Args:
+            folder: of the files; each file repeats its name.
+            num_views: of all images.
+            dtype: of the stored features.
+            key: what the features depend on, see ``make_key``; written beside them.
+        """
         self.folder = Path(folder)
         self.num_views = num_views
         self.dtype = dtype
-        # What each view is beside its features, and a handle of the file, which is mapped into
-        # memory; by the number of the file, those that were opened last.
+        self.key = key
+        # Metadata of the views and a memory-mapped handle, by the number of the file.
         self._files: dict[int, tuple[dict[str, Any], Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,7 +100,7 @@ class FeatureStore:
         return self.folder / f"{file:06d}.safetensors"
 
     def missing(self) -> list[int]:
-        """Returns the files that are to be written, also those with the header of another cache."""
+        """Returns the numbers of the files that are missing, damaged or of another cache."""
         missing = []
         for file in range(-(-self.num_views // VIEWS_PER_FILE)):
             try:
@@ -97,9 +110,10 @@ class FeatureStore:
         return missing
 
     def read(self, view_index: int) -> Stored:
-        """Returns a view, in memory of its own, or what the mapper gave in its place.
+        """Returns a copy of a view, or what the mapper returned instead.
 
-        Raises a ``UserError`` if its file is gone, damaged or of another cache.
+        Raises:
+            UserError: the file is missing, damaged or of another cache.
         """
         if not 0 <= view_index < self.num_views:
             raise IndexError(f"view {view_index} of {self.num_views}")
@@ -115,10 +129,10 @@ class FeatureStore:
             return None
         if "error" in about:
             return DataError(**about["error"])
-        # One copy of all outputs, as a worker sends each piece of memory on its own.
+        # One copy for all outputs: a worker sends each block of memory separately.
         values = tensors.get_tensor(str(view_index)).clone()
         if _hash(values) != about["crc32"]:
-            raise ValueError("its values are not those that were written")
+            raise ValueError("its checksum differs")
         shapes = about["shapes"]
         parts = values.split([math.prod(shape) for shape in shapes.values()])
         features = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
@@ -127,12 +141,12 @@ class FeatureStore:
             for name, value in about["ground_truth"].items()
         }
         if "gt_boxes" in truth:
-            truth["gt_boxes"] = truth["gt_boxes"].reshape(-1, 4)  # also of no boxes
+            truth["gt_boxes"] = truth["gt_boxes"].reshape(-1, 4)  # no boxes: (0, 4)
         height, width = about["image_size"]
         return View(features, (height, width), truth, about["full_size"] and (*about["full_size"],))
 
     def write(self, file: int, views: Sequence[Stored]) -> None:
-        """Writes the views of a file, complete or not at all; a ``UserError`` if that fails."""
+        """Writes the views of a file, atomically; raises a ``UserError`` if that fails."""
         tensors: dict[str, Tensor] = {}
         abouts: dict[str, Any] = {}
         for index, view in zip(self.views_of(file), views, strict=True):
@@ -149,7 +163,7 @@ class FeatureStore:
                 "shapes": {name: list(feature.shape) for name, feature in view.features.items()},
                 "image_size": view.image_size,
                 "full_size": view.full_size,
-                # A number in single precision is the same after JSON, which has double.
+                # JSON's double precision keeps single precision exactly.
                 "ground_truth": {name: value.tolist() for name, value in view.ground_truth.items()},
             }
         about = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": abouts}
@@ -161,14 +175,14 @@ class FeatureStore:
         self._files.pop(file, None)
 
     def check_writable(self) -> None:
-        """Raises a ``UserError`` if no file can be written into the folder; makes nothing."""
+        """Raises a ``UserError`` if the folder is not writable; creates nothing."""
         try:
             check_writable(self.path_of(0))
         except UserError as error:
             raise UserError(f"{error}: {_OTHER_FOLDER}") from error
 
     def check_space(self) -> None:
-        """Raises a ``UserError`` if what is missing after a first file does not fit on the disk."""
+        """Raises a ``UserError`` if the disk lacks space for the files that are still missing."""
         sizes = [path.stat().st_size for path in self.folder.glob("*.safetensors")]
         num_files = -(-self.num_views // VIEWS_PER_FILE)
         needed = (num_files - len(sizes)) * max(sizes)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Pre-training on the features of a frozen teacher, computed once and read from the disk.
+"""Pre-trains on cached features of a frozen teacher.
 
-The cache is made when training starts, of fixed views of the training images and of the held-out
-images, and shared by every run that has the same teacher, images and views.
+The cache is built when training starts, from fixed views of the training images and from the
+held-out images. All runs with the same teacher, images and views share it.
 """
 
 import functools
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
@@ -23,6 +24,7 @@ from qbheat_det.config import find_memory_format, with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import preserved_randomness, seed_place
 from qbheat_det.data import (
+    DataError,
     FixedViews,
     ImageBatches,
     TrainStream,
@@ -30,26 +32,18 @@ from qbheat_det.data import (
     build_mapper,
     number_records,
 )
+from qbheat_det.data.mappers.fixed_views import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
-from .build import (
-    AllViews,
-    check_cache_keys,
-    describe_cache,
-    encode_images,
-    fill,
-    find_store,
-    open_store,
-)
-from .store import VIEWS_PER_FILE, FeatureStore, Stored
-from .views import TargetViews
+from .build import AllViews, check_cache_keys, encode_images, fill, make_key, open_store
+from .store import VIEWS_PER_FILE, FeatureStore, Stored, View
 
 logger = logging.getLogger(__name__)
 Records = Sequence[dict[str, Any]]
 
 
 def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
-    """Returns the keys of the pixels that the teacher sees: those of its file, if it says them."""
+    """Returns the config keys of the teacher's pixels, which its weights file may declare."""
     node = cfg.MODEL.TEACHER
     info = (info_of(node.WEIGHTS) if node.WEIGHTS else None) or WeightsInfo()
     mean, std = list(info.pixel_mean or node.PIXEL_MEAN), list(info.pixel_std or node.PIXEL_STD)
@@ -58,13 +52,13 @@ def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
         "MODEL.PIXEL_STD": std,
         "MODEL.TEACHER.PIXEL_MEAN": mean,
         "MODEL.TEACHER.PIXEL_STD": std,
-        "INPUT.FORMAT": info.pixel_format or "RGB",  # as timm's networks have it
+        "INPUT.FORMAT": info.pixel_format or "RGB",  # timm's order
     }
 
 
 @dataclass(frozen=True)
 class CacheCost:
-    """What a cache still lacks, forecast from a few views, and the free space of its disk."""
+    """Forecasts the cost of completing a cache from a few views."""
 
     num_views: int
     seconds: float
@@ -73,7 +67,7 @@ class CacheCost:
 
 
 class TeacherFeatures:
-    """The targets of a run: made by ``prepare``, read by the stream and by test loaders."""
+    """The targets of a run, which ``prepare`` encodes and the stream and test loaders read."""
 
     def __init__(self, cfg: CfgNode) -> None:
         self._student_cfg = cfg
@@ -81,7 +75,7 @@ class TeacherFeatures:
 
     @functools.cached_property
     def _cfg(self) -> CfgNode:
-        """The config of the teacher, which is fetched for it."""
+        """The teacher's config."""
         cfg = self._student_cfg
         check_cache_keys(cfg)
         if not cfg.MODEL.TEACHER.WEIGHTS:
@@ -107,11 +101,10 @@ class TeacherFeatures:
         return teacher
 
     def prepare(self, stream: TrainStream) -> None:
-        """Encodes what the caches lack, and makes the stream read from them.
+        """Completes the caches and replaces the stream's mapper by one that reads them.
 
-        To be called on all processes, before the first batch. The stream's mapper is replaced.
-        Raises a ``UserError`` if there is no fixed number of views, the teacher's weights do not
-        fit, or the disk is too small.
+        Call it on all processes, before the first batch. Raises a ``UserError`` if the number of
+        views is not fixed, the teacher's weights do not match, or the disk is too small.
         """
         if isinstance(stream.mapper, FixedViews):
             views = self._views(stream.dataset, stream.mapper, is_train=True)
@@ -120,25 +113,25 @@ class TeacherFeatures:
             stream.mapper = TargetViews(stream.mapper, store, flips=flips)
         for name in self._cfg.DATASETS.TEST:
             self._prepare_test_set(name)
-        vars(self).pop("_teacher", None)  # the training can use its memory
+        vars(self).pop("_teacher", None)  # frees memory for training
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
-        """As ``Trainer.build_test_loader``, with the teacher's features in each entry."""
+        """Like ``Trainer.build_test_loader``, with the teacher's features in each entry."""
         self._prepare_test_set(dataset_name)
         return build_image_batches(cfg, dataset_name, mapper=self._tests[dataset_name])
 
     def rehearse(self, stream: TrainStream, cfg: CfgNode) -> CacheCost:
-        """Encodes a few views, which the stream then reads in the place of all; for a dry run.
+        """Encodes a few views, which the stream then reads instead of all; for a dry run.
 
-        The caches of ``cfg``, of the whole run, are looked at but not changed. Returns the cost of
-        what they lack: seconds of all processes working side by side, bytes of all of them.
+        Leaves the caches of ``cfg``, the config of the whole run, unchanged. Returns the cost of
+        completing them with all processes.
         """
         assert isinstance(stream.mapper, FixedViews)
         views = self._views(stream.dataset, stream.mapper, is_train=True)
         number = min(VIEWS_PER_FILE, len(views))
         folder = Path(self._cfg.MODEL.CACHE_FEATURES.FOLDER) / f"few_{comm.get_rank()}"
-        store = find_store(cfg, self._describe(views, is_train=True), len(views))
-        few = _FewViews(folder, number, dtype=store.dtype)
+        stores = [self._open(cfg, views, is_train=True)]
+        few = _FewViews(folder, number, dtype=stores[0].dtype)
         encode_images([views[0]], self._teacher)  # the first image takes longer
         start = time.perf_counter()
         entries = [views[i * len(views) // number] for i in range(number)]
@@ -148,20 +141,18 @@ class TeacherFeatures:
         few.write(0, encoded)
         stream.mapper = TargetViews(stream.mapper, few, flips=False)
 
-        lacking = sum(len(store.views_of(file)) for file in store.missing())
         for name in cfg.DATASETS.TEST:
-            tests = self._test_views(name)
-            store = find_store(cfg, self._describe(tests, is_train=False), len(tests))
-            lacking += sum(len(store.views_of(file)) for file in store.missing())
+            stores.append(self._open(cfg, self._test_views(name), is_train=False))
+        lacking = sum(len(store.views_of(file)) for store in stores for file in store.missing())
         workers = cfg.DATALOADER.NUM_WORKERS
         seconds = max(loading / workers, encoding) if workers else loading + encoding
         share = lacking / number
-        there = next(folder for folder in store.folder.parents if folder.is_dir())
+        disk = next(folder for folder in stores[0].folder.parents if folder.is_dir())
         return CacheCost(
             num_views=lacking,
             seconds=seconds * share / comm.get_world_size(),
             num_bytes=round(few.path_of(0).stat().st_size * share),
-            free_bytes=shutil.disk_usage(there).free,
+            free_bytes=shutil.disk_usage(disk).free,
         )
 
     def _prepare_test_set(self, name: str) -> None:
@@ -175,12 +166,13 @@ class TeacherFeatures:
         return AllViews(number_records(DatasetCatalog.get(name)), views)
 
     def _views(self, records: Records, views: FixedViews, *, is_train: bool) -> AllViews:
-        """Returns the views of a student, at the teacher's size."""
+        """Returns the student's views, at the teacher's size."""
         mapper = build_mapper(self._cfg, is_train=is_train)
         return AllViews(records, FixedViews(mapper, views.count, views.seed))
 
-    def _describe(self, views: AllViews, *, is_train: bool) -> dict[str, Any]:
-        return describe_cache(
+    def _open(self, cfg: CfgNode, views: AllViews, *, is_train: bool) -> FeatureStore:
+        """Returns the store of some views in the folder that ``cfg`` names."""
+        key = make_key(
             self._cfg,
             self._teacher.backbone,
             views.records,
@@ -190,9 +182,10 @@ class TeacherFeatures:
             device=self._teacher.device,
             size_divisibility=1,
         )
+        return open_store(cfg, key, len(views))
 
     def _make(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
-        store = open_store(self._cfg, self._describe(views, is_train=is_train), len(views))
+        store = self._open(self._cfg, views, is_train=is_train)
         logger.info(f"The teacher's features of the {title}: cached in '{store.folder}'")
         encode = functools.partial(encode_images, encode=self._teacher)
         workers = self._cfg.DATALOADER.NUM_WORKERS
@@ -200,8 +193,36 @@ class TeacherFeatures:
         return store
 
 
+class TargetViews:
+    """A mapper that adds a teacher's maps (C, h, w) to fixed views of images, as "targets"."""
+
+    def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
+        """``flips`` mirrors half of the visits, image and targets.
+
+        The teacher's maps of a mirrored view differ slightly: see docs/objectives.md.
+        """
+        self.views = views
+        self.store = store
+        self.flips = flips
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
+        number = choose_view(self.views.count)
+        is_flipped = self.flips and bool(torch.rand(()) < 0.5)
+        entry = self.views.view(dataset_dict, number)
+        stored = self.store.read(dataset_dict[VIEW_ROW] * self.views.count + number)
+        if not isinstance(entry, dict):
+            return entry
+        if not isinstance(stored, View):
+            return stored
+        entry["targets"] = stored.features
+        if is_flipped:
+            entry["image"] = entry["image"].flip(-1)
+            entry["targets"] = {name: target.flip(-1) for name, target in stored.features.items()}
+        return entry
+
+
 class _FewViews(FeatureStore):
-    """A store of some views that are read in the place of all others."""
+    """A store of a few views, which stand for all others."""
 
     def read(self, view_index: int) -> Stored:
         return super().read(view_index % self.num_views)

@@ -15,11 +15,11 @@ from pycocotools import mask as coco_mask
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ToySpec, get_cache_dir, prepare_toy_set
+from qbheat_det.core.files import get_cache_dir
+from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.data import images as reading
 from qbheat_det.data.datasets import toy
-from qbheat_det.data.datasets.toy import CATEGORY_IDS, annotate, trace_polygons
-from qbheat_det.data.datasets.toy_scenes import Scene, sample_scene
+from qbheat_det.data.datasets.toy import CATEGORY_IDS, Scene, trace_polygons
 from qbheat_det.data.images import DecodedImages, ImageInMemory, decode_if_small, open_image, resize
 from tests.data.pictures import draw, save
 
@@ -185,10 +185,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_toy_set(SPEC, tmp_path_factory.mktemp("cache"))
 
 
-def scenes(count: int, size: int = 128) -> list[Scene]:
-    return [sample_scene(np.random.default_rng([5, index]), size) for index in range(count)]
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -211,37 +207,19 @@ def test_the_same_spec_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_annotations_agree_with_a_pixel_by_pixel_count() -> None:
-    for scene in scenes(6):
-        objects = [i for i, item in enumerate(scene.items) if item.label >= 0]
-        for index, annotation in zip(objects, annotate(scene), strict=True):
-            height, width = scene.owner.shape
-            pixels = [
-                (x, y) for y in range(height) for x in range(width) if scene.owner[y, x] == index
-            ]
+    for number in range(6):
+        scene = Scene(np.random.default_rng([5, number]), 128)
+        objects = [i for i, label in enumerate(scene.labels) if label >= 0]
+        for index, annotation in zip(objects, scene.annotate(), strict=True):
+            pixels = [(x, y) for y in range(128) for x in range(128) if scene.owner[y, x] == index]
             xs, ys = [x for x, _ in pixels], [y for _, y in pixels]
             box = [min(xs), min(ys), max(xs) + 1 - min(xs), max(ys) + 1 - min(ys)]
             assert annotation["bbox"] == box
             assert annotation["area"] == len(pixels)
-            assert annotation["category_id"] == CATEGORY_IDS[scene.items[index].label]
-            mask = decode(annotation["segmentation"], height, width)
+            assert len(pixels) >= 0.5 * scene.areas[index]  # every object stays visible
+            assert annotation["category_id"] == CATEGORY_IDS[scene.labels[index]]
+            mask = decode(annotation["segmentation"], 128, 128)
             np.testing.assert_array_equal(mask, scene.owner == index)
-
-
-def test_owners_are_what_painting_one_by_one_leaves() -> None:
-    for scene in scenes(3):
-        size = len(scene.owner)
-        expected = [[-1] * size for _ in range(size)]
-        for index, item in enumerate(scene.items):
-            for row, column in zip(*np.nonzero(item.mask), strict=True):
-                y, x = item.top + row, item.left + column
-                if 0 <= y < size and 0 <= x < size:
-                    expected[y][x] = index
-        np.testing.assert_array_equal(scene.owner, expected)
-        assert all(
-            (scene.owner == index).sum() >= 0.5 * item.mask.sum()
-            for index, item in enumerate(scene.items)
-            if item.label >= 0
-        )  # every object stays in view
 
 
 def test_polygons_give_back_any_mask() -> None:

@@ -24,6 +24,7 @@ from qbheat_det.engine import Trainer
 from qbheat_det.engine.hooks import average_over_processes
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
+from tests.feature_cache.test_frozen import train_from_cache
 
 from .classifier_cases import make_classes
 from .gradient_cases import (
@@ -39,7 +40,6 @@ from .gradient_cases import (
     run_wasserstein,
 )
 from .processes import make_args, run_in_processes
-from .test_cached_features import train_from_cache
 from .test_evaluation import configure, evaluate_all, evaluate_weights
 
 UNEVEN = ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))

@@ -1,9 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The built-in toy set: drawn on first use, for the quick start and for tests.
 
-Each set is a folder with ``annotations.json`` (COCO format) and ``images/``. ``bbox`` is tight
-around the *visible* pixels, ``area`` counts them, and ``segmentation`` lists polygons that
-rasterise to exactly these pixels. Category ids have holes, as COCO's have.
+Each set is a folder with ``annotations.json`` (COCO format) and ``images/``. An image shows
+textured shapes of six classes on a cluttered background. Only the outline depends on the class.
+Bars and blobs belong to no class and have no annotation.
+
+Every pixel belongs to one object or to none, so annotations are exact: ``bbox`` is tight around the
+visible pixels, ``area`` counts them, and ``segmentation`` rasterises to these pixels.
 """
 
 import hashlib
@@ -11,7 +14,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +26,28 @@ from detectron2.data.datasets import load_coco_json
 from numpy.typing import NDArray
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import file_lock
+from qbheat_det.core.files import file_lock, get_cache_dir
 
-from .toy_scenes import CLASS_NAMES, Scene, sample_scene
+BoolArray = NDArray[np.bool_]
+ByteArray = NDArray[np.uint8]
+FloatArray = NDArray[np.float64]
+Shape = Callable[[FloatArray, FloatArray], BoolArray]
 
-CATEGORY_IDS = (1, 2, 4, 7, 9, 12)  # in the order of CLASS_NAMES
 ANNOTATION_FILE = "annotations.json"
-
-# To be raised with every change of the images or the annotations: old caches are then unused.
+# Raise this number with every change of the images or annotations, so that old caches are unused.
 _GENERATOR_VERSION = 2
 _JPEG_QUALITY = 95
+# An object is painted only if this share of it stays visible, within the image and in front of
+# later objects. Every object of a class therefore has an annotation.
+MIN_VISIBLE = 0.5
+MIN_PIXELS = 24
+SIZE_RANGE = (0.11, 0.55)  # diameter of an object relative to the side of the image
+MAX_TILT = 0.5  # radians; a square never becomes a diamond
 
 
 @dataclass(frozen=True)
 class ToySpec:
-    """What determines a set of square images, down to the byte; names make sets differ."""
+    """Determines a set of square images to the byte; sets of different names differ."""
 
     name: str
     num_images: int
@@ -57,19 +67,13 @@ TOY_SETS = {
 }
 
 
-def get_cache_dir() -> Path:
-    """Returns ``$QBHEAT_CACHE``, or ``qbheat_det`` in the user's cache folder (XDG)."""
-    if os.environ.get("QBHEAT_CACHE"):
-        return Path(os.environ["QBHEAT_CACHE"]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "qbheat_det"
-
-
 def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the folder of a toy set, drawn now if the cache does not hold it.
+    """Returns the folder of a toy set, and draws the set if the cache lacks it.
 
-    Processes that ask at the same time wait for the first of them. A set appears under its name
-    only when it is complete. Raises a ``UserError`` if the cache cannot be written.
+    The set appears under its name only when it is complete. Other processes wait meanwhile.
+
+    Raises:
+        UserError: the cache cannot be written.
     """
     cache = get_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = cache / spec.folder_name
@@ -81,7 +85,7 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
                 partial = Path(tempfile.mkdtemp(prefix=f".{spec.folder_name}.", dir=cache))
                 try:
                     _draw(spec, partial)
-                    partial.chmod(0o755)  # mkdtemp's folder is its owner's alone
+                    partial.chmod(0o755)  # mkdtemp gives access to the owner alone
                     os.replace(partial, folder)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
@@ -90,11 +94,9 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
     return folder
 
 
-def register_toy_set(
-    name: str, spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None
-) -> None:
-    """Registers a toy set with Detectron2; nothing is drawn before it is first loaded."""
-    cache = get_cache_dir() if cache_dir is None else Path(cache_dir)
+def register_toy_set(name: str, spec: ToySpec) -> None:
+    """Registers a toy set with Detectron2; the first load draws it."""
+    cache = get_cache_dir()
     folder = cache / spec.folder_name
     json_file, image_root = str(folder / ANNOTATION_FILE), str(folder / "images")
 
@@ -107,64 +109,10 @@ def register_toy_set(
         json_file=json_file,
         image_root=image_root,
         evaluator_type="coco",
-        drawn_on_first_use=True,  # so that no one misses the json_file before
+        drawn_on_first_use=True,  # json_file may not exist before
         thing_classes=list(CLASS_NAMES),
         thing_dataset_id_to_contiguous_id={id_: i for i, id_ in enumerate(CATEGORY_IDS)},
     )
-
-
-def sample_scenes(spec: ToySpec) -> Iterator[Scene]:
-    """Yields the scenes of a set in the order of its images."""
-    split = int.from_bytes(hashlib.sha256(spec.name.encode()).digest()[:4], "big")
-    for index in range(spec.num_images):
-        # A generator of its own makes an image independent of how many come before it.
-        yield sample_scene(np.random.default_rng([spec.seed, split, index]), spec.image_size)
-
-
-def annotate(scene: Scene) -> list[dict[str, Any]]:
-    """Returns a scene's objects as COCO annotations, still without ``id`` and ``image_id``."""
-    annotations: list[dict[str, Any]] = []
-    for index, item in enumerate(scene.items):
-        if item.label < 0:
-            continue
-        mask = scene.owner == index
-        columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
-        left, top = int(columns[0]), int(rows[0])
-        annotations.append(
-            {
-                "category_id": CATEGORY_IDS[item.label],
-                "bbox": [left, top, int(columns[-1]) + 1 - left, int(rows[-1]) + 1 - top],
-                "area": int(mask.sum()),
-                "iscrowd": 0,
-                "segmentation": trace_polygons(mask),
-            }
-        )
-    return annotations
-
-
-def trace_polygons(mask: NDArray[np.bool_]) -> list[list[int]]:
-    """Returns polygons [x, y, …] along the pixel borders of a mask (H, W), holes by slits."""
-    # Contours run through pixel centres. At twice the size, the two centres 2x and 2x + 1 of
-    # a pixel tell its left border x from its right border x + 1: both are (c + 1) // 2.
-    doubled = np.repeat(np.repeat(mask.astype(np.uint8), 2, axis=0), 2, axis=1)
-    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
-    loops = [_without_midpoints((contour[:, 0].astype(np.int64) + 1) // 2) for contour in contours]
-    polygons = {i: loop for i, loop in enumerate(loops) if hierarchy[0][i][3] < 0}
-    for i, loop in enumerate(loops):
-        parent = int(hierarchy[0][i][3])
-        if parent >= 0:
-            # There and back along the same slit, which therefore encloses nothing.
-            outer = polygons[parent]
-            polygons[parent] = np.concatenate([outer, outer[:1], loop, loop[:1]])
-    return [polygon.ravel().tolist() for polygon in polygons.values()]
-
-
-def _without_midpoints(loop: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Drops repeated points of a closed loop and those inside a straight line, (P, 2)."""
-    loop = loop[(loop != np.roll(loop, 1, axis=0)).any(axis=1)]
-    before, after = loop - np.roll(loop, 1, axis=0), np.roll(loop, -1, axis=0) - loop
-    corners: NDArray[np.bool_] = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
-    return loop[corners]
 
 
 def _draw(spec: ToySpec, folder: Path) -> None:
@@ -172,16 +120,231 @@ def _draw(spec: ToySpec, folder: Path) -> None:
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for image_id, scene in enumerate(sample_scenes(spec), start=1):
-        file_name = f"{image_id:06d}.jpg"
-        bgr = scene.render()[..., ::-1]
-        encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])[1]
+        file_name, size = f"{image_id:06d}.jpg", spec.image_size
+        encoded = cv2.imencode(".jpg", scene.render(), [cv2.IMWRITE_JPEG_QUALITY, _JPEG_QUALITY])[1]
         (folder / "images" / file_name).write_bytes(encoded.tobytes())
-        size = spec.image_size
         images.append({"id": image_id, "file_name": file_name, "height": size, "width": size})
-        for annotation in annotate(scene):
+        for annotation in scene.annotate():
             annotations.append({"id": len(annotations) + 1, "image_id": image_id, **annotation})
     categories = [
         {"id": id_, "name": name} for id_, name in zip(CATEGORY_IDS, CLASS_NAMES, strict=True)
     ]
     content = {"images": images, "annotations": annotations, "categories": categories}
     (folder / ANNOTATION_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+
+def sample_scenes(spec: ToySpec) -> Iterator["Scene"]:
+    """Yields the scenes of a set in the order of its images."""
+    split = int.from_bytes(hashlib.sha256(spec.name.encode()).digest()[:4], "big")
+    for index in range(spec.num_images):
+        # Each image has its own generator, so it does not depend on the others.
+        yield Scene(np.random.default_rng([spec.seed, split, index]), spec.image_size)
+
+
+class Scene:
+    """A random image of S x S pixels, drawn back to front.
+
+    ``owner`` (S, S) is the index of the shape that a pixel shows, or -1. ``labels`` and ``areas``
+    have the class index of each shape, -1 without a class, and its number of pixels, hidden ones
+    included.
+    """
+
+    def __init__(self, rng: np.random.Generator, size: int) -> None:
+        self._rng = rng
+        amplitude = int(rng.integers(2, 13))
+        self._noise = rng.integers(-amplitude, amplitude + 1, (size, size, 3), dtype=np.int16)
+        self._background = _sample_background(rng, size)
+        self._image = self._background.copy()
+        self.owner = np.full((size, size), -1, dtype=np.int16)
+        self.labels: list[int] = []
+        self.areas: list[int] = []
+        for _ in range(rng.integers(0, 3)):
+            shape = DISTRACTORS[rng.integers(len(DISTRACTORS))]
+            self._add(-1, shape, rng.uniform(0, size, 2))
+
+        kind = rng.random()
+        is_crowded = kind > 0.88
+        count = 0 if kind < 0.06 else int(rng.integers(6, 10) if is_crowded else rng.integers(1, 5))
+        middle = rng.uniform(0.3, 0.7, 2) * size
+        for _ in range(count):
+            label = int(rng.integers(len(CLASS_NAMES)))
+            for _attempt in range(4):
+                spread = rng.normal(0, 0.2 * size, 2)
+                centre = middle + spread if is_crowded else rng.uniform(0.05, 0.95, 2) * size
+                if self._add(label, OBJECTS[CLASS_NAMES[label]], centre):
+                    break
+        if rng.random() < 0.3:
+            self._add(-1, _bar, rng.uniform(0, size, 2))
+
+    def render(self) -> ByteArray:
+        """Returns the image, (S, S, 3) BGR."""
+        return np.clip(self._image + self._noise, 0, 255).astype(np.uint8)[..., ::-1]
+
+    def annotate(self) -> list[dict[str, Any]]:
+        """Returns the objects as COCO annotations without ``id`` and ``image_id``."""
+        annotations: list[dict[str, Any]] = []
+        for index, label in enumerate(self.labels):
+            if label < 0:
+                continue
+            mask = self.owner == index
+            columns, rows = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
+            left, top = int(columns[0]), int(rows[0])
+            annotations.append(
+                {
+                    "category_id": CATEGORY_IDS[label],
+                    "bbox": [left, top, int(columns[-1]) + 1 - left, int(rows[-1]) + 1 - top],
+                    "area": int(mask.sum()),
+                    "iscrowd": 0,
+                    "segmentation": trace_polygons(mask),
+                }
+            )
+        return annotations
+
+    def _add(self, label: int, shape: Shape, centre: FloatArray) -> bool:
+        """Paints a shape around ``centre`` (y, x), unless it or an object behind gets too hidden.
+
+        Size, aspect, rotation and texture are random. Returns whether the shape was painted.
+        """
+        rng, size = self._rng, len(self.owner)
+        low, high = SIZE_RANGE
+        diameter = size * low * (high / low) ** rng.beta(1.7, 1.5)
+        side = int(np.ceil(diameter * 1.15)) + 2
+        angle, aspect = rng.uniform(-MAX_TILT, MAX_TILT), rng.uniform(0.87, 1.15)
+        axis = (np.arange(side) - (side - 1) / 2) / (diameter / 2)
+        x, y = axis[None, :], axis[:, None]
+        u = (x * np.cos(angle) + y * np.sin(angle)) / aspect
+        v = (y * np.cos(angle) - x * np.sin(angle)) * aspect
+        behind = self._background[tuple(np.clip(centre, 0, size - 1).astype(int))]
+        top, left = np.round(centre - side / 2).astype(int)
+        mask, texture = shape(u, v), _sample_texture(rng, side, behind)
+
+        pixels = np.argwhere(mask)
+        places = pixels + np.array([top, left])
+        is_inside = ((places >= 0) & (places < size)).all(1)
+        rows, columns = places[is_inside].T
+        covered = self.owner[rows, columns]
+        if label >= 0 and not _is_visible(len(rows), len(pixels)):
+            return False
+        for index in np.unique(covered[covered >= 0]):
+            left_over = int((self.owner == index).sum()) - int((covered == index).sum())
+            if self.labels[index] >= 0 and not _is_visible(left_over, self.areas[index]):
+                return False
+        self.owner[rows, columns] = len(self.labels)
+        self._image[rows, columns] = texture[tuple(pixels[is_inside].T)]
+        self.labels.append(label)
+        self.areas.append(len(pixels))
+        return True
+
+
+def _is_visible(pixels: int, area: int) -> bool:
+    return pixels >= max(MIN_PIXELS, MIN_VISIBLE * area)
+
+
+def _sample_texture(rng: np.random.Generator, side: int, behind: ByteArray) -> ByteArray:
+    """Draws a (side, side, 3) texture whose main colour differs from the one behind it."""
+    main = rng.integers(0, 256, 3)
+    for _ in range(8):
+        if np.abs(main - behind.astype(np.int64)).sum() >= 180:
+            break
+        main = rng.integers(0, 256, 3)
+    second = np.clip(main + rng.integers(-70, 71, 3), 0, 255)
+    angle, phase = rng.uniform(0, 2 * np.pi, 2)
+    wave = 2 * np.pi / rng.uniform(4, 12)
+    axis = np.arange(side)
+    along = axis[None, :] * np.cos(angle) + axis[:, None] * np.sin(angle)
+    across = axis[:, None] * np.cos(angle) - axis[None, :] * np.sin(angle)
+    kind = rng.integers(5)
+    if kind == 0:
+        weight: FloatArray = np.zeros((side, side))
+    elif kind == 1:  # stripes
+        weight = (np.sin(wave * along + phase) > 0).astype(np.float64)
+    elif kind == 2:  # checks
+        weight = (np.sin(wave * along + phase) * np.sin(wave * across) > 0).astype(np.float64)
+    elif kind == 3:  # gradient
+        weight = (along - along.min()) / np.ptp(along)
+    else:
+        cells = max(2, side // int(rng.integers(2, 6)))
+        weight = np.asarray(cv2.resize(rng.random((cells, cells)), (side, side)), np.float64)
+    return np.asarray(main + weight[..., None] * (second - main), dtype=np.uint8)
+
+
+def _sample_background(rng: np.random.Generator, size: int) -> ByteArray:
+    """Draws slow changes of colour with thin lines over them, (size, size, 3)."""
+    cells = int(rng.integers(2, 9))
+    contrast = rng.uniform(10, 50)
+    coarse = rng.uniform(30, 225, 3) + contrast * rng.uniform(-1, 1, (cells, cells, 3))
+    smooth = cv2.resize(coarse, (size, size), interpolation=cv2.INTER_CUBIC)
+    image: ByteArray = np.clip(smooth, 0, 255).astype(np.uint8)
+    for _ in range(rng.integers(0, 5)):
+        x1, y1, x2, y2 = rng.integers(-size // 4, size + size // 4, 4).tolist()
+        colour = rng.integers(0, 256, 3).tolist()
+        cv2.line(image, (x1, y1), (x2, y2), colour, int(rng.integers(1, 3)))
+    return image
+
+
+def trace_polygons(mask: BoolArray) -> list[list[int]]:
+    """Returns polygons [x, y, …] along the pixel borders of a mask (H, W); slits lead to holes."""
+    # Contours run through pixel centres. At twice the size, the two centres 2x and 2x + 1 of
+    # a pixel tell its left border x from its right border x + 1: both are (c + 1) // 2.
+    doubled = np.kron(mask.astype(np.uint8), np.ones((2, 2), np.uint8))
+    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
+    loops = [_drop_midpoints((contour[:, 0].astype(np.int64) + 1) // 2) for contour in contours]
+    polygons = {i: loop for i, loop in enumerate(loops) if hierarchy[0][i][3] < 0}
+    for i, loop in enumerate(loops):
+        parent = int(hierarchy[0][i][3])
+        if parent >= 0:
+            # The slit is followed there and back, so it encloses nothing.
+            outer = polygons[parent]
+            polygons[parent] = np.concatenate([outer, outer[:1], loop, loop[:1]])
+    return [polygon.ravel().tolist() for polygon in polygons.values()]
+
+
+def _drop_midpoints(loop: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Drops repeated points of a closed loop and points inside a straight line, (P, 2)."""
+    loop = loop[(loop != np.roll(loop, 1, axis=0)).any(axis=1)]
+    before, after = loop - np.roll(loop, 1, axis=0), np.roll(loop, -1, axis=0) - loop
+    corners: BoolArray = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
+    return loop[corners]
+
+
+# Shapes: whether (u, v) in [-1, 1], right and down before rotation, lies inside.
+def _triangle(u: FloatArray, v: FloatArray) -> BoolArray:
+    sides = [v, -0.5 * v + 0.8660254 * u, -0.5 * v - 0.8660254 * u]
+    return np.asarray(np.maximum.reduce(sides) < 0.5)
+
+
+def _star(u: FloatArray, v: FloatArray) -> BoolArray:
+    # The outline is straight between a tip at radius 1 and a notch at radius 0.42, 36 degrees
+    # apart. ``angle`` is the distance from the nearest tip.
+    radius, angle = np.hypot(u, v), np.arctan2(v, u)
+    angle = np.abs((angle + np.pi / 5) % (2 * np.pi / 5) - np.pi / 5)
+    notch_u, notch_v = 0.42 * np.cos(np.pi / 5), 0.42 * np.sin(np.pi / 5)
+    across = (1.0 - notch_u) * np.sin(angle) + notch_v * np.cos(angle)
+    return np.asarray(radius * across < notch_v)
+
+
+def _cross(u: FloatArray, v: FloatArray) -> BoolArray:
+    short, long = np.minimum(np.abs(u), np.abs(v)), np.maximum(np.abs(u), np.abs(v))
+    return (short < 0.3) & (long < 0.95)
+
+
+def _bar(u: FloatArray, v: FloatArray) -> BoolArray:
+    return (np.abs(u) < 1.0) & (np.abs(v) < 0.12)
+
+
+def _blob(u: FloatArray, v: FloatArray) -> BoolArray:
+    radius, angle = np.hypot(u, v), np.arctan2(v, u)
+    return radius < 0.6 + 0.2 * np.sin(2 * angle + 1.0) + 0.18 * np.cos(3 * angle)
+
+
+OBJECTS: dict[str, Shape] = {
+    "disc": lambda u, v: np.asarray(np.hypot(u, v) < 1.0),
+    "square": lambda u, v: np.maximum(np.abs(u), np.abs(v)) < 0.75,
+    "triangle": _triangle,
+    "star": _star,
+    "ring": lambda u, v: np.asarray(np.abs(np.hypot(u, v) - 0.75) < 0.25),
+    "cross": _cross,
+}
+DISTRACTORS = (_bar, _blob)
+CLASS_NAMES = tuple(OBJECTS)
+CATEGORY_IDS = (1, 2, 4, 7, 9, 12)  # with holes, as in COCO

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Heads that train from cached features see what they would see above the encoder."""
+"""Heads on cached features train exactly as on the encoder itself."""
 
 import argparse
 import copy
@@ -19,14 +19,17 @@ from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.replay import replay_failure
-from qbheat_det.feature_cache import CachedBackbone
-from qbheat_det.feature_cache.build import ViewEncoder
-from qbheat_det.feature_cache.frozen import check_cacheable, check_frozen, use_cached_features
+from qbheat_det.feature_cache import (
+    CachedBackbone,
+    CachedFeatures,
+    check_cacheable,
+    use_cached_features,
+)
+from qbheat_det.feature_cache.frozen import check_frozen
 from tests.data.pictures import draw
-
-from . import tiny_training
-from .conftest import TrainAfresh
-from .test_classifier_run import PROBE, start
+from tests.engine import tiny_training
+from tests.engine.conftest import TrainAfresh
+from tests.engine.test_classifier_run import PROBE, start
 
 FROZEN = {
     "MODEL.BACKBONE.FREEZE_AT": "5",
@@ -45,14 +48,14 @@ def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
         How many views this process encoded, a weight of its encoder, and its head's weights.
     """
     encoded = 0
-    call = ViewEncoder.__call__
+    encode = CachedFeatures._encode
 
-    def counted(self: ViewEncoder, entries: Any) -> Any:
+    def counted(self: CachedFeatures, entries: Any, **options: Any) -> Any:
         nonlocal encoded
         encoded += len(entries)
-        return call(self, entries)
+        return encode(self, entries, **options)
 
-    ViewEncoder.__call__ = counted  # type: ignore[method-assign]
+    CachedFeatures._encode = counted  # type: ignore[method-assign]
     folder = Path(args.folder)
     opts = {
         **FROZEN,

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Cached features on the disk, and the fixed views that they are of."""
+"""Cached features on disk, and the fixed views that they belong to."""
 
 import errno
 import itertools
@@ -31,8 +31,8 @@ from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.feature_cache import store as feature_store
 from qbheat_det.feature_cache.build import AllViews, make_view
 from qbheat_det.feature_cache.build import fill as build
+from qbheat_det.feature_cache.frozen import CachedViews
 from qbheat_det.feature_cache.store import FORMAT_VERSION, FeatureStore, Stored, View
-from qbheat_det.feature_cache.views import CachedViews
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
 
@@ -113,22 +113,14 @@ def _take_from_another_cache(path: Path) -> None:
     shutil.copy(other.path_of(1), path)
 
 
-def _put_text_for_metadata(path: Path) -> None:
-    save_file({}, path, {"qbheat_det": "no JSON"})
-
-
-def _put_list_for_metadata(path: Path) -> None:
-    save_file({}, path, {"qbheat_det": "[]"})
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
         _truncate,
         _take_from_another_cache,
         Path.unlink,
-        _put_text_for_metadata,
-        _put_list_for_metadata,
+        lambda path: save_file({}, path, {"qbheat_det": "no JSON"}),
+        lambda path: save_file({}, path, {"qbheat_det": "[]"}),
     ],
 )
 def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
@@ -218,12 +210,15 @@ def test_a_run_waits_for_another_and_goes_on_when_that_is_killed(tmp_path: Path)
 
 
 @pytest.mark.parametrize("is_known_early", [True, False])
-def test_a_full_disk_is_named_with_the_key_to_set_and_leaves_nothing_behind(
+def test_a_disk_that_cannot_hold_the_cache_is_reported_with_the_key_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known_early: bool
 ) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"MODEL\.CACHE_FEATURES\.FOLDER"):
+        fill(make_store(tmp_path / "file"))
     store = make_store(tmp_path)
     with monkeypatch.context() as patch:
         if is_known_early:
@@ -235,12 +230,6 @@ def test_a_full_disk_is_named_with_the_key_to_set_and_leaves_nothing_behind(
     assert store.missing() == [1, 2] if is_known_early else [0, 1, 2]
     fill(store)
     check_content(store)
-
-
-def test_a_folder_that_cannot_be_written_is_named_with_the_key_to_set(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"MODEL\.CACHE_FEATURES\.FOLDER"):
-        fill(make_store(tmp_path / "file"))
 
 
 def test_features_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training on a teacher's features: what is compared with what, and a run that resumes."""
+"""Pre-training on a teacher's features: targets, losses, resuming, forecasts."""
 
 import argparse
 import functools
@@ -20,12 +20,11 @@ from qbheat_det.data import FixedViews, build_mapper
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.feature_cache.teacher import TeacherFeatures
+from qbheat_det.feature_cache import TeacherFeatures
 from qbheat_det.modeling.contracts import get_views
 from qbheat_det.modeling.pretrain.distillation import feature_loss
-
-from .tiny_pretraining import OPTS, make_folder
-from .tiny_training import parse_run, start_run, state
+from tests.engine.tiny_pretraining import OPTS, make_folder
+from tests.engine.tiny_training import parse_run, start_run, state
 
 RECIPE = "configs/custom/distill_285M_cpu.yaml"
 TEACHER = "mobilenetv3_small_050"

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The name of a cache, which is that of all that features depend on; views encoded in batches."""
+"""The key of a cache, and views that are encoded in batches."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from torch import nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import DataError, FixedViews, number_records
-from qbheat_det.feature_cache.build import ViewEncoder, describe_cache, name_cache
+from qbheat_det.feature_cache.build import encode_images, hash_key, make_key
 from qbheat_det.feature_cache.store import View
 
 Parts = dict[str, Any]
@@ -58,7 +58,7 @@ def make_parts(folder: Path) -> Parts:
 
 
 def name(parts: Parts) -> str:
-    return name_cache(describe_cache(**parts))
+    return hash_key(make_key(**parts))
 
 
 def _rewrite(parts: Parts) -> None:
@@ -117,33 +117,18 @@ NEUTRAL: dict[str, Callable[[Parts], object]] = {
 
 
 @pytest.mark.parametrize("what", [*CHANGES, *NEUTRAL])
-def test_whatever_features_depend_on_and_nothing_else_changes_the_name(
-    tmp_path: Path, what: str
-) -> None:
+def test_the_key_changes_with_its_parts_alone(tmp_path: Path, what: str) -> None:
     parts = make_parts(tmp_path / "set")
     before = name(parts)
     {**CHANGES, **NEUTRAL}[what](parts)
     assert (name(parts) != before) == (what in CHANGES)
 
 
-def test_the_description_is_plain_json_and_a_name_may_be_any_bytes(tmp_path: Path) -> None:
+def test_the_key_is_plain_json_for_any_file_name(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     parts["records"][0]["file_name"] = os.fsdecode(b"/nowhere/\xff.jpg")
-    description = describe_cache(**parts)
-    assert json.loads(json.dumps(description)) == description
-    assert len(name_cache(description)) == 32
-
-
-class CountingBackbone:
-    """Gives the mean of each image, and remembers the sizes of the batches."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def encode(self, model: nn.Module, batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        self.sizes.append(len(batch))
-        means = [entry["image"].float().mean().view(1, 1, 1) for entry in batch]
-        return {"s16": torch.stack(means)}
+    key = make_key(**parts)
+    assert json.loads(json.dumps(key)) == key
 
 
 @pytest.mark.parametrize(
@@ -156,15 +141,19 @@ class CountingBackbone:
         (3, 1, True, [1, 1, 1]),
     ],
 )
-def test_a_file_of_views_is_cut_evenly_or_filled_up_where_the_last_bits_are_wanted(
+def test_views_are_cut_evenly_or_repeated_to_fill_batches(
     count: int, at_once: int, is_exact: bool, sizes: list[int]
 ) -> None:
-    backbone: Any = CountingBackbone()
-    encoder = ViewEncoder(nn.Identity(), backbone, at_once, is_train=True, is_exact=is_exact)
+    found = []
+
+    def encode(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        found.append(len(batch))
+        return {"s16": torch.stack([e["image"].float().mean().view(1, 1, 1) for e in batch])}
+
     error = DataError("unreadable image", "image 'a.jpg'", "it is a text")
     entries = [{"image": torch.full((3, 8, 8), i, dtype=torch.uint8)} for i in range(count)]
-    views = encoder([error, *entries, None])
-    assert backbone.sizes == sizes
+    views = encode_images([error, *entries, None], encode, at_once=at_once, is_exact=is_exact)
+    assert found == sizes
     assert (views[0], views[-1]) == (error, None)
     for number, view in enumerate(views[1:-1]):
         assert isinstance(view, View)
