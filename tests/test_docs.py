@@ -83,7 +83,7 @@ def test_links_lead_to_files_of_the_repository(path: Path) -> None:
     assert {link for link in local if not (path.parent / link).exists()} == set()
 
 
-def test_links_to_files_without_a_page_lead_to_the_pages_of_the_site() -> None:
+def test_links_to_sources_become_links_to_pages_of_the_site() -> None:
     turn = runpy.run_path(str(DOCS / "site.py"))["on_page_markdown"]
     text = "[a](../MODEL_ZOO.md#b) [c](../qbheat_det/config/defaults.py) [d](../tools/zoo.py)"
     for uri, up in (("train.md", ""), ("tutorials/predict.md", "../")):
@@ -129,13 +129,13 @@ def test_files_and_make_targets_named_in_the_readme_exist() -> None:
         assert re.search(rf"^{''.join(target)}:", makefile, flags=re.MULTILINE)
 
 
-def test_the_code_of_the_page_on_other_tools_runs() -> None:
+def test_the_code_of_the_interop_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", INTEROP, flags=re.DOTALL)
     assert len(blocks) == 3  # the last one is run by test_lazy_configs.py
     exec(compile("\n".join(blocks[:2]), "docs/interop.md", "exec"), {})
 
 
-def test_its_table_has_the_widths_of_all_sizes() -> None:
+def test_the_table_of_timm_names_has_all_sizes() -> None:
     rows = re.findall(
         r"^\| `(\w+)` \| `(\S+)` \| ([\d, ]+) \| (\d+) \|$", INTEROP, flags=re.MULTILINE
     )
@@ -184,7 +184,7 @@ def _run(blocks: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     exec(compile(code, "docs/python.md", "exec"), {})
 
 
-def test_predicting_of_the_page_on_python_runs(
+def test_the_prediction_code_of_the_python_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(BLOCKS) == 8
@@ -194,6 +194,6 @@ def test_predicting_of_the_page_on_python_runs(
 
 
 @pytest.mark.slow
-def test_the_whole_page_on_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run(BLOCKS, tmp_path, monkeypatch)
     assert (tmp_path / "output" / "mine" / "model_final.safetensors").is_file()

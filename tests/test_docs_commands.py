@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Commands on the pages: all are understood, those marked "tested" are run, the others say why not.
+"""Parses all commands on the pages, and runs those marked "tested".
 
-A block of commands has a comment before it: ``<!-- tested -->``, or ``<!-- needs … -->`` or
-``<!-- takes … -->``, which the site shows.
+Each block of commands follows a comment: ``<!-- tested -->``, ``<!-- needs … -->`` or
+``<!-- takes … -->``. The site shows the last two.
 """
 
 import json
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^\s*(?:\w+=\S+ )*(?:qbheat|python tools/|torchrun)", flags=re.MULTILINE)
 _FENCE = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^ *```(?:bash|sh)\n(.*?)^ *```", flags=re.M | re.S)
-# Nothing is run: each command prints its words, and no other program is found.
+# Commands print their words instead of running.
 _PRINT_WORDS = """
 say() { printf '%s\\x1f' "$@"; printf '\\n'; }
 qbheat() { say qbheat "$@"; }
@@ -37,13 +37,13 @@ python() { say python "$@"; }
 torchrun() { say torchrun "$@"; }
 PATH=/nonexistent
 """
-# Trainings of the pages are cut to two steps; what needs a network or trained weights gets along.
+# Trainings take two steps, without a network and without trained weights.
 QUICK = (
     *("SOLVER.EPOCHS", "0.0", "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2"),
     *("SOLVER.WARMUP_EPOCHS", "0.0", "SOLVER.WARMUP_ITERS", "1", "DATALOADER.NUM_WORKERS", "0"),
     *("TEST.EVAL_EPOCHS", "0.0", "MODEL.DEVICE", "cpu", "SEED", "1"),
     *("INPUT.MIN_SIZE_TRAIN", "(96,)", "INPUT.MIN_SIZE_TEST", "96"),
-    *("MODEL.RETINANET.SCORE_THRESH_TEST", "0.0"),  # so that there are boxes to measure
+    *("MODEL.RETINANET.SCORE_THRESH_TEST", "0.0"),  # keeps boxes to evaluate
 )
 UNTAUGHT = ("MODEL.TEACHER.WEIGHTS", "")
 _RUN = """
@@ -62,7 +62,7 @@ qbheat() {{
 
 @dataclass(frozen=True)
 class Block:
-    """Commands of one fence: where they stand, the comment before them, and their text."""
+    """A fenced block: its page, the comment before it, and its text."""
 
     page: str
     mark: str
@@ -73,7 +73,7 @@ class Block:
 
 
 def find_blocks() -> list[Block]:
-    """Returns the blocks with commands of this package, by page."""
+    """Returns all blocks with commands of this package."""
     blocks = [
         Block(page.name, mark, text)
         for page in PAGES
@@ -91,7 +91,7 @@ def expand(block: Block) -> list[list[str]]:
 
 
 def find_tool(words: list[str]) -> tuple[str, list[str]]:
-    """Returns the script of a command and its arguments; an empty name if it is no tool's."""
+    """Returns the name of a command's tool and its arguments; empty if there is no tool."""
     if words[0] == "qbheat":
         known = load_commands()
         if words[1] in ("version", "--help"):
@@ -118,7 +118,7 @@ TESTED = sorted({block.page for block in BLOCKS if block.mark == "tested"})
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_command_is_understood_and_names_configs_and_keys_that_exist(block: Block) -> None:
+def test_a_command_parses_and_its_configs_and_keys_exist(block: Block) -> None:
     for words in expand(block):
         name, arguments = find_tool(words)
         if not name or "…" in " ".join(words):
@@ -141,18 +141,18 @@ def test_a_command_is_understood_and_names_configs_and_keys_that_exist(block: Bl
                 node = node[part]
 
 
-def test_every_block_is_tested_or_says_why_not() -> None:
+def test_every_block_is_tested_or_has_a_reason() -> None:
     assert [str(b) for b in BLOCKS if not re.match(r"tested$|needs |takes ", b.mark)] == []
     assert len(TESTED) >= 5
 
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    """A reader's folder: photos, boxes as COCO files and as a YOLO set, class folders."""
+    """A folder with photos, boxes as COCO files and as a YOLO set, and class folders."""
     picture = PIL.Image.open(ROOT / "docs" / "cells.jpg")
     width, height = picture.size
     (tmp_path / "photos").mkdir()
-    for index in range(4):  # with blood cells, which the zoo's detector finds
+    for index in range(4):  # with blood cells, for the zoo's detector
         left = width - height - 12 * index
         picture.crop((left, 0, left + height, height)).save(tmp_path / "photos" / f"{index}.jpg")
     (tmp_path / "docs").symlink_to(ROOT / "docs")
