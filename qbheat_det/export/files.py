@@ -21,6 +21,7 @@ from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
     check_exact,
+    find_weights,
     fit_weights,
     load_run_config,
     read_weights,
@@ -275,7 +276,8 @@ def export_backbone(
     """Writes the bare backbone of ``weights``, its names without prefix, with its description.
 
     Args:
-        weights: of any model with a child ``backbone``; of an FPN, its ``bottom_up`` is taken.
+        weights: see ``find_weights``; of any model with a child ``backbone``. If the backbone is
+            an FPN, its ``bottom_up`` is written.
         output: a ``.safetensors``, which any config with this backbone takes as ``MODEL.WEIGHTS``.
         overwrite: whether ``output`` may exist.
         num_images: if not 0, recalibrate BatchNorm on this many whole images.
@@ -289,6 +291,7 @@ def export_backbone(
         UserError: the weights have no backbone or cannot be read, or ``output`` cannot be written.
     """
     _check_output(output, ".safetensors", overwrite=overwrite)
+    weights = find_weights(weights)
     state, info = read_weights(weights)
     names = bare_backbone(state)
     if not names:

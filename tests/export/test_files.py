@@ -182,13 +182,13 @@ def _train(cfg: CfgNode, folder: Path) -> dict[str, Tensor]:
     cfg.DATALOADER.NUM_WORKERS = 0
     model = build_model(cfg)
     info = WeightsInfo.from_config(cfg, iteration=7, commit="c0ffee", pretrain_only_modules=["x"])
-    save_weights(str(folder / "run.safetensors"), model.state_dict(), info)
+    save_weights(str(folder / "model_final.safetensors"), model.state_dict(), info)
     backbone = getattr(model.backbone, "bottom_up", model.backbone)
     return {key: value.clone() for key, value in backbone.state_dict().items()}
 
 
 def _words(folder: Path, *more: str) -> list[str]:
-    words = ["--backbone", "--weights", f"{folder}/run.safetensors", *more]
+    words = ["--backbone", "--weights", str(folder), *more]
     return [*words, "--output", f"{folder}/b.safetensors"]
 
 
