@@ -127,14 +127,15 @@ class FusedDownMobile(_Fused):
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
         block = self.plain
-        has_norm = not block.down.norm is block.depthwise.norm is None
-        if is_half_program() and padding is None and not has_norm:
+        has_norm = block.down.norm is not None or block.depthwise.norm is not None
+        is_half = is_half_program()
+        if padding is not None or not _can_fuse(x, block.down) or (is_half and has_norm):
+            return block(x, token, padding)
+        if is_half:
             hidden, order = convolve_by_turns(block.down, block.down_act, x, token)
             y = convolve(block.down_reduce, hidden, order=order)
             hidden, order = convolve_by_turns(block.depthwise, block.depthwise_act, y, token)
             return y + convolve(block.reduce, hidden, order=order)
-        if padding is not None or is_half_program() or not _can_fuse(x, block.down):
-            return block(x, token, padding)
         y = convolve(block.down_reduce, *scaled_prelu(block.down_act, block.down(x), token))
         hidden, factor = scaled_prelu(block.depthwise_act, block.depthwise(y), token)
         return convolve(block.reduce, hidden, factor).add_(y)
@@ -179,14 +180,15 @@ class FusedLiteMobile(_Fused):
         if level.padding is not None or has_norm or not _can_fuse(level.x, depthwise):
             return self.plain(level, queries)
         image = level.as_image(level.x)
+        order: Tensor | None
         if is_half_program():
-            hidden, places = convolve_by_turns(depthwise, self.plain.act, image, queries[:, 0])
-            out = convolve(self.plain.pointwise, hidden, order=places)
+            hidden, order = convolve_by_turns(depthwise, self.plain.act, image, queries[:, 0])
+            out = convolve(self.plain.pointwise, hidden, order=order)
             return out.flatten(2).transpose(1, 2) + level.x
-        order = None if is_recorded() else interleaved_order(depthwise)
-        if order is None:
-            hidden = depthwise(image)
+        if is_recorded():
+            order, hidden = None, depthwise(image)
         else:
+            order = interleaved_order(depthwise)
             parts = [convolve_rows(depthwise, image, rows) for rows in order.split(image.shape[1])]
             hidden = torch.cat(parts, dim=1)
         hidden, factor = scaled_prelu(self.plain.act, hidden, queries[:, 0], order)
