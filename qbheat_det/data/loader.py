@@ -28,7 +28,7 @@ from qbheat_det.data.checks import DataError
 
 from .datasets.image_folder import list_classes, load_classes
 from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
-from .shard_order import ShardSampler, check_window, count_images_ahead, fetch_ahead, number_shards
+from .shards import ShardSampler, check_window, count_images_ahead, fetch_ahead, number_shards
 
 Entry = tuple[int, int]
 """Position in the stream of images, and index in the dataset."""

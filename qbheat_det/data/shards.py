@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Images in shards: WebDataset's tar files, and an index that says where in them each image lies.
+"""Reads images from shards: WebDataset's tar files with an index of the images' places.
 
-The index makes every image readable at random, from a folder, over HTTP or from a bucket, so that
-the stream of batches stays a function of the seed alone. A record of an image in a shard has a
-``file_name`` that any process can open without having seen the index::
+With the index, images can be read in any order, from a folder, over HTTP or from a bucket, so the
+stream of batches depends on the seed alone. The ``file_name`` of a record tells any process where
+the image is, without the index::
 
     shards://ADDRESS/train-000003.tar#BYTES-OFFSET-SIZE-CRC/NAME
 
-``ADDRESS/index.json`` names the parts, "train" and perhaps "val", and for each a file in COCO's
-form, compressed; its images have ``at``, the part of that name between ADDRESS and NAME.
+``ADDRESS/index.json`` names the parts, "train" and perhaps "val", and for each a compressed file in
+COCO's format. Its images have ``at``, the part of the name between ADDRESS and NAME.
 """
 
 import functools
@@ -18,14 +18,16 @@ import io
 import json
 import logging
 import os
+import queue
 import re
 import tempfile
+import threading
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from detectron2.data import DatasetCatalog, MetadataCatalog
+import numpy as np
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 
@@ -40,6 +42,7 @@ PREFIX = "shards://"
 INDEX = "index.json"
 FORMAT = "qbheat_det shards, 1"
 _AT = re.compile(r"([\w.-]+\.tar)#(\d+)-(\d+)-(\d+)-([0-9a-f]{8})")
+AHEAD = 2  # shards' worth of images between their download and their use
 _KINDS = ("boxes", "classes", "images")
 
 
@@ -62,34 +65,27 @@ def are_shards(path: str | os.PathLike[str]) -> bool:
 def read_index(address: str) -> dict[str, Any]:
     """Returns the index of shards: "kind" ("boxes", "classes" or "images"), and "parts" by name.
 
-    Args:
-        address: as ``absolute`` returns it.
-
-    Raises:
-        UserError: it cannot be read, or is something else.
+    ``address`` is what ``absolute`` returns. Raises a ``UserError`` if the index cannot be read.
     """
     path = f"{address}/{INDEX}"
     try:
         index = json.loads(_read(path))
         parts = index["parts"]
-        names = [part["file"] for part in parts.values()] + [
-            part["sha256"] for part in parts.values()
-        ]
+        names = [part[key] for part in parts.values() for key in ("file", "sha256")]
         is_index = index["format"] == FORMAT and index["kind"] in _KINDS and "train" in parts
         if is_index and all(re.fullmatch(r"[\w.-]+", name) for name in names):
             return dict(index)
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise UserError(f"'{path}' is no index of shards: pack them again with qbheat shards")
+    raise UserError(f"'{path}' is not an index of shards: pack them again with qbheat shards")
 
 
 @functools.lru_cache(maxsize=2)
 def read_part(address: str, part: str) -> dict[str, Any]:
-    """Returns a part of the index: lists of "images" and, by its kind, "annotations" and
-    "categories" of COCO, or "classes", the names that the images' "label" counts.
+    """Returns a part of the index: the list "images" with COCO's "annotations" and "categories", or
+    with "classes", the names of the images' "label".
 
-    Raises:
-        UserError: it cannot be read, does not fit its index, or names shards that are not there.
+    Raises a ``UserError`` if it cannot be read, does not match its index, or shards are missing.
     """
     entry = read_index(address)["parts"].get(part)
     if entry is None:
@@ -97,27 +93,27 @@ def read_part(address: str, part: str) -> dict[str, Any]:
     path = f"{address}/{entry['file']}"
     packed = _read(path)
     if hashlib.sha256(packed).hexdigest() != entry["sha256"]:
-        raise UserError(f"'{path}' does not fit '{address}/{INDEX}': one of them was changed")
+        raise UserError(f"'{path}' does not match '{address}/{INDEX}': one of them was changed")
     content: dict[str, Any] = json.loads(gzip.decompress(packed))
     if is_address(address):
         limit = format_bytes(cache_limit())
         logger.info(f"Copies of '{address}' take at most {limit} in '{cache_folder()}'")
     sizes = {}
     for image in content["images"]:
-        found = _AT.fullmatch(str(image.get("at")))
-        if not found:
-            raise UserError(f"'{path}' is broken: {image.get('at')!r} is no place in a shard")
-        sizes[found[1]] = int(found[2])
-    for name, size in {} if is_address(address) else sizes.items():
-        _check_size(os.path.join(address, name), size)
+        place = _AT.fullmatch(str(image.get("at")))
+        if not place:
+            raise UserError(f"'{path}' is broken: {image.get('at')!r} is not a place in a shard")
+        sizes[place[1]] = int(place[2])
+    if not is_address(address):
+        for name, size in sizes.items():
+            _check_size(os.path.join(address, name), size)
     return content
 
 
 def _check_size(path: str, num_bytes: int) -> None:
-    """Checks that a local shard is there and whole."""
-    found = os.path.getsize(path) if os.path.isfile(path) else None
-    if found != num_bytes:
-        state = "does not exist" if found is None else f"has {found:,} bytes"
+    size = os.path.getsize(path) if os.path.isfile(path) else None
+    if size != num_bytes:
+        state = "does not exist" if size is None else f"has {size:,} bytes"
         raise UserError(
             f"the shard '{path}' {state}, but its index says {num_bytes:,} bytes: it is missing, "
             "truncated, or was changed after it was packed"
@@ -136,18 +132,14 @@ def _read(path: str) -> bytes:
 
 
 def locate_image(image: dict[str, Any]) -> str:
-    """Returns the ``file_name`` of an image of ``read_part``, relative to PREFIX and address."""
+    """Returns the ``file_name`` of an image of ``read_part`` without PREFIX and address."""
     return f"{image['at']}/{image['file_name']}"
 
 
 def list_shard_images(address: str) -> list[tuple[str, str]]:
-    """Returns name and ``file_name`` of all images, in the order in which they lie in the shards.
+    """Returns the original name and the ``file_name`` of all images, in their order in the shards.
 
-    Args:
-        address: as ``absolute`` returns it.
-
-    Raises:
-        UserError: see ``read_part``.
+    ``address`` is what ``absolute`` returns. Raises as ``read_part``.
     """
     found = []
     for part in read_index(address)["parts"]:
@@ -159,40 +151,8 @@ def list_shard_images(address: str) -> list[tuple[str, str]]:
 
 
 def has_boxes(source: Mapping[str, Any]) -> bool:
-    """Returns whether a source of shards is to be read with its boxes."""
+    """Returns whether a source of shards has boxes that training reads."""
     return source["labelled"] and "categories" in read_part(source["shards"], source["subset"])
-
-
-def register_shards(
-    name: str, source: Mapping[str, Any], keep: Collection[str] | None = None
-) -> None:
-    """Registers the images of shards, with the labels of their classes or without any.
-
-    Args:
-        name: of the new data set.
-        source: "shards", the address, "subset", the part, and whether it is "labelled".
-        keep: names of images as they were before they were packed; None keeps all.
-
-    Raises:
-        UserError: see ``read_part``.
-    """
-    address, labelled = source["shards"], source["labelled"]
-    part = read_part(address, source["subset"])
-    keys = ("width", "height", *(("label",) if labelled else ()))
-    records = [
-        {
-            "file_name": f"{PREFIX}{address}/{locate_image(image)}",
-            "image_id": image["id"],
-            **{key: image[key] for key in keys},
-        }
-        for image in sorted(part["images"], key=lambda image: int(image["id"]))
-        if keep is None or image["file_name"] in keep
-    ]
-    DatasetCatalog.register(name, lambda: records)
-    metadata = MetadataCatalog.get(name)
-    metadata.set(labelled=labelled, unlabelled=True, evaluator_type="reconstruction")
-    if labelled:
-        metadata.folder_classes = part["classes"]
 
 
 def is_in_shard(file_name: str) -> bool:
@@ -201,10 +161,9 @@ def is_in_shard(file_name: str) -> bool:
 
 
 def parse_name(file_name: str) -> tuple[str, int, int, int, int]:
-    """Returns the shard of an image, its bytes, and the image's offset, size and CRC-32.
+    """Returns an image's shard, the shard's bytes, and the image's offset, size and CRC-32.
 
-    Raises:
-        FileNotFoundError: it is no name of an image in a shard.
+    Raises a ``FileNotFoundError`` if the name is not that of an image in a shard.
     """
     address, _, rest = file_name.removeprefix(PREFIX).partition(".tar#")
     place = rest.split("/", 1)[0].split("-")
@@ -214,10 +173,9 @@ def parse_name(file_name: str) -> tuple[str, int, int, int, int]:
 
 
 def read_image_bytes(file_name: str) -> bytes:
-    """Returns an image file out of its shard, downloaded if need be.
+    """Returns the bytes of an image file, and downloads its shard if needed.
 
-    Raises:
-        UserError: the shard cannot be had, or does not hold these bytes.
+    Raises a ``UserError`` if the shard is not available or does not hold these bytes.
     """
     shard, num_bytes, offset, size, checksum = parse_name(file_name)
     for is_last in (False, True):
@@ -226,16 +184,112 @@ def read_image_bytes(file_name: str) -> bytes:
             with open(path, "rb") as file:
                 content = os.pread(file.fileno(), size, offset)
             os.utime(path) if is_address(shard) else None
-        except FileNotFoundError:  # another process needed the room
+        except FileNotFoundError:  # another process freed the space
             continue
         if zlib.crc32(content) == checksum:
             return content
-        if is_address(shard) and not is_last:  # of an earlier packing
+        if is_address(shard) and not is_last:  # packed earlier
             path.unlink(missing_ok=True)
     raise UserError(
         f"the shard '{shard}' does not hold what its index says at byte {offset:,}: it is "
         "missing, truncated, or was changed after it was packed"
     )
+
+
+class ShardSampler:
+    """Samples endless epochs in which few shards are in use at once.
+
+    Each epoch shuffles the shards, then delays each image by a uniform share of ``window`` shards.
+    The order is a function of the seed and the position alone.
+    """
+
+    def __init__(self, shards: Sequence[int], *, window: int, seed: int) -> None:
+        """
+        Args:
+            shards: (N,), the number of each image's shard.
+            window: number of shards whose images mix.
+            seed: of all epochs.
+        """
+        self._shards = np.asarray(shards)
+        self._window = window
+        self._seed = seed
+
+    def _infinite_indices(self) -> Iterator[int]:  # as Detectron2's samplers call it
+        epoch, count = 0, int(self._shards.max()) + 1
+        while True:
+            generator = np.random.default_rng((self._seed, epoch))
+            place = generator.permutation(count)[self._shards]
+            delay = self._window * generator.random(len(self._shards))
+            yield from np.argsort(place + delay, kind="stable").tolist()
+            epoch += 1
+
+
+def number_shards(file_names: Iterable[str]) -> list[int] | None:
+    """Returns the number of each image's shard; None if an image is in no shard."""
+    numbers: dict[str, int] = {}
+    found = []
+    for name in file_names:
+        if not is_in_shard(name):
+            return None
+        found.append(numbers.setdefault(parse_name(name)[0], len(numbers)))
+    return found
+
+
+def check_window(file_names: Iterable[str], window: int) -> None:
+    """Checks that the remote shards in use at once fit into the cache.
+
+    ``window`` is the number of shards whose images mix; 0 means all. Raises a ``UserError`` if they
+    do not fit, because they would be downloaded again and again.
+    """
+    places = (parse_name(name)[:2] for name in file_names if is_in_shard(name))
+    sizes = sorted({shard: size for shard, size in places if is_address(shard)}.values())
+    needed = sum(sizes[-(window + AHEAD) :] if window else sizes)
+    if needed > cache_limit():
+        raise UserError(
+            f"the shards in use at once take {format_bytes(needed)}, but DATALOADER.CACHE_GB "
+            f"allows {format_bytes(cache_limit())}: raise it, or lower DATALOADER.SHUFFLE_SHARDS "
+            f"({window or 'all'})"
+        )
+
+
+def count_images_ahead(file_names: Sequence[str]) -> int:
+    """Returns ``images_ahead`` for ``fetch_ahead``; 0 if an image is in no remote shard."""
+    if not all(is_in_shard(name) and is_address(parse_name(name)[0]) for name in file_names):
+        return 0
+    return AHEAD * len(file_names) // len({parse_name(name)[0] for name in file_names})
+
+
+def fetch_ahead(
+    shares: Iterable[list[tuple[int, int]]],
+    records: Sequence[dict[str, Any]],
+    *,
+    images_ahead: int,
+) -> Iterator[list[tuple[int, int]]]:
+    """Yields batches of (position, index) while a thread downloads the shards of later ones.
+
+    ``records``, by index, are all in remote shards. ``images_ahead`` is the number of images
+    between the download of a shard and its use.
+    """
+    wanted: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
+    threading.Thread(target=_fetch_all, args=(wanted,), daemon=True).start()
+    waiting: list[list[tuple[int, int]]] = []
+    try:
+        for share in shares:
+            for _, index in share:
+                wanted.put(parse_name(records[index]["file_name"])[:2])
+            waiting.append(share)
+            while sum(map(len, waiting)) > images_ahead:
+                yield waiting.pop(0)
+    finally:
+        wanted.put(None)
+
+
+def _fetch_all(wanted: "queue.SimpleQueue[tuple[str, int] | None]") -> None:
+    while (one := wanted.get()) is not None:
+        try:
+            fetch(*one)
+        except UserError:  # raised again where the image is read
+            return
 
 
 class ShardImages(PathHandler):

@@ -35,7 +35,7 @@ from qbheat_det.data import (
     split_source,
 )
 from qbheat_det.data.shard_cache import cache_folder, fetch
-from qbheat_det.data.shard_order import ShardSampler
+from qbheat_det.data.shards import ShardSampler
 
 from .shard_cases import SHARD, corrupt, make_source, pack, serve
 

@@ -21,6 +21,12 @@ from .coco_file import CocoFile
 logger = logging.getLogger(__name__)
 _FILE_NAME = re.compile(r'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
+_COCO = {
+    "train": ("annotations/instances_train*.json", "train/_annotations.coco.json"),
+    "whole": ("annotations.json", "_annotations.coco.json"),
+    "val": ("annotations/instances_val*.json", "val*/_annotations.coco.json"),
+}
+
 PathLike = str | os.PathLike[str]
 
 
@@ -109,11 +115,32 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
     )
 
 
-def locate_images(json_file: Path, given: str = "", likely: str = "") -> dict[str, Any]:
-    """Returns the source of a COCO json, with the folder that its first image is in.
+def is_coco(path: Path) -> bool:
+    """Returns whether a path is a json, or a folder with an annotation file in a usual place."""
+    return path.suffix.lower() == ".json" or any(_find_json(path, part) for part in _COCO)
 
-    ``given`` is the folder, if it is known; ``likely`` where else than beside the file it may be. A
-    ``UserError`` if it is not found.
+
+def open_coco(path: Path, image_root: str = "", likely_root: str = "") -> list[dict[str, Any]]:
+    """Returns the sources of a json or folder: to train on, and perhaps to evaluate on."""
+    files = [path]
+    if path.is_dir():
+        files = [file for part in _COCO if (file := _find_json(path, part))][:2]
+    return [_locate_images(file, image_root, likely_root) for file in files]
+
+
+def _find_json(root: Path, part: str) -> Path | None:
+    files = [path for pattern in _COCO[part] for path in sorted(root.glob(pattern))]
+    if len(files) > 1:
+        names = " and ".join(str(path.relative_to(root)) for path in files)
+        raise UserError(f"'{root}' has {names}: name one of them")
+    return files[0] if files else None
+
+
+def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
+    """Returns the source of a COCO json, with the folder of its first image.
+
+    ``given`` is the folder, if it is known. ``likely`` is tried before the folders beside the file.
+    Raises a ``UserError`` if no folder is found.
     """
     above, subset = json_file.parent.parent, json_file.stem.removeprefix("instances_")
     beside = [json_file.parent / "images", above / "images", json_file.parent]

@@ -1,30 +1,31 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Folders of images as data sets: nested or flat, with class folders or without any labels.
+"""Registers folders and shards of images, with classes or without labels.
 
-A folder is listed when its set is first loaded, in the order of the names. Sets that lack a class
-number the others differently: labels of several sets are brought to one numbering by name.
+A folder is listed when its set is first loaded, in the order of the names. Each set numbers its own
+classes, so the labels of several sets are matched by class name.
 """
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
+from qbheat_det.data.shards import PREFIX, locate_image, read_part
 
 logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
-"""Endings of the files that count as images, in small letters."""
+"""Suffixes of image files, in lower case."""
 _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
 
 PathLike = str | os.PathLike[str]
 Records = list[dict[str, Any]]
 
-_SHOWN = 5  # classes that a message names
+_SHOWN = 5  # classes in a message
 
 
 def register_image_folders(
@@ -34,11 +35,12 @@ def register_image_folders(
     labelled: bool = False,
     keep: Collection[str] | None = None,
 ) -> None:
-    """Registers the images of folders as one data set; they are listed when it is first loaded.
+    """Registers the images of folders as one data set, which lists them when it is first loaded.
 
-    A record holds ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``, the
-    index of its class folder in ``folder_classes`` of the metadata. ``keep`` are paths relative to
-    their folder. A name with the same folders is left alone; one of other data is a ``UserError``.
+    A record has ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``, the
+    index of its class in ``folder_classes`` of the metadata. ``keep`` are paths relative to their
+    folder; None keeps all. Registering the same folders again does nothing; other data under the
+    same name raise a ``UserError``.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
     if name in DatasetCatalog:
@@ -66,13 +68,40 @@ def register_image_folders(
     )
 
 
+def register_shards(
+    name: str, source: Mapping[str, Any], keep: Collection[str] | None = None
+) -> None:
+    """Registers the images of shards, with the labels of their classes or without any.
+
+    ``source`` has "shards", an address, "subset", a part, and "labelled". ``keep`` are the original
+    names of images; None keeps all. Raises as ``read_part``.
+    """
+    address, labelled = source["shards"], source["labelled"]
+    part = read_part(address, source["subset"])
+    keys = ("width", "height", *(("label",) if labelled else ()))
+    records = [
+        {
+            "file_name": f"{PREFIX}{address}/{locate_image(image)}",
+            "image_id": image["id"],
+            **{key: image[key] for key in keys},
+        }
+        for image in sorted(part["images"], key=lambda image: int(image["id"]))
+        if keep is None or image["file_name"] in keep
+    ]
+    DatasetCatalog.register(name, lambda: records)
+    metadata = MetadataCatalog.get(name)
+    metadata.set(labelled=labelled, unlabelled=True, evaluator_type="reconstruction")
+    if labelled:
+        metadata.folder_classes = part["classes"]
+
+
 def load_image_folders(
     folders: Sequence[PathLike], *, labelled: bool = False
 ) -> tuple[Records, list[str]]:
-    """Returns the records of folders, one folder after another, and the names of their classes.
+    """Returns the records of all folders and their sorted class names.
 
-    With ``labelled``, the folders right below these are classes, in the order of their names.
-    Raises a ``UserError`` if a folder has no image, or an image lies in no class folder.
+    With ``labelled``, the direct subfolders are classes. Raises a ``UserError`` if a folder has no
+    image, or an image is in no class folder.
     """
     if labelled:
         pairs = [pair for folder in folders for pair in _list_labelled(os.fspath(folder))]
@@ -83,19 +112,18 @@ def load_image_folders(
 
 
 def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
-    """Returns labelled records of two folders of class folders, in the classes of the first.
+    """Returns labelled records of two folders of class folders, with the classes of the first.
 
-    Raises a ``UserError`` if there is one class, or ``val_folder`` has others.
+    Raises a ``UserError`` if there is only one class, or ``val_folder`` has other classes.
     """
     names = os.fspath(train_folder), os.fspath(val_folder)
     return _label_both(_list_labelled(names[0]), _list_labelled(names[1]), names=names)
 
 
 def list_images(folder: PathLike) -> list[str]:
-    """Returns the paths of all images in and below a folder, its files before its folders, by name.
+    """Returns the paths of all images below a folder by name, files before subfolders.
 
-    An image is a file whose name ends as in ``IMAGE_SUFFIXES``. Hidden names are left out. Links
-    are followed, but not in circles. A folder without any is a ``UserError``.
+    Skips hidden names and follows links once. Raises a ``UserError`` if there is no image.
     """
     images = [path for images in _walk(os.fspath(folder)) for path in images]
     if not images:
@@ -104,29 +132,30 @@ def list_images(folder: PathLike) -> list[str]:
 
 
 def check_image_folder(folder: PathLike) -> None:
-    """Searches for one image in a folder, or raises as ``list_images``; takes no time."""
+    """Raises as ``list_images`` if a folder has no image; stops at the first image."""
     if not any(_walk(os.fspath(folder))):
         list_images(folder)
 
 
 def list_classes(sets: Sequence[str]) -> list[str]:
-    """Returns the sorted names of all classes that registered sets have images of."""
+    """Returns the sorted class names of registered sets."""
     return sorted({class_name for name in sets for _, class_name in _load(name)})
 
 
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
-    """Returns the records of registered sets, one after another, labelled as in ``class_names``.
+    """Returns the records of registered sets, with labels that index ``class_names``.
 
-    "image_id" is the number of an image among all of them. Raises a ``UserError`` if a set has no
-    labels, or images of a class that is not in the list.
+    "image_id" counts over all sets. Raises a ``UserError`` if a set has no labels, or a class that
+    is not in the list.
     """
     return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 
 
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
-    """Returns the labelled records of registered sets, in the classes of the first.
+    """Returns the labelled records of registered sets, with the classes of ``train``.
 
-    Raises a ``UserError`` if a set has no labels, ``train`` has one class, or ``val`` has others.
+    Raises a ``UserError`` if a set has no labels, ``train`` has only one class, or ``val`` has
+    other classes.
     """
     pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
     return _label_both(pairs[0], pairs[1], names=(" and ".join(train), " and ".join(val)))
@@ -147,7 +176,7 @@ def _walk(root: str) -> Iterator[list[str]]:
         target = os.path.realpath(folder)
         if not os.path.islink(folder):
             return True
-        # A link to a folder around one that was followed would lead there again.
+        # A link to a parent of a followed folder would lead back to it.
         if any(os.path.commonpath((target, other)) == target for other in followed):
             return False
         followed.add(target)
@@ -169,7 +198,7 @@ def _list_labelled(root: str) -> list[tuple[str, str]]:
     for path in list_images(root):
         class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
         if not separator:
-            raise UserError(f"image '{path}' lies in no class folder of '{root}'")
+            raise UserError(f"image '{path}' is in no class folder of '{root}'")
         pairs.append((path, class_name))
     return pairs
 
@@ -193,8 +222,8 @@ def _label_both(
     class_names = sorted({class_name for _, class_name in train})
     if len(class_names) < 2:
         raise UserError(
-            f"'{names[0]}' holds images of one class alone, '{class_names[0]}': the folders right "
-            "below it are the classes"
+            f"'{names[0]}' has images of only one class, '{class_names[0]}': its direct subfolders "
+            "are the classes"
         )
     return _label(train, class_names, names[0]), _label(val, class_names, names[1])
 

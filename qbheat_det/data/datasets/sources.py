@@ -1,11 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What ``--data`` may name, recognised by its files: where its images and boxes are.
+"""Recognises the data sets that ``--data`` names, and registers them with Detectron2.
 
-A source is what JSON can hold, so that a run can record it: ``json_file`` with ``image_root``;
-``yolo_file``, ``voc_folder`` or ``shards`` (their address) with ``subset``; or ``image_folders``.
-Further ``labelled``, whether
-boxes or the names of folders are read; ``classes`` for VOC, which lists none itself; and ``split``,
-if it is a part of the images that ``split.json`` lists.
+``FORMATS`` has one row for each format. To add a format, write its three functions and a row.
+
+A source is a dict that runs record as JSON. It has the key of its format, such as ``json_file``
+with ``image_root``, or ``yolo_file``, ``voc_folder`` or ``shards`` (an address) with ``subset``, or
+``image_folders``. ``labelled`` tells whether boxes or class folders are read. ``classes`` fixes the
+classes of VOC. ``split`` names a part of the images, see ``split.json``.
 """
 
 import functools
@@ -13,10 +14,10 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
@@ -30,13 +31,13 @@ from qbheat_det.data.shards import (
     locate_image,
     read_index,
     read_part,
-    register_shards,
 )
 
 from .coco import (
     check_coco_file,
+    is_coco,
     load_coco_images,
-    locate_images,
+    open_coco,
     register_coco_images,
     register_coco_json,
 )
@@ -47,6 +48,7 @@ from .image_folder import (
     list_images,
     load_image_folders,
     register_image_folders,
+    register_shards,
 )
 from .splits import group_by_rarest_class, read_split, split_names
 from .voc import convert_voc, find_voc_list
@@ -56,13 +58,8 @@ Source = dict[str, Any]
 Kind = Literal["coco", "yolo", "voc", "classes", "images"]
 
 _VAL_NAMES = ("val", "valid", "validation", "test")
-_COCO = {
-    "train": ("annotations/instances_train*.json", "train/_annotations.coco.json"),
-    "whole": ("annotations.json", "_annotations.coco.json"),
-    "val": ("annotations/instances_val*.json", "val*/_annotations.coco.json"),
-}
 _YAMLS = ("data.yaml", "data.yml", "dataset.yaml")
-_FORMATS = (
+_TAKEN = (
     "a COCO json, a folder with annotations/instances_train.json, a data.yaml of YOLO, a folder of "
     "Pascal VOC with Annotations/ and JPEGImages/, or a folder with a folder of images for each "
     "class"
@@ -71,74 +68,131 @@ _FORMATS = (
 
 @dataclass(frozen=True)
 class DataSource:
-    """What a path names: its format, and the sources to train and to evaluate on."""
+    """The format of a path, and the sources to train and to evaluate on."""
 
     kind: Kind
     train: Source
     val: Source | None = None
 
 
+class Format(NamedTuple):
+    """A row of ``FORMATS``: how to recognise and open a path, and how to read its sources.
+
+    ``recognise`` judges by names alone. ``convert`` takes path, subset and perhaps classes, and
+    returns COCO lists, which ``CocoFile`` checks. ``list_images`` takes path and subset, and
+    returns the paths of the images, whose labels are not read.
+    """
+
+    kind: Kind
+    key: str  # of a source, with its file or folder
+    recognise: Callable[[Path], bool]
+    open: Callable[[Path], list[Source]]
+    convert: Callable[[str, str, Sequence[str] | None], Converted] | None = None
+    list_images: Callable[[str, str], list[str]] | None = None
+
+
+def _name_subsets(source: Source, train: str, val: str | None) -> list[Source]:
+    return [{**source, "subset": subset} for subset in (train, val) if subset]
+
+
+def _is_yolo(path: Path) -> bool:
+    return path.suffix.lower() in (".yaml", ".yml") or any((path / n).is_file() for n in _YAMLS)
+
+
+def _open_yolo(path: Path) -> list[Source]:
+    file = path if path.is_file() else next(f for n in _YAMLS if (f := path / n).is_file())
+    has_val = "val" in read_data_yaml(file).subsets
+    source = {"yolo_file": str(file), "labelled": True}
+    return _name_subsets(source, "train", "val" if has_val else None)
+
+
+def _list_yolo(file: str, subset: str) -> list[str]:
+    paths, errors = list_yolo_images(read_data_yaml(file), subset)
+    raise_first(errors)
+    return paths
+
+
+def _is_voc(path: Path) -> bool:
+    return (path / "Annotations").is_dir() and (path / "JPEGImages").is_dir()
+
+
+def _open_voc(path: Path) -> list[Source]:
+    train, val = (find_voc_list(path, subset) for subset in ("train", "val"))
+    source = {"voc_folder": str(path), "labelled": True}
+    return _name_subsets(source, "train" if train else "all", "val" if train and val else None)
+
+
+def _list_voc(folder: str, subset: str) -> list[str]:
+    return list_images(os.path.join(folder, "JPEGImages"))
+
+
+def _has_class_folders(path: Path) -> bool:
+    return path.is_dir() and any(
+        entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(path)
+    )
+
+
+def _open_classes(path: Path) -> list[Source]:
+    parts = {entry.name for entry in path.iterdir() if entry.is_dir()}
+    val = next((name for name in _VAL_NAMES if name in parts), None)
+    folders = [path]
+    # "train" may also be a class of vehicles.
+    if val is not None and "train" in parts and not parts - {"train", *_VAL_NAMES}:
+        folders = [path / "train", path / val]
+    return [{"image_folders": [str(folder)], "labelled": True} for folder in folders]
+
+
+# The first format that recognises a path opens it.
+FORMATS = (
+    Format("coco", "json_file", is_coco, open_coco),
+    Format("yolo", "yolo_file", _is_yolo, _open_yolo, convert_yolo, _list_yolo),
+    Format("voc", "voc_folder", _is_voc, _open_voc, convert_voc, _list_voc),
+    Format("classes", "image_folders", _has_class_folders, _open_classes),
+)
+
+
+def _recognise(path: str) -> Format:
+    root = Path(path).absolute()
+    if not root.exists():
+        raise UserError(f"'{path}' does not exist")
+    if row := next((row for row in FORMATS if row.recognise(root)), None):
+        return row
+    if root.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in root.iterdir()):
+        raise UserError(
+            f"'{path}' holds images without annotations: --data takes {_TAKEN}; --images takes "
+            "images without labels, for pre-training"
+        )
+    raise UserError(f"'{path}' has no format that --data takes: {_TAKEN}")
+
+
 def find_kind(path: str) -> Kind:
-    """Returns the format of a file or a folder, by names alone; a ``UserError`` if it has none."""
+    """Returns the format of a file or a folder; raises a ``UserError`` if it is unknown."""
     if are_shards(path):
         packed: dict[str, Kind] = {"boxes": "coco", "classes": "classes", "images": "images"}
         return packed[read_index(absolute(path))["kind"]]
-    if not os.path.exists(path):
-        raise UserError(f"'{path}' does not exist")
-    root = Path(path)
-    if root.is_file():
-        kinds: dict[str, Kind] = {".json": "coco", ".yaml": "yolo", ".yml": "yolo"}
-        if kind := kinds.get(root.suffix.lower()):
-            return kind
-    elif any(_find_json(root, part) for part in _COCO):
-        return "coco"
-    elif any((root / name).is_file() for name in _YAMLS):
-        return "yolo"
-    elif (root / "Annotations").is_dir() and (root / "JPEGImages").is_dir():
-        return "voc"
-    elif any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(root)):
-        return "classes"
-    elif any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in root.iterdir()):
-        raise UserError(
-            f"'{path}' holds images and no annotations: --data takes {_FORMATS}; --images takes "
-            "images without labels, for pre-training"
-        )
-    raise UserError(f"'{path}' is nothing that --data takes: {_FORMATS}")
+    return _recognise(path).kind
 
 
 def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
-    """Returns where the images and boxes of a path are, or raises a ``UserError``.
+    """Returns the sources of a file, a folder or shards, or raises a ``UserError``.
 
-    ``image_root`` is the folder of a COCO json's images; by default it is searched beside the file,
-    from ``likely_root`` on.
+    ``image_root`` is the folder of a COCO json's images. By default it is searched beside the file,
+    and in ``likely_root`` first.
     """
     kind, root = find_kind(path), Path(path).absolute()
-    if are_shards(path) and not image_root:
+    if image_root and (kind != "coco" or are_shards(path)):
+        raise UserError(f"'{path}' is no COCO json, so it takes no image folder '{image_root}'")
+    if are_shards(path):
         if kind == "images":
             raise UserError(f"the shards at '{path}' have no labels: name them with --images")
         return _open_shards(kind, path)
-    if image_root and (kind != "coco" or are_shards(path)):
-        raise UserError(f"'{path}' is no COCO json, so its images need no folder '{image_root}'")
-    if kind == "classes":
-        return _open_classes(root)
-    if kind == "yolo":
-        file = root if root.is_file() else next(f for n in _YAMLS if (f := root / n).is_file())
-        source = {"yolo_file": str(file), "labelled": True}
-        has_val = "val" in read_data_yaml(file).subsets
-        return _make(kind, source, "train", "val" if has_val else None)
-    if kind == "voc":
-        source = {"voc_folder": str(root), "labelled": True}
-        train, val = (find_voc_list(root, subset) for subset in ("train", "val"))
-        return _make(kind, source, "train" if train else "all", "val" if train and val else None)
-    if root.is_file():
-        return DataSource(kind, locate_images(root, image_root, likely_root))
-    files = [found for part in _COCO if (found := _find_json(root, part))]
-    sources = [locate_images(file, image_root, likely_root) for file in files]
-    return DataSource(kind, sources[0], sources[1] if len(sources) > 1 else None)
+    if kind == "coco":
+        return DataSource(kind, *open_coco(root, image_root, likely_root))
+    return DataSource(kind, *next(row for row in FORMATS if row.kind == kind).open(root))
 
 
 def open_images(paths: Sequence[str]) -> DataSource:
-    """Returns the source of images without labels: of folders, or of one set of shards."""
+    """Returns the source of images without labels, from folders or from one set of shards."""
     if not any(map(are_shards, paths)):
         folders = [os.path.abspath(folder) for folder in paths]
         return DataSource("images", {"image_folders": folders, "labelled": False})
@@ -151,43 +205,17 @@ def _open_shards(kind: Kind, path: str) -> DataSource:
     address = absolute(path)
     source = {"shards": address, "labelled": kind != "images"}
     has_val = "val" in read_index(address)["parts"]
-    return _make(kind, source, "train", "val" if has_val else None)
-
-
-def _make(kind: Kind, source: Source, train: str, val: str | None) -> DataSource:
-    return DataSource(kind, {**source, "subset": train}, {**source, "subset": val} if val else None)
-
-
-def _open_classes(root: Path) -> DataSource:
-    parts = {entry.name for entry in root.iterdir() if entry.is_dir()}
-    val = next((name for name in _VAL_NAMES if name in parts), None)
-    # Vehicles have a class "train", too.
-    if val is None or "train" not in parts or parts - {"train", *_VAL_NAMES}:
-        return DataSource("classes", _class_folder(root))
-    return DataSource("classes", _class_folder(root / "train"), _class_folder(root / val))
-
-
-def _class_folder(folder: Path) -> Source:
-    return {"image_folders": [str(folder)], "labelled": True}
-
-
-def _find_json(root: Path, part: str) -> Path | None:
-    found = [path for pattern in _COCO[part] for path in sorted(root.glob(pattern))]
-    if len(found) > 1:
-        names = " and ".join(str(path.relative_to(root)) for path in found)
-        raise UserError(f"'{root}' has {names}: name the file that is meant")
-    return found[0] if found else None
+    return DataSource(kind, *_name_subsets(source, "train", "val" if has_val else None))
 
 
 def origin_of(source: Source) -> str:
-    """Returns the file or folder of a source, as errors name it."""
-    keys = ("json_file", "yolo_file", "voc_folder", "shards", "image_folders")
-    found = next(source[key] for key in keys if key in source)
+    """Returns the file or folder of a source, for messages."""
+    found = next(source[key] for key in (*(row.key for row in FORMATS), "shards") if key in source)
     return str(found if isinstance(found, str) else found[0])
 
 
 def read_annotations(source: Source) -> CocoFile:
-    """Reads and checks the boxes of a source; those of its whole, if it is a part of a split."""
+    """Reads and checks the boxes of a source, or of the whole set that a split is part of."""
     return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
 
 
@@ -201,15 +229,15 @@ def _read_annotations(key: str) -> CocoFile:
         part = read_part(file, source["subset"])
         lists = {key: part[key] for key in ("images", "annotations", "categories")}
         return CocoFile(file, f"{PREFIX}{file}", converted=Converted(lists, {}, []))
-    if "yolo_file" in source:
-        converted, root = convert_yolo(file, source["subset"]), os.path.dirname(file)
-    else:
-        converted, root = convert_voc(file, source["subset"], source.get("classes")), file
+    convert = next(row.convert for row in FORMATS if row.key in source)
+    assert convert is not None, source
+    converted = convert(file, source["subset"], source.get("classes"))
+    root = file if os.path.isdir(file) else os.path.dirname(file)
     return CocoFile(file, root, converted=converted)
 
 
 def forget_annotations() -> None:
-    """Frees what ``read_annotations`` keeps, so that files are read again when they are needed."""
+    """Clears the cache of ``read_annotations``, so that files are read again."""
     _read_annotations.cache_clear()
     read_part.cache_clear()
 
@@ -217,10 +245,10 @@ def forget_annotations() -> None:
 def register_source(
     name: str, source: Source, *, split: Mapping[str, Any] | None = None
 ) -> CocoFile | None:
-    """Checks and registers a set, in place of another of the same name; returns its annotations.
+    """Checks and registers a set, replaces one of the same name, and returns its annotations.
 
-    ``source`` is kept in the metadata; ``split`` is what is in the file of ``source["split"]``,
-    None reads it. Raises a ``UserError`` if a file or folder is missing or broken.
+    The metadata keep ``source``. ``split`` is the content of the file in ``source["split"]``; None
+    reads it. Raises a ``UserError`` if a file or folder is missing or broken.
     """
     forget_source(name)
     keep = annotations = None
@@ -246,7 +274,11 @@ def _register_annotated(name: str, source: Source, keep: Collection[str] | None)
         if "json_file" in source:
             files = origin, source["image_root"]
         else:
-            files = _write_json(name, origin, {"images": _list_images(source)}), os.sep
+            find_images = next(row.list_images for row in FORMATS if row.key in source)
+            assert find_images is not None, source
+            paths = find_images(origin, source["subset"])
+            images = [{"id": i, "file_name": path} for i, path in enumerate(paths, start=1)]
+            files = _write_json(name, origin, {"images": images}), os.sep
         load_coco_images(*files)  # raises any error now
         register_coco_images(name, *files)
         return None
@@ -267,18 +299,8 @@ def _register_annotated(name: str, source: Source, keep: Collection[str] | None)
     return annotations
 
 
-def _list_images(source: Source) -> list[dict[str, Any]]:
-    """Returns COCO's entries of the images of YOLO or VOC, whose labels are not looked at."""
-    if "yolo_file" in source:
-        paths, errors = list_yolo_images(read_data_yaml(source["yolo_file"]), source["subset"])
-        raise_first(errors)
-    else:
-        paths = list_images(os.path.join(source["voc_folder"], "JPEGImages"))
-    return [{"id": number, "file_name": path} for number, path in enumerate(paths, start=1)]
-
-
 def forget_source(name: str) -> None:
-    """Removes a registered set, if there is one of this name."""
+    """Removes a registered set, if the name has one."""
     if name in DatasetCatalog:
         DatasetCatalog.remove(name)
     if name in MetadataCatalog.list():
@@ -310,7 +332,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
-    """Writes annotations for Detectron2 and the evaluation, which read files; returns the path."""
+    """Writes annotations to a temporary file, which Detectron2 reads; returns its path."""
     words = re.sub(r"\W+", "_", f"{name} {Path(origin).name}")
     path = Path(_temporary_folder().name) / f"{words[-100:]}.json"
     path.write_text(json.dumps(content), encoding="utf-8")

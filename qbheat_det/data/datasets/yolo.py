@@ -78,8 +78,11 @@ def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[D
     return list(paths), errors
 
 
-def convert_yolo(file: str, subset: str) -> Converted:
-    """Returns a subset as the lists of a COCO file; file names are relative to the data.yaml."""
+def convert_yolo(file: str, subset: str, classes: Sequence[str] | None = None) -> Converted:
+    """Returns a subset as COCO lists; file names are relative to the data.yaml.
+
+    ``classes`` is ignored: the data.yaml lists them.
+    """
     config = read_data_yaml(file)
     paths, errors = list_yolo_images(config, subset)
     categories = [{"id": index, "name": name} for index, name in enumerate(config.names)]
