@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What surrounds the package: Detectron2, the user's own modules, and other libraries' logs."""
+"""Checks and settings of the environment: Detectron2, user modules, logs, memory, CPU flags."""
 
 import contextlib
 import ctypes
@@ -36,10 +36,13 @@ def require_detectron2() -> None:
 
 
 def import_own_modules() -> None:
-    """Imports the modules in ``$QBHEAT_IMPORT``, names with commas between, in their order.
+    """Imports the modules that ``$QBHEAT_IMPORT`` names, separated by commas.
 
-    It is an environment variable because configs may come from strangers, and code may not. An
-    ``ImportError`` names the module that is not found, and says where to put it.
+    The names come from an environment variable because a config may come from a stranger and must
+    not run code.
+
+    Raises:
+        ImportError: a module is not found; the message says where to put it.
     """
     for name in filter(None, map(str.strip, os.environ.get("QBHEAT_IMPORT", "").split(","))):
         try:
@@ -56,7 +59,7 @@ def import_own_modules() -> None:
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Keeps warnings away, and what some loggers say below critical; errors are raised as ever."""
+    """Silences Python warnings, and messages of some loggers below CRITICAL."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -71,35 +74,26 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Has this process keep freed memory for what comes next; False where malloc is not glibc's.
+    """Makes malloc keep freed memory for later allocations; returns False without glibc.
 
-    glibc returns large blocks to the system and asks for new ones, which the kernel fills with
-    zeros page by page: for maps of tens of megabytes that takes as long as the arithmetic on them.
+    By default, glibc returns large blocks to the system, and the kernel fills new blocks with zeros
+    page by page. For feature maps of tens of megabytes, this takes as long as the computation.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     trim_threshold, mmap_max = -1, -4  # of malloc.h
-    most_kept = 2**31 - 1  # bytes; of more free memory some goes back
+    most_kept = 2**31 - 1  # bytes
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, most_kept))
 
 
 def return_freed_memory() -> None:
-    """Gives back all that ``keep_freed_memory`` has kept and nothing uses."""
+    """Returns unused memory that ``keep_freed_memory`` kept to the system."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def forget_kernels() -> None:
-    """Has oneDNN keep the kernels of few shapes; without effect once it has computed anything.
-
-    Those of a thousand shapes, its default, lie between the freed maps of images of many sizes, so
-    that no larger map fits there and the process grows.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
-
-
 def supports_bfloat16(device: "torch.device") -> bool:
-    """Returns whether a device multiplies bfloat16 natively, rather than by emulation."""
+    """Returns whether a device multiplies bfloat16 natively instead of emulating it."""
     if device.type == "cuda":
         import torch
 

@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Activation checkpointing and ``torch.compile`` for the repeated blocks of a model.
+"""Applies activation checkpointing and ``torch.compile`` to the repeated blocks of a model.
 
-A block is a member of an ``nn.Sequential`` or ``nn.ModuleList`` that has children of its own, such
-as the blocks of Mobile-Former, ResNet, timm's networks and our decoders; of nested ones the
-outermost. The convolutional heads of dense detectors are blocks too.
+A block is an element of an ``nn.Sequential`` or ``nn.ModuleList`` with children of its own, such as
+a block of Mobile-Former, ResNet, a timm network or MF-DETR's decoder. Among nested blocks, the
+outermost counts. The convolutional heads of dense detectors are blocks too.
 
-Only calls in training mode change: evaluation, copies of the model, parameter names and
-checkpoints are the same. Blocks are compiled one by one because equal blocks share what is
-compiled, and because matching, masks and losses between them are better left uncompiled.
+Only calls in training mode change. Evaluation, copies of the model, parameter names and checkpoints
+stay the same. Blocks are compiled one by one: equal blocks share compiled code, and matching, masks
+and losses between them do not compile well.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.modeling.meta_arch.retinanet import RetinaNet, RetinaNetHead
+from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from qbheat_det.core.environment import forget_kernels, keep_freed_memory
+from qbheat_det.core.environment import keep_freed_memory
 from qbheat_det.modeling.contracts import FixedSizeModel
 
 from .hooks import KeptMemory
@@ -35,19 +35,15 @@ _GRAPHS_PER_BLOCK = 8  # with and without padding and gradients, for one image o
 def apply_step_keys(cfg: CfgNode, model: nn.Module) -> KeptMemory | None:
     """Applies ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
 
-    The model is on its device, and not yet wrapped for distributed training.
+    The model must be on its device, and not yet wrapped for distributed training.
 
     Returns:
-        What looks after the freed memory, if this process keeps it from now on.
+        The hook that limits kept memory, if ``SOLVER.KEEP_MEMORY`` applies to this process.
     """
     on_cpu = next(model.parameters()).device.type == "cpu"
     keeps = cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory()
     if keeps:
         logger.info("Steps reuse freed memory (SOLVER.KEEP_MEMORY False returns it)")
-        if isinstance(
-            model, RetinaNet
-        ):  # an MF-DETR's step of more kernels became 1.15 times as long
-            forget_kernels()
     set_block_modes(model, checkpointed=cfg.MODEL.ACTIVATION_CHECKPOINTING,
                     compiled=cfg.SOLVER.COMPILE)  # fmt: skip
     return KeptMemory() if keeps else None
@@ -56,13 +52,12 @@ def apply_step_keys(cfg: CfgNode, model: nn.Module) -> KeptMemory | None:
 def find_blocks(
     module: nn.Module, name: str = "", *, inside_list: bool = False
 ) -> dict[str, nn.Module]:
-    """Returns the blocks of a module by their names in the model, in its order.
+    """Returns the blocks of a module by their names in the model, in the model's order.
 
     Args:
         module: a model, or a part of one.
-        name: of the module in the model; empty for the model itself.
-        inside_list: the module is an element of a ``Sequential`` or ``ModuleList``, and so a block
-            unless it is another one or has no children.
+        name: the module's name in the model; empty for the model itself.
+        inside_list: whether the module is an element of a ``Sequential`` or ``ModuleList``.
     """
     is_list = isinstance(module, nn.Sequential | nn.ModuleList)
     has_children = next(module.children(), None) is not None
@@ -78,15 +73,15 @@ def find_blocks(
 def set_block_modes(
     model: nn.Module, *, checkpointed: bool = False, compiled: bool = False
 ) -> None:
-    """Changes how the blocks of a model run in training, from now on.
+    """Changes how the blocks of a model run in training.
 
     Args:
-        model: not wrapped.
-        checkpointed: each block stores only its inputs for the backward pass. Gradients are equal
-            to the bit, dropout included, if the block itself is deterministic. BatchNorm's
-            statistics are updated once a step.
-        compiled: models of images of one size are compiled for that size, others for all sizes.
-            Without a compiler, blocks run as they are, and the log says so.
+        model: a model without a distributed wrapper.
+        checkpointed: store only the inputs of each block for the backward pass. Gradients are
+            bitwise equal, dropout included, if the block is deterministic. BatchNorm's statistics
+            are updated once per step.
+        compiled: compile each block, for one image size if the model takes one size, else for all.
+            Without a compiler, blocks run uncompiled and the log says so.
     """
     if compiled and (error := find_compiler_error(next(model.parameters()).device)):
         logger.warning(f"SOLVER.COMPILE has no effect: {error}")
@@ -109,7 +104,7 @@ def set_block_modes(
 
 
 def find_compiler_error(device: torch.device) -> str:
-    """Compiles a small function and returns the compiler's error; "" if there is none."""
+    """Compiles a small function and returns the error; "" if it succeeds."""
     try:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: (2 * x).relu())(x).sum().backward()
@@ -119,7 +114,7 @@ def find_compiler_error(device: torch.device) -> str:
 
 
 def _allow_graphs(count: int) -> None:
-    """Has PyTorch keep that many graphs, and run as it is what it cannot compile."""
+    """Lets PyTorch keep that many graphs, and run code uncompiled if compiling fails."""
     from torch._dynamo import config  # takes seconds to import
 
     config.suppress_errors = True
@@ -131,7 +126,7 @@ def _allow_graphs(count: int) -> None:
 def _call_in_training(
     block: nn.Module, call: Callable[..., Any], checkpointed: bool
 ) -> Callable[..., Any]:
-    """Returns what replaces the call of a block: ``call`` in training, else the block's own."""
+    """Returns a replacement for a block's call: ``call`` in training, else the original."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -152,10 +147,10 @@ def _call_in_training(
 
 @contextlib.contextmanager
 def _preserved_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Lets BatchNorms update copies of their statistics, which the forward pass has updated."""
+    """Lets a recomputation update copies of BatchNorm's statistics instead of the originals."""
     pairs = [(norm, name) for norm in norms for name in _STATISTICS if norm.training]
     kept = [(norm, name, norm._buffers[name]) for norm, name in pairs if name in norm._buffers]
-    for norm, name, buffer in kept:  # not dropped: as many tensors as in the forward pass are saved
+    for norm, name, buffer in kept:  # a copy, so that both passes save equally many tensors
         norm._buffers[name] = buffer.clone() if buffer is not None else None
     try:
         yield

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A loss that is not finite: the error, and the file from which the step can be replayed."""
+"""Saves a training step whose loss is not finite, in a file that ``replay_failure`` runs again."""
 
 import math
 import os
@@ -23,8 +23,8 @@ from qbheat_det.core.text import join_first
 from .batch_source import BatchedInputs
 
 _FORMAT = "qbheat_det failed step, 3"
-# What reading the file may call, besides what torch.load allows for tensors and containers; the
-# arrays are those of polygons.
+# The classes that reading a file may construct, besides those that torch.load allows. The NumPy
+# classes belong to polygons.
 _STRUCTURES = [BitMasks, Boxes, Instances, PolygonMasks, RotatedBoxes]
 _ALLOWED = [*_STRUCTURES, np.ndarray, np.dtype, type(np.dtype("f")), type(np.dtype("d"))]
 _ALLOWED.append(np.empty(0).__reduce__()[0])
@@ -32,18 +32,18 @@ _ALLOWED.append(np.empty(0).__reduce__()[0])
 
 @dataclass(frozen=True)
 class FailedStep:
-    """A step whose loss was not finite, as ``dump_failure`` writes it.
+    """The state of a step whose loss was not finite, as ``dump_failure`` writes it.
 
     Attributes:
         config: YAML of the resolved config.
-        batches: micro-batches of this process up to the one that failed; the earlier ones draw
-            random numbers.
-        weights: state dict, with the statistics of BatchNorm as the failed step left them.
-        buffers: those that are not in ``weights``.
-        scale: factor on the loss before the backward pass (float16).
-        losses: of the last micro-batch on this process, weighted as in the sum, by name.
-        normalizers: second argument of the model's ``forward``, if any.
-        device: its type, such as "cpu".
+        batches: micro-batches of this process, up to the failed one. The earlier ones are needed
+            because they draw random numbers.
+        weights: state dict. BatchNorm's statistics include the failed step.
+        buffers: buffers that are not in ``weights``.
+        scale: loss scale of mixed precision (float16).
+        losses: weighted losses of the last micro-batch on this process, by name.
+        normalizers: second argument of the model's ``forward``, if it takes one.
+        device: device type, such as "cpu".
     """
 
     config: str
@@ -63,8 +63,8 @@ class FailedStep:
 def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) -> UserError:
     """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns the error to raise.
 
-    ``state`` are arguments of ``dump_failure``, with the "losses" by name. If the file cannot be
-    written, the error says so.
+    ``state`` holds the other arguments of ``dump_failure``, including "losses". If the file cannot
+    be written, the error says so.
     """
     path = os.path.join(output_dir, f"failure_{iteration:07d}_rank{rank}.pt")
     try:
@@ -103,27 +103,28 @@ def dump_failure(
 
 
 def read_failure(path: str | os.PathLike[str]) -> FailedStep:
-    """Reads what ``dump_failure`` wrote, without running code that the file may contain.
+    """Reads a file of ``dump_failure`` without running code that it may contain.
 
-    Raises a ``UserError`` if it is missing, broken, or something else.
+    Raises:
+        UserError: the file is missing, damaged, or of another kind.
     """
     if not Path(path).is_file():
         raise UserError(f"there is no file '{path}' to replay")
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken file can raise anything while it is unzipped
+    except Exception as error:  # unzipping a damaged file can raise anything
         raise UserError(f"'{path}' cannot be read ({type(error).__name__})") from error
     try:
         if content.pop("format") == _FORMAT:
             return FailedStep(**content)
     except (AttributeError, KeyError, TypeError):
         pass
-    raise UserError(f"'{path}' is no failure_*.pt of this version of qbheat_det")
+    raise UserError(f"'{path}' is not a failure_*.pt of this version of qbheat_det")
 
 
 def _to_storable(value: Any) -> Any:
-    """Copies nested data to the CPU; what ``read_failure`` refuses becomes its ``repr``."""
+    """Copies nested data to the CPU; types that ``read_failure`` refuses become their ``repr``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs a failed step again and names the module whose output is the first with inf or nan."""
+"""Runs a failed step again, and names the first module whose output contains inf or nan."""
 
 import contextlib
 import dataclasses
@@ -30,24 +30,31 @@ from .step import choose_precision, compute_losses, loss_weight, seed_step
 
 @dataclass
 class ReplayReport:
-    """Result of a replay; ``str`` gives it as text. Losses are of the last micro-batch."""
+    """The result of a replay, which ``str`` formats.
+
+    Attributes:
+        losses: losses of the last micro-batch.
+        error: the exception that the step raised, if any.
+        first_module: name and class of the first module with an output that is not finite.
+        first_module_values: how many of its output values are not finite, and whether its inputs
+            and weights are.
+        not_finite: names of tensors: "weights" before the step, "buffers" after it, "gradients".
+        images: for each image a description, and its losses when the model runs on it alone.
+    """
 
     path: str
     failed: FailedStep
     device: str
     losses: dict[str, float] = field(default_factory=dict)
     error: str = ""
-    # Of the modules whose output is not finite: name and class, and what is not finite.
     first_module: str | None = None
     first_module_values: str = ""
-    # "weights" before the step, "buffers" after it, "gradients" of this.
     not_finite: dict[str, list[str]] = field(default_factory=dict)
-    # By image: a line on it, and its losses if it was run alone, in training mode.
     images: list[tuple[str, dict[str, float]]] = field(default_factory=list)
 
     @property
     def is_same(self) -> bool:
-        """Whether the losses are those of training, to float32 rounding."""
+        """Whether the losses equal those of training up to float32 rounding."""
         before = self.failed.losses
         return before.keys() == self.losses.keys() and all(
             math.isclose(value, before[name], rel_tol=1e-5)
@@ -87,10 +94,10 @@ class ReplayReport:
 
 
 def replay_failure(path: str | os.PathLike[str]) -> ReplayReport:
-    """Builds the model of a failed step, restores weights and randomness, and runs it again.
+    """Restores the model and the random state of a failed step, and runs the step again.
 
-    No code in the file is run. Raises a ``UserError`` if it cannot be read, or its config builds no
-    model that fits its weights.
+    Raises:
+        UserError: the file cannot be read, or its weights do not fit its config.
     """
     failed = read_failure(path)
     cfg = load_embedded_config(failed.config, f"the config inside '{path}'")
@@ -142,7 +149,7 @@ def _restore(model: nn.Module, failed: FailedStep) -> None:
 
 
 def _run_step(cfg: CfgNode, model: nn.Module, failed: FailedStep, report: ReplayReport) -> None:
-    """Runs all micro-batches forward and backward, and fills in the report."""
+    """Runs all micro-batches forward and backward, and fills the report."""
     seed_step(failed.seed, failed.iteration, failed.rank)
     model.zero_grad()
     normalizers = () if failed.normalizers is None else (failed.normalizers.to(cfg.MODEL.DEVICE),)
@@ -166,7 +173,7 @@ def _run_step(cfg: CfgNode, model: nn.Module, failed: FailedStep, report: Replay
 
 @contextlib.contextmanager
 def _watch_modules(model: nn.Module, report: ReplayReport) -> Iterator[None]:
-    """Records the first module to return a value that is not finite; children return first."""
+    """Records the first module that returns a value that is not finite; children come first."""
     handles: list[RemovableHandle] = []
 
     def watch(name: str, module: nn.Module) -> None:
@@ -181,7 +188,7 @@ def _watch_modules(model: nn.Module, report: ReplayReport) -> Iterator[None]:
 
         handles.append(module.register_forward_hook(check))
 
-    # With a hook, a frozen norm would not be folded into its convolution as it is in training.
+    # A hook on a frozen norm would prevent its folding into the convolution, unlike in training.
     folded = {
         module.norm
         for module in model.modules()
@@ -198,9 +205,10 @@ def _watch_modules(model: nn.Module, report: ReplayReport) -> Iterator[None]:
 
 
 def _describe_image(entry: Mapping[str, Any]) -> str:
-    """Returns a line on an image of the batch."""
+    """Returns one line about an image of the batch."""
     image, instances = entry.get("image"), entry.get("instances")
-    size = " x ".join(str(length) for length in reversed(getattr(image, "shape", ())[-2:]))
+    shape = image.shape[-2:] if isinstance(image, Tensor) else ()
+    size = " x ".join(str(length) for length in reversed(shape))
     identity = f" (id {entry['image_id']})" if "image_id" in entry else ""
     line = f"{entry.get('file_name', 'an image without a file name')}{identity}  {size}"
     if instances is None:
@@ -216,7 +224,7 @@ def _not_finite(tensors: Mapping[str, Tensor | None]) -> list[str]:
 
 
 def _count(value: Any) -> tuple[int, int]:
-    """Returns how many floating-point values of nested data are not finite, and of how many."""
+    """Returns how many floating-point values in nested data are not finite, and how many exist."""
     tensors = _floating_tensors(value)
     bad = sum(int((~torch.isfinite(tensor)).sum()) for tensor in tensors)
     return bad, sum(tensor.numel() for tensor in tensors)
