@@ -29,7 +29,7 @@ from detectron2.config import CfgNode
 from benchmarks.cached_cases import CASES, Bound, Case, make_config, shrunk
 from benchmarks.timing import Clock, PairedResult, Result, Sample, set_threads
 from benchmarks.trainer_steps import Steps
-from benchmarks.training_worker import CLOCKS
+from benchmarks.training import CLOCKS
 
 ONLINE, CACHED = "online", "cached"
 _ROUNDS = 3

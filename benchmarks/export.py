@@ -8,15 +8,13 @@ a process of its own, and they take turns, as in ``latency.py``.
 """
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.detectors import HEIGHT, WIDTH, mf_detr_config
+from benchmarks.forms import EAGER, Forwards
 from benchmarks.timing import Result, samples_in_rounds
 
 _NAME = "285m_211"
@@ -49,8 +47,6 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
         quick: small images and two rounds.
         threads: CPU threads of each.
     """
-    from benchmarks.forms import EAGER, Forwards
-
     height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
     with tempfile.TemporaryDirectory() as folder:
         for precision in ("float", "int8"):
@@ -88,31 +84,3 @@ def write(path: Path, height: int, width: int) -> None:
     if int8:
         shape = height, width, 3
         quantize_onnx(path, [np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)])
-
-
-def open_file(form: str, threads: int) -> Callable[[Tensor], Any]:
-    """Opens RUNTIME:PATH and returns it as a function of images (1, 3, H, W), 0 to 255."""
-    runtime, _, path = form.partition(":")
-    run: Callable[[Any], Any]
-    if runtime == "onnxruntime":
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-        def run(pixels: Any) -> Any:
-            return session.run(None, {"images": pixels})
-
-    else:
-        import openvino
-
-        settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
-        if runtime == "openvino-f32":
-            settings["INFERENCE_PRECISION_HINT"] = "f32"
-        request = openvino.Core().compile_model(path, "CPU", settings).create_infer_request()
-
-        def run(pixels: Any) -> Any:
-            return request.infer({"images": pixels})
-
-    return lambda images: run(images.byte().permute(0, 2, 3, 1).contiguous().numpy())

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.detectors import DETECTORS, Forward, random_images
-from benchmarks.export import open_file
 from benchmarks.timing import set_threads
 from benchmarks.workers import Worker, open_answers, said, started
 
@@ -150,6 +150,34 @@ class Forwards:
 
 def _seconds(worker: Worker) -> float:
     return float(worker()["seconds"])
+
+
+def open_file(form: str, threads: int) -> Callable[[Tensor], Any]:
+    """Opens RUNTIME:PATH and returns it as a function of images (1, 3, H, W), 0 to 255."""
+    runtime, _, path = form.partition(":")
+    run: Callable[[Any], Any]
+    if runtime == "onnxruntime":
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+        def run(pixels: Any) -> Any:
+            return session.run(None, {"images": pixels})
+
+    else:
+        import openvino
+
+        settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        if runtime == "openvino-f32":
+            settings["INFERENCE_PRECISION_HINT"] = "f32"
+        request = openvino.Core().compile_model(path, "CPU", settings).create_infer_request()
+
+        def run(pixels: Any) -> Any:
+            return request.infer({"images": pixels})
+
+    return lambda images: run(images.byte().permute(0, 2, 3, 1).contiguous().numpy())
 
 
 def main() -> None:

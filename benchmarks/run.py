@@ -33,17 +33,12 @@ BENCHMARKS = {
     "memory": "the most memory of training on images of many sizes",
     "sharing": "an evaluation of small images beside busy processes, and its fair share",
     "cached_training": "a head's training step from cached features beside one with its encoder",
-    "training_speed": "training steps a second, now and at the start of the work on speed",
-    "pretraining_speed": "the CPU recipe of QB-Heat beside that start, and a teacher's features",
+    "training": "seconds of a training step of five recipes, beside float32",
     "data": "images a second from JPEG files to a batch, beside torchvision and simplejpeg",
-    "step_profile": "where a training step's time goes, now and at that start",
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images from memory",
     "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
     "shards": "images a second of the stream from a folder, from shards here and over HTTP",
-    "scaling_check": "the simulation of scaling.py beside runs of two processes, one killed",
     "batch_prediction": "images a second of prediction into Parquet by 1 and 2 actors of Ray",
-    # Last: what it deploys sets for the whole process how memory is kept.
-    "growth": "how the cost grows with pixels, batch and queries",
 }
 
 
@@ -94,8 +89,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             ) from error
         write_results(rows, folder / f"{name}.json")
         write_environment(name, folder / ENVIRONMENTS)
-        if hasattr(benchmark, "draw"):
-            (folder / f"{name}.svg").write_bytes(benchmark.draw(rows))
         results += rows
     print(f"\n{format_results(results)}\nwritten to {folder}")
 

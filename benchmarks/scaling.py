@@ -4,7 +4,7 @@
 python benchmarks/scaling.py [--prices CPU_NODE GPU_NODE] [--seed N]
 
 prints the tables of docs/distributed.md. Rates of one node go in; hours, money and what they were
-spent on come out. ``scaling_check.py`` compares it with runs of two processes.
+spent on come out.
 """
 
 import argparse

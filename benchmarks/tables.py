@@ -6,13 +6,11 @@ python benchmarks/tables.py [--bench DIR] [--check]
 Between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->`` stand the rows of ``NAME.json`` whose
 names begin with ``NAME/PREFIX`` or with ``PREFIX`` (which may be left out), with the line of the
 machine that they were measured on. A benchmark that has not been run keeps the table that is there.
-``growth.svg`` of the same folder is copied to docs.
 """
 
 import argparse
 import json
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,8 +114,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"{args.page} is not of {args.bench}: python benchmarks/tables.py")
         return
     args.page.write_text(after, encoding="utf-8")
-    if (args.bench / "growth.svg").is_file():
-        shutil.copy(args.bench / "growth.svg", args.page.with_name("growth.svg"))
     print(f"written to {args.page}")
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from qbheat_det.core.files import write_atomically
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "output" / "bench"
 ENVIRONMENTS = "environments.json"
@@ -175,11 +177,8 @@ def write_environment(name: str, path: Path) -> None:
 
 
 def _write(path: Path, content: Any) -> None:
-    # The package's own atomic write is not imported: workers run with the package of old commits.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    write_atomically(path, text.encode())
 
 
 def format_results(results: Sequence[Result]) -> str:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Steps of the package's trainer, made one at a time; also of the package at an old commit."""
+"""Makes single steps of the package's trainer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ class Steps:
         self.trainer: Any = Trainer(cfg)
         if self.trainer.cached_features:
             self.trainer.cached_features.prepare(self.trainer.data_loader)
-        if getattr(self.trainer, "teacher", None):  # the trainer of old commits has none
+        if self.trainer.teacher:
             self.trainer.teacher.prepare(self.trainer.data_loader)
         self._images = _TimedIterator(iter(self.trainer.data_loader), clock)
         inner = self.trainer._trainer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import data, gpu, pretraining, pretraining_speed, run, tables, training_speed
+from benchmarks import data, gpu, pretraining, run, tables, training
 from benchmarks.cached_cases import CASES, shrunk
 from benchmarks.cached_training import measure_case
 from benchmarks.detectors import DETECTORS, random_images
@@ -48,25 +48,19 @@ def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     row = Result.lower_is_better("memory/a_vs_b", 1.0, 2.0, "MiB")
-    monkeypatch.setattr(training_speed, "run", lambda quick, threads: [row])
-    run.main(["--only", "training_speed", "--quick", "--threads", "1", "--output", str(tmp_path)])
+    monkeypatch.setattr(training, "run", lambda quick, threads: [row])
+    run.main(["--only", "training", "--quick", "--threads", "1", "--output", str(tmp_path)])
     folder = tmp_path / "quick"
-    assert {*tmp_path.rglob("*.json")} == {folder / "training_speed.json", folder / ENVIRONMENTS}
-    assert json.loads((folder / "training_speed.json").read_text())[0]["ratio"] == 2.0
-    assert "1 threads" in json.loads((folder / ENVIRONMENTS).read_text())["training_speed"]
+    assert {*tmp_path.rglob("*.json")} == {folder / "training.json", folder / ENVIRONMENTS}
+    assert json.loads((folder / "training.json").read_text())[0]["ratio"] == 2.0
+    assert "1 threads" in json.loads((folder / ENVIRONMENTS).read_text())["training"]
 
 
 @pytest.mark.slow
-def test_a_quick_run_measures_the_speed_of_both_trees() -> None:
-    rows = training_speed.run(quick=True, cases=["mf_detr_285m_211"], threads=1)
-    assert [row.name for row in rows] == ["training_speed/mf_detr_285m_211_after_vs_before"]
-
-
-@pytest.mark.slow
-def test_quick_runs_measure_a_teachers_features_and_jpegs() -> None:
-    names = {row.name for row in [*pretraining_speed.run(quick=True), *data.run(quick=True)]}
-    features, jpegs = "feature_target_images_per_second", "jpeg_to_batch_vs_torchvision"
-    assert {f"pretraining/{features}", f"data/{jpegs}"} <= names
+def test_quick_runs_measure_training_and_jpegs() -> None:
+    names = {row.name for row in [*training.run(quick=True), *data.run(quick=True)]}
+    assert names >= {f"training/{job}_step_s" for job in training.JOBS}
+    assert "data/jpeg_to_batch_vs_torchvision" in names
 
 
 @pytest.mark.slow
