@@ -76,6 +76,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=".onnx; with --backbone .safetensors; with --shared-encoder a folder",
     )
     add("--overwrite", action="store_true", help="replace existing files")
+    add_image_flags(parser)
+    add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
+    args = parser.parse_args(argv)
+    check_args(parser, args)
+    return args
+
+
+def add_image_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the images to compare or calibrate on, and the settings that belong to them."""
+    add = parser.add_argument
     paths: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "PATH"}
     add(
         "--images",
@@ -112,10 +122,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="with --backbone: compute BatchNorm's statistics on N whole images",
     )
-    add("opts", nargs="*", metavar="KEY VALUE", help="config overrides, last")
-    args = parser.parse_args(argv)
-    check_args(parser, args)
-    return args
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
