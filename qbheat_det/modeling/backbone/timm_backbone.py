@@ -1,12 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Any convolutional network of timm as a Detectron2 backbone.
+"""Wraps any convolutional network of timm as a Detectron2 backbone.
 
-Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``, and under
-``timm:<name>`` every model that timm lists, so that ``MODEL.BACKBONE.NAME: "timm:resnet18"`` is
-enough wherever Detectron2 builds a backbone. Weights are loaded by
-``qbheat_det.checkpoint.timm_weights``.
+Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``, and every model
+that timm lists under ``timm:<name>``. ``MODEL.BACKBONE.NAME: "timm:resnet18"`` is then enough
+wherever Detectron2 builds a backbone. ``qbheat_det.checkpoint.timm_weights`` loads the weights.
 
-``Teacher`` is such a network, frozen, whose features others are trained to predict.
+``Teacher`` is a frozen timm network whose features ``FeatureDistillation`` predicts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,11 +35,11 @@ _PROBE_SIZE = (64, 96)  # of an image whose maps differ in height, width and cha
 
 @BACKBONE_REGISTRY.register()
 class TimmBackbone(Backbone):
-    """The maps of a timm model, named by stride: "s2", "s4", "s8", "s16", "s32".
+    """Returns the feature maps of a timm model, named by stride: "s2", "s4", "s8", "s16", "s32".
 
-    Of several maps at one stride it is the last. Stages after the last output are removed. Images
-    are padded to a multiple of the coarsest stride, and padding counts as image. ``net`` is timm's
-    model, whose weights fit as they are.
+    If several maps have one stride, the last one is used. Stages after the last output are removed.
+    Images are padded to a multiple of the coarsest stride, and padding is not masked. ``net`` is
+    the timm model; its weights load without renaming.
     """
 
     @configurable
@@ -49,16 +48,16 @@ class TimmBackbone(Backbone):
     ) -> None:
         """
         Args:
-            name: as timm lists it.
+            name: name of the timm model.
             out_features: names of the outputs.
-            freeze_at: 0 trains everything; k freezes all layers that maps of stride 2^k and less
-                depend on (2 in a ResNet: stem and first stage, as in Detectron2), and 5 the whole
-                network. Frozen BatchNorms keep their statistics.
+            freeze_at: 0 trains everything; k freezes all layers that maps of stride 2^k or less
+                depend on (in a ResNet, 2 is stem and first stage, as in Detectron2); 5 freezes the
+                whole network. Frozen BatchNorms keep their statistics.
             in_channels: channels of the image.
 
         Raises:
-            UserError: timm has no such model, or it has no maps for images of any size.
-            ValueError: an unknown output name, or a ``freeze_at`` out of range.
+            UserError: timm has no such model, or the model has no maps for images of any size.
+            ValueError: an output name is unknown, or ``freeze_at`` is out of range.
         """
         super().__init__()
         if not 0 <= freeze_at <= _FREEZE_ALL:
@@ -66,11 +65,11 @@ class TimmBackbone(Backbone):
         check_timm_name(name)
         self.timm_name = name  # see ``modeling/contracts.py``
         self.net = timm.create_model(name, pretrained=False, in_chans=in_channels)
-        for module in self.net.modules():
+        for path, module in list(self.net.named_modules()):
             if type(module) is Conv2dSame:
-                module.__class__ = TraceableConv2dSame
+                self.net.set_submodule(path, TraceableConv2dSame.from_conv(module))
             elif type(module) is nn.ReLU6 and module.inplace:
-                module.__class__ = LeanReLU6
+                self.net.set_submodule(path, LeanReLU6(inplace=True))
         infos = _list_maps(self.net, name)
         if not out_features or set(out_features) - set(infos):
             raise ValueError(f"outputs of timm's '{name}' are {[*infos]}, not {list(out_features)}")
@@ -118,14 +117,13 @@ class TimmBackbone(Backbone):
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
     ) -> dict[str, set[str]]:
-        """Runs the network once; returns the names of the parameters that each map depends on."""
+        """Runs the network once, and returns the parameters that each map depends on, by name."""
         built = {k: info for k, info in infos.items() if info["index"] <= max(self._indices)}
         named = dict(self.net.named_parameters())
         device = next(iter(named.values())).device
         x = torch.zeros(1, in_channels, *_PROBE_SIZE, device=device)
         self.net.eval()
-        # Without oneDNN, whose first call fixes how many kernels it keeps: training chooses later.
-        with torch.enable_grad(), torch.backends.mkldnn.flags(enabled=False):
+        with torch.enable_grad():
             try:
                 maps = self._maps(x, [info["index"] for info in built.values()])
             except Exception as error:  # models raise errors of many types
@@ -161,7 +159,7 @@ class TimmBackbone(Backbone):
 
 
 def list_outputs(name: str) -> list[str]:
-    """Returns the names of all maps of a timm model, finest first; a ``UserError`` without maps."""
+    """Returns the names of all maps of a timm model, finest first; ``UserError`` if it has none."""
     check_timm_name(name)
     with torch.device("meta"):
         return list(_list_maps(timm.create_model(name, pretrained=False), name))
@@ -188,7 +186,7 @@ def _refusal(name: str, reason: str) -> UserError:
 
 
 def register_timm_backbone(name: str) -> None:
-    """Registers ``timm:<name>`` with Detectron2, for a model registered with timm later."""
+    """Registers ``timm:<name>`` with Detectron2, for a model that timm registers later."""
 
     def build(cfg: CfgNode, input_shape: ShapeSpec) -> TimmBackbone:
         return TimmBackbone(**{**TimmBackbone.from_config(cfg, input_shape), "name": name})
@@ -202,7 +200,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """A timm network, frozen, whose maps ``FeatureDistillation`` predicts; ``MODEL.TEACHER``."""
+    """The frozen timm network of ``MODEL.TEACHER``, whose maps ``FeatureDistillation`` predicts."""
 
     mapper_name = "pretrain"
 
@@ -231,7 +229,7 @@ class Teacher(ImageModel):
 
 
 def find_teacher_maps(cfg: CfgNode) -> dict[str, ShapeSpec]:
-    """Returns channels and stride of the teacher's maps, without memory for its weights."""
+    """Returns channels and strides of the teacher's maps without allocating its weights."""
     with torch.device("meta"):
         return _build_teacher(cfg).output_shape()
 
@@ -256,9 +254,9 @@ def _build_teacher(cfg: CfgNode) -> TimmBackbone:
 
 
 class LeanReLU6(nn.ReLU6):
-    """``nn.ReLU6`` that keeps its output for the backward pass, as the next layer does anyway.
+    """``nn.ReLU6`` that stores only its output for the backward pass, as the next layer does.
 
-    PyTorch's keeps a copy of its input too, a third of what EfficientNet-Lite keeps of a step.
+    PyTorch's also stores a copy of its input: a third of EfficientNet-Lite's activation memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -283,10 +281,27 @@ class _ReLU6(torch.autograd.Function):
 
 
 class TraceableConv2dSame(Conv2dSame):
-    """``Conv2dSame`` whose padding is constant in graphs of images of any size.
+    """``Conv2dSame`` with constant padding in graphs for images of any size.
 
-    There the input's sides are multiples of its stride; ``torch.export`` stops on timm's terms.
+    In such graphs, the sides of the input are multiples of the stride. ``torch.export`` cannot
+    trace timm's own expression for the padding.
     """
+
+    @classmethod
+    def from_conv(cls, conv: Conv2dSame) -> "TraceableConv2dSame":
+        """Returns a layer that shares the parameters of ``conv``."""
+        with torch.device("meta"):  # draws no random numbers
+            layer = cls(
+                conv.in_channels,
+                conv.out_channels,
+                conv.kernel_size,
+                conv.stride,
+                dilation=conv.dilation,
+                groups=conv.groups,
+                bias=conv.bias is not None,
+            )
+        layer.weight, layer.bias = conv.weight, conv.bias
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         is_known = all(type(side) is int for side in x.shape[2:])
