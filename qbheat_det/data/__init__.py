@@ -1,17 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Data: sets of images, mappers, the streams of batches, and the cache of features.
+"""Data sets, mappers, image reading, shards, and the stream of training batches.
 
 Importing this package registers the built-in sets, see ``register_builtin_sets``.
 """
 
 from .checks import DataError, find_record_errors, join_messages, raise_first
 from .datasets import register_builtin_sets
-from .datasets.coco import (
-    check_coco_json,
-    check_same_classes,
-    register_coco_images,
-    register_coco_json,
-)
+from .datasets.coco import check_same_classes, register_coco_json
 from .datasets.coco_file import CocoFile
 from .datasets.image_folder import (
     IMAGE_SUFFIXES,
@@ -28,7 +23,6 @@ from .datasets.sources import (
     Source,
     find_kind,
     forget_annotations,
-    forget_source,
     open_images,
     open_source,
     origin_of,
@@ -38,11 +32,10 @@ from .datasets.sources import (
 )
 from .datasets.splits import SPLIT_FILE, read_split
 from .datasets.toy import ToySpec, prepare_toy_set
-from .image_batches import ImageBatches, build_class_batches, build_image_batches, with_views
+from .image_batches import ImageBatches, build_class_batches, build_image_batches
 from .images import IMAGE_FORMATS, find_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records
 from .mappers import (
-    DATASET_MAPPERS,
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     FixedViews,
@@ -56,19 +49,16 @@ from .shard_packing import pack_source
 from .shards import absolute, are_shards, is_in_shard, list_shard_images
 
 __all__ = [
-    "DATASET_MAPPERS", "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES",
-    "SPLIT_FILE", "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches",
-    "PretrainingMapper", "Source", "ToySpec", "TrainStream", "absolute", "are_shards",
-    "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
-    "build_train_stream", "check_coco_json", "check_image_folder", "check_same_classes",
-    "configure_cache", "cut", "find_image_errors", "find_kind", "find_record_errors",
-    "fingerprint_records", "forget_annotations", "forget_source", "is_in_shard",
+    "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES", "SPLIT_FILE",
+    "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "PretrainingMapper",
+    "Source", "ToySpec", "TrainStream", "absolute", "are_shards", "build_class_batches",
+    "build_detr_crop", "build_image_batches", "build_mapper", "build_train_stream",
+    "check_image_folder", "check_same_classes", "configure_cache", "cut", "find_image_errors",
+    "find_kind", "find_record_errors", "fingerprint_records", "forget_annotations", "is_in_shard",
     "join_messages", "list_classes", "list_shard_images", "load_class_folders", "load_classes",
     "load_image_folders", "load_labelled_sets", "number_records", "open_images", "open_source",
-    "origin_of", "pack_source", "prepare_toy_set", "raise_first",
-    "read_annotations", "read_split", "register_coco_images", "register_coco_json",
-    "register_image_folders", "register_source", "split_source",
-    "with_views",
+    "origin_of", "pack_source", "prepare_toy_set", "raise_first", "read_annotations", "read_split",
+    "register_coco_json", "register_image_folders", "register_source", "split_source",
 ]  # fmt: skip
 
 register_builtin_sets()

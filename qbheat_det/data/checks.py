@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What is wrong with a dataset, one object for each error, and the checks of loaded records."""
+"""Errors of data sets, and checks of loaded records."""
 
 import math
 from array import array
@@ -20,14 +20,14 @@ _MAX_COORDINATE = 1e9
 
 @dataclass(frozen=True)
 class DataError:
-    """One thing that stops training, or silently spoils it.
+    """A problem that stops training or silently spoils it.
 
-    Mappers return it in place of an image that cannot be read, which is then skipped.
+    Mappers return one instead of an unreadable image, which is then skipped.
 
     Attributes:
-        kind: name of all errors of this sort, such as ``"unreadable image"``.
+        kind: category of the error, such as ``"unreadable image"``.
         where: file and id, such as ``"train.json: annotation id 7"``.
-        reason: what is wrong, and what to do if that is not plain.
+        reason: the problem, and its solution if that is not obvious.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class DataError:
 
     @property
     def message(self) -> str:
-        """Where and why, in one line; bytes of a file's name that are no text are escaped."""
+        """``where`` and ``reason`` in one line; undecodable bytes of file names are escaped."""
         return f"{self.where}: {self.reason}".encode(errors="backslashreplace").decode()
 
 
@@ -48,14 +48,14 @@ def raise_first(errors: Sequence[DataError]) -> None:
 
 
 def join_messages(errors: Iterable[DataError], limit: int = 10) -> str:
-    """Returns the first messages in one line, and how many more there are."""
+    """Returns the first messages and the number of the others, in one line."""
     return join_first((error.message for error in errors), limit, separator="; ")
 
 
 def check_input_keys(*rows: tuple[str, object, bool, str]) -> None:
-    """Checks values of ``INPUT``: rows of key, value, whether it is valid, and what it must be.
+    """Checks keys of ``INPUT``, in rows of key, value, whether it is valid, and the valid values.
 
-    Raises a ``UserError`` that names the first key that is not valid.
+    Raises a ``UserError`` for the first invalid key.
     """
     for key, value, is_valid, must in rows:
         if not is_valid:
@@ -70,7 +70,7 @@ def find_record_errors(
     filter_empty: bool = False,
     mask_format: MaskFormat | None = None,
 ) -> list[DataError]:
-    """Returns all that is wrong with the loaded records of a dataset.
+    """Returns all errors in the loaded records of a data set.
 
     ``filter_empty`` is ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training, ``mask_format``
     ``INPUT.MASK_FORMAT`` with ``MODEL.MASK_ON``.
@@ -95,7 +95,7 @@ def find_record_errors(
 def find_object_errors(
     annotation: dict[str, Any], record: Record, num_classes: int, mask_format: MaskFormat | None
 ) -> Iterator[tuple[str, str]]:
-    """Yields kind and reason of all that is wrong with one object of a record."""
+    """Yields kind and reason of each error in one object of a record."""
     class_index = annotation.get("category_id")
     if type(class_index) is not int or not 0 <= class_index < num_classes:
         unknown = f"category_id {class_index!r} is none of the {num_classes} classes, 0 and up"
@@ -121,7 +121,7 @@ def find_object_errors(
 
 
 def find_box_error(box: object, size: tuple[float, float]) -> str | None:
-    """Returns what is wrong with [x, y, width, height] in an image of ``size`` (width, height)."""
+    """Returns the error of a box [x, y, width, height] in an image of (width, height), or None."""
     if not (isinstance(box, list) and len(box) == 4 and are_numbers(box, _MAX_COORDINATE)):
         must = "four finite numbers [x, y, width, height] in pixels"
         return f"bbox must be {must}, but is {short(box)}"
@@ -137,7 +137,7 @@ def find_box_error(box: object, size: tuple[float, float]) -> str | None:
 
 
 def are_numbers(values: object, largest: float = _MAX_COORDINATE) -> bool:
-    """Returns whether something is a list of numbers up to a magnitude, and none is nan."""
+    """Returns whether a value is a list of numbers, none nan or above a magnitude."""
     if not isinstance(values, list):
         return False
     try:
@@ -147,7 +147,7 @@ def are_numbers(values: object, largest: float = _MAX_COORDINATE) -> bool:
 
 
 def short(value: object) -> str:
-    """Returns a value as Python writes it, cut to 60 characters."""
+    """Returns the ``repr`` of a value, truncated to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"
 

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Image sets in evaluation: whole images in batches, each from one or several views.
+"""Batches of whole images for evaluation, each image in one or several views.
 
-The view of an image is its "place", that of the quarter which stays visible.
+The view of an image is its "place": the quarter that stays visible.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,14 +22,14 @@ from .datasets.image_folder import load_classes
 from .mappers import Mapper, build_mapper, number_records
 
 BATCH_SIZE = 64
-"""Images that a process evaluates at once."""
+"""Images per batch and process."""
 
 
 class ImageBatches(Iterable[list[dict[str, Any]]]):
-    """Images of a set in batches and in order, as often as wanted.
+    """Iterates over the images of a set in batches and in order, any number of times.
 
-    Images that cannot be read are ``skipped``, with what is wrong by image. Any number of entries
-    can be kept: what workers send is copied out of the memory that they share.
+    ``skipped`` has the errors of unreadable images, by image. Entries are copied out of the
+    workers' shared memory, so callers may keep any number of them.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         Args:
             records: dicts for the mapper.
             mapper: returns a ``DataError`` for an image that cannot be read.
-            batch_size: the most images of a batch.
-            num_workers: processes that load ahead; without memory they wait for the next pass.
-            shared: whether each process of a run takes its part; else each takes all.
-            memory_gb: images that take less than this when decoded, in GB, are decoded once.
+            batch_size: images per batch; the last one may be smaller.
+            num_workers: loading processes; without ``memory_gb`` they persist between passes.
+            shared: split the images among the processes of a run; else each process takes all.
+            memory_gb: if all decoded images take less than this, decode them only once.
         """
         self._loader: DataLoader[Any] = DataLoader(
             MapDataset(DatasetFromList(list(records), copy=False), mapper),
@@ -86,22 +86,22 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
 def build_image_batches(
     cfg: CfgNode, dataset_name: str, *, mapper: Mapper | None = None
 ) -> ImageBatches:
-    """Builds the batches of a registered set, each image once for each view of the model."""
+    """Builds the batches of a registered set, with each image once per view of the model."""
     records = number_records(DatasetCatalog.get(dataset_name))
     return _build(cfg, with_views(records, get_views(cfg).values()), mapper)
 
 
 def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set, labelled as ``MODEL.CLASS_NAMES`` says."""
+    """Builds the batches of a registered set, with labels that index ``MODEL.CLASS_NAMES``."""
     return _build(cfg, load_classes([dataset_name], cfg.MODEL.CLASS_NAMES))
 
 
 def with_views(
     records: Sequence[dict[str, Any]], views: Iterable[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Returns each record once for each view, with "place", the views of an image side by side.
+    """Returns each record once per view, with "place"; the views of an image are adjacent.
 
-    The images of a set take the places of a view in turn; without places they get no "place".
+    Images cycle through the places of a view. A view without places adds no "place".
     """
     kinds = list(views)
     return [
@@ -123,7 +123,7 @@ def _bytes(batch: list[dict[str, Any]]) -> int:
 
 
 def _own(entry: dict[str, Any]) -> dict[str, Any]:
-    # A shared tensor is an open file, of which a process may have about a thousand.
+    # A shared tensor is an open file; a process may have about a thousand.
     return {
         key: value.clone() if is_tensor(value) and value.is_shared() else value
         for key, value in entry.items()

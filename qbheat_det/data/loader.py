@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The endless stream of training batches, which starts at any step without loading what is before.
+"""The endless stream of training batches, which can start at any step without loading earlier ones.
 
-Which images a step sees, and how each is augmented, is a function of the seed alone: neither the
-number of processes nor that of workers changes it. The samplers are Detectron2's; what is ours is
-that batches are formed of indices before anything is loaded, for all processes together.
+The images of a step and their augmentation depend on the seed alone, not on the number of processes
+or workers. The samplers are Detectron2's. Batches are formed of indices, for all processes
+together, before any image is loaded.
 """
 
 import itertools
@@ -35,17 +35,18 @@ Entry = tuple[int, int]
 BuildSampler = Callable[[int], TrainingSampler | RepeatFactorTrainingSampler | ShardSampler]
 T = TypeVar("T")
 
-_SKIPPED = "skipped"  # key of an image's dict: the errors of the images that it replaces
-MAX_TRIES = 1000  # of a mapper that returns None for images that it does not want
+_SKIPPED = "skipped"  # key of an entry with the errors of the images that it replaces
+MAX_TRIES = 1000  # images in a row that a mapper may skip
 
 
 class TrainStream(Iterable[list[dict[str, Any]]]):
     """This process's share of every batch, without end; workers live as long as the iterator.
 
     Attributes:
-        start: step that the next iterator begins with, and ``mapper`` what it maps with.
-        fingerprint: of the images; a run resumes only on the same.
-        skipped: what is wrong with images that this process has met and skipped, by image.
+        start: first step of the next iterator.
+        mapper: mapper of the next iterator.
+        fingerprint: checksum of the records; a run resumes only on the same records.
+        skipped: errors of the images that this process skipped, by image.
     """
 
     def __init__(
@@ -64,17 +65,17 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         """
         Args:
             dataset: Detectron2's dicts of images.
-            mapper: from a dict to what the model takes; None or an error skips an image, and
-                another, drawn under the same seed, takes its place.
-            build_sampler: from a seed to a sampler over all images; shuffled epochs by default.
+            mapper: maps a dict to an entry of a batch; None or an error skips the image, and
+                another one, drawn with the same seed, replaces it.
+            build_sampler: returns a sampler over all images for a seed; default: shuffled epochs.
             batch_size: images of one step over all processes. Shares may differ by one.
-            aspect_ratio_grouping: keep wide and tall images in batches of their own, to save
-                padding; every dict then needs "width" and "height".
+            aspect_ratio_grouping: separate batches of wide and tall images to save padding; every
+                dict then needs "width" and "height".
             num_workers: loading processes; 0 loads in this one.
             seed: of order and augmentation.
-            pin_memory: give tensors in memory that a GPU copies from by itself.
-            images_ahead: images between the download of their shard and their use; 0 downloads
-                none before its use.
+            pin_memory: return tensors in pinned memory.
+            images_ahead: images between the download of a shard and its use; 0 downloads a shard
+                when it is used.
 
         Raises:
             UserError: there are no images, or fewer in a batch than processes.
@@ -90,7 +91,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self.start = 0
         self.skipped: dict[str, DataError] = {}
         self._wide = _are_wide(dataset) if aspect_ratio_grouping else None
-        # One array of bytes, which forked workers share instead of copying.
+        # Forked workers share one serialized array instead of copying records.
         self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
         self.mapper = mapper
         size = len(dataset)
@@ -100,8 +101,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self._images_ahead = images_ahead
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        # A generator, so that neither workers nor reading begin before the first batch is asked
-        # for: ``start`` and ``seed`` of a resumed run are known only after construction.
+        # A generator starts workers with the first batch only: a resumed run sets ``start`` and
+        # ``seed`` after construction.
         shares = self._shares()
         if self._images_ahead:
             shares = fetch_ahead(shares, self.dataset, images_ahead=self._images_ahead)
@@ -122,19 +123,19 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
                     self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
                 yield batch
         finally:
-            del batches  # which lets its workers finish for some seconds; they ignore SIGTERM
+            del batches  # waits some seconds for the workers, which ignore SIGTERM
             for worker in workers:
                 worker.kill()
 
     def _shares(self) -> Iterator[list[Entry]]:
-        """Yields what this process takes of each batch."""
+        """Yields this process's share of each batch."""
         rank, world_size = comm.get_rank(), comm.get_world_size()
         for batch in self.batches():
             yield cut(batch, world_size)[rank]
 
     def batches(self) -> Iterator[list[Entry]]:
         """Yields the batches of all processes together, from step ``start`` on."""
-        # Detectron2's samplers give every process its part only through __iter__.
+        # __iter__ of Detectron2's samplers returns only this process's part.
         indices = self._build_sampler(self.seed)._infinite_indices()
         entries = enumerate(indices)
         if self._wide is None:
@@ -145,13 +146,13 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
 
 
 def _leave_signals_to_trainer(worker: int) -> None:
-    # A run that is told to stop makes its step to the end, and its workers are told as well.
+    # A stopped run finishes its step, so its workers must survive the signal too.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _SeededImages(Dataset[dict[str, Any]]):
-    """Images by position and index, each augmented under a seed of its own."""
+    """Images by position and index, each augmented with its own seed."""
 
     def __init__(self, dataset: DatasetFromList, mapper: Mapper, seed: int) -> None:
         self._dataset = dataset
@@ -159,7 +160,7 @@ class _SeededImages(Dataset[dict[str, Any]]):
         self._seed = seed
 
     def __getitems__(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-        # Once a batch: keeping the generators takes longer than seeding them.
+        # Once per batch: saving the generators takes longer than seeding them.
         with preserved_randomness():
             return [self._draw(position, index) for position, index in entries]
 
@@ -176,9 +177,9 @@ class _SeededImages(Dataset[dict[str, Any]]):
         raise UserError(f"the mapper skipped {MAX_TRIES} images in a row{last}")
 
     def _choose(self, position: int, index: int) -> Iterator[int]:
-        """Yields the image that is wanted, and then those that can take its place."""
+        """Yields the index of the image, then random replacements."""
         yield index
-        # Not the next: files that lie side by side are often broken together.
+        # Random, because neighbouring files are often broken together.
         others = np.random.default_rng((self._seed, position))
         while True:
             yield int(others.integers(len(self._dataset)))
@@ -193,7 +194,7 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 def build_train_stream(cfg: CfgNode) -> TrainStream:
     """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``.
 
-    Raises a ``UserError`` if no image is left to train on, or the sampler is not known.
+    Raises a ``UserError`` if there is no image to train on, or the sampler is unknown.
     """
     dataset = _load_training_set(cfg)
     naming = build_mapper(cfg, is_train=True)
@@ -269,11 +270,11 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
 
 
 def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:
-    """Returns a checksum of images, boxes and their order; the folder does not enter it."""
+    """Returns a checksum of image names, ids, boxes and their order, without the folder."""
     value = 0
     for entry in dataset:
         name = os.path.basename(str(entry.get("file_name", "")))
         boxes = [(a.get("category_id"), a.get("bbox")) for a in entry.get("annotations", ())]
         text = f"{entry.get('image_id')} {name} {boxes}\n"
-        value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names are any bytes
+        value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names may be any bytes
     return value

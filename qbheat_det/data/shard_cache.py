@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files at an address, downloaded once for all processes of a machine, within a number of GB.
+"""Downloads files once for all processes of a machine, into a cache of limited size.
 
-``http://`` and ``https://`` need nothing; buckets (``s3://``, ``gs://``, ``az://``) need the
-package obstore, which takes credentials from the environment. Its threads do not survive the fork
-of a loading process, so that it runs in a process of its own, one for each file.
+Buckets (``s3://``, ``gs://``, ``az://``) need the package obstore, which takes credentials from the
+environment. Its threads do not survive the fork of loading workers, so each of its downloads runs
+in a new process.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from qbheat_det.core.text import format_bytes, format_duration, one_line
 
 logger = logging.getLogger(__name__)
 
-# In the environment, which loading processes inherit however they are started.
+# Environment variables, which forked and spawned workers inherit.
 _GB, _SECONDS = "QBHEAT_SHARDS_CACHE_GB", "QBHEAT_SHARDS_RETRY_SECONDS"
 _ADDRESS = re.compile(r"(https?|s3|gs|az)://.")
-_STALLED = 30.0  # seconds without a byte after which a transfer is begun again
+_STALLED = 30.0  # seconds without a byte before a transfer restarts
 _LONGEST_PAUSE = 20.0  # seconds between two attempts
 _BLOCK = 1 << 20
-_GONE = {400, 401, 403, 404, 405, 410}  # HTTP's answers that waiting does not change
-_REFUSED = 3  # exit code of ``_FROM_BUCKET`` for what waiting does not change
+_GONE = {400, 401, 403, 404, 405, 410}  # HTTP errors that are not retried
+_REFUSED = 3  # exit code of ``_FROM_BUCKET`` for errors that are not retried
 _FROM_BUCKET = """
 import os, sys
 import obstore
@@ -60,20 +60,20 @@ except Exception as error:
 
 
 class _Refused(OSError):
-    """An answer that waiting does not change."""
+    """An error that is not retried."""
 
 
 def is_address(path: object) -> bool:
-    """Returns whether a path is an address that files are downloaded from."""
+    """Returns whether a path is an address to download from."""
     return bool(_ADDRESS.match(str(path)))
 
 
 def configure_cache(*, gigabytes: float, retry_seconds: float) -> None:
-    """Sets the limits for this process and those that it starts.
+    """Sets the limits for this process and its children.
 
     Args:
-        gigabytes: that downloaded files may take on this machine, 1e9 bytes each.
-        retry_seconds: how long a file is asked for before the run ends.
+        gigabytes: size limit of all downloaded files on this machine, in 1e9 bytes.
+        retry_seconds: time limit for one file before the run ends.
 
     Raises:
         UserError: a limit is not positive.
@@ -85,7 +85,7 @@ def configure_cache(*, gigabytes: float, retry_seconds: float) -> None:
 
 
 def cache_limit() -> float:
-    """Returns how many bytes downloaded files may take."""
+    """Returns the size limit of all downloaded files, in bytes."""
     return 1e9 * float(os.environ.get(_GB, 20))
 
 
@@ -95,21 +95,17 @@ def cache_folder() -> Path:
 
 
 def fetch(address: str, num_bytes: int) -> Path:
-    """Returns the local copy of a file, which another process may remove at any time.
+    """Returns the local copy of a file of ``num_bytes``; downloads it if the cache lacks it.
 
-    Args:
-        address: of the file; one in the cache is not asked for again.
-        num_bytes: of the file.
-
-    Raises:
-        UserError: the file could not be had in time, or has another size.
+    Another process may remove the copy at any time. Raises a ``UserError`` if the download takes
+    too long, or the file has another size.
     """
     folder, _, name = address.rpartition("/")
     own = cache_folder() / hashlib.sha256(folder.encode()).hexdigest()[:16]
     target = own / f"{num_bytes}-{name}"
     if not target.is_file():
         with file_lock(own / f".{name}.lock"):
-            if not target.is_file():  # else another process has brought it
+            if not target.is_file():  # another process may have downloaded it
                 partial = own / f"{name}.part"
                 _reserve(partial, num_bytes)
                 try:
@@ -121,7 +117,7 @@ def fetch(address: str, num_bytes: int) -> Path:
 
 
 def _reserve(partial: Path, num_bytes: int) -> None:
-    """Makes an empty file of the size to come; files not used for longest make room for it."""
+    """Creates a file of the final size; removes the least recently used files to make room."""
     root = cache_folder()
     with file_lock(root / ".lock"):
         files = []
@@ -148,15 +144,15 @@ def _reserve(partial: Path, num_bytes: int) -> None:
 
 
 def download(address: str, target: Path, num_bytes: int | None = None) -> None:
-    """Downloads into a file that exists, again and again with growing pauses.
+    """Downloads into an existing file, and retries with growing pauses.
 
     Args:
-        address: of what is downloaded.
-        target: the file; whole when this returns.
-        num_bytes: that it must have; None takes any size.
+        address: to download from.
+        target: the file to write.
+        num_bytes: the required size; None accepts any.
 
     Raises:
-        UserError: ``DATALOADER.RETRY_SECONDS`` are over, the file is not there or forbidden, or it
+        UserError: ``DATALOADER.RETRY_SECONDS`` are over, the file is missing or forbidden, or it
             has another size.
     """
     patience, pause, is_told = float(os.environ.get(_SECONDS, 300)), 0.5, False
@@ -212,7 +208,7 @@ def _transfer(address: str, target: Path, stalled: float) -> None:
 
 
 def _copy(answer: http.client.HTTPResponse, to: BinaryIO) -> None:
-    """Copies the body of an answer, which must be as long as its header says."""
+    """Copies a response's body, and checks its length against the header."""
     length, copied = answer.headers.get("Content-Length"), 0
     while block := answer.read(_BLOCK):
         to.write(block)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Packing of images into shards, see ``shards``: files go in as they are, none is encoded again."""
+"""Packs image files into shards, see ``shards``, without encoding them again."""
 
 import gzip
 import hashlib
@@ -33,21 +33,21 @@ _READABLE = "image of more than 8 bits"  # an error with boxes; other mappers sc
 def pack_source(
     data: DataSource, folder: str | os.PathLike[str], *, shard_bytes: float = 64e6
 ) -> list[DataError]:
-    """Packs what a path names; the index comes last, so that a packing is whole or none.
+    """Packs a data set. The index is written last, so an interrupted packing is never used.
 
-    Images to train on lie in the shards in random order, so that a few shards are a fair sample;
-    those to evaluate on lie in their own order.
+    Training images are shuffled, so that a few shards are a fair sample. Evaluation images keep
+    their order.
 
     Args:
-        data: what to pack.
+        data: the sources to pack.
         folder: for the shards and their index.
-        shard_bytes: of a shard, about.
+        shard_bytes: approximate size of a shard.
 
     Returns:
-        What is wrong with the images that were left out.
+        The errors of the images that were left out.
 
     Raises:
-        UserError: the data are not sound, the folder already has shards, or cannot be written to.
+        UserError: the data are invalid, or the folder has shards already or is not writable.
     """
     root = Path(folder)
     if (root / INDEX).exists():
@@ -61,7 +61,7 @@ def pack_source(
         if source is None:
             continue
         if "voc_folder" in source and classes:
-            source = {**source, "classes": classes}  # one part may lack some of them
+            source = {**source, "classes": classes}  # this part may lack some classes
         images, lists = _list_images(source, kind)
         classes = [one["name"] for one in lists.get("categories", ())]
         packed = _pack(images, root, part, shard_bytes, errors, annotated=kind == "boxes")
@@ -80,7 +80,7 @@ def pack_source(
 
 
 def _list_images(source: Source, kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns images with "path" and "about", what a shard says of them; and the other lists."""
+    """Returns the images with "path" and "about", their metadata in a shard; and other lists."""
     if kind != "boxes":
         folders = source["image_folders"]
         records, classes = load_image_folders(folders, labelled=kind == "classes")
@@ -145,7 +145,7 @@ def _pack(
 def _read(
     path: str, image: dict[str, Any], errors: list[DataError], *, annotated: bool
 ) -> bytes | None:
-    """Returns an image file and sets the image's size; None, and an error, if it is broken."""
+    """Returns an image file's bytes and sets the image's size; adds an error if it is broken."""
     sizes: dict[str, Any] = {key: image[key] for key in ("width", "height") if key in image}
     error = find_image_error({"file_name": path, "image_id": image["id"], **sizes})
     if error is None or (error.kind == _READABLE and not annotated):
@@ -160,7 +160,7 @@ def _read(
 
 
 class _Shard:
-    """The shard that is being filled, in memory."""
+    """Fills one shard after another in memory."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -177,7 +177,7 @@ class _Shard:
         return self._buffer.tell()
 
     def add(self, number: int, image: dict[str, Any], content: bytes, about: Any) -> None:
-        """Appends an image, and what others may want to know of it, as WebDataset has them."""
+        """Appends an image and its metadata, as in WebDataset."""
         key, suffix = f"{number:09d}", os.path.splitext(image["file_name"])[1].lower()
         place = f"{self._buffer.tell() + _HEADER}-{len(content)}-{zlib.crc32(content):08x}"
         self._images.append((image, place))
@@ -191,7 +191,7 @@ class _Shard:
             self._tar.addfile(info, io.BytesIO(data))
 
     def close(self, part: str) -> None:
-        """Writes the shard, if it has images, and tells them where they are."""
+        """Writes the shard, if it has images, and sets their "at"."""
         if not self._images:
             return
         self._tar.close()

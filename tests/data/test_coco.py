@@ -14,14 +14,9 @@ import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    CocoFile,
-    check_coco_json,
-    check_same_classes,
-    register_coco_images,
-    register_coco_json,
-)
+from qbheat_det.data import CocoFile, check_same_classes, register_coco_json
 from qbheat_det.data.datasets import register_builtin_sets
+from qbheat_det.data.datasets.coco import check_coco_file, register_coco_images
 from qbheat_det.data.datasets.coco_file import has_area, has_polygon
 
 NAME = "qbheat_test_of_coco"
@@ -65,7 +60,7 @@ def annotation(**fields: object) -> Change:
 
 def find_message(folder: Path, change: Change) -> str:
     with pytest.raises(UserError) as caught:
-        check_coco_json(*write(folder, changed(change)))
+        check_coco_file(CocoFile(*write(folder, changed(change))))
     text = str(caught.value)
     assert "set.json" in text
     assert "\n" not in text
@@ -74,7 +69,7 @@ def find_message(folder: Path, change: Change) -> str:
 
 def test_a_good_file_is_summarised(tmp_path: Path) -> None:
     json_file, image_root = write(tmp_path, GOOD)
-    summary = check_coco_json(json_file, image_root)
+    summary = CocoFile(json_file, image_root)
     assert (summary.class_names, summary.category_ids) == (("dog", "cat"), (2, 9))
     assert (len(summary.images), len(summary.annotations)) == (3, 3)
     assert summary.warnings == []
@@ -136,13 +131,13 @@ def test_a_bad_entry_is_named_with_its_file_and_id(
 def test_files_and_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     json_file, image_root = write(tmp_path, GOOD)
     with pytest.raises(UserError, match=r"none\.json"):
-        check_coco_json(tmp_path / "none.json", tmp_path)
+        CocoFile(str(tmp_path / "none.json"), str(tmp_path))
     with pytest.raises(UserError, match="nowhere"):
-        check_coco_json(json_file, tmp_path / "nowhere")
+        CocoFile(json_file, str(tmp_path / "nowhere"))
     for content in (b"{not json", b"", b"\xff\xfe\x00\x01", b"[]", b'[{"image_id": 1}]'):
         Path(json_file).write_bytes(content)
         with pytest.raises(UserError, match=r"set\.json"):
-            check_coco_json(json_file, image_root)
+            CocoFile(json_file, image_root)
 
 
 def test_all_errors_are_found_at_once_and_only_what_is_sound_stays(tmp_path: Path) -> None:
@@ -187,7 +182,7 @@ WARNINGS: dict[str, tuple[Change, int]] = {
 @pytest.mark.parametrize("named", WARNINGS)
 def test_what_detectron2_copes_with_is_a_warning(named: str, tmp_path: Path) -> None:
     change, num_boxes = WARNINGS[named]
-    summary = check_coco_json(*write(tmp_path, changed(change)))
+    summary = CocoFile(*write(tmp_path, changed(change)))
     assert named in summary.warnings[0]
     usable = [a for a in summary.annotations if has_area(a) and has_polygon(a)]
     assert sum(not a.get("iscrowd", 0) for a in usable) == num_boxes
@@ -199,7 +194,7 @@ def test_masks_that_pycocotools_writes_pass_and_shortened_ones_do_not(tmp_path: 
         pixels = random.random((50, 100)) < (0.0, 0.01, 0.5, 1.0)[seed]
         encoded = pycocotools.mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
         rle = {"counts": encoded["counts"].decode(), "size": [50, 100]}
-        check_coco_json(*write(tmp_path, changed(annotation(segmentation=rle))))
+        CocoFile(*write(tmp_path, changed(annotation(segmentation=rle))))
         shorter = {**rle, "counts": rle["counts"][:-1]}
         assert "annotation id 2" in find_message(tmp_path, annotation(segmentation=shorter))
 
@@ -223,7 +218,7 @@ def test_a_registered_file_loads_from_any_folder_with_contiguous_classes(
 
 
 def test_classes_are_compared_by_name_and_order(tmp_path: Path) -> None:
-    train = check_coco_json(*write(tmp_path / "train", GOOD))
+    train = CocoFile(*write(tmp_path / "train", GOOD))
     for categories, named in (
         ({1: "dog", 2: "cat"}, ""),
         ({9: "cat", 2: "wolf"}, r"val/set\.json' lacks 'dog'"),
@@ -234,7 +229,7 @@ def test_classes_are_compared_by_name_and_order(tmp_path: Path) -> None:
         content["categories"] = [{"id": id_, "name": name} for id_, name in categories.items()]
         for entry in content["annotations"]:
             entry["category_id"] = 2
-        val = check_coco_json(*write(tmp_path / "val", content))
+        val = CocoFile(*write(tmp_path / "val", content))
         with pytest.raises(UserError, match=named) if named else nullcontext():
             check_same_classes(train, val)
 

@@ -16,7 +16,8 @@ from detectron2.utils import comm
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import seed_place
-from qbheat_det.data import DataError, ImageBatches, TrainStream, build_train_stream, with_views
+from qbheat_det.data import DataError, ImageBatches, TrainStream, build_train_stream
+from qbheat_det.data.image_batches import with_views
 from qbheat_det.modeling.pretrain import QUADRANTS_OF
 
 Batch = list[dict[str, Any]]

@@ -17,14 +17,17 @@ from detectron2.data import transforms as T
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
-    DATASET_MAPPERS,
     DataError,
     FixedViews,
     PretrainingMapper,
-    build_detr_crop,
     build_mapper,
 )
-from qbheat_det.data.mappers import DetrDatasetMapper, TwoViewMapper
+from qbheat_det.data.mappers import (
+    DATASET_MAPPERS,
+    DetrDatasetMapper,
+    TwoViewMapper,
+    build_detr_crop,
+)
 from tests.data.pictures import draw, save
 
 

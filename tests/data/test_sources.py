@@ -14,12 +14,12 @@ from PIL import Image
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     forget_annotations,
-    forget_source,
     open_source,
     read_annotations,
     register_source,
     split_source,
 )
+from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.data.datasets.splits import choose_val
 
 NAMES = ["cat", "dog"]

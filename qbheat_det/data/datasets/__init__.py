@@ -1,8 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Data sets: annotation files, folders of images, and the built-in sets.
-
-``register_builtin_sets`` registers those that need no files of the user's.
-"""
+"""Data sets: formats of annotations, image folders, and the built-in sets."""
 
 import functools
 import os
@@ -18,7 +15,7 @@ AQUARIUM = Path(__file__).parent / "aquarium"
 
 
 def register_builtin_sets() -> None:
-    """Registers these sets; nothing is listed or drawn before one is first loaded.
+    """Registers these sets, which are listed or drawn when they are first loaded.
 
     ``qbheat_toy_train``, ``qbheat_toy_val``: the toy set, with boxes and masks.
     ``qbheat_toy_train_images``, ``qbheat_toy_val_images``: its images, for pre-training.
@@ -37,7 +34,7 @@ def register_builtin_sets() -> None:
     for split in ("train", "val"):
         name, file = f"aquarium_sample_{split}", AQUARIUM / f"{split}.json"
         register_coco_json(name, file, AQUARIUM)
-    # As Detectron2 finds the data sets that it knows.
+    # Detectron2's root folder of data sets.
     root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser()
     for split in ("train", "val"):
         files = MetadataCatalog.get(f"coco_2017_{split}")

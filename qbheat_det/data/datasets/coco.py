@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Annotation files in COCO's format: registering them, and checking them before training."""
+"""Recognises, checks and registers annotation files in COCO's format."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ PathLike = str | os.PathLike[str]
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
-    """Registers an annotation file with Detectron2; another one of its name is a ``UserError``."""
+    """Registers an annotation file; raises a ``UserError`` if the name has other files."""
     root = str(image_root) if "://" in str(image_root) else os.path.abspath(image_root)
     paths = os.path.abspath(json_file), root
     if not _is_registered(name, *paths):
@@ -47,9 +47,9 @@ def register_coco_images(
 ) -> None:
     """Registers the images of an annotation file without their annotations, for pre-training.
 
-    The file, which may list images alone, is read when the set is first loaded, after ``prepare``
-    has made it. Registering a name again with the same files does nothing; with others it is a
-    ``UserError``.
+    The file is read when the set is first loaded, after ``prepare`` has created it. It may list
+    images alone. Registering the same files again does nothing; other files under the same name
+    raise a ``UserError``.
     """
     paths = os.path.abspath(json_file), os.path.abspath(image_root)
     if _is_registered(name, *paths, unlabelled=True):
@@ -66,15 +66,14 @@ def register_coco_images(
         image_root=paths[1],
         unlabelled=True,
         evaluator_type="reconstruction",
-        drawn_on_first_use=prepare is not None,  # so that no one misses the json_file before
+        drawn_on_first_use=prepare is not None,  # json_file may not exist before
     )
 
 
 def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
-    """Returns ``file_name`` and ``image_id`` of every image, in the order of the ids.
+    """Returns ``file_name`` and ``image_id`` of every image, sorted by id.
 
-    Raises a ``UserError`` if the file is not COCO's, an image has no id of its own, or its file is
-    not in the folder.
+    Raises a ``UserError`` if the file is not in COCO's format, ids repeat, or a file is missing.
     """
     file = CocoFile(str(json_file), str(image_root), needed=("images",))
     raise_first(file.errors)
@@ -84,22 +83,15 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
     ]
 
 
-def check_coco_json(json_file: PathLike, image_root: PathLike) -> CocoFile:
-    """Checks an annotation file, returns what it holds, and logs what is odd; see ``CocoFile``."""
-    content = CocoFile(str(json_file), str(image_root))
-    check_coco_file(content)
-    return content
-
-
 def check_coco_file(content: CocoFile) -> None:
-    """Logs what is odd in annotations; raises a ``UserError`` for their first error."""
+    """Logs the warnings of annotations; raises a ``UserError`` for their first error."""
     raise_first(content.errors)
     for warning in content.warnings:
         logger.warning(warning)
 
 
 def check_same_classes(train: CocoFile, val: CocoFile) -> None:
-    """Raises a ``UserError`` unless two annotation files mean the same by class 0, 1, 2, …"""
+    """Raises a ``UserError`` unless two annotation files have the same classes in one order."""
     if train.class_names == val.class_names:
         return
     files = f"'{train.json_file}' and '{val.json_file}'"
@@ -147,7 +139,7 @@ def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
     beside += [above / "images" / subset, above / subset, json_file.parent / subset]
     folders = [*([Path(likely).absolute()] if likely else []), *beside]
     first = "" if given else _read_first_name(json_file)
-    if given or not first:  # of a broken file, which is reported when it is read
+    if given or not first:  # a broken file is reported when it is read
         folders = [Path(given or json_file.parent).absolute()]
     elif holding := [folder for folder in folders if (folder / first).is_file()]:
         folders = holding
@@ -162,7 +154,7 @@ def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
 
 
 def _read_first_name(json_file: Path) -> str:
-    """Returns the first ``file_name`` without reading all of a file that may be large."""
+    """Returns the first ``file_name`` without reading the whole file."""
     text = ""
     with open(json_file, encoding="utf-8", errors="replace") as file:
         while chunk := file.read(1 << 20):
@@ -176,7 +168,7 @@ def _read_first_name(json_file: Path) -> str:
 
 
 def _is_registered(name: str, json_file: str, image_root: str, *, unlabelled: bool = False) -> bool:
-    """Returns whether a name is that of these files."""
+    """Returns whether a name has these files; raises a ``UserError`` if it has others."""
     if name not in DatasetCatalog:
         return False
     known = MetadataCatalog.get(name)

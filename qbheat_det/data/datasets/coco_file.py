@@ -1,10 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The validation of a COCO annotation file: one pass that collects everything that is wrong."""
+"""Validates COCO annotations in one pass that collects all errors."""
 
 import json
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from qbheat_det.core.errors import UserError
@@ -13,7 +12,7 @@ from qbheat_det.data.checks import DataError, are_numbers, find_box_error, short
 
 Entry = dict[str, Any]
 Found = tuple[str, str] | None
-"""Kind of an error and its reason, or None."""
+"""Kind and reason of an error, or None."""
 
 _LISTS = {"images": "image", "annotations": "annotation", "categories": "category"}
 _MAX_SHIFT = 30  # of the last of seven groups of bits: run lengths have 35 bits at most
@@ -27,10 +26,10 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
-# Whether a value is valid, what it must be, and the value of an entry without the key.
+# Whether a value is valid, what it must be, and the default of a missing key.
 Rule = tuple[Callable[[Any], bool], str, Any]
 _ID: Rule = (
-    # Above, COCO evaluation in floating point takes one id for another.
+    # COCO evaluation stores ids in floating point, which confuses larger ones.
     lambda value: type(value) is int and abs(value) < 2**53,
     "a whole number below 2**53",
     None,
@@ -53,12 +52,14 @@ _RULES: dict[str, dict[str, Rule]] = {
 
 
 class CocoFile:
-    """An annotation file, separated into what is valid and what is not.
+    """A validated annotation file.
 
-    What stops a run, or silently spoils it, is one of ``errors``, which names the file and the id.
-    What Detectron2 copes with is one of ``warnings``. ``images`` and ``annotations`` are the
-    entries without an error, ``categories`` those in contiguous order: by id, as Detectron2 sorts
-    them.
+    Attributes:
+        errors: problems that stop a run or silently spoil it; each names the file and the id.
+        warnings: oddities that Detectron2 handles.
+        images: entries without an error.
+        annotations: entries without an error.
+        categories: entries without an error, sorted by id as in Detectron2.
     """
 
     def __init__(
@@ -69,12 +70,17 @@ class CocoFile:
         *,
         converted: "Converted | None" = None,
     ) -> None:
-        """Reads and checks a file; whether an image file exists is checked, but none is opened.
+        """Reads and checks a file. Image files must exist, but are not opened.
 
-        ``image_root`` is the folder that file names are relative to, or the address of shards, in
-        which no file is looked for; ``needed`` are lists that it must have: without "annotations",
-        images need an id and a file. ``converted`` takes the place of ``json_file``. Raises a
-        ``UserError`` if nothing can be said about single entries, as the file is not COCO's.
+        Args:
+            json_file: the annotations, also named in messages.
+            image_root: folder that file names are relative to, or an address of shards, whose
+                images are not checked.
+            needed: lists that the file must have; without "annotations", images need no size.
+            converted: lists to check instead of the content of ``json_file``.
+
+        Raises:
+            UserError: the file is not in COCO's format.
         """
         self.json_file = json_file
         self.image_root = image_root
@@ -116,7 +122,7 @@ class CocoFile:
     def _validate(
         self, key: str, rules: dict[str, Rule], find: Callable[[Entry], Found] = lambda entry: None
     ) -> list[Entry]:
-        """Returns the entries of a list without an error, and adds the errors of the others."""
+        """Returns the valid entries of a list, and collects the errors of the others."""
         kind = _LISTS[key]
         valid: dict[int, Entry] = {}
         for number, entry in enumerate(self._lists[key], start=1):
@@ -133,7 +139,7 @@ class CocoFile:
         return list(valid.values())
 
     def _check_annotations(self) -> None:
-        """Keeps the valid ones; what belongs to an invalid image or category falls with it."""
+        """Keeps valid annotations of valid images and categories."""
         images, categories = {entry["id"]: entry for entry in self.images}, set(self.category_ids)
         known = {
             kind: {e["id"] for e in self._lists[key] if isinstance(e, dict) and _ID[0](e.get("id"))}
@@ -184,7 +190,7 @@ class CocoFile:
             self.warnings.append(f"{self.json_file}: categories without a box: {names}")
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
-        """Returns the lists of valid entries, of all images or of those with these file names."""
+        """Returns the lists of valid entries, for all images or for those with these names."""
         images = [
             one for one in self.images if file_names is None or one["file_name"] in file_names
         ]
@@ -193,18 +199,42 @@ class CocoFile:
         return {"images": images, "annotations": annotations, "categories": self.categories}
 
 
-@dataclass(frozen=True)
 class Converted:
-    """The lists of a COCO file that were made of files of another format.
+    """COCO lists that a converter fills from files of another format.
 
-    Ids in ``lists`` count from 1; ``places`` is what messages call an entry, by its list and its
-    number in it, from 1; ``errors`` is what could not be converted, ``warnings`` what may be meant.
+    Attributes:
+        lists: "images", "annotations" and "categories", with ids from 1 in the first two.
+        places: names an entry in messages, by its list and id.
+        errors: what could not be converted.
+        warnings: what may be a mistake.
     """
 
-    lists: dict[str, list[Any]]
-    places: dict[tuple[str, int], str]
-    errors: list[DataError]
-    warnings: list[str] = field(default_factory=list)
+    def __init__(self, class_names: Iterable[str] = ()) -> None:
+        categories = [{"id": index, "name": name} for index, name in enumerate(class_names)]
+        self.lists: dict[str, list[Any]] = {
+            "images": [], "annotations": [], "categories": categories
+        }  # fmt: skip
+        self.places: dict[tuple[str, int], str] = {}
+        self.errors: list[DataError] = []
+        self.warnings: list[str] = []
+
+    def add_image(self, place: str, file_name: str, size: tuple[int, int]) -> int:
+        """Adds an image of ``size`` (width, height), and returns its id."""
+        width, height = size
+        return self._add("images", place, file_name=file_name, width=width, height=height)
+
+    def add_box(
+        self, place: str, image_id: int, class_index: int, bbox: list[float], is_crowd: bool = False
+    ) -> None:
+        """Adds an annotation; ``bbox`` is [x, y, width, height] in pixels."""
+        entry = {"image_id": image_id, "category_id": class_index, "bbox": bbox}
+        self._add("annotations", place, **entry, iscrowd=int(is_crowd))
+
+    def _add(self, key: str, place: str, **entry: Any) -> int:
+        id_ = len(self.lists[key]) + 1
+        self.lists[key].append({"id": id_, **entry})
+        self.places[key, id_] = place
+        return id_
 
 
 def has_area(entry: Entry) -> bool:
@@ -213,7 +243,7 @@ def has_area(entry: Entry) -> bool:
 
 
 def has_polygon(entry: Entry) -> bool:
-    """Whether an annotation has a polygon of three points, or RLE, or nothing, for Detectron2."""
+    """Returns whether an annotation has RLE, no segmentation, or a polygon of three points."""
     segmentation = entry.get("segmentation")
     if not segmentation or isinstance(segmentation, dict):
         return True
@@ -221,7 +251,7 @@ def has_polygon(entry: Entry) -> bool:
 
 
 def _read(json_file: str, needed: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns the lists of a file, empty ones for those that are not needed."""
+    """Returns the lists of a file; lists that are not needed are empty."""
     if not os.path.isfile(json_file):
         raise UserError(f"the annotation file '{json_file}' does not exist")
     try:
@@ -266,7 +296,7 @@ def _find_shape_error(entry: Entry, width: int, height: int) -> Found:
 
 def _can_be_drawn(segmentation: object, width: int, height: int) -> bool:
     if isinstance(segmentation, list):
-        # Drawing from far outside takes memory without end.
+        # Coordinates far outside the image would need unlimited memory.
         return all(are_numbers(polygon, 11 * max(width, height)) for polygon in segmentation)
     if not isinstance(segmentation, dict) or not segmentation:
         return not segmentation
@@ -278,9 +308,9 @@ def _can_be_drawn(segmentation: object, width: int, height: int) -> bool:
 
 
 def _decode_runs(counts: str) -> list[int] | None:
-    """Returns the run lengths of a compressed RLE, or None if the string is none.
+    """Returns the run lengths of a compressed RLE, or None if the string is invalid.
 
-    pycocotools would read and write beyond its memory for some of these.
+    pycocotools accesses memory out of bounds for some invalid strings.
     """
     runs: list[int] = []
     value = shift = 0

@@ -228,7 +228,9 @@ def _read_annotations(key: str) -> CocoFile:
     if "shards" in source:
         part = read_part(file, source["subset"])
         lists = {key: part[key] for key in ("images", "annotations", "categories")}
-        return CocoFile(file, f"{PREFIX}{file}", converted=Converted(lists, {}, []))
+        converted = Converted()
+        converted.lists = lists
+        return CocoFile(file, f"{PREFIX}{file}", converted=converted)
     convert = next(row.convert for row in FORMATS if row.key in source)
     assert convert is not None, source
     converted = convert(file, source["subset"], source.get("classes"))

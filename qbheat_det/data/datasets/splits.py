@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Holding a part of a data set out for evaluation, in the proportions of its classes."""
+"""Holds out a part of a data set for evaluation, stratified by class."""
 
 import json
 import random
@@ -16,10 +16,10 @@ SPLIT_FILE = "split.json"
 
 
 def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:
-    """Returns which of N images are held out, the same ones for the same seed.
+    """Returns the indices of the images to hold out, which depend on the seed alone.
 
-    The share of each of ``groups`` (N,) is within one image of ``fraction``, in (0, 1); the only
-    image of a group is never held out.
+    ``groups`` (N,) has the group of each image. Each group's share is within one image of
+    ``fraction``, in (0, 1). The only image of a group is never held out.
     """
     generator = random.Random(f"{seed} hold out")
     sizes = Counter(groups)
@@ -29,7 +29,7 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
         if sizes[group] > 1
     )
     start = max(generator.random(), 1 - len(order) * fraction)  # at least one, if there are two
-    # Every fifth of all, in the order of the groups, from a random one of the first five.
+    # For a fraction of 1/5: every fifth image in the order of groups, from a random start.
     return {
         index
         for place, (_, _, index) in enumerate(order)
@@ -38,7 +38,7 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
 
 
 def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
-    """Returns for each image the class in it that fewest images have; None without boxes."""
+    """Returns each image's rarest class, counted in images; None without boxes."""
     classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
     for entry in annotations.annotations:
         if not entry.get("iscrowd", 0):
@@ -53,9 +53,9 @@ def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
 def split_names(
     names: Sequence[str], groups: Sequence[Hashable], *, fraction: float, seed: int
 ) -> dict[str, Any]:
-    """Returns what ``split.json`` lists: "seed", "fraction", and the names in "train" and "val".
+    """Returns the content of ``split.json``: "seed", "fraction", names in "train" and "val".
 
-    Raises a ``UserError`` if there are too few images to hold one out.
+    Raises a ``UserError`` if there are too few images.
     """
     chosen = choose_val(groups, fraction=fraction, seed=seed)
     if not chosen or len(chosen) == len(names):
@@ -70,7 +70,7 @@ def split_names(
 
 
 def read_split(path: str | Path) -> dict[str, Any]:
-    """Returns what a ``split.json`` holds; a ``UserError`` if it cannot be read."""
+    """Returns the content of a ``split.json``, or raises a ``UserError``."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         parts = [content["train"], content["val"]]

@@ -1,16 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Folders in the format of Pascal VOC: ``Annotations``, ``JPEGImages`` and lists in ``ImageSets``.
+"""Reads data sets in the format of Pascal VOC: ``Annotations``, ``JPEGImages``, ``ImageSets``.
 
-Pixels count from 1, as in VOC: a box from xmin 1 to xmax 100 is 100 pixels wide. Objects that are
-marked as difficult are crowds: not trained on, and neither right nor wrong in evaluation. Classes
-are in the order of their names.
+Pixels count from 1, as in VOC: a box from xmin 1 to xmax 100 is 100 pixels wide. Difficult objects
+become crowds, which training and evaluation ignore. Classes are sorted by name.
 """
 
 import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import DataError, short
@@ -24,63 +22,54 @@ _LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
 
 
 def find_voc_list(folder: str | Path, subset: str) -> Path | None:
-    """Returns the list of the images of "train" or "val"; None if there is none."""
+    """Returns the list file of "train" or "val", or None."""
     lists = Path(folder) / "ImageSets" / "Main"
     files = [lists / f"{name}.txt" for name in _LISTS[subset]]
     return next((file for file in files if file.is_file()), None)
 
 
 def convert_voc(folder: str, subset: str, classes: Sequence[str] | None = None) -> Converted:
-    """Returns a subset as the lists of a COCO file; file names are relative to the folder.
+    """Returns a subset as COCO lists; file names are relative to the folder.
 
-    ``subset`` is "train" or "val", by the lists of ``ImageSets/Main``, or "all" annotations;
-    ``classes`` are the names that are allowed, in their order, None takes those of all annotations.
-    Raises a ``UserError`` if there are no annotations, or a list cannot be read.
+    ``subset`` is "train" or "val", by the lists of ``ImageSets/Main``, or "all". ``classes`` are
+    the allowed names in their order; None allows the names in all annotations. Raises a
+    ``UserError`` if there are no annotations, or a list cannot be read.
     """
     root = Path(folder)
-    errors: list[DataError] = []
-    files = _list_annotations(root, subset, errors)
     trees = {file: _parse(file) for file in sorted((root / "Annotations").glob("*.xml"))}
     if not trees:
         raise UserError(f"'{root / 'Annotations'}' has no annotations (.xml)")
     names = classes or sorted({n for tree in trees.values() for n in _list_names(tree)})
     ids = {name: index for index, name in enumerate(names)}
-    categories = [{"id": index, "name": name} for name, index in ids.items()]
-    lists: dict[str, list[Any]] = {"images": [], "annotations": [], "categories": categories}
-    places: dict[tuple[str, int], str] = {}
+    converted = Converted(names)
     by_stem = {
         entry.stem: entry
         for entry in sorted((root / "JPEGImages").iterdir())
         if entry.suffix.lower() in IMAGE_SUFFIXES
     }
-    for file in files:
+    for file in _list_annotations(root, subset, converted.errors):
         tree = trees[file]
         if isinstance(tree, DataError):
-            errors.append(tree)
+            converted.errors.append(tree)
             continue
         named = root / "JPEGImages" / Path(tree.findtext("filename", "").strip()).name
         image = named if named.is_file() else by_stem.get(file.stem)
         if image is None:
             reason = f"there is no image '{named.name}' or '{file.stem}' in JPEGImages"
-            errors.append(DataError("missing image file", str(file), reason))
+            converted.errors.append(DataError("missing image file", str(file), reason))
             continue
         size = _read_size(tree, image)
         if isinstance(size, DataError):
-            errors.append(size)
+            converted.errors.append(size)
             continue
-        image_id = len(lists["images"]) + 1
-        entry = {"id": image_id, "file_name": os.path.relpath(image, root)}
-        lists["images"].append({**entry, "width": size[0], "height": size[1]})
-        places["images", image_id] = str(file)
+        image_id = converted.add_image(str(file), os.path.relpath(image, root), size)
         for number, thing in enumerate(tree.iter("object"), start=1):
             where, found = f"{file}, object {number}", _convert_object(thing, ids)
             if isinstance(found, str):
-                errors.append(DataError("wrong object", where, found))
-                continue
-            annotation_id = len(lists["annotations"]) + 1
-            lists["annotations"].append({"id": annotation_id, "image_id": image_id, **found})
-            places["annotations", annotation_id] = where
-    return Converted(lists, places, errors)
+                converted.errors.append(DataError("wrong object", where, found))
+            else:
+                converted.add_box(where, image_id, *found)
+    return converted
 
 
 def _list_annotations(root: Path, subset: str, errors: list[DataError]) -> list[Path]:
@@ -92,7 +81,7 @@ def _list_annotations(root: Path, subset: str, errors: list[DataError]) -> list[
     for number, line in enumerate(list_file.read_text(errors="replace").splitlines(), start=1):
         if not (name := line.strip()):
             continue
-        # Some lists have a flag behind the name, and names may have blanks.
+        # Some lists have a flag after the name, and names may contain spaces.
         stems = (Path(name).name, Path(name.split()[0]).name)
         found = next((folder / f"{s}.xml" for s in stems if (folder / f"{s}.xml").is_file()), None)
         if found is None:
@@ -104,7 +93,7 @@ def _list_annotations(root: Path, subset: str, errors: list[DataError]) -> list[
 
 
 def _parse(file: Path) -> "ElementTree.Element | DataError":
-    """Reads an annotation; one that declares entities, as no tool for VOC does, is refused."""
+    """Reads an annotation file; refuses declared entities, which can expand without limit."""
     try:
         content = file.read_bytes() if file.stat().st_size <= _LARGEST else b"\0"
         if b"<!DOCTYPE" in content or b"<!ENTITY" in content or b"\0" in content:
@@ -122,7 +111,7 @@ def _list_names(tree: "ElementTree.Element | DataError") -> list[str]:
 
 
 def _read_size(tree: ElementTree.Element, image: Path) -> "tuple[int, int] | DataError":
-    """Returns width and height as they are annotated, or else those of the image."""
+    """Returns the annotated width and height, or else the size of the image file."""
     try:
         width, height = (int(tree.findtext(f"size/{key}", "0")) for key in ("width", "height"))
     except ValueError:
@@ -132,8 +121,10 @@ def _read_size(tree: ElementTree.Element, image: Path) -> "tuple[int, int] | Dat
     return next(read_sizes([str(image)]))
 
 
-def _convert_object(thing: ElementTree.Element, ids: dict[str, int]) -> "dict[str, Any] | str":
-    """Returns the entries of a COCO annotation, or what is wrong."""
+def _convert_object(
+    thing: ElementTree.Element, ids: dict[str, int]
+) -> "tuple[int, list[float], bool] | str":
+    """Returns class, box (x, y, width, height) and whether it is a crowd; or the error."""
     name = thing.findtext("name", "").strip()
     if name not in ids:
         return f"its name {name!r} is none of the classes {short(list(ids))}"
@@ -144,7 +135,7 @@ def _convert_object(thing: ElementTree.Element, ids: dict[str, int]) -> "dict[st
     left, top = max(edges[0] - 1, 0.0), max(edges[1] - 1, 0.0)
     box = [left, top, edges[2] - left, edges[3] - top]
     difficult = thing.findtext("difficult", "0").strip() == "1"
-    return {"category_id": ids[name], "bbox": box, "iscrowd": int(difficult)}
+    return ids[name], box, difficult
 
 
 _EDGES = ("xmin", "ymin", "xmax", "ymax")

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Data sets in the format of Ultralytics' YOLO: a ``data.yaml``, folders of images, label files.
+"""Reads data sets in the format of Ultralytics' YOLO: ``data.yaml``, image folders, label files.
 
-Read are ``path``, ``train``, ``val``, ``names``, ``nc`` and ``kpt_shape``; nothing is downloaded,
-and nothing in the file is run. The labels of ``…/images/a.jpg`` are in ``…/labels/a.txt``, a line
-for each object: class, centre, width and height, or class and a polygon, whose box is taken; all in
-fractions of the image's sides. An image without a label file has no objects.
+Of the ``data.yaml``, ``path``, ``train``, ``val``, ``names``, ``nc`` and ``kpt_shape`` are read;
+nothing is downloaded or run. The labels of ``…/images/a.jpg`` are in ``…/labels/a.txt``, one object
+a line: class, centre, width and height, or class and a polygon, which is replaced by its box.
+Coordinates are fractions of the image's sides. An image without a label file has no objects.
 """
 
 import os
@@ -23,13 +23,13 @@ from qbheat_det.data.images import read_sizes
 from .coco_file import Converted
 from .image_folder import list_images
 
-_TOLERANCE = 0.01  # by which rounding may put a coordinate outside of its image
+_TOLERANCE = 0.01  # coordinates may lie outside the image by this much
 _LARGEST = 10_000_000  # bytes of a data.yaml
 
 
 @dataclass(frozen=True)
 class YoloConfig:
-    """What a ``data.yaml`` says: its path, classes, folders and lists, and if it has keypoints."""
+    """The content of a ``data.yaml``; ``subsets`` are folders and lists of images."""
 
     file: Path
     names: list[str]
@@ -38,7 +38,7 @@ class YoloConfig:
 
 
 def read_data_yaml(file: str | Path) -> YoloConfig:
-    """Reads a ``data.yaml``; a ``UserError`` if it, its names or its folders are not valid."""
+    """Reads a ``data.yaml``; raises a ``UserError`` if its names or folders are not valid."""
     file = Path(file).absolute()
     try:
         if file.stat().st_size > _LARGEST:
@@ -47,7 +47,7 @@ def read_data_yaml(file: str | Path) -> YoloConfig:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"'{file}' cannot be read as YAML: {one_line(error)}") from error
     if not isinstance(content, dict) or "train" not in content:
-        raise UserError(f"'{file}' is no data.yaml of YOLO: it has no 'train'")
+        raise UserError(f"'{file}' is not a data.yaml of YOLO: it has no 'train'")
     names = _read_names(file, content)
     subsets = {
         key: list(_resolve(file, content, key)) for key in ("train", "val") if content.get(key)
@@ -56,7 +56,7 @@ def read_data_yaml(file: str | Path) -> YoloConfig:
 
 
 def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[DataError]]:
-    """Returns the paths of the images of a subset, without repetitions, and missing ones.
+    """Returns the paths of a subset's images without repetitions, and errors of missing images.
 
     Raises a ``UserError`` if a folder has no image, or a list cannot be read.
     """
@@ -84,41 +84,33 @@ def convert_yolo(file: str, subset: str, classes: Sequence[str] | None = None) -
     ``classes`` is ignored: the data.yaml lists them.
     """
     config = read_data_yaml(file)
-    paths, errors = list_yolo_images(config, subset)
-    categories = [{"id": index, "name": name} for index, name in enumerate(config.names)]
-    lists: dict[str, list[Any]] = {"images": [], "annotations": [], "categories": categories}
-    places: dict[tuple[str, int], str] = {}
+    converted = Converted(config.names)
+    paths, converted.errors = list_yolo_images(config, subset)
+    converted.warnings = _find_orphans(config, subset, paths)
     any_label = False
     for path, size in zip(paths, read_sizes(paths), strict=True):
         label = find_label_file(path)
         lines = _read_lines(label) if label.is_file() else []
         any_label |= label.is_file()
         if isinstance(size, DataError):
-            errors.append(size)
+            converted.errors.append(size)
             continue
         width, height = size
-        image_id = len(lists["images"]) + 1
-        name = os.path.relpath(path, config.file.parent)
-        lists["images"].append(
-            {"id": image_id, "file_name": name, "width": width, "height": height}
-        )
-        places["images", image_id] = path
+        image_id = converted.add_image(path, os.path.relpath(path, config.file.parent), size)
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where, found = f"{label}, line {number}", _parse(line, config)
             if isinstance(found, str):
-                errors.append(DataError("wrong label", where, found))
+                converted.errors.append(DataError("wrong label", where, found))
                 continue
             class_id, (left, top, right, bottom) = found
             box = [left * width, top * height, (right - left) * width, (bottom - top) * height]
-            entry = {"image_id": image_id, "category_id": class_id, "bbox": box, "iscrowd": 0}
-            lists["annotations"].append({"id": len(lists["annotations"]) + 1, **entry})
-            places["annotations", len(lists["annotations"])] = where
+            converted.add_box(where, image_id, class_id, box)
     if paths and not any_label:
         reason = f"no image of '{subset}' has a label file, such as '{find_label_file(paths[0])}'"
-        errors.append(DataError("no labels", str(config.file), reason))
-    return Converted(lists, places, errors, _find_orphans(config, subset, paths))
+        converted.errors.append(DataError("no labels", str(config.file), reason))
+    return converted
 
 
 def _find_orphans(config: YoloConfig, subset: str, paths: Sequence[str]) -> list[str]:
@@ -135,7 +127,7 @@ def _find_orphans(config: YoloConfig, subset: str, paths: Sequence[str]) -> list
 
 
 def find_label_file(image: str) -> Path:
-    """Returns where the labels of an image are: in "labels" in place of the last "images"."""
+    """Returns the label file of an image; "labels" replaces the last "images" in its path."""
     folder, name = os.path.split(image)
     parts = folder.split(os.sep)
     if "images" in parts:
@@ -145,7 +137,7 @@ def find_label_file(image: str) -> Path:
 
 
 def _parse(line: str, config: YoloConfig) -> tuple[int, list[float]] | str:
-    """Returns class and box (left, top, right, bottom; in fractions), or what is wrong."""
+    """Returns class and box (left, top, right, bottom; in fractions), or the error."""
     try:
         number, *values = map(float, line.split())
     except ValueError:
