@@ -66,36 +66,36 @@ def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def module_files(root: Path = ROOT) -> dict[str, Path]:
-    """Returns all files of the package by their dotted module."""
+def module_files(root: Path = ROOT, package: str = PACKAGE) -> dict[str, Path]:
+    """Returns all files of a top-level package by their dotted module."""
     files = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
+    for path in sorted((root / package).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         files[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
     return files
 
 
-def imports(root: Path = ROOT) -> dict[str, set[str]]:
-    """Returns for each module the names inside the package that it imports."""
+def imports(root: Path = ROOT, package: str = PACKAGE) -> dict[str, set[str]]:
+    """Returns for each module of a package the names inside that package that it imports."""
     return {
         module: {
             name
             for name in imported_names(
                 ast.parse(path.read_text("utf-8")), module, path.name == "__init__.py"
             )
-            if name.split(".")[0] == PACKAGE
+            if name.split(".")[0] == package
         }
-        for module, path in module_files(root).items()
+        for module, path in module_files(root, package).items()
     }
 
 
-def file_graph(root: Path = ROOT) -> dict[str, set[str]]:
-    """Returns for each module the modules that it imports; names resolve to their modules.
+def file_graph(root: Path = ROOT, package: str = PACKAGE) -> dict[str, set[str]]:
+    """Returns for each module of a package the modules of the package that it imports.
 
-    A package's face counts where something is imported from it, and not where a module below it
-    is: Python runs it then too, but the reader need not read it.
+    An import of a module below a package does not count as an import of the package's
+    ``__init__``: Python runs that file, but the reader does not need it.
     """
-    found = imports(root)
+    found = imports(root, package)
     graph: dict[str, set[str]] = {}
     for module, names in found.items():
         targets = {name if name in found else name.rpartition(".")[0] for name in names}
