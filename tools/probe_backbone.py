@@ -179,8 +179,8 @@ def run(args: argparse.Namespace) -> None:
     """Probes one backbone after another, and prints a row for each probe."""
     import logging
 
+    from qbheat_det.analysis.accuracy import plot_probes
     from qbheat_det.analysis.plotting import chart_image
-    from qbheat_det.analysis.probes import plot_probes
     from qbheat_det.core.files import write_atomically
     from qbheat_det.probing import BackboneProbe
 

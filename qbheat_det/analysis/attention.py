@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Figures "attention", of the global tokens of a Mobile-Former, and "queries", of MF-DETR.
 
-Paper: QB-Heat, arXiv:2211.13228, Appendix E, Fig. 13 and 14. Of its four
-blocks it names 10 and 12; 3 and 6 end strides 4 and 8 in Table 8.
+Paper: QB-Heat, arXiv:2211.13228, Appendix E, Fig. 13 and 14. It draws four blocks and names 10 and
+12 of them; 3 and 6 are the last blocks at strides 4 and 8 in Table 8.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,31 +33,31 @@ Bridge = Literal["to_former", "to_mobile"]
 Heads = Literal["mean", "apart"]
 
 PAPER_BLOCKS = (3, 6, 10, 12)
-"""Of the paper's networks, which have twelve."""
-_PAPER_SIZE = 256  # of pre-training, Table 9
-_ABOVE = 0.05  # share of a map's attention that may lie above the top of its colours
+"""Blocks of the paper's figures; its networks have twelve."""
+_PAPER_SIZE = 256  # image side in pre-training, Table 9
+_ABOVE = 0.05  # share of a map's attention above the last color
 _CELL = 104  # pixels
 _BRIDGES: dict[Bridge, str] = {"to_former": "Mobile→Former", "to_mobile": "Mobile←Former"}
 _EXPLANATION = (
     "Mobile→Former shows where each token attends (Fig. 13 of the paper), in multiples of uniform "
-    "attention; Mobile←Former which tokens each pixel attends to (Fig. 14). The maps of identical "
-    "tokens are identical; an untrained network's tokens attend everywhere.",
+    "attention. Mobile←Former shows which tokens each pixel attends to (Fig. 14). Identical tokens "
+    "have identical maps. Tokens of an untrained network attend everywhere.",
 )
-_COARSEST = 32  # stride of the first level; each next one has half of it
+_COARSEST = 32  # stride of the first level; each next level halves it
 _STRIDES = (32, 16, 8)
 _QUERY_CELL = 200  # pixels
 _QUERY_EXPLANATION = (
-    "A row is a predicted box; the colours are the attention of its query in the last block of "
-    "each scale, the mean over heads.",
+    "Each row is a predicted box. Colors show the attention of its query in the last block of each "
+    "scale, averaged over heads.",
 )
 
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Both bridges of one block, numbered from 1 as in Table 8, and strides of their maps.
+    """The attention of both bridges of one block, numbered from 1 as in Table 8.
 
-    ``to_former`` (N, heads, M, H, W) is of Mobile→Former and sums to 1 over the pixels of its map;
-    ``to_mobile`` (N, heads, M, H', W') is of Mobile←Former and sums to 1 over the M tokens.
+    ``to_former`` (N, heads, M, H, W) belongs to Mobile→Former and sums to 1 over the pixels;
+    ``to_mobile`` (N, heads, M, H', W') belongs to Mobile←Former and sums to 1 over the M tokens.
     """
 
     number: int
@@ -73,7 +73,7 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Returns by number, from 1, name and strides before and after of each block with tokens."""
+    """Returns name, input and output stride of each block with tokens, by number from 1."""
     found = {}
     stride = 2  # of the stem
     blocks = [
@@ -89,7 +89,7 @@ def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
 
 
 def choose_blocks(backbone: MobileFormer) -> list[int]:
-    """Returns the paper's blocks in a network of twelve, else the last at each resolution."""
+    """Returns the paper's blocks for a network of twelve, else the last at each resolution."""
     blocks = list_blocks(backbone)
     if sum(len(cast(nn.ModuleList, stage)) for stage in backbone.stages) == max(PAPER_BLOCKS):
         return [number for number in PAPER_BLOCKS if number in blocks]
@@ -120,7 +120,7 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
 
 
 def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
-    """Returns the value of the last colour: at most a twentieth of a map's attention is above."""
+    """Returns the value of the last color; at most 5 % of a map's attention lies above it."""
     tops = []
     for values in maps:
         falling = np.sort(values, axis=None)[::-1]
@@ -130,7 +130,7 @@ def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
 
 
 _Attention = list[tuple[RGBImage, list[BlockAttention]]]
-"""Of one run, for each image the pixels and the drawn blocks."""
+"""For each image of one run: its pixels and the blocks to draw."""
 
 
 @register_figure("attention")
@@ -139,8 +139,8 @@ def draw_attention(
 ) -> Figure:
     """Draws both bridges of the blocks of ``choose_blocks`` over images.
 
-    ``attention_heads`` are their mean, or a row for each. Raises ``NotApplicable`` if no run has a
-    Mobile-Former with tokens.
+    ``attention_heads`` selects the mean over heads, or one row per head. Raises ``NotApplicable``
+    if no run has a Mobile-Former with tokens.
     """
     size = find_size(runs, _PAPER_SIZE)
     results = run_on_images(
@@ -169,7 +169,7 @@ def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
     entries = crop_squares(run.cfg, files, size)
     drawn = []
     for entry in tqdm(entries, unit="image", desc=f"attention, {run.label}", delay=2, leave=False):
-        # One by one: all maps of all blocks of a batch would be much memory for large images.
+        # One by one, because the maps of all blocks take much memory for large images.
         (image,) = batch_images(run.model, [entry], "")
         found = [one for one in read_bridges(backbone, image) if one.number in numbers]
         pixels = plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
@@ -178,7 +178,7 @@ def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
 
 
 def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, heads: Heads) -> Image:
-    """Draws one image, the rows of all runs below each other."""
+    """Draws one image with the rows of all runs below each other."""
     grid, names = [], []
     for label, one in found.items():
         pixels, blocks = one[index]
@@ -186,7 +186,7 @@ def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, hea
         factor = image.shape[1] / pixels.shape[1]
         for block in blocks:
             for name, maps, stride in _list_maps(block, bridge, heads):
-                # Uniform attention is the middle of the colours, not the last one.
+                # Uniform attention gets the middle color.
                 top = min(1.0, 2 / len(maps))
                 if bridge == "to_former":
                     top = max(2.0, find_top(maps))
@@ -223,7 +223,8 @@ def _list_maps(
 class QueryAttention:
     """The n most confident predictions of one image, and the attention of their queries.
 
-    Boxes are of the model's input; ``maps`` by stride (n, heads, H, W) sum to 1 over the pixels.
+    Boxes are in pixels of the model's input; ``maps`` (n, heads, H, W) by stride sum to 1 over the
+    pixels.
     """
 
     found: Instances
@@ -246,7 +247,7 @@ def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAt
     chosen = found.scores.argsort(descending=True, stable=True)[:count]
     maps = {}
     for stride, name in names.items():
-        # Each level halves the map above it, rounding up, from stride 8 on.
+        # Each level halves the map of the finer level, rounding up, from stride 8.
         height, width = (-(-length * 8 // stride) for length in features[0].shape[-2:])
         (read,) = record[name]
         maps[stride] = read.unflatten(-1, (height, width))[0].transpose(0, 1)[chosen].cpu()
@@ -254,7 +255,7 @@ def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAt
 
 
 _Detected = list[tuple[RGBImage, QueryAttention, list[str]]]
-"""Of one run, for each image: pixels, attention, names of the predicted classes."""
+"""For each image of one run: pixels, attention, names of the predicted classes."""
 
 
 @register_figure("queries")
@@ -304,7 +305,7 @@ def _detect(run: Run, files: Sequence[str], count: int) -> _Detected:
 
 
 def _draw_queries(found: Mapping[str, _Detected], index: int) -> Image:
-    """Draws the boxes of one image, those of all runs below each other."""
+    """Draws the boxes of one image with the rows of all runs below each other."""
     grid, names = [], []
     for label, one in found.items():
         pixels, attention, classes = one[index]
@@ -329,7 +330,7 @@ def _draw_queries(found: Mapping[str, _Detected], index: int) -> Image:
 
 
 def _draw_box(image: RGBImage, box: Tensor) -> RGBImage:
-    """Returns a copy with a box (4,), XYXY in pixels, black and white to be seen on all colours."""
+    """Returns a copy with a box (4,), XYXY in pixels, in black and white for contrast."""
     x0, y0, x1, y1 = (round(value) for value in box.tolist())
     picture = cv2.rectangle(image.copy(), (x0, y0), (x1 - 1, y1 - 1), (0, 0, 0), 3)
     return np.asarray(cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), (255, 255, 255), 1))

@@ -1,17 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs a comparison of objectives, which a repeated call continues, and writes its tables."""
+"""Runs the planned commands of a comparison of objectives and writes its tables.
 
-import ctypes
+Each command resumes its own work, so a repeated comparison continues where it stopped.
+"""
+
 import json
 import math
 import os
 import shlex
-import signal
 import statistics
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -23,7 +22,7 @@ from qbheat_det.checkpoint import WeightsInfo, info_of, save_weights
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import to_json
-from qbheat_det.core.files import file_lock, hash_file, write_atomically
+from qbheat_det.core.files import file_lock, write_atomically
 from qbheat_det.core.seeding import preserved_randomness
 from qbheat_det.core.versions import find_commit, list_versions
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
@@ -31,154 +30,120 @@ from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from .comparison_plan import RANDOM, Comparison, Job, Row, list_rows
 from .run import read_metrics
 
-_LOG_LINES = 12  # of a job that failed
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_LOG_LINES = 12  # shown of a failed job
 _COSTS = ("images seen", "ms an image", "minutes")
 
 Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By objective and measure: "mean", "deviation" (n - 1; nan of one) and "values" by seed."""
+"""By objective and measure: "mean", "deviation" (n - 1; nan for one seed), "values" by seed."""
+
+
+def is_done(job: Job) -> bool:
+    """Checks whether a job's command has succeeded.
+
+    Raises:
+        UserError: if it succeeded with other settings.
+    """
+    if not job.record_file.is_file():
+        return False
+    try:
+        record = json.loads(job.record_file.read_text(encoding="utf-8"))
+        command, old = list(record["command"]), dict(record["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{job.record_file}' is not a result of a comparison") from error
+    # A key that the record lacks is of a newer version of the package and has its default.
+    changed = [f"{key} {old[key]} -> {value}" for key, value in to_json(job.settings).items()
+               if old.get(key, value) != value]  # fmt: skip
+    if changed:
+        raise UserError(
+            f"'{job.record_file}' has other settings: {'; '.join(changed)}. Undo the change, use "
+            f"another --output, or remove the file and '{job.stage}' beside it"
+        )
+    return command == job.command
 
 
 def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, str]]:
-    """Runs the jobs that are not done, several at once, and rewrites the report after each.
+    """Runs the missing jobs, up to ``jobs`` at once.
 
-    Returns the tables, and the reason of each job that failed, by title. Raises a ``UserError`` if
-    data or a config is not valid, or the folder has results of other settings.
+    Returns the tables, and the reason of each failed job by title.
+
+    Raises:
+        UserError: if data or a config is invalid, or the folder has results of other settings.
     """
     rows = list_rows(comparison)
     for row in rows:
         for job in row.jobs:
-            is_done(job)  # refuses other settings before anything runs
+            is_done(job)  # raises before anything runs
     waiting = f"waiting for another comparison in '{comparison.output_dir}'"
     with file_lock(comparison.output_dir / ".lock", waiting):
         for row in rows:
             if row.objective.name == RANDOM and not row.weights.is_file():
                 _save_initialized(row)
-        pool = _Pool(comparison, rows, jobs)
-        pool.run()
-        return write_report(comparison, rows, pool.failed), pool.failed
+        failed = _run_rows(comparison, rows, jobs)
+        return write_report(comparison, rows, failed), failed
 
 
-def is_done(job: Job) -> bool:
-    """Whether the job has a complete result; a ``UserError`` if it is of other settings."""
-    if not job.record_file.is_file():
-        return False
-    try:
-        record = json.loads(job.record_file.read_text(encoding="utf-8"))
-        old, missing = dict(record["settings"]), set(job.wanted) - set(record["wanted"])
-        inputs = dict(record["inputs"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{job.record_file}' is not a result of a comparison") from error
-    # Keys that only one of them has come from another version, and have their defaults.
-    changed = [f"{key} {old[key]} -> {value}" for key, value in to_json(job.settings).items()
-               if old.get(key, value) != value]  # fmt: skip
-    changed += [str(path) for path in job.inputs
-                if path.is_file() and inputs.get(path.name) != hash_file(path)]  # fmt: skip
-    if changed:
-        raise UserError(
-            f"'{job.record_file}' was made with other settings: {'; '.join(changed)}. Undo that, "
-            f"use another --output-dir, or remove the file and '{job.stage}' beside it"
-        )
-    return not missing
+def _run_rows(comparison: Comparison, rows: Sequence[Row], jobs: int) -> dict[str, str]:
+    """Runs rows in threads and the jobs of a row one after another; returns failures by title."""
+    failed: dict[str, str] = {}
+    lock = threading.Lock()
+    threads = os.environ.get("OMP_NUM_THREADS", str((os.cpu_count() or 1) // jobs or 1))
 
-
-class _Pool:
-    """Runs the rows side by side, and the jobs of a row one after another."""
-
-    def __init__(self, comparison: Comparison, rows: list[Row], jobs: int) -> None:
-        self.failed: dict[str, str] = {}
-        self._comparison, self._rows, self._jobs = comparison, rows, jobs
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock, self._stopped = threading.RLock(), False
-
-    def run(self) -> None:
-        """Runs everything that is not done; no process is left behind, whatever happens."""
-        with ThreadPoolExecutor(self._jobs) as pool:
-            try:
-                for future in as_completed([pool.submit(self._run_row, row) for row in self._rows]):
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                with self._lock:
-                    self._stopped = True
-                    for process in self._running:
-                        process.terminate()
-                raise
-
-    def _run_row(self, row: Row) -> None:
+    def run_row(row: Row) -> None:
+        reason, has_run = "", False
         for job in row.jobs:
-            missing = [path for path in job.inputs if not path.is_file()]
-            reason = f"needs '{missing[0]}', whose job failed" if missing else ""
-            if not missing and not is_done(job):
-                reason = self._run_job(job)
-            with self._lock:
-                if self._stopped:
-                    return
-                if reason:
-                    self.failed[job.title] = reason
-                print(f"{job.title}: {f'FAILED, {reason}' if reason else 'done'}", flush=True)
-                write_report(self._comparison, self._rows, self.failed)
-
-    def _run_job(self, job: Job) -> str:
-        """Runs a command and writes its record; returns the reason if it fails."""
-        job.folder.mkdir(parents=True, exist_ok=True)
-        began = time.time()
-        threads = os.environ.get("OMP_NUM_THREADS", str((os.cpu_count() or 1) // self._jobs or 1))
-        with open(job.log_file, "ab") as log:
-            log.write(f"\n$ {shlex.join(job.command)}\n".encode())
-            log.flush()
-            start = log.tell()
-            with self._lock:
-                if self._stopped:
-                    return "stopped"
+            if reason:
+                reason = "needs the job before it, which failed"
+            elif has_run or not is_done(job):  # a new result makes later ones of the row stale
+                has_run = True
                 print(f"{job.title}: started", flush=True)
-                process = subprocess.Popen(
-                    job.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | dict.fromkeys(_THREADS, threads),
-                    preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-                )
-                self._running.add(process)
-        code = process.wait()
-        with self._lock:
-            self._running.discard(process)
-        if code:
-            text = job.log_file.read_bytes()[start:].decode(errors="replace")
-            lines = [line.rpartition("\r")[2] for line in text.splitlines()[-_LOG_LINES:]]
-            return f"exit code {code}; the end of {job.log_file}:\n    " + "\n    ".join(lines)
-        record = {
-            "command": job.command,
-            "settings": job.settings,
-            "wanted": job.wanted,
-            "inputs": {path.name: hash_file(path) for path in job.inputs},
-            "seconds": time.time() - began,
-            "versions": list_versions(),
-        }
-        write_atomically(job.record_file, json.dumps(to_json(record), indent=1).encode())
-        return ""
+                reason = _run_job(job, threads)
+            with lock:
+                if reason:
+                    failed[job.title] = reason
+                print(f"{job.title}: {f'FAILED, {reason}' if reason else 'done'}", flush=True)
+                write_report(comparison, rows, failed)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for future in as_completed([pool.submit(run_row, row) for row in rows]):
+                future.result()
+        except BaseException:  # Ctrl-C reaches the running commands too
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return failed
+
+
+def _run_job(job: Job, threads: str) -> str:
+    """Runs a command and writes its record; returns the reason if it fails."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    log_file = job.folder / f"{job.stage}.log"
+    env = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    with open(log_file, "ab") as log:
+        log.write(f"\n$ {shlex.join(job.command)}\n".encode())
+        log.flush()
+        start = log.tell()
+        code = subprocess.run(
+            job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, check=False
+        ).returncode
+    if code:
+        text = log_file.read_bytes()[start:].decode(errors="replace")
+        lines = [line.rpartition("\r")[2] for line in text.splitlines()[-_LOG_LINES:]]
+        return f"exit code {code}; the end of {log_file}:\n    " + "\n    ".join(lines)
+    record = {"command": job.command, "settings": job.settings, "versions": list_versions()}
+    write_atomically(job.record_file, json.dumps(to_json(record), indent=1).encode())
+    return ""
 
 
 def _save_initialized(row: Row) -> None:
-    """Saves the objective's backbone as initialized under the seed of the row."""
+    """Saves the objective's backbone as initialized under the row's seed."""
     cfg = row.objective.cfg
     with preserved_randomness():
         torch.manual_seed(row.seed)
         backbone = build_bare_backbone(cfg)
     state = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-    # The iteration before the first one: no image was seen.
-    info = WeightsInfo.from_config(cfg, iteration=-1, commit=find_commit())
+    info = WeightsInfo.from_config(cfg, iteration=-1, commit=find_commit())  # has seen no image
     row.weights.parent.mkdir(parents=True, exist_ok=True)
     save_weights(str(row.weights), state, info)
-
-
-def _end_with_parent() -> None:
-    """Has the kernel end this process with its parent, even if that is killed."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[str, str]) -> str:
@@ -189,26 +154,26 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
     content = {
         "objectives": {one.name: one.config_file for one in comparison.objectives},
         "images": {name: len(records) for name, records in comparison.images.items()},
-        **{key: getattr(comparison, key) for key in ("seeds", "epochs", "opts")},
+        "seeds": comparison.seeds,
+        "epochs": comparison.epochs,
+        "opts": comparison.opts,
         "commit": find_commit(),
-        "versions": list_versions(),
+        # In the format of tools/probe_backbone.py, for the figure "probes".
         "setting": probes[0][1]["setting"] if probes else None,
-        # As tools/probe_backbone.py writes them, for the figure "probes".
         "rows": [{**entry, "series": row.objective.name}
                  for row, own in probes for entry in own["rows"]],
         "summary": summary,
         "failed": failed,
     }  # fmt: skip
     text = render_tables(comparison, summary, failed)
-    files = {"json": json.dumps(to_json(content), indent=1).encode(), "md": text.encode()}
-    for suffix, data in files.items():
-        path = comparison.output_dir / f"comparison.{suffix}"
-        write_atomically(path, data)
+    files = {"json": json.dumps(to_json(content), indent=1), "md": text}
+    for suffix, written in files.items():
+        write_atomically(comparison.output_dir / f"comparison.{suffix}", written.encode())
     return text
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns top-1 of each probe in percent and the costs of a row, those that were measured."""
+    """Returns the top-1 of each probe in percent and the costs of a row's finished jobs."""
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}
     if "probes" in done:
@@ -232,7 +197,7 @@ def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
 
 
 def summarize(measured: Sequence[tuple[Row, Mapping[str, float]]]) -> Summary:
-    """Returns mean and spread over seeds of each measure of each objective."""
+    """Returns the mean and spread over seeds of each measure of each objective."""
     values: dict[str, dict[str, dict[int, float]]] = {}
     for row, own in measured:
         for title, value in own.items():
@@ -258,20 +223,16 @@ def render_tables(comparison: Comparison, summary: Summary, failed: Mapping[str,
     rows = [[name, *(_format(own.get(title)) for title in (*titles, *_COSTS))]
             for name, own in summary.items()]  # fmt: skip
     headers = ["objective", *(f"{title}, %" for title in titles), *_COSTS]
-    shares = [own[title]["mean"] / 100 for own in summary.values() for title in titles
-              if title in own]  # fmt: skip
-    errors = [100 * math.sqrt(p * (1 - p) / images["val"]) for p in shares] or [0.0]
     return "\n\n".join([
-        "# Objectives of pre-training, one frozen encoder each",
-        f"{comparison.epochs:g} epochs of {images['train']:,} images; seeds "
-        f"{', '.join(map(str, comparison.seeds))}. Probes are trained on the same images and "
-        f"classify {images['val']:,}."
+        "# Pre-training objectives, compared by probes of the frozen encoder",
+        f"Pre-training: {comparison.epochs:g} epochs of {images['train']:,} images, seeds "
+        f"{', '.join(map(str, comparison.seeds))}. Probes: the same training images, "
+        f"{images['val']:,} validation images."
         + (f" Failed: {', '.join(failed)}." if failed else ""),
         tabulate(rows, headers, tablefmt="github", disable_numparse=True),
-        "Mean ± standard deviation over seeds (their number). BatchNorm's statistics are estimated "
-        f"on {comparison.num_recalibrated:,} whole training images, unless a column says "
-        f"otherwise. The binomial standard error of an accuracy over the {images['val']:,} images "
-        f"is {min(errors):.2f} to {max(errors):.2f} points. Minutes are those of all steps.",
+        "Mean ± standard deviation over seeds (number of seeds). BatchNorm's statistics are "
+        f"estimated on {comparison.num_recalibrated:,} whole training images, except in columns "
+        "'BN as trained'. Minutes are the time of all steps.",
     ]) + "\n"  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a comparison of objectives runs: for each seed and objective pre-training, then probes."""
+"""Plans a comparison of objectives: for each seed and objective, pre-training and then probes."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_f
 
 RANDOM = "random"
 WEIGHTS = "model_final.safetensors"
-# Beginnings of keys that change where and how a run computes and what it logs, not its result.
+# Prefixes of keys that do not change the result of a run.
 _FREE_KEYS = (
     *("CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.", "VIS", "MODEL.DEVICE"),
     *("MODEL.WEIGHTS", "OUTPUT_DIR", "SEED", "SOLVER.CHECKPOINT", "SOLVER.LOG_PERIOD"),
@@ -28,7 +28,7 @@ _FREE_KEYS = (
 
 @dataclass(frozen=True)
 class Objective:
-    """One row of a comparison; ``cfg`` is of ``config_file``, with the overrides of all."""
+    """A pre-training objective: its name, config file, and config with the user's overrides."""
 
     name: str
     config_file: str
@@ -37,10 +37,10 @@ class Objective:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared on images of class folders.
+    """Settings of a comparison on class folders.
 
-    ``epochs`` are those of pre-training, over ``train_folder``, which probes are trained on too;
-    ``tools`` is the folder of the scripts, ``opts`` overrides the config of all objectives.
+    Pre-training runs for ``epochs`` over ``train_folder``, which also trains the probes. ``tools``
+    is the folder of the scripts, ``opts`` overrides the config of each objective.
     """
 
     objectives: Sequence[Objective]
@@ -56,23 +56,21 @@ class Comparison:
 
     @cached_property
     def images(self) -> dict[str, list[dict[str, Any]]]:
-        """The records of "train" and "val"; a ``UserError`` if there are none."""
+        """The records of "train" and "val"; raises a ``UserError`` if a folder has none."""
         train, val = load_class_folders(self.train_folder, self.val_folder)
         return {"train": train, "val": val}
 
     @cached_property
     def contents(self) -> dict[str, int]:
-        """A checksum of the images of each of ``images``."""
+        """Checksums of the images of "train" and "val"."""
         return {name: fingerprint_records(records) for name, records in self.images.items()}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command of a comparison, which continues where it was stopped when it is repeated.
+    """A command that resumes its own work; ``settings`` decide its result.
 
-    ``folder`` gets ``<stage>.json`` when the command ended well. A result of other ``settings``, or
-    of ``inputs`` that changed, is refused; if parts that are ``wanted`` are missing, it is
-    repeated.
+    ``folder/<stage>.json`` is written when the command succeeds.
     """
 
     title: str
@@ -80,21 +78,15 @@ class Job:
     folder: Path
     command: list[str]
     settings: Mapping[str, Any]
-    inputs: tuple[Path, ...] = ()
-    wanted: tuple[str, ...] = ()
 
     @property
     def record_file(self) -> Path:
         return self.folder / f"{self.stage}.json"
 
-    @property
-    def log_file(self) -> Path:
-        return self.folder / f"{self.stage}.log"
-
 
 @dataclass(frozen=True)
 class Row:
-    """The jobs of one objective and seed, in the order in which they run."""
+    """The jobs of one objective and seed, in order of execution."""
 
     objective: Objective
     seed: int
@@ -103,37 +95,57 @@ class Row:
 
     @property
     def weights(self) -> Path:
-        """Of the pre-trained or initialized model."""
+        """The file of the pre-trained or initialized weights."""
         return self.folder / "pretraining" / WEIGHTS
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
-    """Returns objectives by name or config file; all of the package, random first, by default.
+    """Loads objectives by name or config file; by default all shipped ones, "random" first.
 
-    Raises a ``UserError`` if one is unknown or named twice, a config is not valid, or two have
-    different encoders or image sizes.
+    Raises:
+        UserError: if an objective is unknown or repeated, its config is invalid, or two objectives
+            have different encoders or image sizes.
     """
     folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
     files = {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
     known = {RANDOM: files.pop("Base-Objective"), **files}
     objectives = [_load_objective(word, known, opts) for word in wanted or known]
     names = [objective.name for objective in objectives]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"--objectives names {', '.join(twice)} twice")
-    first = _describe_encoder(objectives[0].cfg)
+    if len(set(names)) < len(names):
+        raise UserError(f"--objectives repeats a name: {', '.join(names)}")
+    first = _list_encoder_keys(objectives[0].cfg)
     for objective in objectives:
-        other = _describe_encoder(objective.cfg)
-        if changed := [key for key, value in first.items() if other.get(key) != value]:
-            key = changed[0]
-            raise UserError(
-                f"'{objectives[0].name}' and '{objective.name}' differ in {key} ({first[key]} and "
-                f"{other.get(key)}): set it on the command line, for all"
-            )
+        other = _list_encoder_keys(objective.cfg)
+        for key, value in first.items():
+            if other.get(key) != value:
+                raise UserError(
+                    f"'{objectives[0].name}' and '{objective.name}' differ in {key} ({value} and "
+                    f"{other.get(key)}): set it on the command line for all objectives"
+                )
     return objectives
 
 
+def _load_objective(word: str, known: Mapping[str, str], opts: Sequence[str]) -> Objective:
+    own = word.endswith((".yaml", ".yml"))
+    name, path = (Path(word).stem, word) if own else (word, known.get(word, ""))
+    if not path or (own and name == RANDOM):  # the name stands for the initialized encoder
+        raise UserError(f"no objective '{word}': use {', '.join(known)}, or a config file (.yaml)")
+    cfg = load_config(path, opts)
+    mapper = cfg.INPUT.DATASET_MAPPER_NAME
+    if mapper not in (*MAPPERS_OF_IMAGES, "classify"):
+        raise UserError(f"'{path}' does not pre-train: INPUT.DATASET_MAPPER_NAME is '{mapper}'")
+    return Objective(name, path, cfg)
+
+
+def _list_encoder_keys(cfg: CfgNode) -> dict[str, Any]:
+    """Returns the keys that define the encoder and its image size."""
+    wanted = ("INPUT.PRETRAIN.SIZE", "MODEL.BACKBONE.", "MODEL.MOBILE_FORMER.")
+    return {key: value for key, value in list_leaves(cfg)
+            if key.startswith(wanted) and not key.endswith(("DROP_PATH", "FREEZE_AT"))}  # fmt: skip
+
+
 def list_rows(comparison: Comparison) -> list[Row]:
-    """Returns all rows with their jobs, the first seed of every objective first."""
+    """Returns all rows with their jobs; the first seed of every objective comes first."""
     rows = []
     for seed in comparison.seeds:
         for objective in comparison.objectives:
@@ -145,41 +157,20 @@ def list_rows(comparison: Comparison) -> list[Row]:
     return rows
 
 
-def _load_objective(word: str, known: Mapping[str, str], opts: Sequence[str]) -> Objective:
-    own = word.endswith((".yaml", ".yml"))
-    name, path = (Path(word).stem, word) if own else (word, known.get(word, ""))
-    if not path or (own and name == RANDOM):  # which is the initialized encoder
-        raise UserError(f"no objective '{word}': {', '.join(known)}, or a config file (.yaml)")
-    cfg = load_config(path, opts)
-    mapper = cfg.INPUT.DATASET_MAPPER_NAME
-    if mapper not in (*MAPPERS_OF_IMAGES, "classify"):
-        raise UserError(f"'{path}' does not pre-train: INPUT.DATASET_MAPPER_NAME is '{mapper}'")
-    return Objective(name, path, cfg)
-
-
-def _describe_encoder(cfg: CfgNode) -> dict[str, Any]:
-    """Returns the keys that decide what the encoder is and which images it gets."""
-    wanted = ("INPUT.PRETRAIN.SIZE", "MODEL.BACKBONE.", "MODEL.MOBILE_FORMER.")
-    free = ("DROP_PATH", "FREEZE_AT")
-    return {key: value for key, value in list_leaves(cfg)
-            if key.startswith(wanted) and not key.endswith(free)}  # fmt: skip
-
-
 def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
-    objective = row.objective
-    labelled = objective.cfg.INPUT.DATASET_MAPPER_NAME == "classify"
+    file, cfg = row.objective.config_file, row.objective.cfg
+    is_labelled = cfg.INPUT.DATASET_MAPPER_NAME == "classify"
     opts = ["SOLVER.EPOCHS", str(float(comparison.epochs)), *comparison.opts]
     command = [
-        *(sys.executable, str(comparison.tools / "train_net.py")),
-        *("--config-file", objective.config_file),
-        *("--data" if labelled else "--images", comparison.train_folder),
+        *(sys.executable, str(comparison.tools / "train_net.py"), "--config-file", file),
+        *("--data" if is_labelled else "--images", comparison.train_folder),
         *("--output", str(row.weights.parent), "--resume", "SEED", str(row.seed), *opts),
-        *(("DATASETS.VAL_FRACTION", "0") if labelled else ()),  # probes have images of their own
+        *(("DATASETS.VAL_FRACTION", "0") if is_labelled else ()),  # probes have their own images
     ]
-    config = list_leaves(yaml.safe_load(load_config(objective.config_file, opts).dump()))
-    settings = {key: value for key, value in config if not key.startswith(_FREE_KEYS)}
+    leaves = list_leaves(yaml.safe_load(load_config(file, opts).dump()))
+    settings = {key: value for key, value in leaves if not key.startswith(_FREE_KEYS)}
     settings["contents"] = comparison.contents["train"]
-    title = f"{objective.name} seed {row.seed} pretraining"
+    title = f"{row.objective.name} seed {row.seed} pretraining"
     return Job(title, "pretraining", row.folder, command, settings)
 
 
@@ -191,10 +182,8 @@ def _plan_probes(comparison: Comparison, row: Row) -> Job:
         *("--data", comparison.train_folder, "--val", comparison.val_folder),
         *("--probes", *comparison.probes),
         *("--json", str(row.folder / "probes/rows.json")),  # ends the list of probes
-        *("SEED", str(row.seed)),  # the same parts of the training images for every objective
+        *("SEED", str(row.seed)),  # the same split of the training images for each objective
     ]
-    contents = [comparison.contents[name] for name in ("train", "val")]
-    settings = {"contents": contents, "recalibrate_bn": number}
+    settings = {"contents": list(comparison.contents.values()), "recalibrate_bn": number}
     title = f"{row.objective.name} seed {row.seed} probes"
-    inputs, wanted = (row.weights,), tuple(comparison.probes)
-    return Job(title, "probes", row.folder, command, settings, inputs, wanted)
+    return Job(title, "probes", row.folder, command, settings)

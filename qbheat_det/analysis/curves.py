@@ -19,30 +19,29 @@ from .figure import FigureOptions
 from .run import Run, read_metrics
 
 Curve = tuple[list[float], list[float]]
-"""Positions on an axis, rising, and values; nan is a gap."""
+"""Ascending positions on an axis, and values; nan is a gap."""
 Axis = Literal["epochs", "images", "steps"]
 AXES: dict[Axis, str] = {"epochs": "epochs", "images": "images seen", "steps": "steps"}
-_QUANTITIES = {  # pattern of keys: title of the chart (of the key), label (of its last part)
+_QUANTITIES = {  # pattern of keys: chart title, axis label
     r"^total_loss$": ("Total loss", "loss"),
-    r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # inner decoder blocks (_0) repeat the last
+    r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # without inner decoder blocks (_0)
     r"/AP(50|75)?$": ("{} on the test set", "{} (%)"),
     r"accuracy$|/top[15]$": ("Accuracy: {}", "accuracy (%)"),
     r"^correlation/mean$": ("Spatial correlation of the map", "mean |correlation|"),
     r"^lr$": ("Learning rate", "learning rate"),
     r"^gradient_norm$": ("Norm of the gradients", "norm"),
 }
-_FEW_POINTS = 25  # are marked
-_LOG_SCALE_FROM = 100.0  # largest value by the smallest
+_FEW_POINTS = 25  # shorter curves have markers
+_LOG_SCALE_FROM = 100.0  # ratio of the largest to the smallest value
 _EXPLANATION = (
-    "Losses are comparable only between runs of one model, so each model has charts of its own. "
-    "Training losses are medians of the last steps. Where points are marked, there are few, and "
-    "the values between them are unknown."
+    "Losses are comparable only between runs of one model, so each model has its own charts. "
+    "Training losses are medians over the last steps. Markers show measured points of short curves."
 )
 
 
 @register_figure("curves")
 def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "epochs") -> Figure:
-    """Draws each logged quantity, one line per run."""
+    """Draws one panel per logged quantity, with one line per run."""
     logged = [run for run in runs if _find_length(run, axis)]
     left_out = [f"'{run.label}' has no metrics.json with {AXES[axis]}"
                 for run in runs if run not in logged]  # fmt: skip
@@ -87,9 +86,9 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
 def draw_training_curves(
     metrics_json: str | os.PathLike[str], output_png: str | os.PathLike[str]
 ) -> bool:
-    """Draws losses, AP, learning rate and norm of the gradients of one run.
+    """Draws losses, AP, learning rate and gradient norm of one run.
 
-    Returns whether there was something to draw; otherwise no image is written.
+    Returns False, and writes no file, if the run has logged none of them.
     """
     records = read_metrics(Path(metrics_json)) if os.path.isfile(metrics_json) else []
     panels = {
@@ -106,7 +105,7 @@ def draw_training_curves(
 def plot_curves(
     panels: Mapping[str, tuple[str, Mapping[str, Curve]]], names: Sequence[str], axis: str
 ) -> Chart:
-    """Draws a panel for each title, with the label of its values and a line for each name."""
+    """Draws one panel per title, with its axis label and one line per name."""
     columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
     figure = plotting.start_figure(height=3 * rows, width=5.2 * columns)
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
@@ -132,16 +131,16 @@ def plot_curves(
 
 
 def has_step(record: Mapping[str, Any]) -> bool:
-    """Whether a record of ``metrics.json`` has its iteration."""
+    """Checks whether a record of ``metrics.json`` has a finite iteration."""
     iteration = record.get("iteration")
     return isinstance(iteration, int | float) and math.isfinite(iteration)
 
 
 def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
-    """Returns the iterations at which a key was logged, rising, and its values.
+    """Returns the ascending iterations and the values of a logged key.
 
-    Where a resumed run repeats an iteration, the later record counts. What is not finite is nan;
-    both lists are empty if nothing is finite.
+    If a resumed run repeats an iteration, the later record counts. Infinite values become nan; both
+    lists are empty if no value is finite.
     """
     points = {
         float(record["iteration"]): float(record[key])
@@ -156,7 +155,7 @@ def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
 
 
 def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Returns title and label of values by key that a log holds; AP of single classes is not."""
+    """Returns chart title and axis label of each logged key, without AP of single classes."""
     keys = dict.fromkeys(key for record in records for key in record)
     found: dict[str, tuple[str, str]] = {}
     for pattern, (title, label) in _QUANTITIES.items():
@@ -167,7 +166,7 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
 
 
 def select_curve(run: Run, key: str, axis: Axis) -> Curve:
-    """Returns positions on the axis and values of a key; empty where positions are unknown."""
+    """Returns the curve of a key; empty if the positions on the axis are unknown."""
     iterations, values = read_series(run.metrics, key)
     if axis == "epochs":
         epochs = dict(zip(*read_series(run.metrics, "epoch"), strict=True))
@@ -179,7 +178,7 @@ def select_curve(run: Run, key: str, axis: Axis) -> Curve:
 
 
 def _find_length(run: Run, axis: Axis) -> float:
-    """Returns the last position on the axis; 0 where it is unknown."""
+    """Returns the last position on the axis; 0 if it is unknown."""
     return max(select_curve(run, "iteration", axis)[0], default=0)
 
 
@@ -194,7 +193,7 @@ def _last(values: Sequence[float]) -> float:
 
 
 def _read_config(run: Run, node: str, key: str) -> Any:
-    """Returns a key of ``config.yaml`` of a run; None if it cannot be read."""
+    """Returns a key of a run's ``config.yaml``, or None if the file cannot be read."""
     try:
         return yaml.safe_load((run.path / "config.yaml").read_bytes())[node][key]
     except (OSError, yaml.YAMLError, LookupError, TypeError, RecursionError):

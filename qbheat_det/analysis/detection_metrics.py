@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""COCO's metrics of detections, and which of them are wrong.
+"""COCO's metrics of detections, and the type of each error.
 
-COCO's matching at IoU 0.50 decides which detection is correct. A false alarm is one on the
-background, as in TIDE (arXiv:2008.08115, Sec. 2.2). Errors are counted above a score.
+A detection is correct if COCO matches it at IoU 0.50. A false alarm lies on the background, as in
+TIDE (arXiv:2008.08115, Sec. 2.2).
 """
 
 import contextlib
@@ -30,20 +30,20 @@ IGNORED = "ignored"
 ERROR_TYPES = {
     "correct": "matches a box of its class",
     "false alarm": "IoU of at most 0.1 with every box",
-    "other": "covers a box badly, or one of another class, or one that a higher score matches",
+    "other": "wrong location, wrong class, or duplicate",
 }
-"""Types of detections and what they mean."""
+"""Types of detections and their meaning."""
 MISSED = "missed"
 _BACKGROUND_IOU = 0.1
 
 
 @dataclass(frozen=True)
 class DetectionScores:
-    """COCO's metrics of a set of detections; nan where there are no boxes of ground truth.
+    """COCO's metrics; nan for classes or sizes without ground truth.
 
     ``summary`` has "AP", "AP50", "AP75", "APs", "APm", "APl" in percent, ``class_ap`` is (K,),
-    ``num_boxes`` (K,) without crowds, ``precision`` (2, R) the mean of the classes at
-    ``CURVE_IOUS``, over ``recall`` (R,).
+    ``num_boxes`` (K,) excludes crowds, ``precision`` (2, R) is the mean over classes at
+    ``CURVE_IOUS``, for ``recall`` (R,).
     """
 
     summary: dict[str, float]
@@ -64,11 +64,11 @@ class Boxes:
 
 @dataclass(frozen=True)
 class DetectionErrors:
-    """D detections with their error types, and the B boxes of ground truth that are no crowds.
+    """D detections with their error types, and B ground-truth boxes without crowds.
 
-    ``types`` (D,) are keys of ``ERROR_TYPES``, or ``IGNORED`` for what COCO does not count: on a
-    crowd of its class, or beyond the 100 highest scores of image and class. ``matches`` (B,) is the
-    correct detection of each box, whatever its score; -1 if there is none.
+    ``types`` (D,) are keys of ``ERROR_TYPES``, or ``IGNORED`` for detections that COCO ignores: on
+    a crowd of their class, or beyond the 100 highest scores of an image and class. ``matches`` (B,)
+    is the index of each box's correct detection with any score, or -1.
     """
 
     found: Boxes
@@ -79,10 +79,10 @@ class DetectionErrors:
 
 
 def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
-    """Matches detections, COCO's results, with ground truth, which may lack "iscrowd" and "area".
+    """Matches detections in COCO's format with ground truth; "iscrowd" and "area" are optional.
 
-    Returns an accumulated ``COCOeval``, whose annotations and detections are numbered from 1 in
-    their order, since id 0 means "unmatched" to pycocotools.
+    Returns an accumulated ``COCOeval``. Ids of annotations and detections count from 1 in their
+    order, because pycocotools uses id 0 for "unmatched".
     """
     with contextlib.redirect_stdout(io.StringIO()):
         coco = _index(ground_truth)
@@ -105,7 +105,7 @@ def _index(content: Entry) -> COCO:
 
 
 def score_detections(evaluator: Any) -> DetectionScores:
-    """Reads the metrics of ``evaluate_boxes``. Without detections, AP is 0 wherever boxes are."""
+    """Reads the metrics of ``evaluate_boxes``; AP is 0 for classes without detections."""
     # (T, R, K, A, M): thresholds, recalls, classes, ranges of areas (the first is all), limits of
     # detections (the last is 100).
     precision = np.array(evaluator.eval["precision"], dtype=np.float64)[..., -1]
@@ -127,10 +127,10 @@ def score_detections(evaluator: Any) -> DetectionScores:
 
 
 def find_errors(evaluator: Any) -> DetectionErrors:
-    """Assigns each detection of ``evaluate_boxes`` its error type.
+    """Assigns an error type to each detection of ``evaluate_boxes``.
 
-    The type depends only on the detection itself and on higher scores, so it does not change when
-    lower scores are left out. Of equal scores the earlier detection comes first.
+    The type depends only on the detection and on higher scores, so a threshold does not change it.
+    Among equal scores, the earlier detection comes first.
     """
     annotations = [entry for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]]
     detections = list(evaluator.cocoDt.anns.values())
@@ -179,9 +179,10 @@ def _find_overlaps(found: Boxes, truth: Boxes) -> Array:
 
 
 def choose_threshold(errors: DetectionErrors) -> float:
-    """Returns the highest score threshold with the highest F1 over all classes, at IoU 0.50.
+    """Returns the score threshold that maximizes F1 over all classes at IoU 0.50.
 
-    If no detection is correct, it keeps as many detections as there are boxes; 0.5 without any.
+    If no detection is correct, the threshold keeps as many detections as there are boxes. It is 0.5
+    without detections.
     """
     counted = errors.types != IGNORED
     scores, correct = errors.scores[counted], errors.types[counted] == "correct"

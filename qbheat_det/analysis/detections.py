@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The figure "detections": AP, precision-recall, errors, and boxes beside ground truth."""
+"""Figure "detections": AP, precision-recall curves, errors, and boxes beside ground truth."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,12 +32,12 @@ TRUTH_COLOR: Color = (64, 156, 255)
 FOUND_COLOR: Color = (255, 150, 30)
 _PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
 _CELLS = 8  # crops of missed boxes, and of false alarms
-_MOST_CLASSES = 40  # in a chart; of more classes, the best and the worst, half each
+_MOST_CLASSES = 40  # in a chart; with more classes, it has the best and the worst 20
 
 
 @dataclass(frozen=True)
 class DetectionSet:
-    """A registered dataset with its annotation file; class names and ids in contiguous order."""
+    """A registered dataset: its annotation file, class names and ids in contiguous order."""
 
     name: str
     json_file: Path
@@ -49,7 +49,7 @@ class DetectionSet:
 
 @dataclass(frozen=True)
 class RunDetections:
-    """The detections of one run; ``threshold`` is the lowest score that is counted or drawn."""
+    """The detections of one run; errors and images use scores from ``threshold``."""
 
     label: str
     scores: metrics.DetectionScores
@@ -65,18 +65,18 @@ def draw_detections(
     data: str | None = None,
     threshold: float | None = None,
 ) -> Figure:
-    """Evaluates the boxes of detectors on the test set of the first.
+    """Evaluates detectors on the test set of the first one.
 
     Args:
-        runs: that are no detectors, or have another test set, are left out.
-        options: ``images`` is the folder of a COCO json's images, if they are not beside it.
-        data: annotated images, as ``--data`` names them, of which those to evaluate on are taken if
-            there are such; None takes the test set of each run.
-        threshold: lowest score that is drawn and counted as an error; None takes the best F1.
+        runs: leaves out runs without a detector or with another test set.
+        options: ``images`` is the image folder of a COCO json, if the images are not beside it.
+        data: annotated images as in ``--data``, of which the validation part is used if there is
+            one; None uses each run's test set.
+        threshold: the lowest score in images and error counts; None maximizes F1.
 
     Raises:
-        NotApplicable: there is no detector whose test set is on this machine.
-        UserError: ``data`` are not valid, or have no boxes.
+        NotApplicable: if no detector's test set is on this machine.
+        UserError: if ``data`` is invalid or has no boxes.
     """
     if data:
         source = open_source(data, str(options.images or ""))
@@ -107,7 +107,7 @@ def draw_detections(
 
 
 def read_set(name: str) -> DetectionSet:
-    """Reads the annotation file of a registered set; ``NotApplicable`` without one, or boxes."""
+    """Reads a registered set's annotation file; raises ``NotApplicable`` if it has no boxes."""
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
     # The file was checked when the set was registered.
@@ -141,8 +141,8 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
 
 
 def draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Image]:
-    """Draws precision over recall and, of several classes, AP by class."""
-    caption = "Mean of classes; the area is AP50, or AP75."
+    """Draws precision over recall and, for several classes, AP by class."""
+    caption = "Mean over classes. The areas are AP50 and AP75."
     images = {
         "precision_recall": plotting.chart_image(plot_precision_recall(runs), caption=caption)
     }
@@ -154,7 +154,7 @@ def draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[st
 
 @plotting.themed
 def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
-    """Draws precision over recall, the mean of all classes, at IoU 0.50 and at 0.75."""
+    """Draws precision over recall, averaged over classes, at IoU 0.50 and 0.75."""
     figure = plotting.start_figure(height=3.8, width=6.4)
     panels = figure.subplots(1, len(metrics.CURVE_IOUS), sharey=True)
     for row, (axes, iou) in enumerate(zip(panels, metrics.CURVE_IOUS, strict=True)):
@@ -171,7 +171,7 @@ def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
 
 @plotting.themed
 def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFigure:
-    """Draws the AP of each class with boxes, the best on top, a bar for each run."""
+    """Draws the AP of each class with boxes, best first, one bar per run."""
     num_boxes = runs[0].scores.num_boxes
     total = np.sum([run.scores.class_ap for run in runs], axis=0)
     order = [int(k) for k in np.argsort(-total, kind="stable") if num_boxes[k]]
@@ -196,7 +196,7 @@ def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) 
 def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
-    """Draws ground truth and detections on sheets, of so many images spread over the dataset."""
+    """Draws ground truth beside detections on ``number`` images spread over the dataset."""
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
     number = min(number, len(records))
     truth = runs[0].errors.truth
@@ -226,7 +226,7 @@ def draw_predictions(
 
 
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
-    """Draws crops of the largest missed boxes, and of the highest false alarms, if any."""
+    """Draws crops of the largest missed boxes and the most confident false alarms, if any."""
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}
     crops = [
@@ -249,7 +249,7 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
 
 
 def crop_box(image: RGBImage, box: metrics.Array, color: Color) -> RGBImage:
-    """Returns a box (4,) XYXY of an image, drawn, with half its length around it."""
+    """Crops and draws a box (4,), XYXY in pixels, with a margin of half its longer side."""
     height, width = image.shape[:2]
     margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
     low = np.clip(np.floor(box[:2] - margin), 0, [width - 1, height - 1]).astype(int)
@@ -268,10 +268,9 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
     types = "; ".join(f"{name}: {text}" for name, text in metrics.ERROR_TYPES.items())
     return [
-        "AP and curves are COCO's, of all detections. Errors are counted, and boxes drawn, from a "
-        f"score upwards: {thresholds}. Unless --score sets it, it is the score with the best F1 at "
-        "IoU 0.50; if no detection is correct, the one that keeps as many detections as boxes.",
-        f"Types of detections: {types}. Missed boxes are those without a correct detection.",
+        "AP and curves are COCO's and use all detections. Errors and images use detections from a "
+        f"score threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
+        f"Types of detections: {types}. A missed box has no correct detection.",
     ]
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What all figures of runs share: options, the loop over runs, and the images for all runs."""
+"""The options of all figures, the loop over runs, and the images that runs share."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ _BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """What every figure takes: a folder of images, by default the run's data, how many, a seed."""
+    """Options of every figure: a folder of images (None: the run's data), their number, a seed."""
 
     images: Path | None = None
     num_images: int = 6
@@ -43,7 +43,7 @@ class FigureOptions:
 
 @dataclass(frozen=True)
 class RunResults(Generic[Found]):
-    """Results by label, at least one, why each other run has none, and the images of all runs."""
+    """Results by label, the reason of each run that is left out, and the files of the images."""
 
     found: dict[str, Found]
     left_out: list[str]
@@ -60,7 +60,7 @@ class RunResults(Generic[Found]):
         /,
         **data: Any,
     ) -> Figure:
-        """Returns a figure of the results that says which images and runs were left out."""
+        """Returns a figure that names the images and runs that are left out."""
         text = list(explanation)
         if self.unreadable:
             names = join_first(Path(name).name for name in self.unreadable)
@@ -77,10 +77,12 @@ def run_each(
     nothing: str,
     needs_weights: bool = True,
 ) -> RunResults[Found]:
-    """Calls a function for each run, and leaves out the runs for which it fails.
+    """Calls a function for each run and leaves out runs for which it fails.
 
-    If no run is left, the message begins with ``nothing``, such as "no reconstructions"; it is a
-    ``UserError`` if a run failed by one, else ``NotApplicable``.
+    Raises:
+        UserError: if no run is left and at least one raised a ``UserError``. The message begins
+            with ``nothing``, such as "no reconstructions".
+        NotApplicable: if no run is left, otherwise.
     """
     found: dict[str, Found] = {}
     left_out, errors = [], []
@@ -110,7 +112,7 @@ def run_on_images(
     nothing: str,
     number: int | None = None,
 ) -> RunResults[Found]:
-    """Calls ``run_each`` with the same ``number`` image files, by default those drawn, for all."""
+    """Calls ``run_each`` with the same image files for all runs, by default ``num_images``."""
     entries = choose_images(runs, number or options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
     results = run_each(runs, lambda run: compute(run, files), nothing=nothing)
@@ -118,10 +120,11 @@ def run_on_images(
 
 
 def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> SpreadEntries:
-    """Returns so many images of a folder, else of the data of the first run that has any.
+    """Returns images of a folder, or else of the data of the first run whose data can be read.
 
-    Raises ``NotApplicable`` where no run has data on this machine, a ``UserError`` if none of the
-    images of the folder can be read.
+    Raises:
+        NotApplicable: if no run has data on this machine.
+        UserError: if no image of the folder can be read.
     """
     reasons: dict[str, None] = {}
     for run in runs:
@@ -134,7 +137,7 @@ def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> Spre
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns entries with "image" (3, S, S), cropped by the run's mapper or pre-training's."""
+    """Returns entries with "image" (3, S, S), cropped by the run's or pre-training's mapper."""
     cfg = with_values(cfg)
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
         cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
@@ -145,7 +148,7 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
 
 
 def find_size(runs: Sequence[Run], default: int) -> int:
-    """Returns the image side in pixels of the first run that takes squares."""
+    """Returns the image side in pixels of the first run that takes square images."""
     for run in runs:
         with contextlib.suppress(NotApplicable, UserError):  # reported where the run is used
             if run.kind != "detector":
@@ -154,7 +157,7 @@ def find_size(runs: Sequence[Run], default: int) -> int:
 
 
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
-    """Yields normalised images (n, 3, S, S) on the model's device, with a bar if it takes long."""
+    """Yields normalized images (n, 3, S, S) on the model's device; shows a bar if it takes long."""
     statistics = get_pixel_statistics(model)
     mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
     starts = range(0, len(entries), _BATCH_SIZE)
@@ -164,7 +167,7 @@ def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Ten
 
 
 def find_encoder(model: nn.Module) -> Backbone:
-    """Returns the backbone of a model below its feature pyramid, or raises ``NotApplicable``."""
+    """Returns the backbone below a model's feature pyramid; ``NotApplicable`` without one."""
     backbone = get_backbone(model)
     if backbone is None:
         raise NotApplicable(f"{type(model).__name__} has no backbone")

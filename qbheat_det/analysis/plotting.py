@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Charts and grids of images in one matplotlib theme, which ``@themed`` functions draw in."""
+"""Charts and image grids; functions decorated with ``@themed`` draw in one matplotlib theme."""
 
 import io
 import warnings
@@ -25,7 +25,7 @@ Format = Literal["svg", "png", "jpg"]
 INK, QUIET = "#1c1e21", "#63676e"
 """Colours of text and of axes."""
 COLORS = ("#1f6feb", "#a83300", "#00ab62", "#a23098", "#d48000", "#44534c")
-"""Of lines, in the order of their use, as in the theme."""
+"""Line colors in order of use, as in the theme."""
 HEADING: Color = (226, 228, 232)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
@@ -40,7 +40,7 @@ themed = matplotlib.rc_context(fname=Path(__file__).with_name("theme.mplstyle"))
 
 @themed
 def start_figure(*, height: float, width: float, constrained: bool = True) -> Figure:
-    """Returns an empty figure of that many inches, whose layout is ``constrained`` (slow)."""
+    """Returns an empty figure of a size in inches; a ``constrained`` layout is slow."""
     figure = Figure(figsize=(width, height))  # without pyplot, which keeps global state
     if constrained:
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
@@ -49,13 +49,13 @@ def start_figure(*, height: float, width: float, constrained: bool = True) -> Fi
 
 @themed
 def start_chart(*, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
-    """Returns a figure of that many inches with one pair of axes."""
+    """Returns a figure of a size in inches, with one pair of axes."""
     figure = start_figure(height=height, width=width)
     return figure, figure.add_subplot()
 
 
 def list_styles(number: int) -> list[dict[str, Any]]:
-    """Returns colour, dash and marker of so many lines; the first 24 all differ."""
+    """Returns color, dash and marker of each line; the first 24 lines all differ."""
     return [
         {
             "color": COLORS[index % len(COLORS)],
@@ -67,7 +67,7 @@ def list_styles(number: int) -> list[dict[str, Any]]:
 
 
 def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
-    """Returns a name as text that matplotlib draws as it is; long names lose their middle."""
+    """Escapes a name for matplotlib and replaces the middle of a long name by an ellipsis."""
     text = " ".join(name.encode(errors="backslashreplace").decode().split())
     if len(text) > longest:
         end = (longest - 1) // 2
@@ -78,7 +78,7 @@ def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
 
 @themed
 def add_legend(figure: Figure, axes: Axes) -> None:
-    """Adds a legend below all axes if there are several entries; the figure grows by its height."""
+    """Adds a legend below all axes and enlarges the figure, if there are several entries."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < 2:
         return
@@ -96,7 +96,7 @@ def plot_grid(
     row_names: Sequence[str] = (),
     note: str = "",
 ) -> Figure:
-    """Draws images of one size in rows and columns, a pixel a dot; short rows end with blanks."""
+    """Draws images of one size in rows and columns at full resolution; short rows end blank."""
     height, width = rows[0][0].shape[:2]
     step_y, step_x = height + _GAP, width + _GAP
     mosaic = np.full((len(rows) * step_y, len(column_names) * step_x, 3), 255, dtype=np.uint8)
@@ -123,7 +123,7 @@ def plot_grid(
 def chart_image(
     figure: Figure, *, alt: str = "", caption: str = "", format: Format = "svg"
 ) -> Image:
-    """Encodes a matplotlib figure, the same figure as the same bytes; ``alt`` is the caption's."""
+    """Encodes a matplotlib figure deterministically; ``alt`` defaults to the caption."""
     buffer = io.BytesIO()
     options: dict[str, Any] = {"dpi": _DPI[format]}
     if format == "svg":
@@ -131,7 +131,7 @@ def chart_image(
     if figure.get_layout_engine() is None:
         options |= {"bbox_inches": "tight", "pad_inches": 0.08}
     with warnings.catch_warnings():
-        # A name in letters that the font lacks, and a legend longer than its chart.
+        # The font lacks some letters; a legend may be longer than its chart.
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         figure.savefig(buffer, format=format, **options)
@@ -139,13 +139,13 @@ def chart_image(
 
 
 def to_rgb(image: Tensor, pixel_format: str) -> npt.NDArray[np.float32]:
-    """From (3, H, W) in a mapper's channels ("RGB" or "BGR") to (H, W, 3), RGB, float32."""
+    """Converts (3, H, W) in ``pixel_format`` ("RGB" or "BGR") to (H, W, 3), RGB, float32."""
     pixels: npt.NDArray[np.float32] = image.detach().cpu().float().permute(1, 2, 0).numpy()
     return pixels[..., ::-1] if pixel_format == "BGR" else pixels
 
 
 def shrink(image: RGBImage, longest: int) -> RGBImage:
-    """Returns an image (H, W, 3) resized to that many pixels on the longer side."""
+    """Resizes an image (H, W, 3) so that its longer side has ``longest`` pixels."""
     factor = longest / max(image.shape[:2])
     height, width = (max(1, round(length * factor)) for length in image.shape[:2])
     way = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
@@ -153,7 +153,7 @@ def shrink(image: RGBImage, longest: int) -> RGBImage:
 
 
 def color_map(values: npt.ArrayLike, low: float, high: float, colors: str) -> RGBImage:
-    """Returns (H, W, 3): values (H, W) in a matplotlib colour map from ``low`` to ``high``."""
+    """Maps values (H, W) from ``low`` to ``high`` to (H, W, 3) by a matplotlib color map."""
     share = (np.asarray(values, dtype=np.float64) - low) / max(high - low, 1e-12)
     colored: RGBImage = matplotlib.colormaps[colors](np.clip(share, 0, 1), bytes=True)[..., :3]
     return np.ascontiguousarray(colored)
@@ -168,9 +168,9 @@ def overlay_map(
     high: float,
     colors: str = "viridis",
 ) -> RGBImage:
-    """Returns an image in grey with a feature map (h, w) in colours over it, interpolated.
+    """Overlays a grey image with an interpolated feature map (h, w) in colors.
 
-    Positions are ``stride`` pixels apart, which need not be whole, the first half a stride from the
+    Positions are ``stride`` pixels apart (may be fractional), the first one half a stride from the
     corner.
     """
     x, y = (
@@ -178,7 +178,7 @@ def overlay_map(
         for length in (image.shape[1], image.shape[0])
     )
     columns, rows = np.meshgrid(x, y)
-    # Outside the outermost positions their value continues, as at the edge of a padded map.
+    # The border repeats the outermost values.
     small, edge = np.asarray(values, dtype=np.float32), cv2.BORDER_REPLICATE
     smooth = cv2.remap(small, columns, rows, cv2.INTER_LINEAR, borderMode=edge)
     grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
@@ -186,15 +186,15 @@ def overlay_map(
     return np.asarray(mixed, dtype=np.uint8)
 
 
-def enlarge(image: RGBImage, side: int = 160, *, exact: bool = False) -> RGBImage:
-    """Returns an image with sharp pixels, some times larger or a square of ``side``."""
+def enlarge(image: RGBImage, side: int = 160) -> RGBImage:
+    """Enlarges an image by a whole factor to at least ``side`` pixels, with sharp pixels."""
     factor = max(1, -(-side // len(image)))
-    size = (side, side) if exact else (image.shape[1] * factor, len(image) * factor)
+    size = (image.shape[1] * factor, len(image) * factor)
     return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
-    """Returns one image of several of any sizes, row by row, each centered in an equal cell."""
+    """Tiles images of any sizes row by row, each centered in a cell of equal size."""
     cell_height = max(image.shape[0] for image in images)
     cell_width = max(image.shape[1] for image in images)
     columns = min(columns, len(images))
@@ -210,7 +210,7 @@ def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RG
 
 
 def add_heading(image: RGBImage, text: str) -> RGBImage:
-    """Puts a line of text above an image (H, W, 3); if it is too long it is set smaller, or cut."""
+    """Adds a line of text above an image (H, W, 3), in a smaller font if it is long."""
     width = image.shape[1]
     size = max(12, min(20, round(min(image.shape[:2]) / 28)))
     strip = PIL.Image.new("RGB", (width, round(1.6 * size)), BACKGROUND)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One page with every figure of several runs, and the reason for each that is missing.
+"""Writes one HTML page with all figures of several runs and the reasons of missing ones.
 
-The page is one HTML file: images inside it, no scripts, nothing loaded from the network. The
-template ``page.html.j2`` escapes all text and has one column on a phone.
+The page embeds its images, has no scripts and loads nothing from the network. The template
+``page.html.j2`` escapes all text.
 """
 
 import base64
@@ -61,12 +61,20 @@ def build_report(
     output: Path,
     command: str,
 ) -> list[FigureResult]:
-    """Draws figures of all runs side by side; writes the page anew after each of them.
+    """Draws figures of all runs side by side and rewrites the page after each figure.
 
-    Images and JSON go to the folder with the page's name. What fails costs one figure alone.
-    ``names`` are keys of ``FIGURES`` in the order of the page, ``keywords`` arguments of single
-    figures by name; ``output`` is the page, ``.html``, which ``command`` makes again. Raises a
-    ``UserError`` before the first figure is drawn if a file cannot be written.
+    Images and JSON go to the folder with the page's name. An error costs only its figure.
+
+    Args:
+        names: keys of ``FIGURES`` in the order of the page.
+        runs: the runs to compare.
+        options: options of all figures.
+        keywords: arguments of single figures, by name.
+        output: the page (``.html``).
+        command: the command that rebuilds the page, which is printed on it.
+
+    Raises:
+        UserError: if a file cannot be written, before the first figure is drawn.
     """
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
@@ -74,7 +82,7 @@ def build_report(
     title = ", ".join(labels) if len(labels) < 4 else f"{len(labels)} runs"
     check_writable(folder / "curves.json")
     write_page(output, title, about, list(results.values()), command)
-    for name in FIGURES:  # of an earlier report
+    for name in FIGURES:  # left by an earlier report
         remove_figure(name, folder)
     with tqdm(names, unit="figure") as bar:
         for name in bar:
@@ -95,13 +103,13 @@ def _draw(
         return FigureResult(name, reason=str(reason))
     except UserError as error:
         return FigureResult(name, reason=str(error), failed=True)
-    except Exception as error:  # an hour of drawing must not be lost to one figure
+    except Exception as error:  # keep the figures that are already drawn
         logger.exception("figure '%s' failed", name)
         return FigureResult(name, reason=f"{type(error).__name__}: {error}", failed=True)
 
 
 def describe_runs(runs: Iterable[Run]) -> Table:
-    """Returns model, weights and length of each run, as far as its files are there."""
+    """Returns model, weights and length of each run, or "unknown" if a file is missing."""
     rows = []
     for run in runs:
         steps = [record for record in run.metrics if has_step(record)]
@@ -121,7 +129,7 @@ def describe_runs(runs: Iterable[Run]) -> Table:
 def write_page(
     path: Path, title: str, runs: Table, results: Sequence[FigureResult], command: str
 ) -> None:
-    """Writes the table of runs, all figures, and the reasons of those that are missing."""
+    """Writes the table of runs, all figures, and the reasons of missing ones."""
     figures = [result.figure for result in results if result.figure is not None]
     missing = [(result.name, result.reason) for result in results if result.figure is None]
     sections = [Figure("runs", "Runs", table=runs), *figures]
@@ -129,7 +137,7 @@ def write_page(
         table = Table(("Figure", "Reason"), missing)
         sections.append(Figure("missing", "Missing figures", table=table))
     text = _load_template().render(title=title, lead=_LEAD, sections=sections, command=command)
-    # Names of files may hold bytes that are no text.
+    # File names may contain bytes that are not valid text.
     write_atomically(path, text.encode(errors="backslashreplace"))
 
 
@@ -147,7 +155,7 @@ def _to_data_uri(image: Image) -> str:
 
 
 def _find_text_columns(table: Table) -> set[int]:
-    """Returns the columns without a number, which are aligned on the left."""
+    """Returns the columns without numbers, which are left-aligned."""
     columns = zip(*table.rows, strict=True)
     return {
         index

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A run or a checkpoint, each part of it loaded on first use: config, metrics, model, images."""
+"""Opens a run or a checkpoint and loads its config, metrics, model and images on first use."""
 
 import contextlib
 import json
@@ -20,7 +20,6 @@ from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     SPLIT_FILE,
-    Source,
     build_mapper,
     load_image_folders,
     register_source,
@@ -33,10 +32,9 @@ Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
 
 PROBE_FILES = ("probes.json", "comparison.json")
-"""Names of files with results of probes, in the folder of a run and of a comparison."""
+"""Files with results of probes, in the folder of a run or of a comparison."""
 _FINAL = ("model_final.safetensors", "model_final.pth")
 _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
-_SUFFIXES = (".safetensors", ".pth")
 
 
 @dataclass
@@ -62,19 +60,19 @@ class Run:
         device: str | None = None,
         opts: Sequence[str] = (),
     ) -> "Run":
-        """Finds the files of a run; reads nothing yet.
+        """Locates the files of a run without reading them.
 
         Args:
-            path: ``OUTPUT_DIR`` of a run, whose checkpoint is ``model_final`` or else the last one;
-                a checkpoint or an address such as ``qbheat://NAME``; results of probes (``.json``);
-                or the folder of a comparison of objectives.
-            label: for legends and headings; None takes the names of folder and file.
-            config_file: YAML of the model; None takes the one in or beside the checkpoint.
-            device: "cpu" or "cuda"; None takes the GPU if there is one.
+            path: an ``OUTPUT_DIR``, whose checkpoint is ``model_final`` or else the last one; a
+                checkpoint or ``qbheat://NAME``; results of probes (``.json``); or the folder of a
+                comparison of objectives.
+            label: the name in legends; None uses the names of folder and file.
+            config_file: YAML of the model; None uses the config in or beside the checkpoint.
+            device: "cpu" or "cuda"; None uses a GPU if there is one.
             opts: alternating keys and values that override the config.
 
         Raises:
-            UserError: no such file, a failed download, or a folder that is not a run's.
+            UserError: if the file does not exist, a download fails, or a folder is not a run's.
         """
         if "://" in str(path):
             address = str(path)
@@ -87,7 +85,7 @@ class Run:
             config_file = str(own_config)
         if given.is_dir():
             name, files = given.resolve().name, _search_folder(given)
-        elif given.suffix in (*_SUFFIXES, ".json"):
+        elif given.suffix in (".safetensors", ".pth", ".json"):
             name = f"{given.resolve().parent.name}/{given.stem}"
             files = (None, None, given) if given.suffix == ".json" else (None, given, None)
         else:
@@ -96,7 +94,7 @@ class Run:
 
     @property
     def weights(self) -> Path:
-        """The checkpoint; raises ``NotApplicable`` where there is none."""
+        """The checkpoint; raises ``NotApplicable`` if there is none."""
         if self.checkpoint is None:
             what = "no checkpoint yet" if self.folder else "results of probes and no model"
             raise NotApplicable(f"'{self.label}' has {what}")
@@ -104,7 +102,7 @@ class Run:
 
     @cached_property
     def cfg(self) -> CfgNode:
-        """The config, with the present paths; ``NotApplicable`` for results of probes alone."""
+        """The config with the present paths; raises ``NotApplicable`` for results of probes."""
         if self.folder is None and self.checkpoint is None:
             raise NotApplicable(f"'{self.label}' has results of probes and no model")
         weights = str(self.checkpoint or "")
@@ -117,34 +115,34 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Records of ``metrics.json``; none for a checkpoint, or where the file is missing."""
+        """The records of ``metrics.json``; empty for a checkpoint or a missing file."""
         path = self.folder / "metrics.json" if self.folder is not None else None
         return read_metrics(path) if path is not None and path.is_file() else []
 
     @cached_property
     def model(self) -> nn.Module:
-        """The complete model with these weights, frozen and in eval mode, on ``MODEL.DEVICE``."""
+        """The model with these weights, frozen and in eval mode, on ``MODEL.DEVICE``."""
         _ = self.weights
         model: nn.Module = build_predictor(self.cfg).model
         return model.eval().requires_grad_(False)
 
     @property
     def kind(self) -> Kind:
-        """What the model is for; raises as ``cfg``."""
+        """The task of the model; raises as ``cfg``."""
         mapper = self.cfg.INPUT.DATASET_MAPPER_NAME
         if mapper in MAPPERS_OF_CLASSES:
             return "classifier"
         return "pretraining" if mapper in MAPPERS_OF_IMAGES else "detector"
 
     def require_kind(self, kind: Kind) -> None:
-        """Raises ``NotApplicable`` if the model is for something else."""
+        """Raises ``NotApplicable`` if the model has another task."""
         if self.kind != kind:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
     def find_set(self, split: Split = "test") -> str:
-        """Returns the registered name of the run's first data set of a split, see ``run.json``.
+        """Registers the run's first dataset of a split, see ``run.json``, and returns its name.
 
-        Raises ``NotApplicable`` if the run had none, or they are not on this machine.
+        Raises ``NotApplicable`` if the run has none, or it cannot be read.
         """
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
@@ -155,22 +153,26 @@ class Run:
             starts = read_run_record(folder / RUN_FILE)
             if source := starts[-1].get("data", {}).get(name) if starts else None:
                 name = f"{name} of {folder.resolve()}"
+                if part := source.get("split"):  # its file is beside run.json, which may have moved
+                    source = source | {"split": {**part, "file": str(folder / SPLIT_FILE)}}
                 if name not in DatasetCatalog:
-                    register_source(name, source | _find_split(source, folder))
+                    register_source(name, source)
             if name not in DatasetCatalog:
                 raise UserError(f"'{name}' is not registered")
-            DatasetCatalog.get(name)  # raises where files are gone
+            DatasetCatalog.get(name)  # raises if files are missing
         except (UserError, OSError) as error:
             text = f"the {split} set of '{self.label}' cannot be read ({error}): use --images"
             raise NotApplicable(text) from error
         return name
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
-        """Returns entries of the run's mapper in inference, spread evenly over all images.
+        """Returns entries of the run's inference mapper, spread evenly over all images.
 
-        These are of the folder ``images``, else of the run's test set, else of its training set.
-        Raises ``NotApplicable`` if these are not on this machine, a ``UserError`` if no image can
-        be read.
+        Images come from the folder ``images``, or else from the run's test or training set.
+
+        Raises:
+            NotApplicable: if no dataset of the run can be read.
+            UserError: if no image can be read.
         """
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"
@@ -179,17 +181,11 @@ class Run:
                 name = self.find_set("test")
             except NotApplicable:
                 name = self.find_set("train")
-            records, source = DatasetCatalog.get(name), f"the data set '{name}'"
+            records, source = DatasetCatalog.get(name), f"the dataset '{name}'"
         entries = read_spread(records, build_mapper(self.cfg, is_train=False), number)
         if not entries:
             raise UserError(f"{source} has no readable image")
         return entries
-
-
-def _find_split(source: Source, folder: Path) -> Source:
-    """Returns where the split of a source is now: beside ``run.json``, which may have moved."""
-    part = source.get("split")
-    return {"split": {**part, "file": str(folder / SPLIT_FILE)}} if part else {}
 
 
 def open_runs(
@@ -199,7 +195,7 @@ def open_runs(
     device: str | None = None,
     opts: Sequence[str] = (),
 ) -> list[Run]:
-    """Opens several runs with different labels, see ``Run.open``; ``LABEL=PATH`` sets a label."""
+    """Opens runs with unique labels, see ``Run.open``; ``LABEL=PATH`` sets a label."""
     runs, unnamed = [], []
     for path in paths:
         label, equals, behind = path.partition("=")
@@ -215,29 +211,24 @@ def open_runs(
             run.label = str(run.path)
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if labels.count(label) > 1)
-        raise UserError(f"two runs are called '{twice}': label them as LABEL=PATH")
-    if config_file or opts:  # a misspelt key is found before anything is drawn
+        raise UserError(f"two runs have one label: name them LABEL=PATH, not {', '.join(labels)}")
+    if config_file or opts:  # reports a misspelt key before anything is drawn
         with contextlib.suppress(NotApplicable):
             _ = runs[0].cfg
     return runs
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of ``metrics.json``, one a line; broken lines are skipped."""
+    """Reads the records of ``metrics.json``, one per line; skips broken lines."""
     records = []
     for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+        with contextlib.suppress(ValueError, RecursionError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
-    """Returns the folder of a run, a checkpoint and a file with results of probes, if any."""
+    """Returns a run's folder, its checkpoint, and a file with results of probes, if any."""
     probe_file = next((given / name for name in PROBE_FILES if (given / name).is_file()), None)
     is_run = any((given / name).exists() for name in _RUN_FILES)
     if not is_run and probe_file is None:

@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Figure "spectrum": eigenvalues of the linear models of QB-Heat beside a control.
 
-Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. M = Δx A is learned;
-eigenvalues and energies are those of A. E(A) = E(A1) + E(A2). Undefined quantities are nan.
+Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. The model learns
+M = Δx A; eigenvalues and energies are of A, with E(A) = E(A1) + E(A2). Undefined values are nan.
 
-The control are "rotated" matrices, with the learned singular values in random directions: what they
-share with the learned ones depends on size and rank alone.
+The control is a set of "rotated" matrices: the learned singular values in random directions.
+Properties that they share with the learned matrices depend on size and rank alone.
 """
 
 import logging
@@ -47,23 +47,22 @@ _PREFIX = "predictor."
 _EQUAL = 1e-6  # relative spread of magnitudes that is rounding
 _COLUMNS = {
     "correlation": ("correlation of the scales' spectra", ".4f"),
-    "cosine": ("cosine of the scales' matrices", ".3f"),
     "effective_rank": ("effective rank", ".1f"),
     "commutator": ("commutator", ".3f"),
     "inverse_error": ("inverse error", ".3f"),
 }
 _EXPLANATION = (
-    "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x). Random "
-    "matrices also lie near the diagonal of Fig. 7 and have E(A)/E(B) near 1 (Table 3): only what "
-    "differs from the rotated matrices, which have the learned singular values, was learned.",
-    "The commutator is 0 where the order of right and down makes no difference (Eq. 3), the "
-    "inverse error 0 where left undoes right.",
+    "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x). Rotated "
+    "matrices, the control, also lie near the diagonal of Fig. 7 and have E(A)/E(B) near 1 (Table "
+    "3). Differences from them are learned.",
+    "The commutator is 0 if the order of right and down does not matter (Eq. 3). The inverse error "
+    "is 0 if left inverts right (Eq. 8).",
 )
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Of each scale Δx, and eigenvalues (C,) of A by matrix, falling; numbers of a table's row."""
+    """Δx and sorted eigenvalues (C,) of A by scale and matrix, and the numbers of a table row."""
 
     offsets: Mapping[str, float]
     eigenvalues: Mapping[str, Mapping[str, Tensor]]
@@ -85,9 +84,8 @@ def describe_models(models: Models) -> Spectrum:
         summary[f"energy_ratio_{scale}"] = a / b if a and b else math.nan
         summary |= {f"energy_A_{scale}": a, f"energy_B_{scale}": b}  # Eq. 7
     if len(models) == 2:
-        (first, second), (one, other) = matrices.values(), magnitudes
+        one, other = magnitudes
         summary["correlation"] = fmean(magnitude_correlation(one[k], other[k]) for k in NAMES)
-        summary["cosine"] = fmean(cosine(first[k], second[k]) for k in NAMES)
     for name, measure, groups in (
         ("effective_rank", effective_rank, [(name,) for name in NAMES]),
         ("commutator", commutator, list(product(*AXES.values()))),
@@ -111,9 +109,11 @@ def list_linear_models(predictor: HeatPredictor) -> Models:
 
 
 def read_linear_models(path: Path, label: str) -> Models:
-    """Reads the linear models of a checkpoint; ``NotApplicable`` if it has none.
+    """Reads the linear models of a checkpoint.
 
-    Raises a ``UserError`` if the file cannot be read, or its linear models are incomplete.
+    Raises:
+        NotApplicable: if the checkpoint has no linear models.
+        UserError: if the file cannot be read, or its linear models are incomplete.
     """
     weights, _ = read_weights(str(path))
     state = {
@@ -137,20 +137,20 @@ def read_linear_models(path: Path, label: str) -> Models:
 
 
 def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
-    """Returns so many checkpoints of a run's folder by step, spread over training, the last too."""
+    """Returns ``number`` checkpoints of a run by step, spread over training, with the last one."""
     found = {}
     for path in sorted(folder.glob("model_*.pth")):
-        if match := re.fullmatch(r"model_(\d+)", path.resolve().stem):  # others may be links
-            found[int(match[1]) + 1] = path  # the name has the index of the last step
+        if match := re.fullmatch(r"model_(\d+)", path.resolve().stem):  # links have other names
+            found[int(match[1]) + 1] = path  # the name has the zero-based index of the last step
     steps, number = sorted(found), min(number, len(found))
     chosen = [steps[len(steps) * (index + 1) // number - 1] for index in range(number)]
     return {step: found[step] for step in chosen}
 
 
 def rotate_models(models: Models, seed: int = 0) -> Models:
-    """Returns matrices with the same singular values, in random directions.
+    """Returns matrices with the same singular values in random directions.
 
-    What opposite directions share by construction (A2 = -A1, Eq. 9) they share too.
+    Opposite directions that are negatives of each other (A2 = -A1, Eq. 9) remain so.
     """
     rotated = {}
     for index, (scale, (offset, matrices)) in enumerate(models.items()):
@@ -173,7 +173,7 @@ def _draw_rotation(matrix: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def sort_eigenvalues(matrix: Tensor) -> Tensor:
-    """Returns the eigenvalues of a matrix (C, C), (C,), complex, by falling magnitude."""
+    """Returns the complex eigenvalues (C,) of a matrix (C, C) in descending order of magnitude."""
     eigenvalues = torch.linalg.eigvals(matrix)
     return eigenvalues[eigenvalues.abs().argsort(descending=True, stable=True)]
 
@@ -192,20 +192,15 @@ def commutator(a: Tensor, b: Tensor) -> float:
 def inverse_error(forth: Tensor, back: Tensor) -> float:
     """Returns ‖(I + M1)(I + M2) - I‖ / (‖M1‖ + ‖M2‖) of two (C, C), in the Frobenius norm.
 
-    0 if they are inverse to each other, as Eq. 8 has it. Small unrelated matrices give 0.7, small
-    equal ones 1. Divided by the size of M, because near M = 0 any two would pass.
+    It is 0 if they are inverse to each other (Eq. 8), 0.7 for small unrelated matrices and 1 for
+    small equal ones. Without the denominator, any two matrices near 0 would pass.
     """
-    # Without the identity, in which small matrices would be lost.
+    # Expanded without the identity, whose addition would round small matrices away.
     return _ratio((forth + back + forth @ back).norm(), forth.norm() + back.norm())
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    """Returns the cosine of the angle between two matrices as vectors; nan if one is zero."""
-    return _ratio((a * b).sum(), a.norm() * b.norm())
-
-
 def magnitude_correlation(a: Tensor, b: Tensor) -> float:
-    """Returns Pearson's correlation of sorted magnitudes (C,); nan if those of one are equal."""
+    """Returns Pearson's correlation of sorted magnitudes (C,); nan if one is constant."""
     if any(float(x.std()) <= _EQUAL * float(x.norm()) for x in (a, b)):
         return math.nan
     return float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
@@ -217,11 +212,11 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> float:
 
 @register_figure("spectrum")
 def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: int = 5) -> Figure:
-    """Draws the spectra of each run, with so many of its ``checkpoints`` as rows of Table 3."""
+    """Draws the spectra of each run, and tabulates ``checkpoints`` of it as in Table 3."""
     left_out: list[str] = []
 
     def compute(run: Run) -> dict[str, Spectrum]:
-        """Returns earlier spectra by name, and then "" (the last) and "rotated"."""
+        """Returns spectra by name: earlier checkpoints, "" (the last one), and "rotated"."""
         models = read_linear_models(run.weights, run.label)
         earlier = _describe_earlier(run, checkpoints, left_out) if checkpoints else {}
         control = rotate_models(models, options.seed)
@@ -251,7 +246,7 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: i
 def draw_training_spectrum(
     model: nn.Module, load_images: Callable[[int], list[dict[str, Any]]], cfg: CfgNode
 ) -> Figure:
-    """Draws the spectra of the linear models beside those of rotated ones."""
+    """Draws the spectra of the linear models and of the control during training."""
     if not isinstance(model, QBHeat):
         raise NotApplicable(f"{type(model).__name__} has no linear models")
     models = list_linear_models(model.predictor)
@@ -269,7 +264,7 @@ def draw_training_spectrum(
 
 @themed
 def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
-    """Draws magnitudes of eigenvalues at each scale, and those of one scale against the other's."""
+    """Draws magnitudes of eigenvalues at each scale, and of one scale against the other."""
     panels = len(learned.offsets) + (len(learned.offsets) == 2)
     figure = start_figure(height=3.4, width=4 * panels, constrained=False)
     figure.subplots_adjust(wspace=0.35)
@@ -309,7 +304,7 @@ def _draw_across_scales(axes: Axes, spectrum: Spectrum, colors: Sequence[str], s
 
 
 def _describe_earlier(run: Run, number: int, left_out: list[str]) -> dict[str, Spectrum]:
-    """Returns the spectra of so many checkpoints; adds what cannot be read to ``left_out``."""
+    """Returns the spectra of ``number`` checkpoints; adds unreadable ones to ``left_out``."""
     earlier: dict[str, Spectrum] = {}
     if run.folder is None:
         return earlier
@@ -319,7 +314,7 @@ def _describe_earlier(run: Run, number: int, left_out: list[str]) -> dict[str, S
             continue
         try:
             earlier[f"step {steps:,}"] = describe_models(read_linear_models(path, run.label))
-        except (NotApplicable, UserError) as reason:  # such as one that is being written
+        except (NotApplicable, UserError) as reason:  # for example, while it is being written
             left_out.append(f"step {steps:,} of '{run.label}': {reason}")
             logger.warning("left out: %s", left_out[-1])
     return earlier

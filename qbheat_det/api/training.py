@@ -10,7 +10,7 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 
 from qbheat_det.analysis import load_figures
-from qbheat_det.analysis.confusion_matrix import draw_confusion
+from qbheat_det.analysis.accuracy import draw_confusion
 from qbheat_det.analysis.curves import draw_training_curves
 from qbheat_det.analysis.run import Run
 from qbheat_det.config import get_cfg

@@ -12,6 +12,7 @@ from detectron2.modeling import build_model
 from torch import nn
 from torch.testing import assert_close
 
+from qbheat_det.analysis.accuracy import draw_classes, draw_confusion, plot_confusion
 from qbheat_det.analysis.attention import (
     choose_blocks,
     draw_attention,
@@ -21,7 +22,6 @@ from qbheat_det.analysis.attention import (
     read_bridges,
     read_queries,
 )
-from qbheat_det.analysis.confusion_matrix import draw_classes, draw_confusion, plot_confusion
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run
 from qbheat_det.core.figures import NotApplicable

@@ -143,7 +143,7 @@ def test_a_figure_s_files_are_listed_and_none_is_exit_code_1(
         ("spectrum nowhere", "nowhere"),
         ("spectrum {run} --output {run}/metrics.json", "metrics.json"),
         ("spectrum {run} --opts MODEL.FOO 1", "MODEL.FOO"),
-        ("detections run --score nan", "--score"),
+        ("detections run --threshold nan", "--threshold"),
         ("correlation run --map=", "--map"),
         ("curves run --num-images many", "--num-images"),
         ("curves run --seed 4294967296", "--seed"),

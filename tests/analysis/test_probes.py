@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from qbheat_det.analysis.curves import (
-    draw_curves,
-    draw_training_curves,
-    find_quantities,
-    read_series,
-    select_curve,
-)
-from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.probes import (
+from qbheat_det.analysis.accuracy import (
     Decoder,
     ProbeResult,
     choose_statistics,
@@ -26,6 +18,14 @@ from qbheat_det.analysis.probes import (
     plot_probes,
     read_probes,
 )
+from qbheat_det.analysis.curves import (
+    draw_curves,
+    draw_training_curves,
+    find_quantities,
+    read_series,
+    select_curve,
+)
+from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError

@@ -10,7 +10,7 @@ import torch
 
 from qbheat_det.analysis.figure import FigureOptions, crop_squares
 from qbheat_det.analysis.plotting import to_rgb
-from qbheat_det.analysis.reconstruction import (
+from qbheat_det.analysis.pretraining import (
     draw_reconstructions,
     draw_training_reconstructions,
     reconstruct_images,
