@@ -161,7 +161,8 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
     def read(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
         if run.probe_file is None:
-            setting, results = read_probes(run.probe_file)
+            raise NotApplicable(f"'{run.label}' has no probes.json: use qbheat probe --json")
+        setting, results = read_probes(run.probe_file)
         tasks.append(json.dumps([setting.get(key) for key in ("contents", "num_classes")]))
         if tasks[-1] != tasks[0]:
             raise NotApplicable(f"'{run.label}' was probed on other images")

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluation: COCO metrics, classification, held-out loss of pre-training, nearest neighbours."""
+"""Evaluators: COCO metrics, classification, nearest neighbors, held-out loss."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def build_evaluator(
 ) -> DatasetEvaluator:
     """Returns the evaluator of a registered dataset, or raises a ``UserError`` if none fits.
 
-    ``classifies`` says whether the images of class folders are to be classified.
+    ``classifies`` selects classification for images of class folders, instead of the loss.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
@@ -57,12 +57,12 @@ def build_evaluator(
 
 
 class HeldOutLossEvaluator(DatasetEvaluator):
-    """Averages the loss that a model gives for each image over the images of a set.
+    """Averages the per-image loss of a pre-training model over a dataset.
 
-    Of "loss_reconstruction", results are ``{"reconstruction": {"loss_corner", "loss_centre",
-    "loss", "loss_standard_error"}}``: the means over corner views and over centre views, left out
-    where there are none; the mean over images of each one's mean over its views; and its standard
-    error. Of "loss_feature" they are those of "feature".
+    For "loss_reconstruction", results are ``{"reconstruction": {"loss_corner", "loss_centre",
+    "loss", "loss_standard_error"}}``: the means over corner and over center views, if there are
+    any; the mean over images of the mean over their views; and its standard error. For
+    "loss_feature", the key is "feature".
     """
 
     def __init__(self, dataset_name: str) -> None:
@@ -71,11 +71,11 @@ class HeldOutLossEvaluator(DatasetEvaluator):
         self._losses: list[tuple[str, str, float]] = []  # image, view, loss
 
     def reset(self) -> None:
-        """Forgets all images."""
+        """Removes all images."""
         self._losses = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Takes a batch in; a ``UserError`` if the model gives no loss."""
+        """Adds a batch; raises a ``UserError`` if the model returns no loss."""
         names = {name for output in outputs for name in output if name.startswith("loss_")}
         if len(names) != 1 or any(names - output.keys() for output in outputs):
             raise UserError(
@@ -92,11 +92,11 @@ class HeldOutLossEvaluator(DatasetEvaluator):
             self._losses.append((image, view, loss))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Gathers the images of all processes; empty results but on the main one."""
+        """Gathers all processes; returns empty results except on the main process."""
         parts = comm.gather(self._losses, dst=0)
         if not comm.is_main_process():
             return {}
-        # Sorted, so that the sums are those of one process to the last bit.
+        # Sorted, so that sums equal the sums of one process to the last bit.
         losses = sorted(itertools.chain.from_iterable(parts))
         views = ("corner", "centre")
         by_view = {view: [loss for _, seen, loss in losses if seen == view] for view in views}
@@ -110,7 +110,7 @@ class HeldOutLossEvaluator(DatasetEvaluator):
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of independent values, and its standard error; nan where undefined."""
+    """Returns the mean of independent values and its standard error; nan if undefined."""
     if not values or not all(map(math.isfinite, values)):
         return math.nan, math.nan
     mean = statistics.fmean(values)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Accuracy of classifiers and of nearest neighbours, over images and over classes.
+"""Accuracy of classifiers and of weighted nearest neighbors (kNN).
 
-Neighbours as in "Unsupervised Feature Learning via Non-Parametric Instance Discrimination",
-arXiv:1805.01978: the k most similar training images vote, without training, each with weight
+kNN follows "Unsupervised Feature Learning via Non-Parametric Instance Discrimination",
+arXiv:1805.01978: the k most similar training images vote with weight
 exp(cosine similarity / temperature).
 """
 
@@ -31,14 +31,14 @@ Counts = npt.NDArray[np.int64]
 _TOP = {"top1": 1, "top5": 5}
 _SHOWN = 5  # classes in the log
 _TINY = torch.finfo(torch.float64).tiny
-_LEAST_VOTE = 1e-300  # of a neighbour, however far: less would round to none
+_LEAST_VOTE = 1e-300  # keeps the votes of distant neighbors above zero
 _CHUNK = 2**24  # similarities at a time: 128 MB
 
 
 def measure_ranks(ranks: Tensor) -> dict[str, float]:
-    """Returns "top1", "top5" of ranks (N,) in per cent, with "_standard_error"; nan without images.
+    """Returns "top1", "top5" and their binomial "_standard_error" in percent; nan without images.
 
-    Ranks are those of the true classes, 0 for the first; errors are of binomial counts.
+    ``ranks`` (N,) are zero-based ranks of the true classes.
     """
     if not len(ranks):
         return dict.fromkeys((*_TOP, *(f"{key}_standard_error" for key in _TOP)), math.nan)
@@ -48,14 +48,13 @@ def measure_ranks(ranks: Tensor) -> dict[str, float]:
 
 
 class ClassificationEvaluator(DatasetEvaluator):
-    """Top-1, top-5 and balanced accuracy: the mean over the classes that have images.
+    """Top-1, top-5 and balanced accuracy (the mean over classes with images).
 
     Results are ``{"classification": {"top1", "top5", "balanced", and each with
-    "_standard_error"}}`` in per cent, nan without images. Of equal scores the first class counts as
-    the highest, and an image with a score of nan as wrong. ``classification.json`` in
-    ``output_dir`` adds the accuracy of each class and the confusions. After ``evaluate``,
-    ``confusion`` (K, K) has the images of class i that were classified as class j, on the main
-    process.
+    "_standard_error"}}`` in percent, nan without images. Among equal scores the first class wins;
+    an image with a nan score is wrong. ``classification.json`` in ``output_dir`` adds the accuracy
+    of each class and the confusions. After ``evaluate``, ``confusion[i, j]`` on the main process is
+    the number of images of class i that were classified as class j.
     """
 
     confusion: Counts
@@ -74,7 +73,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._seen = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Takes "image_id" and "label" of a batch, and "scores" (K,), the higher the likelier."""
+        """Adds a batch with "image_id" and "label" of inputs and "scores" (K,) of outputs."""
         if any("scores" not in output for output in outputs):
             raise UserError(
                 f"dataset '{self._dataset_name}' has class labels, but the model gives no 'scores':"
@@ -95,7 +94,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             self._seen.append((entry["image_id"], label, prediction, rank))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Gathers the images of all processes; empty results but on the main one."""
+        """Gathers all processes; returns empty results except on the main process."""
         parts = comm.gather(self._seen, dst=0)
         if not comm.is_main_process():
             return {}
@@ -115,7 +114,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         return {"classification": results}
 
     def _report(self, results: dict[str, float], totals: Counts) -> None:
-        """Logs the results, and writes them with those of each class."""
+        """Logs the results and writes them with the accuracy of each class."""
         names = self.class_names
         confusions = [(names[i], names[j], n) for i, j, n in find_confusions(self.confusion)]
         shares = {
@@ -149,16 +148,16 @@ class ClassificationEvaluator(DatasetEvaluator):
 
 
 def predict(scores: Tensor) -> Tensor:
-    """From scores (N, K) to the first class with the highest, (N,); -1 where one is nan."""
-    # argmax leaves open which of equal ones it takes.
+    """Returns the first class (N,) with the highest of scores (N, K), or -1 if one is nan."""
+    # argmax does not define its choice among equal scores.
     first = (scores == scores.amax(dim=1, keepdim=True)).int().argmax(dim=1)
     return torch.where(scores.isnan().any(dim=1), -1, first)
 
 
 def rank_true_class(scores: Tensor, labels: Tensor) -> Tensor:
-    """Returns (N,), how many classes come before the true one, of scores (N, K) and labels (N,).
+    """Returns zero-based ranks (N,) of the true classes under scores (N, K) and labels (N,).
 
-    Of classes with equal scores the lower label comes first; nan gives more than K.
+    Among equal scores the lower label comes first. A nan score gives a rank above K.
     """
     own = scores.gather(1, labels[:, None])
     lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
@@ -167,7 +166,7 @@ def rank_true_class(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def find_confusions(confusion: Counts) -> list[tuple[int, int, int]]:
-    """Returns true class, other class and number of images, the most frequent confusion first."""
+    """Returns (true class, predicted class, images), the most frequent confusion first."""
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
     pairs = np.argwhere(wrong)
@@ -183,11 +182,11 @@ def score_neighbours(
     k: int = 20,
     temperature: float = 0.07,
 ) -> dict[str, float]:
-    """Classifies images by the votes of others; see ``measure_ranks``.
+    """Returns the kNN accuracy, see ``measure_ranks``.
 
-    ``train`` are features (T, D) and labels (T,) of the images that vote, ``val`` (N, D) and (N,)
-    of those that are classified. ``k`` neighbours vote, all where there are fewer; the lower the
-    ``temperature``, the more the nearest count.
+    ``train`` has features (T, D) and labels (T,) of the voting images, ``val`` (N, D) and (N,) of
+    the classified images. At most ``k`` neighbors vote; a lower ``temperature`` gives the nearest
+    more weight.
     """
     return measure_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
 
@@ -201,11 +200,11 @@ def rank_true_classes(
     temperature: float,
     chunk: int = _CHUNK,
 ) -> Tensor:
-    """Returns (N,), how many classes come before the true one; see ``score_neighbours``.
+    """Returns zero-based ranks (N,) of the true classes; see ``score_neighbours``.
 
-    Of equally similar images the first vote, of classes with equal votes the lower label comes
-    first, and a class without votes comes last. Raises a ``ValueError`` if ``k`` or ``temperature``
-    is not positive, or nobody can vote.
+    Among equally similar images the first ones vote. Among equal votes the lower label comes first.
+    Classes without votes come last. Raises a ``ValueError`` if ``k`` or ``temperature`` is not
+    positive, or ``train`` is empty.
     """
     (train_features, train_labels), (features, labels) = train, val
     if min(k, temperature, len(train_features)) <= 0:
@@ -217,11 +216,11 @@ def rank_true_classes(
     ranks = [labels[:0]]
     rows = max(1, chunk // len(train_features))
     for some, truth in zip(features.split(rows), labels.split(rows), strict=True):
-        # In float64 and rounded, equal features have equal similarities, whatever the chunks.
+        # Rounding float64 gives equal features equal similarities for all chunk sizes.
         similarities = (F.normalize(some.double(), dim=1, eps=_TINY) @ voters).float()
         neighbours = _first_of_the_largest(similarities, k)
         nearest = similarities.gather(1, neighbours).double()
-        # Relative to the largest: exp(1 / temperature) alone is infinite at a low temperature.
+        # Relative to the largest, because exp(1 / temperature) overflows.
         nearest -= nearest.amax(dim=1, keepdim=True)
         weights = (nearest / temperature).exp().clamp(min=_LEAST_VOTE)
         votes = weights.new_zeros(len(some), num_classes)
@@ -235,7 +234,7 @@ def rank_true_classes(
 def extract_features(
     describe: Callable[[list[dict[str, Any]]], Tensor], batches: Iterable[list[dict[str, Any]]]
 ) -> tuple[Tensor, Tensor]:
-    """Returns features (N, D), of ``describe``, and labels (N,) of all images, on the CPU."""
+    """Returns features (N, D) by ``describe`` and labels (N,) of all images, on the CPU."""
     features, labels = [torch.empty(0, 0)], []
     for batch in batches:
         features.append(describe(batch).float().cpu())
@@ -244,7 +243,7 @@ def extract_features(
 
 
 def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
-    """Returns (N, k), the columns of the k largest of each row, of equal ones the first."""
+    """Returns the columns (N, k) of the k largest values per row; ties go to the first."""
     smallest = values.topk(k, dim=1).values[:, -1:]
     above, equal = values > smallest, values == smallest
     free = k - above.sum(dim=1, keepdim=True)
@@ -253,7 +252,7 @@ def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
 
 
 def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]:
-    """From ranks (N,), and correct and all images of each class (K,), to the results."""
+    """Returns the results from ranks (N,), and correct and total images per class (K,)."""
     results = {**measure_ranks(torch.as_tensor(ranks)), "balanced": math.nan}
     results["balanced_standard_error"] = math.nan
     if len(ranks):

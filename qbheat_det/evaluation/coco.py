@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""COCO metrics by faster-coco-eval where it is installed, else by pycocotools.
+"""COCO metrics by faster-coco-eval if it is installed, else by pycocotools.
 
 Detectron2's own fast evaluation is a compiled op that a pure-Python build lacks.
 """
@@ -21,14 +21,14 @@ from qbheat_det.core.errors import UserError
 class CocoEvaluator(COCOEvaluator):
     """Detectron2's ``COCOEvaluator`` with a choice of library; both give the same results.
 
-    Without predictions AP is 0, and without ground truth nan, with a warning.
+    AP is 0 without predictions and nan without ground truth, both with a warning.
     """
 
     def __init__(self, dataset_name: str, *, library: str = "auto", **arguments: Any) -> None:
-        """Takes a registered set with ``json_file``, and arguments of Detectron2's evaluator.
+        """Takes a registered dataset with ``json_file`` and arguments of Detectron2's evaluator.
 
-        ``library`` is "auto", "faster-coco-eval" or "pycocotools"; a ``UserError`` if it is
-        missing.
+        ``library`` is "auto", "faster-coco-eval" or "pycocotools"; a missing one is a
+        ``UserError``.
         """
         self._library = resolve_coco_library(library)
         super().__init__(dataset_name, use_fast_impl=False, **arguments)
@@ -53,7 +53,7 @@ class CocoEvaluator(COCOEvaluator):
         elif not results and predictions:
             images = len(predictions)
             self._logger.warning(f"The model predicted nothing on {images} images: AP is 0.")
-            # Detectron2 measures nothing then; a box that matches nothing has the AP of no boxes.
+            # Detectron2 skips metrics without predictions; one unmatched box gives AP 0.
             nothing = {"category_id": 0, "bbox": [0.0, 0.0, 0.0, 0.0], "score": 0.0}
             results = [{"image_id": predictions[0]["image_id"], **nothing}]
             predictions = [{**predictions[0], "instances": results}, *predictions[1:]]
@@ -66,7 +66,7 @@ class CocoEvaluator(COCOEvaluator):
             else:
                 self._eval_by_faster_coco_eval(results, sorted(tasks), img_ids)
         self._logger.debug(printed.getvalue())
-        # Detectron2 leaves the classes out where nothing was predicted.
+        # Detectron2 omits classes if there are no predictions.
         names = self._metadata.get("thing_classes") or []
         for metrics in self._results.values():
             for name in names if len(names) > 1 else []:
@@ -88,11 +88,11 @@ class CocoEvaluator(COCOEvaluator):
             self._logger.info("The annotation file has no annotations: nothing to evaluate.")
             return
         for task in tasks:
-            # The library writes into what it is given, so each task starts from copies.
+            # The library modifies its inputs, so each task starts from copies.
             ground_truth = COCO(copy.deepcopy(self._coco_api.dataset))
             detections = copy.deepcopy(results)
             if task == "segm":
-                for detection in detections:  # else the box's area decides small, medium, large
+                for detection in detections:  # else areas come from boxes instead of masks
                     detection.pop("bbox", None)
             coco_eval = COCOeval_faster(ground_truth, ground_truth.loadRes(detections), task)
             if img_ids is not None:
@@ -106,7 +106,7 @@ class CocoEvaluator(COCOEvaluator):
 def complete_annotations(dataset: dict[str, Any]) -> None:
     """Fills in ``iscrowd`` and ``area``, and numbers annotations from 1, in place."""
     dataset.setdefault("info", {})  # some releases of pycocotools fail without it
-    # pycocotools takes id 0 for "unmatched" and drops one of two equal ids.
+    # pycocotools uses id 0 for "unmatched" and drops duplicate ids.
     for index, annotation in enumerate(dataset.get("annotations", []), start=1):
         annotation["id"] = index
         annotation.setdefault("iscrowd", 0)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Multiply-adds and parameters of a model, counted from an instantiated module.
 
-fvcore traces one forward pass and counts it; this module adds the operators that fvcore lacks and
-names the two rules under which the figures of Mobile-Former papers can be compared.
+fvcore traces and counts one forward pass. This module adds operators that fvcore lacks and defines
+the two counting rules that reproduce the numbers of the Mobile-Former papers.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from qbheat_det.core.seeding import undisturbed
 
 
 class CountingRule(Enum):
-    """Which operators count; the value is the rule in words."""
+    """Which operators count; values describe the rules."""
 
     CORE = (
         "multiply-adds of convolutions, linear layers and the two products of attention; "
@@ -36,7 +36,7 @@ class CountingRule(Enum):
     )
 
 
-# What fvcore counts beyond multiply-adds. Everything else that has a handler belongs to CORE.
+# Operators that fvcore counts besides multiply-adds. All other counted operators belong to CORE.
 _NOT_CORE = {
     "batch_norm",
     "layer_norm",
@@ -52,12 +52,12 @@ _NOT_CORE = {
 
 @dataclass(frozen=True)
 class MAdds:
-    """Counts of one forward pass: by dotted module name ("" is the model), then by operator."""
+    """Counts of one forward pass by dotted module name ("" for the model) and operator."""
 
     by_module: Mapping[str, Mapping[str, int]]
 
     def total(self, rule: CountingRule, module: str = "") -> int:
-        """Returns the multiply-adds of ``module`` and all that it contains under ``rule``."""
+        """Returns the multiply-adds of ``module``, with its submodules, under ``rule``."""
         return sum(
             count
             for operator, count in self.by_module[module].items()
@@ -66,7 +66,7 @@ class MAdds:
 
 
 def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
-    """Counts ``model(*inputs)``, of tensors or containers of them, in evaluation mode."""
+    """Counts ``model(*inputs)`` in eval mode; inputs are tensors or containers of tensors."""
     analysis = FlopCountAnalysis(model, inputs)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
@@ -82,7 +82,7 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
 
 
 def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
-    """Counts a Detectron2 model on the CPU, from one image (H, W), padded, to its predictions."""
+    """Counts the inference of a Detectron2 model on one image (H, W), padded, on the CPU."""
     image = torch.zeros(3, height, width)
     counts = count_madds(_TensorsInTensorsOut(model), image).by_module
     names = [name for name, _ in model.named_modules()]  # from the whole to the parts
@@ -90,10 +90,10 @@ def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
 
 
 def count_parameters(model: nn.Module, *, batch_norm_affine: bool = True) -> int:
-    """Returns the number of parameters, each shared one once.
+    """Returns the number of parameters; shared ones count once.
 
-    Without ``batch_norm_affine`` BatchNorm's scale and offset do not count, as in the paper's
-    tables of detection: a frozen backbone holds them as buffers.
+    Without ``batch_norm_affine``, BatchNorm's scale and offset do not count, as in the paper's
+    detection tables, because frozen backbones hold them as buffers.
     """
     skipped = {
         id(parameter)
@@ -105,7 +105,7 @@ def count_parameters(model: nn.Module, *, batch_norm_affine: bool = True) -> int
 
 
 class _TensorsInTensorsOut(nn.Module):
-    """What the tracer needs around a model that speaks dictionaries and ``Instances``."""
+    """Wraps a Detectron2 model for the tracer, which needs tensors as inputs and outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

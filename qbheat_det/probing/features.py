@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The features of a frozen backbone, computed once for many probes, and its BatchNorm statistics.
+"""Computes a frozen backbone's features once for all probes, and recalibrates its BatchNorms.
 
-QB-Heat estimates these on quarters of images; ``recalibrate_bn`` on whole ones: "Rethinking 'Batch'
-in BatchNorm", Wu & Johnson, arXiv:2105.07576, by its code in fvcore.
+QB-Heat estimates BatchNorm statistics on quarters of images; ``recalibrate_bn`` estimates them on
+whole images with fvcore's code of "Rethinking 'Batch' in BatchNorm", arXiv:2105.07576.
 """
 
 import logging
@@ -26,15 +26,15 @@ from qbheat_det.modeling.contracts import normalise_pixels
 
 _SHARE = 0.2  # of each class that is held out
 _CHUNK = 256  # images at a time
-_CONSTANT = 1e-6  # spread of a channel, relative to the largest, below which it is constant
+_CONSTANT = 1e-6  # relative standard deviation below which a channel is constant
 
 
 @dataclass(frozen=True)
 class FrozenFeatures:
     """Features of N images, on the CPU.
 
-    ``pooled`` (N, C) is the mean over the map ``maps`` (N, C, H, W), float16, which need not be
-    kept; ``tokens`` are (N, M, D) if the backbone has some; ``labels`` (N,).
+    ``maps`` (N, C, H, W), float16, are optional; ``pooled`` (N, C) is their mean over positions.
+    ``tokens`` (N, M, D) exist if the backbone has tokens; ``labels`` are (N,).
     """
 
     pooled: Tensor
@@ -47,7 +47,7 @@ class FrozenFeatures:
 
     @property
     def joined(self) -> Tensor:
-        """Input of the linear probe, (N, C) or (N, C + D): ``pooled`` and the first token."""
+        """The linear probe's input, (N, C) or (N, C + D): ``pooled`` and the first token."""
         if self.tokens is None:
             return self.pooled
         return torch.cat([self.pooled, self.tokens[:, 0]], dim=1)
@@ -69,12 +69,18 @@ def cache_features(
     keep_maps: bool = False,
     memory_gb: float = 8.0,
 ) -> FrozenFeatures:
-    """Runs a backbone once over images; a ``UserError`` if the maps take more than ``memory_gb``.
+    """Runs a backbone once over images.
 
     Args:
-        describe: gives the map (N, C, H, W) under ``feature``, and "tokens" (N, M, D) if any.
-        batches: dicts with "label", of ``num_images`` at most.
-        keep_maps: whether the map is kept beside its mean, in float16 and clipped to its range.
+        describe: returns the map (N, C, H, W) under ``feature``, and "tokens" (N, M, D) if any.
+        batches: lists of dicts with "label".
+        num_images: an upper bound of the number of images.
+        feature: the name of the map.
+        keep_maps: keeps maps in float16, clipped to its range, besides their means.
+        memory_gb: the memory limit of kept maps in GB.
+
+    Raises:
+        UserError: if the maps exceed ``memory_gb``.
     """
     pooled, tokens = [torch.empty(0, 0)], []
     labels: list[int] = []
@@ -110,7 +116,7 @@ def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
 
 
 def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns rising indices of the images that remain, and of a fifth of each class held out."""
+    """Returns ascending indices of training images, and of a held-out fifth of each class."""
     draw = random.Random(seed)
     aside: list[int] = []
     for label in labels.unique().tolist():
@@ -124,7 +130,7 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / standard deviation, 0 of constants, of (N, C, ...): (C,), float64."""
+    """Returns mean and 1 / std (C,) of (N, C, ...), float64; 1 / std is 0 for constants."""
     count = features.numel() // features.shape[1]
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
@@ -135,7 +141,7 @@ def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Returns the accuracy of logits (N, K) in per cent; 0 without images."""
+    """Returns the accuracy of logits (N, K) in percent; 0 without images."""
     return 100 * float((logits.argmax(dim=1) == labels).double().mean()) if len(labels) else 0.0
 
 
@@ -150,10 +156,10 @@ def recalibrate_bn(
     pixel_std: Sequence[float],
     batch_size: int = 32,
 ) -> int:
-    """Sets the statistics of a backbone's BatchNorms to those over all positions of ``images``.
+    """Recomputes the statistics of a backbone's BatchNorms over all positions of ``images``.
 
-    These are (3, H, W) each, pixels as a dataset mapper gives them. Layers normalise by the batch
-    meanwhile, as in training. Only images of one size share a batch, so that none is padded. Frozen
+    Images are (3, H, W) in a dataset mapper's pixels. Layers normalize by the batch meanwhile, as
+    in training. Images of different sizes are in different batches, so none is padded. Frozen
     BatchNorms do not change. Returns the number of BatchNorms.
     """
     if not images:
@@ -170,13 +176,13 @@ def recalibrate_bn(
         for norm in norms:
             norm.train()
         update_bn_stats(backbone, map(normalise, batches), num_iters=len(batches))
-    for norm in norms:  # a difference of two means, in which rounding can go below zero
+    for norm in norms:  # rounding can make a difference of two means negative
         norm.running_var.clamp_(min=0)
     return len(norms)
 
 
 def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
-    """Returns the records of ``DATASETS.TRAIN``, or raises a ``UserError``."""
+    """Returns the records of ``DATASETS.TRAIN``; raises a ``UserError`` if there are none."""
     names = list(cfg.DATASETS.TRAIN)
     unknown = [name for name in names if name not in DatasetCatalog]
     if unknown or not names:
@@ -190,10 +196,12 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
 def read_whole_images(
     cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int
 ) -> list[Tensor]:
-    """Returns images (3, H, W), in pixels, as the config's model would see them in evaluation.
+    """Returns images (3, H, W) in pixels, as the config's evaluation mapper returns them.
 
-    Always the same random ones of the ``records``; all where there are fewer. What cannot be read
-    is left out and named in the log; a ``UserError`` if none can.
+    The choice among ``records`` is random but fixed. Unreadable images are left out with a warning.
+
+    Raises:
+        UserError: if no image can be read.
     """
     chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The probes by their names, from the features of two sets of images to a score; the linear one.
+"""Runs probes by name on cached features, and fits the linear probe.
 
-The linear probe is multinomial logistic regression on standardised features, by L-BFGS. The
-problem is convex, so that only the L2 penalty is chosen, on a part of the *training* images.
-Standardisation replaces the BatchNorm without scale and offset of the QB-Heat paper's probe.
+The linear probe is multinomial logistic regression on standardized features, fitted by L-BFGS. The
+problem is convex, so its only choice is the L2 penalty, made on a part of the *training* images.
+Standardization replaces the QB-Heat paper's BatchNorm without scale and offset.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from .features import FrozenFeatures, channel_statistics, measure_accuracy, spli
 from .transformer import TransformerSettings, fit_transformer_probe
 
 PROBES = ("knn", "linear", "tran-1", "tran-4")
-"""The probes of the paper and kNN; "tran-k" may have any k, and a width: "tran-k:width"."""
+"""The paper's probes and kNN; "tran-k" takes any k, and "tran-k:width" sets a width."""
 
 _TRANSFORMER = re.compile(r"tran-([1-9]\d?)(?::([1-9]\d{0,4}))?")
-_HEAD = 64  # width of an attention head, of which a width is a multiple
+_HEAD = 64  # width of an attention head; widths are multiples of it
 
 L2_GRID = tuple(10.0 ** (power / 2) for power in range(0, -13, -1))
 """Penalties, from 1 down to 1e-6 in half decades."""
 
 _MAX_ITERATIONS, _HISTORY = 500, 20  # of L-BFGS
 _LEAST_CURVATURE = 1e-12
-_TRIAL_TOLERANCE = 1e-3  # of the gradient, where only an accuracy is asked for
+_TRIAL_TOLERANCE = 1e-3  # of the gradient in trials
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class ProbeSettings:
     """Settings of all probes."""
 
     num_classes: int
-    k: int = 20  # nearest neighbours that vote
-    temperature: float = 0.07  # of their votes
+    k: int = 20  # number of nearest neighbors
+    temperature: float = 0.07  # of the neighbors' votes
     transformer: TransformerSettings = field(default_factory=TransformerSettings)
     seed: int = 0
-    device: str = "cpu"  # that trains tran-k
+    device: str = "cpu"  # for tran-k
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all but the device, which scores do not depend on."""
+        """Returns all settings that scores depend on."""
         transformer = dataclasses.asdict(self.transformer)
         del transformer["depth"]
         return {
@@ -63,10 +63,10 @@ class ProbeSettings:
 def run_probe(
     name: str, train: FrozenFeatures, val: FrozenFeatures, *, settings: ProbeSettings
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Learns from the images of one set and classifies those of another, once.
+    """Fits a probe on training images and classifies validation images.
 
-    Returns the score, and what was chosen, on the images to learn from alone; see
-    ``fit_linear_probe`` and ``fit_transformer_probe``.
+    Returns the score, and the hyperparameters chosen on training images; see ``fit_linear_probe``
+    and ``fit_transformer_probe``.
     """
     if name == "knn":
         voters, asked = (train.pooled, train.labels), (val.pooled, val.labels)
@@ -94,7 +94,7 @@ def run_probe(
 
 
 def check_probes(names: Sequence[str]) -> None:
-    """Raises a ``UserError`` unless all names are probes, with a width that can be."""
+    """Raises a ``UserError`` unless all names are probes with valid widths."""
     unknown = [name for name in names if name not in ("knn", "linear") and not depth_of(name)]
     if unknown or not names:
         given = ", ".join(map(repr, unknown)) or "none"
@@ -105,23 +105,24 @@ def check_probes(names: Sequence[str]) -> None:
 
 
 def depth_of(name: str) -> int:
-    """Returns k of "tran-k"; 0 for any other probe."""
+    """Returns k of "tran-k", or 0 for another probe."""
     found = _TRANSFORMER.fullmatch(name)
     return int(found[1]) if found else 0
 
 
 def width_of(name: str) -> int:
-    """Returns the width of "tran-k:width"; 0 where the name has none."""
+    """Returns the width of "tran-k:width", or 0 if the name has none."""
     found = _TRANSFORMER.fullmatch(name)
     return int(found[2] or 0) if found else 0
 
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A fitted classifier of standardised features (N, D).
+    """A linear classifier of standardized features (N, D), in float64.
 
-    ``mean`` and ``scale`` (D,) are of the training images, ``weight`` is (K, D + 1), the last
-    column the bias; ``l2`` the penalty, ``gradient`` its largest entry at the end. All in float64.
+    ``mean`` and ``scale`` (D,) come from the training images. The last column of ``weight``
+    (K, D + 1) is the bias. ``l2`` is the penalty, ``gradient`` the largest entry of the final
+    gradient.
     """
 
     mean: Tensor
@@ -138,16 +139,16 @@ class LinearProbe:
 def fit_linear_probe(
     features: Tensor, labels: Tensor, *, num_classes: int, seed: int = 0
 ) -> tuple[LinearProbe, dict[str, Any]]:
-    """Chooses the penalty on a part of the images (N, D), and then fits all of them with it.
+    """Chooses the penalty on held-out images of the features (N, D), then fits all images.
 
-    Returns the classifier; and "l2", "gradient" (its largest entry at the end) and "trials", the
-    accuracy in per cent on the part held out, by penalty as text.
+    Returns the classifier, and a dict with "l2", "gradient" (see ``LinearProbe``) and "trials",
+    the held-out accuracy in percent by penalty as text.
     """
     fitted, held_out = split_by_class(labels, seed=seed)
     trials: dict[float, float] = {}
     weights: dict[float, Tensor] = {}
     weight: Tensor | None = None
-    for l2 in L2_GRID:  # each fit starts from the one before, which is close
+    for l2 in L2_GRID:  # each fit starts from the previous solution
         trial = fit_penalised(
             features[fitted],
             labels[fitted],
@@ -175,19 +176,26 @@ def fit_penalised(
     tolerance: float = 1e-5,
     dtype: torch.dtype = torch.float64,
 ) -> LinearProbe:
-    """Minimises mean cross-entropy + l2 / 2 · ‖W‖² over weights W and a bias that is not penalised.
+    """Minimizes mean cross-entropy + l2 / 2 · ‖W‖² over weights W and an unpenalized bias.
 
-    Preconditioned along the principal axes and by the curvature at the start, L-BFGS takes tens of
-    steps in place of thousands; the optimum is the same. Features (N, D) are standardised here;
-    ``start`` is weights (K, D + 1) to begin from, 0 by default; ``tolerance`` is of the largest
-    entry of the gradient, along the axes; ``dtype`` is what is computed in.
+    Preconditioning by the principal axes and the initial curvature reduces L-BFGS from thousands of
+    steps to tens; the optimum is the same.
+
+    Args:
+        features: (N, D), standardized by this function.
+        labels: (N,).
+        num_classes: K.
+        l2: the penalty.
+        start: initial weights (K, D + 1); None starts from 0.
+        tolerance: of the largest entry of the gradient along the axes.
+        dtype: of the computation.
     """
     if not len(labels) or not l2 > 0:
         raise ValueError(f"{len(labels)} images and a penalty of {l2}: both must be positive")
     mean, factor = channel_statistics(features)
     inputs = (features.double() - mean) * factor
     _, axes = torch.linalg.eigh(inputs.T @ inputs / len(inputs))
-    axes = torch.block_diag(axes, axes.new_ones(1, 1)).to(dtype)  # the bias stays as it is
+    axes = torch.block_diag(axes, axes.new_ones(1, 1)).to(dtype)  # without a rotation of the bias
     inputs = _with_one(inputs).to(dtype) @ axes
     penalty = torch.full_like(inputs[0], l2)
     penalty[-1] = 0.0

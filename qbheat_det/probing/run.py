@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Probes frozen backbones, trained or random, of any config on the same images.
 
-Scores are rows of a JSON file, which is written after each, and from which an interrupted command
-continues.
+Scores are rows of a JSON file that is rewritten after each row, so a repeated command resumes.
 """
 
 import itertools
@@ -48,18 +47,18 @@ from .transformer import TransformerSettings
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
-_DELAY = 2.0  # seconds without a bar
-_DIGITS = 12  # of the hash that identifies a backbone's weights
+_DELAY = 2.0  # seconds before a progress bar appears
+_DIGITS = 12  # of the hash of a backbone's weights
 
 
 class BackboneProbe:
     """Probes backbones on the same images, which are decoded once if memory allows.
 
-    Images are centre-cropped to a square and resized to ``INPUT.PRETRAIN.SIZE``.
+    Images are center-cropped to a square and resized to ``INPUT.PRETRAIN.SIZE``.
 
     Attributes:
-        results: what the JSON file holds: "setting", on which scores depend; "skipped_images",
-            which could not be read; and "rows", one for each backbone and probe, with the keys
+        results: the content of the JSON file: "setting", on which scores depend; "skipped_images",
+            the number of unreadable ones; and "rows", one per backbone and probe, with the keys
             "backbone" (file, or "random, seed 1"), "digest" of its tensors, "images_seen" in
             training (None if unknown), "recalibrated" (images for BatchNorm, 0 for none), "probe",
             "top1", "top5", their "_standard_error", "num_images", "seconds" and "chosen".
@@ -80,22 +79,20 @@ class BackboneProbe:
     ) -> None:
         """
         Args:
-            cfg: of backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED``, of
-                all that the probes draw, are read.
-            train_folder: class folders whose images the probes learn from.
-            val_folder: class folders whose images are classified, once for each row.
-            probes: names as in ``PROBES``; "tran-k:width" for another width than
-                ``MODEL.CLASSIFIER.WIDTH``.
-            num_recalibrated: images of ``train_folder`` to recalibrate BatchNorm on, after which
-                each backbone is probed a second time; 0 for no second time.
-            feature: name of the feature map; by default the backbone's coarsest, of several the
-                last.
-            json_file: rewritten after each row; rows that it holds are not computed again.
-            memory_gb: the most memory of feature maps, in GB; only tran-k keeps them.
-            on_row: called with each row as it comes, those of ``json_file`` included.
+            cfg: defines backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED``
+                configure the probes.
+            train_folder: class folders that train the probes.
+            val_folder: class folders that the probes classify.
+            probes: names as in ``PROBES``; "tran-k:width" overrides ``MODEL.CLASSIFIER.WIDTH``.
+            num_recalibrated: the number of training images for a second round of probes with
+                recalibrated BatchNorms; 0 for no second round.
+            feature: name of the feature map; by default the last one with the coarsest stride.
+            json_file: rewritten after each row; its rows are not computed again.
+            memory_gb: the memory limit of feature maps in GB; only tran-k keeps maps.
+            on_row: called with each row, including rows of ``json_file``.
 
         Raises:
-            UserError: images, ``json_file`` or a name are not sound.
+            UserError: if images, ``json_file`` or a name are invalid.
         """
         check_probes(probes)
         records = load_class_folders(train_folder, val_folder)
@@ -130,13 +127,13 @@ class BackboneProbe:
         self.results = _read_results(json_file, setting)
 
     def probe_weights(self, weights: str) -> None:
-        """Probes the backbone of a file; a ``UserError`` if it does not fill that of the config."""
+        """Probes a file's backbone; raises a ``UserError`` if the config's backbone differs."""
         backbone = self._build()
         info = load_backbone(backbone, weights)
         self._probe(backbone, weights, count_images_seen(info))
 
     def probe_random(self, seed: int) -> None:
-        """Probes a backbone as it is initialised under a seed."""
+        """Probes a backbone as initialized under a seed."""
         with preserved_randomness():
             torch.manual_seed(seed)
             backbone = self._build()
@@ -188,14 +185,14 @@ class BackboneProbe:
                 self._on_row(row)
 
     def _add(self, row: Row) -> None:
-        """Adds a row in place of one of other weights of the same name, and writes all of them."""
+        """Adds a row, replaces the row of earlier weights of that name, and writes all rows."""
         rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
         self.results["rows"] = [*rows, row]
         if self._file is not None:
             write_atomically(self._file, json.dumps(self.results, indent=1).encode())
 
     def _recalibrate(self, backbone: Backbone) -> int:
-        """Returns the number of images; 0 for a backbone without BatchNorm."""
+        """Returns the number of images used; 0 for a backbone without BatchNorm."""
         step = max(1, self._sizes[0] // self._num_recalibrated)  # spread over the classes
         entries = itertools.chain.from_iterable(self._images[0])
         chosen = itertools.islice(entries, 0, step * self._num_recalibrated, step)
@@ -244,9 +241,9 @@ def _place(row: Row) -> tuple[str, bool, str]:
 
 
 def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a file holds, and results without rows where there is none.
+    """Returns the results in a file, or results without rows if the file does not exist.
 
-    Raises a ``UserError`` if it holds something else, or scores of another setting.
+    Raises a ``UserError`` if the file has other content or scores of another setting.
     """
     setting = json.loads(json.dumps(setting))
     if file is None or not file.exists():
@@ -268,10 +265,10 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
-    """Fills a backbone from the weights of any model that has it, or from a bare one.
+    """Loads a backbone from the weights of a whole model or of a bare backbone.
 
-    Returns the metadata of the file. A ``UserError`` unless the tensors of its backbone are exactly
-    those of this one.
+    Returns the metadata of the file. Raises a ``UserError`` unless the file's backbone has exactly
+    the same tensors.
     """
     state, info = read_weights(weights)
     names = bare_backbone(state)
@@ -293,7 +290,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
 
 
 def find_feature(backbone: Backbone, wanted: str = "") -> str:
-    """Returns the name of the map to probe: the coarsest, of several the last."""
+    """Returns the name of the map to probe: by default the last one with the coarsest stride."""
     strides = {
         name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
     }
@@ -303,11 +300,11 @@ def find_feature(backbone: Backbone, wanted: str = "") -> str:
 
 
 def count_images_seen(info: WeightsInfo | None) -> int | None:
-    """Returns the number of training images of weights; None if unknown, as of converted files."""
+    """Returns the number of images seen in training; None if unknown (converted files)."""
     if info is None or not (info.config and info.iteration):
         return None
     try:
         cfg = load_embedded_config(info.config, "the config inside the weights")
-    except UserError:  # of another version of the package, which does not make the weights worse
+    except UserError:  # a config of another version of the package
         return None
     return (info.iteration + 1) * int(cfg.SOLVER.IMS_PER_BATCH)

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The tran-k probe on feature maps that are computed once, trained until it stops improving.
+"""Trains the tran-k probe on cached feature maps until it stops improving.
 
-Decoder, AdamW, weight decay and label smoothing are those of QB-Heat's Table 11. Unlike there,
-images are not augmented, since their maps are kept; dropout and length are chosen for each encoder
-on a part of its *training* images. The learning rate is constant and the weights are averaged over
-about an epoch, so that one training serves every length. Channels are whitened, to converge sooner.
+Decoder, AdamW, weight decay and label smoothing follow QB-Heat's Table 11. Unlike there, images are
+not augmented, because their maps are cached; dropout and the number of epochs are chosen for each
+encoder on held-out *training* images. The learning rate is constant and weights are averaged over
+about one epoch, so one training serves all lengths. Whitened channels converge faster.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ _FLOOR = 1e-2  # added to the variances along the axes, of which the mean is 1
 
 @dataclass(frozen=True)
 class Whitening:
-    """Whitens C channels; a principal axis of variance s gets the variance s / (s + 0.01)."""
+    """Whitens C channels; a principal axis with variance s gets the variance s / (s + 0.01)."""
 
     mean: Tensor  # (C,)
     matrix: Tensor  # (C, C), of the difference to the mean
@@ -47,7 +47,7 @@ class Whitening:
         return cls(mean, matrix.float())
 
     def __call__(self, maps: Tensor) -> Tensor:
-        """Whitens maps (N, C, H, W), in the type that they have."""
+        """Whitens maps (N, C, H, W) and keeps their dtype."""
         result = torch.empty_like(maps)
         for part, into in zip(maps.split(_CHUNK), result.split(_CHUNK), strict=True):
             flat = part.float().flatten(2).transpose(1, 2) - self.mean  # (N, HW, C)
@@ -57,7 +57,7 @@ class Whitening:
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """How a tran-k probe is trained; the paper has widths 192, 384 and 768 for its three models."""
+    """Training settings of a tran-k probe; the paper's widths are 192, 384 and 768."""
 
     depth: int = 1  # k, blocks
     width: int = 192  # of the blocks, a multiple of 64
@@ -102,7 +102,7 @@ class TransformerProbe:
         self.average = AveragedModel(
             self.decoder, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / (1 + self._steps))
         )
-        # As elsewhere, norms and biases do not decay.
+        # Norms and biases do not decay.
         groups = [
             {"params": [p for p in self.decoder.parameters() if (p.ndim > 1) is decays],
              "weight_decay": settings.weight_decay if decays else 0.0}
@@ -112,7 +112,7 @@ class TransformerProbe:
         self._done = 0
 
     def run_epoch(self) -> None:
-        """Goes once through the training images, in an order drawn from the global generator."""
+        """Trains for one epoch in an order drawn from the global generator."""
         self.decoder.train()
         order = torch.randperm(len(self._features))
         for places in order.tensor_split(self._steps):
@@ -146,7 +146,7 @@ class TransformerProbe:
             positions = torch.randperm(maps.shape[2])[: max(1, round(share * maps.shape[2]))]
             maps = maps[:, :, positions]
         maps = maps.to(self._device).float()
-        inputs = {_MAP: maps[..., None]}  # the decoder knows of no neighbours: any shape will do
+        inputs = {_MAP: maps[..., None]}  # the decoder ignores the layout of positions
         if features.tokens is not None:
             inputs["tokens"] = features.tokens[places].to(self._device)
         return inputs
@@ -160,7 +160,7 @@ def fit_transformer_probe(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> tuple[Callable[[FrozenFeatures], Tensor], dict[str, Any]]:
-    """Chooses dropout and length on a part of the images, then trains on all of them with these.
+    """Chooses dropout and number of epochs on held-out images, then trains on all images.
 
     Args:
         features: with maps.
@@ -220,7 +220,7 @@ def _whitened(features: FrozenFeatures, whiten: Whitening) -> FrozenFeatures:
 
 
 def _accuracies(probe: TransformerProbe, asked: FrozenFeatures) -> Iterator[float]:
-    """Yields the accuracy in per cent on other images after each epoch, without end."""
+    """Trains without end and yields the held-out accuracy in percent after each epoch."""
     while True:
         probe.run_epoch()
         yield measure_accuracy(probe(asked), asked.labels) if len(asked) else 0.0
