@@ -39,8 +39,9 @@ ALLOWED: dict[str, set[str]] = {
     "inference": INFERENCE,
     "export": INFERENCE,
     "analysis": INFERENCE | CACHE | {"engine"},
-    "api": INFERENCE | CACHE | {"analysis", "engine", "export"},
-    "app": INFERENCE | {"analysis", "api", "engine"},
+    "labelling": INFERENCE | CACHE | {"analysis", "engine"},
+    "api": INFERENCE | CACHE | {"analysis", "engine", "export", "labelling"},
+    "app": INFERENCE | {"analysis", "api", "engine", "labelling"},
 }
 # These collect what is below them, for registration.
 COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}

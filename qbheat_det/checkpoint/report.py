@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reports how the tensors of a file fill a model."""
+"""Account of every tensor of a file and of a model after loading, as one log line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

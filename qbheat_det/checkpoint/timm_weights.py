@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Loads timm's weights into the package's encoders, and the package's weights into timm's models.
+"""Weights of timm for the package's encoders, and the package's for timm.
 
 Importing this module lets Detectron2's path manager resolve ``timm://resnet18.a1_in1k``: weights
 are downloaded once, and kept in Detectron2's cache with their pixel statistics.
@@ -70,10 +70,10 @@ class TimmWeights(PathHandler):
 def names_for_timm(
     state: Mapping[str, Tensor], model: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Renames the tensors of a model with a Mobile-Former backbone for timm's Mobile-Former.
+    """Renames the tensors of a model on Mobile-Former as timm's Mobile-Former has them.
 
-    A classifier with a linear decoder keeps its last layer, with the BatchNorm before it folded in.
-    Other models keep only the backbone. timm's loaders pass ``model``.
+    Of a classifier with a linear decoder these are the backbone and the last layer, with a
+    BatchNorm before it folded in; of all other models the backbone. timm's loaders pass ``model``.
     """
     names = bare_backbone(state)
     if not names:

