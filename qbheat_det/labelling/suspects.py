@@ -73,9 +73,13 @@ def compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspect
         label = int(seen.classes[prediction])
         return Suspect(kind, image, float(score), annotation, (x0, y0, x1, y1), label)
 
+    # The best prediction of an annotated object says where that object is, not that one is missing.
+    support = seen.scores * like * (overlaps >= _MIN_IOU)
+    claimed = set(support.argmax(1)[support.amax(1) > 0].tolist()) if len(like) else set()
     covered = like.amax(0) if len(like) else torch.zeros(len(seen.boxes))
     for prediction, score in enumerate(seen.scores * (1 - covered)):
-        yield suspect("missing", score, prediction, None)
+        if prediction not in claimed:
+            yield suspect("missing", score, prediction, None)
     for index in range(len(truth.boxes)):
         agreeing = torch.where(is_same[index], seen.scores * like[index], 0.0)
         best = int(agreeing.argmax())
