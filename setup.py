@@ -42,6 +42,7 @@ setup(
         "qbheat_det": ["py.typed"],
         "qbheat_det.analysis": ["page.html.j2", "theme.mplstyle"],
         "qbheat_det.data.datasets": ["aquarium/*.json", "aquarium/*.txt", "aquarium/*/*.jpg"],
+        "qbheat_det.labelling": ["*.html.j2"],
         "qbheat_det.model_zoo": ["*.json", "weights/*.safetensors"],
     },
     cmdclass={"build_py": BuildWithFolders},

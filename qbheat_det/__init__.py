@@ -27,18 +27,25 @@ warnings.filterwarnings("ignore", message="torch.meshgrid: in an upcoming releas
 
 if TYPE_CHECKING:
     from .api import load
+    from .labelling import select
 
-__all__ = ["add_qbheat_config", "data", "deploy", "get_cfg", "load", "model_zoo", "modeling"]
+__all__ = [
+    "add_qbheat_config", "data", "deploy", "get_cfg", "load", "model_zoo", "modeling", "select",
+]  # fmt: skip
 __version__ = VERSION
 
 
 def __getattr__(name: str) -> object:
-    """Imports ``load`` when it is first asked for, as it brings export and drawing with it."""
-    if name != "load":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .api import load
+    """Imports ``load`` and ``select`` when first asked for: they bring export and drawing."""
+    if name == "load":
+        from .api import load
 
-    return load
+        return load
+    if name == "select":
+        from .labelling import select
+
+        return select
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 import_own_modules()  # last: they may import all of the above

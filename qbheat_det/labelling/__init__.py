@@ -1,2 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Few boxes, many images: which images to label next, and which labels are probably wrong."""
+"""Few boxes, many images: selects images to label next, and finds labels that are wrong."""
+
+from .selection import Selection, select
+from .sheet import write_selection
+
+__all__ = ["Selection", "select", "write_selection"]

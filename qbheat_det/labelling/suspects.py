@@ -99,9 +99,9 @@ def similarity(first: Tensor, second: Tensor) -> Tensor:
     """
     if not (len(first) and len(second)):
         return torch.zeros(len(first), len(second))
-    centres = [(boxes[:, :2] + boxes[:, 2:]) / 2 for boxes in (first, second)]
+    first_centres, second_centres = ((box[:, :2] + box[:, 2:]) / 2 for box in (first, second))
     low = torch.minimum(first[:, None, :2], second[:, :2])
     high = torch.maximum(first[:, None, 2:], second[:, 2:])
     diagonal = (high - low).norm(dim=-1).clamp(min=1e-6)
-    distance = torch.cdist(*centres) / diagonal
+    distance = torch.cdist(first_centres, second_centres) / diagonal
     return _IOU_WEIGHT * box_iou(first, second) + (1 - _IOU_WEIGHT) * (1 - distance)

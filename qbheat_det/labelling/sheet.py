@@ -1,0 +1,114 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Writes a selection: a list, a contact sheet, and tasks for Label Studio and CVAT."""
+
+import base64
+import io
+import json
+import os
+from pathlib import Path
+
+import PIL.Image
+import PIL.ImageDraw
+import PIL.ImageOps
+from jinja2 import Environment, PackageLoader
+
+from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.data import IMAGE_FORMATS
+from qbheat_det.inference.drawing import get_class_color
+from qbheat_det.inference.results import Format, render_annotations
+
+from .selection import PoolBoxes, Selection
+
+_SIDE = 320  # pixels of a thumbnail
+_DRAWN_SCORE = 0.3
+_FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cvat.json"}
+
+
+def write_selection(selection: Selection, folder: Path) -> list[Path]:
+    """Writes ``selected.txt``, ``index.html``, ``label_studio.json`` and ``cvat.json``.
+
+    The tasks hold the detector's boxes as pre-annotations if there is a detector.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    check_writable(folder / "selected.txt")
+    boxes = selection.boxes or _without_boxes(selection.files)
+    files = {"selected.txt": "".join(f"{path}\n" for path in selection.files)}
+    for form, name in _FORMATS.items():
+        tasks = render_annotations(
+            boxes.results, boxes.images, boxes.class_names, boxes.category_ids, form
+        )
+        files[name] = json.dumps(tasks, indent=1)
+    files["index.html"] = render_sheet(selection)
+    for name, content in files.items():
+        write_atomically(folder / name, content.encode(errors="surrogateescape"))
+    return [folder / name for name in files]
+
+
+def _without_boxes(files: list[str]) -> PoolBoxes:
+    import torch
+
+    images = []
+    for number, path in enumerate(files, start=1):
+        with _open_upright(path) as image:
+            width, height = image.size
+        images.append({"id": number, "file_name": path, "height": height, "width": width})
+    return PoolBoxes([], images, [], [], torch.zeros(len(files)))
+
+
+def render_sheet(selection: Selection) -> str:
+    """Returns the contact sheet as one HTML page without references to other files."""
+    environment = Environment(
+        loader=PackageLoader("qbheat_det.labelling", ""), autoescape=True, trim_blocks=True
+    )
+    rows = []
+    by_file: dict[str, list[tuple[list[float], int, float]]] = {}
+    names: dict[int, str] = {}
+    if selection.boxes:
+        ids = selection.boxes.category_ids or range(1, 1 + len(selection.boxes.class_names))
+        names = dict(zip(ids, selection.boxes.class_names, strict=False))
+        for box in selection.boxes.results:
+            if box["score"] >= _DRAWN_SCORE:
+                found = by_file.setdefault(box["file_name"], [])
+                found.append((box["bbox"], box["category_id"], box["score"]))
+    for path in selection.files:
+        drawn = by_file.get(path, [])
+        counts: dict[str, int] = {}
+        for _, label, _ in drawn:
+            name = names.get(label, str(label))
+            counts[name] = counts.get(name, 0) + 1
+        text = ", ".join(f"{count} {name}" for name, count in counts.items())
+        rows.append({"name": os.path.basename(path), "path": path, "boxes": text,
+                     "image": draw_thumbnail(path, drawn)})  # fmt: skip
+    pool = selection.pool
+    return environment.get_template("sheet.html.j2").render(
+        rows=rows,
+        num_images=len(pool.files) - len(pool.labelled) + len(pool.unreadable),
+        num_labelled=len(pool.labelled),
+        repeated=len(pool.repeated),
+        unreadable=[f"{path}: {reason}" for path, reason in pool.unreadable.items()],
+    )
+
+
+def draw_thumbnail(path: str, boxes: list[tuple[list[float], int, float]]) -> str:
+    """Returns a small JPEG with boxes (XYWH in pixels, class, score), as a data URI."""
+    with _open_upright(path) as image:
+        scale = min(1.0, _SIDE / max(image.size))
+        size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+        small = image.convert("RGB").resize(size)
+    pen = PIL.ImageDraw.Draw(small)
+    for (x, y, width, height), label, _ in boxes:
+        corners = [x * scale, y * scale, (x + width) * scale, (y + height) * scale]
+        pen.rectangle(corners, outline=get_class_color(label), width=2)
+    stream = io.BytesIO()
+    small.save(stream, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def _open_upright(path: str) -> PIL.Image.Image:
+    with PIL.Image.open(path, formats=IMAGE_FORMATS) as image:
+        return PIL.ImageOps.exif_transpose(image)
