@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 CODE = [path for name in ("qbheat_det", "tools") for path in sorted((ROOT / name).rglob("*.py"))]
 
-STIFF_IN_CODE = 49  # comments and strings that are still to be rewritten: only lower this
+STIFF_IN_CODE = 32  # comments and strings that are still to be rewritten: only lower this
 
 
 def read_rule(name: str) -> dict[str, Any]:
