@@ -21,7 +21,7 @@ ROWS = (
     ("api", "app"),
     ("analysis", "export"),
     ("engine", "inference"),
-    ("feature_cache", "probing", "deployment", "model_zoo"),
+    ("feature_cache", "probing", "labelling", "deployment", "model_zoo"),
     ("modeling.detr", "modeling.pretrain", "modeling.dense", "modeling.classification"),
     ("data", "checkpoint", "solver", "evaluation", "modeling.backbone", "modeling.image_model"),
     ("layers", "config", "core", "modeling.contracts"),

@@ -21,6 +21,7 @@ from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS
 from qbheat_det.modeling.classification import TIMM_NAMES
 from tests.data.pictures import draw, save
 
+from .import_graph import ALLOWED
 from .tool_modules import load_tool
 
 TESTS = Path(__file__).parent
@@ -51,6 +52,11 @@ def test_files_named_in_the_architecture_exist() -> None:
     assert len(paths) > 50
     folders = (ROOT, ROOT / "qbheat_det")
     assert [p for p in paths if not any((folder / p).exists() for folder in folders)] == []
+
+
+def test_the_drawing_of_the_architecture_has_all_areas() -> None:
+    drawn = runpy.run_path(str(DOCS / "draw_architecture.py"))["ROWS"]
+    assert {area for row in drawn for area in row} == set(ALLOWED)
 
 
 def test_every_objective_has_its_row() -> None:
