@@ -268,7 +268,7 @@ def test_bad_arguments_are_named(
         ("predict", f"{at}/x.parquet {out} --column x", "column x"),
         ("predict", f"{at}/x.parquet {out} --column y", "column y"),
         ("predict", f"{at}/nowhere {out}", "nowhere"),
-        ("features", f"{same} {out}", "no encoder"),
+        ("features", f"{same} {out}", "model_final.pth"),
         ("features", same, "--parquet"),
     ):
         assert named in refuse(load_tool(tool).main, words.split(), capsys)
