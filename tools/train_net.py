@@ -63,9 +63,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="start from --weights even if part of the file fits nowhere in the model",
     )
-    group.add_argument(
-        "--replay", metavar="FILE", help="run a step again whose loss was not finite: failure_*.pt"
-    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -120,16 +117,8 @@ def invoke_main(argv: list[str] | None = None) -> None:
     check_inputs(args.data, *args.images, args.val, *args.val_images, weights=args.weights)
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.engine import run_distributed
-    from qbheat_det.engine.replay import replay_failure
 
-    @exit_on_user_error
-    def run() -> None:
-        if args.replay:
-            print(replay_failure(args.replay))
-        else:
-            run_distributed(main, args)
-
-    run()
+    exit_on_user_error(run_distributed)(main, args)
 
 
 if __name__ == "__main__":

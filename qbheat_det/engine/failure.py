@@ -1,141 +1,121 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Saves a training step whose loss is not finite, in a file that ``replay_failure`` runs again."""
+"""Finds the module that makes a loss infinite or nan, by running the step forward once more."""
 
+import contextlib
+import dataclasses
 import math
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from detectron2.config import CfgNode
-from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks, RotatedBoxes
+from detectron2.layers import FrozenBatchNorm2d
+from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
-from qbheat_det.core.text import join_first
+from qbheat_det.core.text import join_first, one_line
+from qbheat_det.layers import NormedConv2d
 
 from .batch_source import BatchedInputs
 
-_FORMAT = "qbheat_det failed step, 3"
-# The classes that reading a file may construct, besides those that torch.load allows. The NumPy
-# classes belong to polygons.
-_STRUCTURES = [BitMasks, Boxes, Instances, PolygonMasks, RotatedBoxes]
-_ALLOWED = [*_STRUCTURES, np.ndarray, np.dtype, type(np.dtype("f")), type(np.dtype("d"))]
-_ALLOWED.append(np.empty(0).__reduce__()[0])
 
+def explain_failure(
+    model: nn.Module,
+    losses: Mapping[str, float],
+    batches: Sequence[BatchedInputs],
+    run: Callable[[BatchedInputs], object],
+    *,
+    iteration: int,
+) -> UserError:
+    """Runs the micro-batches of a failed step again and returns the error to raise.
 
-@dataclass(frozen=True)
-class FailedStep:
-    """The state of a step whose loss was not finite, as ``dump_failure`` writes it.
+    Every process must call it, because a model may communicate in its forward pass.
 
-    Attributes:
-        config: YAML of the resolved config.
-        batches: micro-batches of this process, up to the failed one. The earlier ones are needed
-            because they draw random numbers.
-        weights: state dict. BatchNorm's statistics include the failed step.
-        buffers: buffers that are not in ``weights``.
-        scale: loss scale of mixed precision (float16).
-        losses: weighted losses of the last micro-batch on this process, by name.
-        normalizers: second argument of the model's ``forward``, if it takes one.
-        device: device type, such as "cpu".
+    Args:
+        model: the model before the step, without a distributed wrapper.
+        losses: of this process's last micro-batch, by name.
+        batches: micro-batches of this process, up to the failed one; earlier ones draw random
+            numbers too.
+        run: the forward pass of one micro-batch, with the random state of the step.
+        iteration: of the failed step.
     """
-
-    config: str
-    iteration: int
-    seed: int
-    batches: list[BatchedInputs]
-    weights: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    rank: int = 0
-    scale: float = 1.0
-    losses: dict[str, float] = field(default_factory=dict)
-    normalizers: Tensor | None = None
-    num_processes: int = 1
-    device: str = "cpu"
-
-
-def report_failure(output_dir: str, *, iteration: int, rank: int, **state: Any) -> UserError:
-    """Writes ``OUTPUT_DIR/failure_<iteration>_rank<rank>.pt`` and returns the error to raise.
-
-    ``state`` holds the other arguments of ``dump_failure``, including "losses". If the file cannot
-    be written, the error says so.
-    """
-    path = os.path.join(output_dir, f"failure_{iteration:07d}_rank{rank}.pt")
+    first = BadOutput()
     try:
-        dump_failure(path, iteration=iteration, rank=rank, **state)
-        replay = f"'qbheat train --replay {path}' names the first module that fails"
-    except UserError as error:
-        replay = f"no file to replay it was written ({error})"
-    bad = [f"{name} {value}" for name, value in state["losses"].items() if not math.isfinite(value)]
+        with _watched(model, first):
+            for batch in batches:
+                run(batch)
+        cause = str(first)
+    except Exception as error:  # must not hide the failure itself
+        cause = f"running the step again raised {type(error).__name__}: {one_line(error)}"
+    bad = [f"{name} {value}" for name, value in losses.items() if not math.isfinite(value)]
+    names = [str(entry["file_name"]) for entry in batches[-1] if "file_name" in entry]
+    images = f"; images: {join_first(names, limit=8)}" if names else ""
+    own = f"{join_first(bad)} on process {comm.get_rank()}): {cause}{images}" if bad else ""
+    messages = [message for message in comm.all_gather(own) if message]
     return UserError(
-        f"a loss is not finite at iteration {iteration} ({join_first(bad)}): {replay}; try a lower "
+        f"a loss is not finite at iteration {iteration} ({messages[0]}; try a lower "
         "SOLVER.BASE_LR or SOLVER.CLIP_GRADIENTS.ENABLED True"
     )
 
 
-def dump_failure(
-    path: str | os.PathLike[str],
-    *,
-    cfg: CfgNode,
-    model: nn.Module,
-    batched_inputs: Sequence[BatchedInputs],
-    **values: Any,
-) -> None:
-    """Writes a failed step atomically; ``values`` are further attributes of ``FailedStep``."""
-    weights = model.state_dict()
-    step = FailedStep(
-        config=dump_config(cfg),
-        batches=[_to_storable(batch) for batch in batched_inputs],
-        weights=_to_storable(dict(weights)),
-        buffers=_to_storable({k: b for k, b in model.named_buffers() if k not in weights}),
-        num_processes=comm.get_world_size(),
-        device=next(model.parameters()).device.type,
-        **_to_storable(values),
-    )
-    content = {"format": _FORMAT, **vars(step)}
-    write_atomically(path, lambda stream: torch.save(content, stream))
+@dataclasses.dataclass
+class BadOutput:
+    """The first module that returned a value that is not finite, which ``str`` describes.
 
-
-def read_failure(path: str | os.PathLike[str]) -> FailedStep:
-    """Reads a file of ``dump_failure`` without running code that it may contain.
-
-    Raises:
-        UserError: the file is missing, damaged, or of another kind.
+    Attributes:
+        module: name and class; empty if all outputs are finite.
+        values: number of such values in its output, and whether its inputs and weights are finite.
     """
-    if not Path(path).is_file():
-        raise UserError(f"there is no file '{path}' to replay")
-    try:
-        with torch.serialization.safe_globals(_ALLOWED):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unzipping a damaged file can raise anything
-        raise UserError(f"'{path}' cannot be read ({type(error).__name__})") from error
-    try:
-        if content.pop("format") == _FORMAT:
-            return FailedStep(**content)
-    except (AttributeError, KeyError, TypeError):
-        pass
-    raise UserError(f"'{path}' is not a failure_*.pt of this version of qbheat_det")
+
+    module: str = ""
+    values: str = ""
+
+    def __str__(self) -> str:
+        if not self.module:
+            return "the outputs of all modules are finite"
+        return f"the first such output is that of {self.module}, {self.values}"
 
 
-def _to_storable(value: Any) -> Any:
-    """Copies nested data to the CPU; types that ``read_failure`` refuses become their ``repr``."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+@contextlib.contextmanager
+def _watched(model: nn.Module, first: BadOutput) -> Iterator[None]:
+    """Fills ``first`` while the model runs; children come before their parents."""
+    handles: list[RemovableHandle] = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def check(_: nn.Module, inputs: Any, output: Any) -> None:
+            if first.module or not (bad := _count_bad(output)):
+                return
+            first.module = f"{name or 'the model itself'} ({type(module).__name__})"
+            states = {"inputs": _count_bad(inputs), "weights": _count_bad([*module.parameters()])}
+            said = [f"{key} {'not ' if count else ''}finite" for key, count in states.items()]
+            first.values = f"{bad:,} values, {', '.join(said)}"
+
+        handles.append(module.register_forward_hook(check))
+
+    # A hook on a frozen norm would prevent its folding into the convolution, unlike in training.
+    folded = {
+        module.norm
+        for module in model.modules()
+        if isinstance(module, NormedConv2d) and isinstance(module.norm, FrozenBatchNorm2d)
+    }
+    for name, module in model.named_modules():
+        if module not in folded:
+            watch(name, module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _count_bad(value: Any) -> int:
+    """Returns how many floating-point values in nested data are not finite."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {key: _to_storable(element) for key, element in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_storable(element) for element in value]
-    if isinstance(value, Instances):
-        fields = {name: _to_storable(field) for name, field in value.get_fields().items()}
-        return Instances(tuple(map(int, value.image_size)), **fields)
-    return value.to("cpu") if type(value) in _STRUCTURES else repr(value)
+        return int((~torch.isfinite(value.detach())).sum())
+    if isinstance(value, Instances | ImageList | Boxes) or dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return sum(map(_count_bad, value)) if isinstance(value, list | tuple) else 0

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,10 @@ from qbheat_det.data import cut
 from qbheat_det.modeling.contracts import SupportsAfterStep, SupportsLossNormalizers, get_metrics
 
 from .batch_source import BatchedInputs, BatchSource
+from .failure import explain_failure
 
 logger = logging.getLogger(__name__)
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-OnFailure = Callable[[list[BatchedInputs], dict[str, float], Tensor | None], None]
 _CUDA = 3  # last number of the seed, so that the GPU does not repeat the CPU's numbers
 
 
@@ -56,7 +56,6 @@ class StepTrainer(SimpleTrainer):
         precision: torch.dtype | None = None,
         seed: int = 0,
         log_period: int = 20,
-        on_failure: OnFailure | None = None,
     ) -> None:
         """
         Args:
@@ -68,8 +67,6 @@ class StepTrainer(SimpleTrainer):
             precision: of autocast; None computes in the type of the weights.
             seed: of the randomness in the model.
             log_period: iterations between two readings of values that need a synchronisation.
-            on_failure: called if a loss is not finite on this process, before the weights change.
-                Gets the micro-batches up to that one, its losses, and its normalizers.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -77,7 +74,6 @@ class StepTrainer(SimpleTrainer):
         self.precision = precision
         self.seed = seed
         self.log_period = log_period
-        self.on_failure = on_failure
         self.is_between_steps = False  # while a batch is taken
         self.asked_to_stop = False  # on this process
         self.stops = False  # on all, after this step
@@ -168,16 +164,11 @@ class StepTrainer(SimpleTrainer):
             for name, value in everywhere.items():
                 logged[name] = logged.get(name, 0.0) + value
             return
-        failure: UserError | None = None
-        if self.on_failure is not None and not all(map(math.isfinite, here.values())):
-            try:
-                self.on_failure(batches, here, normalizers[0] if normalizers else None)
-            except UserError as error:
-                failure = error
-        # Every process raises, after the failing ones have written their reports.
-        messages = [message for message in comm.all_gather(str(failure or "")) if message]
-        unreported = f"a loss is not finite at iteration {self.iter}: {here} on this process"
-        raise failure or UserError(messages[0] if messages else unreported)
+        seed_step(self.seed, self.iter, comm.get_rank())
+        run = functools.partial(
+            compute_losses, self._bare, normalizers=normalizers, precision=self.precision
+        )
+        raise explain_failure(self._bare, here, batches, run, iteration=self.iter)
 
     def _average_gradients(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         if is_last or not isinstance(self.model, DistributedDataParallel):

@@ -15,7 +15,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.evaluation import DatasetEvaluator, print_csv_format
 from detectron2.utils import comm
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.checkpoint import (
     ExactCheckpointer,
@@ -45,7 +45,6 @@ from qbheat_det.solver import (
     resolve_schedule,
 )
 
-from .batch_source import BatchedInputs
 from .block_modes import apply_step_keys
 from .console import describe_model
 from .evaluation import (
@@ -55,7 +54,6 @@ from .evaluation import (
     build_test_loader,
     scores_neighbours,
 )
-from .failure import report_failure
 from .hooks import (
     EvalHook,
     PeriodicCheckpointer,
@@ -107,7 +105,6 @@ class Trainer(DefaultTrainer):
             precision=choose_precision(self.cfg),
             seed=stream.seed,
             log_period=self.cfg.SOLVER.LOG_PERIOD,
-            on_failure=self._stop_at_failure,
         )
         self.scheduler = build_lr_scheduler(self.cfg, optimizer)
         self._average = build_average(self.cfg, self.bare_model)
@@ -272,22 +269,6 @@ class Trainer(DefaultTrainer):
             iteration=self.iter,
             commit=find_commit(),
             pretrain_only_modules=pretrain_only_modules(self.bare_model),
-        )
-
-    def _stop_at_failure(
-        self, batches: list[BatchedInputs], losses: dict[str, float], normalizers: Tensor | None
-    ) -> None:
-        raise report_failure(
-            self.cfg.OUTPUT_DIR,
-            iteration=self.iter,
-            rank=comm.get_rank(),
-            cfg=self.cfg,
-            model=self.bare_model,
-            batched_inputs=batches,
-            seed=self.seed,
-            losses=losses,
-            normalizers=normalizers,
-            scale=self._trainer.grad_scaler.get_scale(),
         )
 
     @classmethod

@@ -7,10 +7,10 @@
 """
 
 from .backbone import CachedBackbone
-from .frozen import CachedFeatures, check_cacheable, replace_encoder, use_cached_features
+from .frozen import CachedFeatures, check_cacheable, use_cached_features
 from .teacher import TeacherFeatures
 
 __all__ = [
-    "CachedBackbone", "CachedFeatures", "TeacherFeatures", "check_cacheable", "replace_encoder",
+    "CachedBackbone", "CachedFeatures", "TeacherFeatures", "check_cacheable",
     "use_cached_features",
 ]  # fmt: skip
