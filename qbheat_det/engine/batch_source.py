@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Batches on their way from the loader to the device."""
+"""Moves batches from the loader to the device."""
 
 import time
 from collections.abc import Callable
@@ -15,14 +15,14 @@ BatchedInputs = list[dict[str, Any]]
 
 
 class BatchSource:
-    """Takes batches from an iterator, on a GPU one ahead.
+    """Takes batches from an iterator and, on a GPU, loads one batch ahead.
 
-    Copies are asynchronous if the loader gives pinned memory. A batch stays in memory until the
-    next is taken: by then the losses of its step have been read back, so no GPU needs it.
+    Copies are asynchronous if the loader pins memory. A batch stays in memory until the next one is
+    taken: by then the losses of its step have been read, so the GPU no longer needs it.
     """
 
     def __init__(self, next_batch: Callable[[], BatchedInputs], device: torch.device) -> None:
-        """``next_batch`` loads a batch; raises StopIteration after the last."""
+        """``next_batch`` loads a batch, and raises ``StopIteration`` after the last one."""
         self._next_batch = next_batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
@@ -32,10 +32,12 @@ class BatchSource:
         self._waited = 0.0
 
     def take(self) -> tuple[BatchedInputs, float]:
-        """Returns a batch, and the seconds that the step waited for it to be loaded.
+        """Returns a batch, and the seconds that the step waited for it.
 
-        On a GPU they count only if it had nothing left to compute. ``StopIteration`` after the
-        last.
+        On a GPU, waiting counts only while the GPU is idle.
+
+        Raises:
+            StopIteration: there are no more batches.
         """
         start = time.perf_counter()
         if self._stream is None:
@@ -49,7 +51,7 @@ class BatchSource:
         return self._in_use, self._waited
 
     def load_ahead(self) -> None:
-        """Loads the next batch and copies it to the GPU while it computes; nothing on the CPU."""
+        """Loads the next batch and copies it to the GPU; does nothing on the CPU."""
         if self._stream is None or self._ahead is not None:
             return
         computed = torch.cuda.Event()
@@ -57,7 +59,7 @@ class BatchSource:
         start = time.perf_counter()
         try:
             batch = self._next_batch()
-        except (StopIteration, UserError) as error:  # is raised by ``take``
+        except (StopIteration, UserError) as error:  # ``take`` raises it
             self._end = self._end or error
             return
         self._waited = time.perf_counter() - start if computed.query() else 0.0

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a run prints: a summary, warnings, and its progress. ``log.txt`` has every message."""
+"""Prints a run's summary, warnings and progress, and writes every message to ``log.txt``."""
 
 import contextlib
 import json
@@ -22,14 +22,14 @@ from qbheat_det.core.errors import UserError, is_lost_peer
 T = TypeVar("T")
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LOGGERS = ("detectron2", "fvcore", "qbheat_det")
-_opened: list[logging.Handler] = []  # of the last run of this process
+_opened: list[logging.Handler] = []  # handlers of the last run in this process
 
 
 def open_log(folder: Path, *, rank: int = 0) -> None:
-    """Writes all messages to ``log.txt``, and prints the summary on the main process.
+    """Writes all messages to ``log.txt``, and prints a summary on the main process.
 
-    A second run in one process no longer writes to the log of the first; processes of another
-    ``rank`` than 0 write to ``log.txt.rank<rank>``.
+    Closes the log of an earlier run in this process. Processes with a ``rank`` above 0 write to
+    ``log.txt.rank<rank>``.
     """
     for handler in _opened:
         for name in _LOGGERS:
@@ -52,7 +52,7 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """Keeps quiet where the disk is full: the next file that matters says so."""
+    """Ignores a full disk: the next checkpoint reports it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -63,16 +63,16 @@ class _LogFile(logging.FileHandler):
 
 
 class _SummaryHandler(logging.Handler):
-    """Prints what this package says, and warnings of Detectron2, above the progress bars."""
+    """Prints this package's messages and Detectron2's warnings above the progress bars."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S"))
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # Some classes here log by the logger of the Detectron2 class that they extend.
+        # Some classes use the logger of the Detectron2 class that they extend.
         is_own = record.name.startswith("qbheat_det") or record.pathname.startswith(_PACKAGE)
-        error = record.exc_info[1] if record.exc_info else None  # of a lost one, a sentence follows
+        error = record.exc_info[1] if record.exc_info else None
         return (is_own or record.levelno >= logging.WARNING) and not is_lost_peer(error)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -83,43 +83,40 @@ class _SummaryHandler(logging.Handler):
 
 
 def filter_detectron2_logs() -> None:
-    """Removes messages of Detectron2 that would be repeated, or are expected."""
+    """Removes Detectron2's messages that are repeated elsewhere or expected."""
     logging.getLogger("detectron2.engine.train_loop").addFilter(_is_no_user_error)
     logging.getLogger("detectron2.data.datasets.coco").addFilter(_is_not_about_ids)
 
 
 def _is_no_user_error(record: logging.LogRecord) -> bool:
-    # It is printed at the end; Detectron2's loop would log a traceback before it.
+    # The tool prints it at the end; Detectron2's loop would log a traceback before.
     return not (record.exc_info and isinstance(record.exc_info[1], UserError))
 
 
 def _is_not_about_ids(record: logging.LogRecord) -> bool:
-    return "Category ids in annotations" not in str(record.msg)  # holes in them are supported
+    return "Category ids in annotations" not in str(record.msg)  # gaps are supported
 
 
 def is_interactive() -> bool:
-    """Whether a person reads what is printed: on a terminal or in a notebook, not in a pipe."""
+    """Whether the output goes to a terminal or a notebook, not to a pipe."""
     return (sys.stdout.isatty() and sys.stderr.isatty()) or "ipykernel" in sys.modules
 
 
 def track(items: Iterable[T], *, title: str, unit: str = "batch") -> Iterable[T]:
-    """Returns the items, under a progress bar where a person reads.
-
-    The length of what is returned is that of ``items``.
-    """
+    """Returns the items with a progress bar if the output is interactive; ``len`` is kept."""
     return tqdm(items, desc=title, unit=unit, leave=False, delay=1, disable=not is_interactive())
 
 
 class NewScalars:
-    """Reads what has been put into Detectron2's storage since the last call, for a writer."""
+    """Reads the scalars that were put into Detectron2's storage since the last call."""
 
     def __init__(self, window_size: int) -> None:
-        """``window_size`` is the number of iterations over which Detectron2 takes medians."""
+        """``window_size`` is the number of iterations of Detectron2's medians."""
         self._window_size = window_size
         self._last = -1
 
     def __call__(self) -> list[tuple[int, dict[str, float]]]:
-        """Returns iterations in their order, each with its scalars by name."""
+        """Returns iterations in ascending order, each with its scalars by name."""
         by_iteration: dict[int, dict[str, float]] = defaultdict(dict)
         latest = get_event_storage().latest_with_smoothing_hint(self._window_size)
         for name, (value, iteration) in latest.items():
@@ -130,21 +127,21 @@ class NewScalars:
 
 
 class JSONPrinter(EventWriter):
-    """Prints what ``metrics.json`` gets: one line of JSON for each iteration with new scalars."""
+    """Prints the lines of ``metrics.json``: one per iteration with new scalars."""
 
     def __init__(self, window_size: int) -> None:
         self._read = NewScalars(window_size)
 
     def write(self) -> None:
-        """Prints the scalars that are newer than the last call."""
+        """Prints the scalars since the last call."""
         for iteration, scalars in self._read():
             print_json({"iteration": iteration, **scalars})
 
 
 def print_json(values: Mapping[str, float]) -> None:
-    """Prints a line of JSON, six digits a number; null stands for what is not finite.
+    """Prints a line of JSON with six significant digits, and null for inf and nan.
 
-    A reader that has gone away, such as ``head``, does not end the run.
+    A closed pipe, as after ``| head``, does not end the run.
     """
     finite = {k: float(f"{v:.6g}") if math.isfinite(v) else None for k, v in values.items()}
     with contextlib.suppress(BrokenPipeError):
@@ -152,13 +149,13 @@ def print_json(values: Mapping[str, float]) -> None:
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    """Prints the results of an evaluation as ``{"bbox/AP": …}``, unless a person has read them."""
+    """Prints an evaluation's results as ``{"bbox/AP": …}`` if the output is not interactive."""
     if not is_interactive():
         print_json(flatten_results_dict(results))
 
 
 def describe_model(cfg: CfgNode, model: nn.Module) -> str:
-    """Returns a line on a model and its size."""
+    """Returns a line with the name, device and size of a model."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     total, trained = sum(size for size, _ in sizes), sum(size for size, free in sizes if free)
     return (

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The data that flags name: registered, named in the config, and a part of them held out.
+"""Registers the data that flags name, enters them in the config, and holds out a validation part.
 
-And the same few images of a set each time, to look at.
+``load_fixed_images`` reads the same few images of a data set every time, for visualization.
 """
 
 import json
@@ -40,14 +40,14 @@ from .run_record import find_last_checkpoint
 
 logger = logging.getLogger(__name__)
 
-_MAX_TRIED = 10  # consecutive images that cannot be read before a position is left out
+_MAX_TRIED = 10  # consecutive unreadable images before a position is skipped
 
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
 CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
 LABELLED_TRAIN, LABELLED_VAL = "custom_labelled_train", "custom_labelled_val"
 
-# By job: the names of the sets to train and to evaluate on.
+# Names of the training and validation set, by job.
 _SETS = {
     "boxes": (CUSTOM_TRAIN, CUSTOM_VAL),
     "images": (CUSTOM_IMAGES, CUSTOM_VAL_IMAGES),
@@ -61,11 +61,12 @@ CUSTOM_SETS = (
 
 
 def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
-    """Registers the data that flags name, and names them in the config, in place.
+    """Registers the data that flags name, and enters them in the config, in place.
 
-    Raises a ``UserError`` if flags contradict each other or the config, or data are not sound.
+    Raises:
+        UserError: flags contradict each other or the config, or the data are invalid.
     """
-    # A config that a run wrote names sets that its flags made, which are not here.
+    # The config of an earlier run names data sets that its flags registered: drop them.
     data, knn, job = cfg.DATASETS, cfg.TEST.KNN, find_job(cfg)
     for node, key in ((data, "TRAIN"), (data, "TEST"), (knn, "TRAIN"), (knn, "VAL")):
         node[key] = tuple(n for n in node[key] if n not in CUSTOM_SETS or n in DatasetCatalog)
@@ -78,7 +79,7 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
     if "val" in sources:
         data.TEST = (names["val"],)
     elif "train" in sources and "DATASETS.TEST" not in flags.overrides:
-        data.TEST = ()  # those of a recipe do not belong to custom training images
+        data.TEST = ()  # a recipe's test sets do not fit custom training images
     try:
         _register_sources(cfg, flags, {names[role]: sources[role] for role in sources}, split)
     finally:
@@ -93,13 +94,13 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
 def _register_sources(
     cfg: CfgNode, flags: RunFlags, sources: dict[str, Source], split: dict[str, Any] | None
 ) -> None:
-    """Registers sets by name, that to train on first, and checks that classes are the same."""
+    """Registers sources by name, the training set first, and checks that classes are equal."""
     weights = cfg.MODEL.WEIGHTS if flags.eval_only and not flags.resume else ""
     classes = list(class_names_of(weights)) if weights else []
     train = None
     for name, source in sources.items():
         if "voc_folder" in source and classes and not split:
-            source = {**source, "classes": classes}  # one folder may lack some of them
+            source = {**source, "classes": classes}  # one folder may lack some classes
         found = register_source(name, source, split=split)
         if found and train:
             check_same_classes(train, found)
@@ -108,7 +109,7 @@ def _register_sources(
 
 
 def write_split(cfg: CfgNode) -> None:
-    """Writes ``OUTPUT_DIR/split.json`` if a part of the training images was held out."""
+    """Writes ``OUTPUT_DIR/split.json`` if part of the training images is held out."""
     for name in cfg.DATASETS.TEST:
         if split := MetadataCatalog.get(name).get("split"):
             content = (json.dumps(split, indent=1) + "\n").encode()
@@ -120,7 +121,7 @@ def write_split(cfg: CfgNode) -> None:
 def _find_sources(
     cfg: CfgNode, flags: RunFlags, job: str
 ) -> tuple[dict[str, Source], dict[str, Any] | None]:
-    """Returns the sources by "train" and "val", and the split that they are parts of, if any."""
+    """Returns the sources by "train" and "val", and their split if one source is split."""
     train, val = open_flags(flags, job)
     sources: dict[str, Source] = {}
     if train:
@@ -153,9 +154,10 @@ def _find_sources(
 
 
 def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource | None]:
-    """Returns what --data or --images name, and what --val or --val-images do.
+    """Opens --data or --images, and --val or --val-images.
 
-    Raises a ``UserError`` if there is nothing, it is not for the ``job``, or images are not found.
+    Raises:
+        UserError: a path holds no data or not for this ``job``, or images are missing.
     """
     opened: list[DataSource | None] = []
     pairs = ((flags.data, list(flags.images)), (flags.val, list(flags.val_images)))
@@ -178,7 +180,7 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
 
 
 def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
-    """Returns the split of a run: its own if it is resumed, else a new one."""
+    """Returns the split of a resumed run, or makes a new one."""
     file, fraction = Path(cfg.OUTPUT_DIR) / SPLIT_FILE, cfg.DATASETS.VAL_FRACTION
     if flags.resume and file.is_file():
         return read_split(file)
@@ -191,7 +193,7 @@ def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
 def _find_held_out(
     cfg: CfgNode, flags: RunFlags, whole: Source
 ) -> tuple[Source, dict[str, Any] | None]:
-    """Returns the part of a source that weights were not trained on, if their folder says so."""
+    """Returns the part of a source that the run of the weights held out, if it held out one."""
     folder = Path(cfg.OUTPUT_DIR if flags.resume else cfg.MODEL.WEIGHTS).absolute()
     file = (folder if flags.resume else folder.parent) / SPLIT_FILE
     if not file.is_file():
@@ -221,7 +223,7 @@ def _use_neighbours(cfg: CfgNode, flags: RunFlags, sources: Mapping[str, Source]
 
 
 def _check_flags(flags: RunFlags, job: str) -> None:
-    """Checks what can be checked without looking at data."""
+    """Checks the flags without reading data."""
     keys = flags.overrides
     owned = {
         "data": ("DATASETS.TRAIN", flags.data and not flags.eval_only),
@@ -252,18 +254,20 @@ def _check_flags(flags: RunFlags, job: str) -> None:
 
 
 def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> None:
-    """Sets class count and names of the config, in place, and checks that all sets have these.
+    """Sets the config's number and names of classes, in place, and checks that all sets have them.
 
-    They are those of the training images. In evaluation they are those in the file of the weights,
-    else of the config, else of the images to evaluate on. Raises a ``UserError`` if a set has no
-    labels, or images of other classes.
+    Training takes the classes of the training images. Evaluation takes them from the weights, else
+    from the config, else from the test images.
+
+    Raises:
+        UserError: a set has no labels or other classes.
     """
     names: list[str] = []
     if eval_only:
         weights = find_last_checkpoint(cfg.OUTPUT_DIR) if resume else cfg.MODEL.WEIGHTS
         names = list((weights and class_names_of(weights)) or cfg.MODEL.CLASS_NAMES)
     names = names or list_classes(cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN)
-    if not names:  # only the nearest-neighbour score of weights without classes is evaluated
+    if not names:  # evaluates only the nearest-neighbour score
         return
     for dataset_name in cfg.DATASETS.TEST:
         load_classes([dataset_name], names)
@@ -273,7 +277,7 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
 
 
 class SpreadEntries(list[dict[str, Any]]):
-    """Mapped images, and in ``unreadable`` the names of the files that could not be read."""
+    """A list of mapped images; ``unreadable`` has the names of unreadable files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,10 +287,10 @@ class SpreadEntries(list[dict[str, Any]]):
 def read_spread(
     records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
 ) -> SpreadEntries:
-    """Returns mapped images, spread evenly over the records; all if there are fewer.
+    """Returns up to ``number`` mapped images, spaced evenly over the records.
 
-    An image that cannot be read, for which the mapper raises a ``UserError`` or returns something
-    else than a dict, is replaced by the next that can.
+    The next readable image replaces one for which the mapper raises a ``UserError`` or returns no
+    dict.
     """
     number = min(number, len(records))
     entries = SpreadEntries()
@@ -306,9 +310,12 @@ def read_spread(
 
 
 def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
-    """Returns images of the first test set, or of the first training set, mapped as in inference.
+    """Returns up to ``number`` images of the first test or training set, mapped as in inference.
 
-    At most ``number``, the same ones each time; a ``UserError`` if none can be read.
+    Every call returns the same images.
+
+    Raises:
+        UserError: no image can be read.
     """
     name = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)[0]
     images = read_spread(DatasetCatalog.get(name), build_mapper(cfg, is_train=False), number)

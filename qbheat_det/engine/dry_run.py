@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A dry run: a few steps, one small evaluation and one checkpoint, and a forecast of the rest.
+"""Forecasts a run's time, memory and disk space from a few steps and a small evaluation.
 
-It uses a temporary folder beside ``OUTPUT_DIR``, on the same disk, which it removes.
+Files go to a temporary folder on the disk of ``OUTPUT_DIR``.
 """
 
 import contextlib
@@ -44,35 +44,35 @@ _GROUPS_ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Measured on a few steps and images; ``str`` gives the table.
+    """The forecast of a run, which ``str`` formats as a table.
 
-    Memory is the peak of this process and its workers, GPU memory that of tensors (0 without a
-    GPU).
+    Memory is the peak of this process and its workers. GPU memory is the peak of allocated tensors,
+    0 without a GPU.
     """
 
-    costs: dict[str, tuple[float, int]]  # seconds each time, and the number of times
+    costs: dict[str, tuple[float, int]]  # by part of the run: seconds per call, number of calls
     num_parameters: int
     num_trainable: int
-    num_checkpoints_kept: int  # most that lie on the disk at a time
-    checkpoint_bytes: int  # of one
-    weights_bytes: int  # of the best and the final weights together
+    num_checkpoints_kept: int  # maximum on the disk at a time
+    checkpoint_bytes: int  # per checkpoint
+    weights_bytes: int  # best and final weights together
     free_bytes: int  # on the disk of OUTPUT_DIR
     memory_bytes: int
     memory_total_bytes: int
     gpu_bytes: int = 0
     gpu_total_bytes: int = 0
-    cache_bytes: int = 0  # of a teacher's features that are yet to be cached
+    cache_bytes: int = 0  # a teacher's features that are not cached yet
     cache_free_bytes: int = 0  # on the disk of the caches
-    is_cached: bool = False  # whether the run trains from cached features, which is not forecast
+    is_cached: bool = False  # whether the run will train from cached features
 
     @property
     def total_seconds(self) -> float:
-        """Of the whole run."""
+        """Duration of the whole run."""
         return sum(seconds * times for seconds, times in self.costs.values())
 
     @property
     def disk_bytes(self) -> int:
-        """Of all files of weights that lie on the disk at a time."""
+        """Maximum size of all checkpoints and weights on the disk."""
         return self.num_checkpoints_kept * self.checkpoint_bytes + self.weights_bytes
 
     def __str__(self) -> str:
@@ -117,11 +117,17 @@ class DryRunReport:
 def dry_run(
     cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer], *, num_steps: int = 3
 ) -> DryRunReport:
-    """Makes a few steps, evaluates a few images and writes a checkpoint.
+    """Runs a few steps, evaluates a few images and writes a checkpoint.
 
-    To be called by all processes of a run, with the config of the whole run. The first of
-    ``num_steps`` warms up and is not counted if there are others. Raises any ``UserError`` with
-    which the whole run would end at its beginning.
+    All processes of a run must call it.
+
+    Args:
+        cfg: config of the whole run.
+        build_trainer: builds a trainer from a config.
+        num_steps: number of steps; the first one is a warm-up if there are others.
+
+    Raises:
+        UserError: any error at the start of the whole run.
     """
     filter_detectron2_logs()
     if cfg.SOLVER.WANDB_PROJECT:
@@ -134,9 +140,9 @@ def dry_run(
             "SOLVER.WANDB_PROJECT": "",
             "DATASETS.TEST": names,
             "TEST.KNN.TRAIN": (),
-            "TEST.KNN.VAL": (),  # the score takes as long as in the run
-            "MODEL.CACHE_FEATURES.ENABLED": False,  # the forecast is of training without a cache
-            "MODEL.CACHE_FEATURES.FOLDER": str(folder),  # of the few views that a teacher encodes
+            "TEST.KNN.VAL": (),  # scoring would take as long as in the run
+            "MODEL.CACHE_FEATURES.ENABLED": False,  # forecasts training without a cache
+            "MODEL.CACHE_FEATURES.FOLDER": str(folder),  # for the few views that a teacher encodes
         }
         trainer = build_trainer(with_values(cfg, values))
         planned, iterations = trainer.cfg, trainer.max_iter
@@ -178,7 +184,7 @@ def dry_run(
 
 
 class _Timer(HookBase):
-    """Measures a trainer's steps, evaluations and memory, after all other hooks of each step."""
+    """Measures a trainer's steps, evaluations and memory; must be the last hook."""
 
     trainer: TrainingRun
 
@@ -190,7 +196,7 @@ class _Timer(HookBase):
         self._steps: list[float] = []  # seconds
         self._begin = 0.0
         self._evaluation = 0.0
-        self._image_starts: list[float] = []  # of each batch, where there are batches
+        self._image_starts: list[float] = []  # start time of each batch
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         trainer.register_hooks([self])
@@ -198,11 +204,11 @@ class _Timer(HookBase):
 
     @property
     def step_seconds(self) -> float:
-        """Mean, not median: a long run has images of all sizes, the slow ones too."""
+        """Mean duration; the median would ignore large, slow images."""
         return statistics.fmean(self._steps[1:] or self._steps)
 
     def get_memory(self) -> dict[str, int]:
-        """Returns fields of the report."""
+        """Returns the memory fields of the report."""
         found = {"memory_bytes": self._memory_bytes, "memory_total_bytes": total_memory()}
         if torch.cuda.is_available():
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -211,10 +217,10 @@ class _Timer(HookBase):
         return found
 
     def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
-        """Returns the seconds that ``num_images`` take, of all processes together."""
+        """Returns the seconds for ``num_images``, shared by all processes."""
         starts = self._image_starts
         gaps = [after - before for before, after in itertools.pairwise(starts)]
-        if not gaps:  # one batch: its start-up time cannot be told apart
+        if not gaps:  # one batch: includes its start-up time
             return self._evaluation * num_images / max(1, num_tried)
         each = statistics.median_high(gaps)
         once = max(0.0, self._evaluation - each * len(starts))
@@ -224,7 +230,7 @@ class _Timer(HookBase):
         self._begin = time.perf_counter()
 
     def before_step(self) -> None:
-        self._image_starts = []  # of the evaluation that follows this step
+        self._image_starts = []  # keeps only the evaluation after this step
 
     def after_step(self) -> None:
         if torch.cuda.is_available():
@@ -244,31 +250,31 @@ class _Timer(HookBase):
 
 
 def _measure_disk(folder: Path) -> dict[str, int]:
-    """Returns fields of the report on files, which the main process alone writes."""
+    """Returns the disk fields of the report; the main process alone writes files."""
     sizes = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
     checkpoint = sizes.get(folder / "dry_run.pth", 0)
-    # Those in subfolders are features.
+    # Files in subfolders are features.
     weights = max((sizes.get(file, 0) for file in folder.glob("*.safetensors")), default=0)
     checkpoint, weights = comm.all_gather((checkpoint, weights))[0]
     return {
         "checkpoint_bytes": checkpoint,
-        "weights_bytes": 2 * weights,  # the last and the best
-        # The folder will be removed.
+        "weights_bytes": 2 * weights,  # last and best
+        # The space that is free after the folder is removed.
         "free_bytes": shutil.disk_usage(folder).free + sum(sizes.values()),
     }
 
 
 def _count_checkpoints(cfg: CfgNode, iterations: int) -> tuple[int, int]:
-    """Returns how many checkpoints are written, and the most that lie on the disk at a time."""
+    """Returns the number of checkpoints written, and the maximum on the disk at a time."""
     written = max(1, math.ceil(iterations / max(1, cfg.SOLVER.CHECKPOINT_PERIOD)))
     periodic, kept = written - 1, cfg.SOLVER.CHECKPOINTS_KEPT
-    # The oldest is removed after the next is written; the last one is kept besides.
+    # The oldest is removed after the next is written; model_final.pth is kept as well.
     return written, 1 + (min(kept + 1, periodic) if kept else periodic)
 
 
 @contextlib.contextmanager
 def _temporary_folder(output_dir: str) -> Iterator[Path]:
-    """Yields one folder to all processes, on the disk that the run will write to."""
+    """Yields one folder for all processes, on the disk of ``output_dir``."""
     parent = Path(output_dir).resolve()
     while not parent.is_dir():
         parent = parent.parent
@@ -279,7 +285,7 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
     made = comm.all_gather(made)[0]
     if not made:
         raise UserError(f"OUTPUT_DIR '{output_dir}' cannot be written to")
-    os.makedirs(made, exist_ok=True)  # on machines that do not share the disk
+    os.makedirs(made, exist_ok=True)  # for machines without a shared disk
     try:
         yield Path(made)
         comm.synchronize()
@@ -289,7 +295,7 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Registers small test sets; yields their names, number of images, and that of the whole."""
+    """Registers small test sets; yields their names, their size and the size of the whole sets."""
     names: list[str] = []
     num_tried = num_images = 0
     try:
@@ -302,7 +308,7 @@ def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]
             num_images += len(records)
             num_tried += len(few)
             known = MetadataCatalog.get(name).as_dict()
-            # Without its json file, Detectron2's evaluator writes one for the images at hand.
+            # Without a json file, Detectron2's evaluator writes one for these images.
             dropped = {"name", "json_file", "drawn_on_first_use"}
             MetadataCatalog.get(small).set(**{k: v for k, v in known.items() if k not in dropped})
         yield tuple(names), num_tried, num_images
@@ -313,29 +319,29 @@ def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]
 
 
 def total_memory() -> int:
-    """Returns the bytes of the machine, or of the container if it is limited to less."""
+    """Returns the memory of the machine in bytes, or of the container if that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError):
-        # A container may see its own control group at the root, under the name it has outside.
+        # A container may see its own control group at the root, under its outside name.
         group = Path(_GROUP.read_text(encoding="utf-8").splitlines()[-1].split(":", 2)[2][1:])
         for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            with contextlib.suppress(OSError, ValueError):  # "max" is not a number
                 limits.append(int((_GROUPS_ROOT / folder / "memory.max").read_text()))
     return min(limits)
 
 
 def resident_peak() -> int:
-    """Returns the peak bytes of this process."""
+    """Returns the peak memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def resident_with_workers() -> int:
-    """Returns the peak bytes of this process plus what its workers use now, where Linux says so."""
+    """Returns the peak memory of this process plus the current memory of its workers (Linux)."""
     total = resident_peak()
     for worker in multiprocessing.active_children():
         with contextlib.suppress(OSError):  # a worker may have ended
             lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="ascii")
-            # "Pss" counts memory that workers share with this process by parts, in KiB.
+            # "Pss", in KiB, divides shared pages between the processes that share them.
             total += sum(1024 * int(x.split()[1]) for x in lines.splitlines() if x[:4] == "Pss:")
     return total

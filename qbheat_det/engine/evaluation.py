@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluation on the test sets of a config, and the nearest-neighbour score of a backbone."""
+"""Evaluates models on the test sets of a config, and scores backbones by nearest neighbours."""
 
 import logging
 from collections.abc import Callable
@@ -31,13 +31,13 @@ from .console import track
 
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
-_MAX_IMAGES_DISTRIBUTED = 100_000  # else the other processes, which wait, may time out
+_MAX_IMAGES_DISTRIBUTED = 100_000  # with more, the waiting processes may time out
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> TestLoader:
-    """Returns the images of a data set as ``INPUT.DATASET_MAPPER_NAME`` maps them.
+    """Returns a loader of a data set's images, mapped by ``INPUT.DATASET_MAPPER_NAME``.
 
-    Detectors get Detectron2's loader, which gives one image at a time; classifiers and pre-training
+    Detectors get Detectron2's loader with one image per batch. Classifiers and pre-training
     objectives get batches of images of one size.
     """
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
@@ -50,7 +50,7 @@ def build_test_loader(cfg: CfgNode, dataset_name: str) -> TestLoader:
 
 
 class Evaluation:
-    """Evaluates models on ``DATASETS.TEST``; annotations are read once."""
+    """Evaluates models on ``DATASETS.TEST``; reads annotations once."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Evaluation:
         build_loader: Callable[[CfgNode, str], TestLoader],
         build_evaluator: Callable[[CfgNode, str], DatasetEvaluator],
     ) -> None:
-        """Both functions get the config and a data set; the loader gives this process's part."""
+        """Both functions get the config and a data set; the loader yields this process's share."""
         self._cfg = cfg
         self._build_loader = build_loader
         self._build_evaluator = build_evaluator
@@ -67,7 +67,7 @@ class Evaluation:
         self._warned: set[str] = set()  # sets whose skipped images were named
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """Returns results by task, such as ``{"bbox": {"AP": …}}``; by data set if several.
+        """Returns results by task, such as ``{"bbox": {"AP": …}}``, nested by data set if several.
 
         Empty on processes other than the main one.
         """
@@ -77,7 +77,7 @@ class Evaluation:
         return next(iter(results.values())) if len(results) == 1 else results
 
     def forget(self) -> None:
-        """Lets the next evaluation build its loaders and evaluators anew."""
+        """Makes the next evaluation rebuild its loaders and evaluators."""
         self._parts.clear()
 
     def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
@@ -92,31 +92,32 @@ class Evaluation:
         if comm.is_main_process():
             print_csv_format(results)
             for task, metrics in results.items():
-                # With many classes, the terminal would show nothing else; log.txt lists each.
+                # The terminal shows no per-class results; log.txt lists them.
                 shown = [f"{key} {v:.4g}" for key, v in metrics.items() if "-" not in key]
                 logger.info(f"{task} on {name}: {', '.join(shown)}")
         return results
 
     def _warn_of_skipped_images(self, name: str, skipped: dict[str, DataError]) -> None:
-        """Names the images that all processes left out, once for each data set."""
+        """Logs the images that any process skipped, once per data set."""
         everywhere = {k: error for part in comm.all_gather(skipped) for k, error in part.items()}
         if everywhere and name not in self._warned and comm.is_main_process():
             self._warned.add(name)
             logger.warning(
-                f"{len(everywhere):,} images are left out of the evaluation on '{name}': "
+                f"The evaluation on '{name}' skips {len(everywhere):,} images: "
                 f"{join_messages([everywhere[where] for where in sorted(everywhere)])}"
             )
 
 
 def scores_neighbours(cfg: CfgNode) -> bool:
-    """Whether a config names the sets of a nearest-neighbour score."""
+    """Whether a config names data sets for a nearest-neighbour score."""
     return bool(cfg.TEST.KNN.TRAIN or cfg.TEST.KNN.VAL)
 
 
 def check_neighbours(cfg: CfgNode) -> None:
     """Checks ``TEST.KNN`` and lists its images.
 
-    Raises a ``UserError`` if a value is out of range, or the sets have different classes.
+    Raises:
+        UserError: a value is out of range, or the sets have different classes.
     """
     keys = cfg.TEST.KNN
     if not (keys.TRAIN and keys.VAL):
@@ -126,18 +127,18 @@ def check_neighbours(cfg: CfgNode) -> None:
     num_images = sum(map(len, load_labelled_sets(keys.TRAIN, keys.VAL)))
     if comm.get_world_size() > 1 and num_images > _MAX_IMAGES_DISTRIBUTED:
         raise UserError(
-            f"TEST.KNN names {num_images:,} images, but the main process scores them alone: name "
-            f"at most {_MAX_IMAGES_DISTRIBUTED:,}, or use qbheat probe"
+            f"TEST.KNN has {num_images:,} images, but only the main process scores them: use at "
+            f"most {_MAX_IMAGES_DISTRIBUTED:,}, or qbheat probe"
         )
 
 
 class NeighbourScorer:
-    """Scores the mean of a backbone's map on the sets of ``TEST.KNN``."""
+    """Scores the pooled features of a backbone on the data sets of ``TEST.KNN``."""
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
         """
         Raises:
-            UserError: models of this kind do not take images of one size.
+            UserError: the model does not take images of one size.
         """
         if not isinstance(model, FixedSizeModel):
             raise UserError(
@@ -145,11 +146,11 @@ class NeighbourScorer:
                 f"'{cfg.MODEL.META_ARCHITECTURE}': use qbheat probe"
             )
         self._cfg = cfg
-        self._batches: list[ImageBatches] = []  # of both sets, once loaded
+        self._batches: list[ImageBatches] = []  # training and validation set, once loaded
         self._has_warned = False
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Returns the score of a model in eval mode; each process goes through all images."""
+        """Returns the scores of a model in eval mode; each process encodes all images."""
         keys = self._cfg.TEST.KNN
         if not self._batches:
             self._batches = [self._load(s) for s in load_labelled_sets(keys.TRAIN, keys.VAL)]
@@ -165,16 +166,16 @@ class NeighbourScorer:
         if skipped and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"{len(skipped):,} images are left out of the nearest-neighbour score: "
+                f"The nearest-neighbour score skips {len(skipped):,} images: "
                 f"{join_messages(skipped)}"
             )
         for key, (features, _) in {"TRAIN": train, "VAL": val}.items():
             if not len(features):
-                raise UserError(f"none of the images of TEST.KNN.{key} can be read")
+                raise UserError(f"no image of TEST.KNN.{key} can be read")
         return score_neighbours(train, val, k=keys.K, temperature=keys.TEMPERATURE)
 
     def draw(self, model: nn.Module) -> Figure:
-        """Returns the score as a figure without images, for the visualization hook."""
+        """Returns the scores as a figure without images, for the visualization hook."""
         score = self(model)
         logger.info(
             f"Nearest neighbours: top-1 {score['top1']:.2f} +- {score['top1_standard_error']:.2f} "

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Hooks that evaluate, average, save and count; and what they may use of the trainer."""
+"""Hooks of the trainer: evaluation, checkpoints, moving average, skipped images."""
 
 import logging
 import math
@@ -30,15 +30,15 @@ _PERIODIC = re.compile(r"model_(\d{7,})\.pth")
 
 
 class TrainingRun(Protocol):
-    """A run in progress; ``qbheat_det.engine.Trainer`` is one.
+    """The part of ``qbheat_det.engine.Trainer`` that hooks use.
 
     Attributes:
         cfg: resolved config.
         iter: current iteration, from 0.
-        start_iter: first iteration of this process; above 0 where a run was resumed.
+        start_iter: first iteration of this process; above 0 in a resumed run.
         max_iter: number of iterations of the whole run.
-        storage: Detectron2's storage, which the writers read.
-        data_loader: gives the training batches of this process.
+        storage: Detectron2's event storage.
+        data_loader: yields the training batches of this process.
         bare_model: the model without the wrapper for distributed training.
     """
 
@@ -52,34 +52,34 @@ class TrainingRun(Protocol):
 
     @property
     def stops(self) -> bool:
-        """Whether a signal ends the run after this step; the same on all processes."""
+        """Whether the run ends after this step because of a signal; equal on all processes."""
 
     @property
     def evaluated_model(self) -> nn.Module:
-        """The moving average of the model where there is one, else ``bare_model``."""
+        """The moving average if there is one, else ``bare_model``."""
 
     def evaluate(self) -> dict[str, Any]:
-        """Returns results on the test sets by task; empty but on the main process."""
+        """Returns results on the test sets by task; empty except on the main process."""
 
     def save(self, name: str) -> None:
-        """Writes the checkpoint ``OUTPUT_DIR/<name>.pth``, from which the run can be resumed."""
+        """Writes a checkpoint to resume from, ``OUTPUT_DIR/<name>.pth``."""
 
     def export(self, name: str) -> None:
-        """Writes the evaluated weights alone to ``OUTPUT_DIR/<name>.safetensors``."""
+        """Writes the evaluated weights to ``OUTPUT_DIR/<name>.safetensors``."""
 
 
 def is_due(run: TrainingRun, period: int) -> bool:
-    """Whether a periodic action follows this step: period 0 acts after the last step only."""
+    """Whether a periodic action is due after this step; period 0 means after the last step only."""
     return run.iter + 1 >= run.max_iter or (period > 0 and (run.iter + 1) % period == 0)
 
 
 def is_saved(run: TrainingRun, period: int) -> bool:
-    """Whether a checkpoint follows this step: when it is due, and before a signal ends the run."""
+    """Whether a checkpoint is written after this step: periodically, and before a signal's end."""
     return is_due(run, period) or run.stops
 
 
 def save_checkpoint(run: TrainingRun) -> None:
-    """Saves the checkpoint of this step; after the last one, the evaluated weights as well."""
+    """Saves a checkpoint; after the last step, exports the evaluated weights as well."""
     if run.iter + 1 < run.max_iter:
         run.save(f"model_{run.iter:07d}")
         return
@@ -89,7 +89,7 @@ def save_checkpoint(run: TrainingRun) -> None:
 
 @contextmanager
 def step_before(run: TrainingRun) -> Iterator[None]:
-    """Sets the run's iteration to the one before, whose state the run still has."""
+    """Sets the run's iteration back by one, to the last completed step."""
     run.iter -= 1
     try:
         yield
@@ -98,7 +98,7 @@ def step_before(run: TrainingRun) -> Iterator[None]:
 
 
 def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
-    """Returns timm's moving average of a model, buffers included, if ``SOLVER.EMA`` asks for it."""
+    """Returns timm's moving average of a model and its buffers, or None without ``SOLVER.EMA``."""
     keys = cfg.SOLVER.EMA
     if not keys.ENABLED:
         return None
@@ -108,14 +108,14 @@ def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
 
 
 class KeptMemory(HookBase):
-    """Returns freed memory when images of many sizes have left it in pieces (CPU, Linux).
+    """Returns freed memory to the system when it becomes fragmented (CPU, Linux).
 
-    ``SOLVER.KEEP_MEMORY`` keeps it, and steps of one size fit into what they freed. The pages that
-    go back cost the next steps about half a step together.
+    ``SOLVER.KEEP_MEMORY`` keeps freed memory for the next step. With images of many sizes, the kept
+    memory grows; to return it costs about half a step.
     """
 
     trainer: TrainingRun
-    _PERIOD = 20  # steps, whose first lot sets the most that is kept
+    _PERIOD = 20  # steps between checks; the first check sets the limit
 
     def __init__(self) -> None:
         self._most = math.inf
@@ -132,22 +132,24 @@ class KeptMemory(HookBase):
 class EvalHook(HookBase):
     """Evaluates periodically and after the last step, and exports the best weights so far.
 
-    It comes before ``PeriodicCheckpointer``, so that a checkpoint contains all results up to its
-    iteration. If evaluation fails, a checkpoint is saved before the error is raised.
+    It must come before ``PeriodicCheckpointer``, so that a checkpoint contains all results up to
+    its iteration. If evaluation fails, it saves a checkpoint before it raises the error.
 
     Attributes:
-        best: ``value`` and ``iteration`` of the best evaluation so far; empty before.
-        is_owed: whether the evaluation of the last checkpoint's step was left out, or failed.
-        is_evaluating: whether it evaluates just now.
-        seconds: duration of the evaluation after the current step, 0.0 if there was none.
+        best: ``value`` and ``iteration`` of the best evaluation so far; empty at first.
+        is_owed: whether the evaluation at the last checkpoint was skipped or failed.
+        is_evaluating: whether an evaluation is in progress.
+        seconds: duration of the evaluation after the current step; 0.0 if there was none.
     """
 
     trainer: TrainingRun
 
     def __init__(self, *, period: int, best_metric: str) -> None:
-        """Evaluates after the last step only if ``period`` is 0; ``best_metric`` is "task/metric".
-
-        Higher is better, unless the metric's name begins with "loss".
+        """
+        Args:
+            period: iterations between evaluations; 0 for one after the last step.
+            best_metric: "task/metric" that selects the best weights. Higher is better, unless the
+                metric's name begins with "loss".
         """
         self._period = period
         self._best_metric = best_metric
@@ -157,17 +159,17 @@ class EvalHook(HookBase):
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best evaluation so far, its metric, and whether one is owed."""
+        """Returns the best evaluation so far, its metric, and ``is_owed``."""
         return {"metric": self._best_metric, "is_owed": self.is_owed, **self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``; a best value of another metric is forgotten."""
+        """Restores ``state_dict``; drops a best value of another metric."""
         best = dict(state_dict)
         self.is_owed = best.pop("is_owed")
         self.best = best if best.pop("metric") == self._best_metric else {}
 
     def before_train(self) -> None:
-        """Makes up for the evaluation that a signal left out, of the step before."""
+        """Runs the evaluation that a signal prevented before the run was resumed."""
         if self.is_owed:
             with step_before(self.trainer):
                 self._run()
@@ -180,7 +182,7 @@ class EvalHook(HookBase):
             return
         self.is_owed = True
         if self.trainer.stops:
-            logger.warning("The evaluation that was due is left out: --resume begins with it")
+            logger.warning("Skipping the evaluation that is due: --resume begins with it")
             return
         average_batch_statistics(self.trainer)
         try:
@@ -222,16 +224,16 @@ class EvalHook(HookBase):
 class PeriodicCheckpointer(HookBase):
     """Saves periodically and after the last step, and removes all but the newest checkpoints.
 
-    It is the last of the run's own hooks, so that a resumed run finds all that was logged before.
+    It must come after the hooks that log, so that a checkpoint contains their state.
 
     Attributes:
-        seconds: duration of the save after the current step, 0.0 if there was none.
+        seconds: duration of the save after the current step; 0.0 if there was none.
     """
 
     trainer: TrainingRun
 
     def __init__(self, *, period: int, kept: int) -> None:
-        """Period 0 saves after the last step only; ``kept`` 0 removes no checkpoint."""
+        """Period 0 saves after the last step only; ``kept`` 0 keeps all checkpoints."""
         self._period = period
         self._kept = kept
         self.seconds = 0.0
@@ -253,30 +255,30 @@ class PeriodicCheckpointer(HookBase):
         matches = [(_PERIODIC.fullmatch(path.name), path) for path in folder.iterdir()]
         periodic = {int(match[1]): path for match, path in matches if match}
         past = sorted(iteration for iteration in periodic if iteration <= self.trainer.iter)
-        # Later ones were written before the run was resumed from an earlier checkpoint.
+        # Later ones are from before the run was resumed from an earlier checkpoint.
         for iteration in {*past[: -self._kept], *(periodic.keys() - set(past))}:
             periodic[iteration].unlink()
 
 
 class SkippedImages(HookBase):
-    """Collects the images that the streams of all processes skipped, and why.
+    """Collects the images that the data streams of all processes skipped, with the reasons.
 
-    The log names new ones once a period and all at the end; ``OUTPUT_DIR/skipped_images.txt`` lists
-    them. It comes before the hook that saves, so that a resumed run knows of those before.
+    The log names new ones after each period and all at the end. ``OUTPUT_DIR/skipped_images.txt``
+    lists them. It must come before ``PeriodicCheckpointer``, which stores its state.
 
     Attributes:
-        errors: by the image, the same on all processes.
+        errors: reasons by image, equal on all processes.
     """
 
     trainer: TrainingRun
 
     def __init__(self, *, period: int) -> None:
-        """``period`` counts iterations between two exchanges of the processes; 0 is the end."""
+        """``period`` is the number of iterations between exchanges; 0 for one at the end."""
         self._period = period
         self.errors: dict[str, DataError] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the errors as lists of words."""
+        """Returns the errors as lists of strings."""
         return {"errors": [[error.kind, error.where, error.reason] for error in self._sorted()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -284,7 +286,7 @@ class SkippedImages(HookBase):
         self._add(DataError(*words) for words in state_dict["errors"])
 
     def after_step(self) -> None:
-        """Exchanges and names new images at the end of a period."""
+        """Exchanges and logs new skipped images at the end of a period."""
         if not is_saved(self.trainer, self._period):
             return
         known = set(self.errors)
@@ -298,7 +300,7 @@ class SkippedImages(HookBase):
             write_atomically(path, text.encode())
 
     def after_train(self) -> None:
-        """Counts and names them all, also if the run ends with an error."""
+        """Logs all skipped images, after an error as well."""
         if self.errors and comm.is_main_process():
             images = self.trainer.data_loader.num_images
             logger.warning(
@@ -326,7 +328,7 @@ def average_batch_statistics(run: TrainingRun) -> None:
 
 def average_over_processes(own: Tensor) -> None:
     """Averages a tensor over all processes, in place; equal tensors keep their bits."""
-    # The sum of n equal numbers divided by n need not be that number; frozen ones would drift.
+    # The mean of n equal numbers can be rounded, so that frozen statistics would drift.
     first = own.clone()
     torch.distributed.broadcast(first, src=0)
     difference = own - first

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Ctrl-C and the signals of job schedulers: a run ends after its step, with a checkpoint."""
+"""Ends a run after the current step, with a checkpoint, on Ctrl-C or a job scheduler's signal."""
 
 import os
 import signal
@@ -19,12 +19,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals(HookBase):
-    """Ends a run in order on SIGINT, SIGTERM or SIGUSR1; it is the last hook.
+    """Ends a run on SIGINT, SIGTERM or SIGUSR1; must be the last hook.
 
-    Processes agree by the exchange of their losses after which step they end; the hook that saves
-    knows it by then. An evaluation is broken off at once: its step is saved, and ``--resume``
-    begins with it. A second Ctrl-C ends the process as it stands, but under torchrun, which repeats
-    the first.
+    The all-reduce of losses tells all processes after which step to end, before the checkpoint hook
+    runs. A signal interrupts an evaluation at once: the step is saved, and ``--resume`` begins with
+    the evaluation. A second Ctrl-C ends the process immediately, except under torchrun, which
+    repeats the first signal.
     """
 
     trainer: Any
@@ -34,24 +34,24 @@ class StopSignals(HookBase):
         self._before: dict[int, Any] = {}
 
     def before_train(self) -> None:
-        """Takes over the signals, where Python allows it: in the main thread."""
+        """Installs the signal handlers, which Python allows in the main thread only."""
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
 
     def after_train(self) -> None:
-        """Gives the signals back."""
+        """Restores the signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
     def after_step(self) -> None:
-        """Ends the run if a process was asked to.
+        """Ends the run if any process received a signal.
 
         Raises:
-            Interrupted: on every process, once the checkpoint is there.
+            Interrupted: on every process, after the checkpoint is written.
         """
         if self.trainer.stops:
-            comm.synchronize()  # torchrun ends the others when the first is gone
+            comm.synchronize()  # torchrun ends the others after the first exit
             raise self._interrupt()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -61,7 +61,7 @@ class StopSignals(HookBase):
         if self.trainer.find_hook(EvalHook).is_evaluating:
             raise self._interrupt()
         self.trainer._trainer.asked_to_stop = True
-        if comm.is_main_process() and not is_second:  # printing might interrupt itself
+        if comm.is_main_process() and not is_second:  # print is not safe in a signal handler
             name = signal.Signals(number).name.encode()
             os.write(2, b"\n%s: stopping after this step, with a checkpoint\n" % name)
 
@@ -76,9 +76,9 @@ class StopSignals(HookBase):
 
 
 class YieldToNewerStart(HookBase):
-    """Ends a run that was started again elsewhere, before it saves over that one's checkpoints.
+    """Ends a run that was restarted elsewhere, before it overwrites the new run's checkpoints.
 
-    Where torchrun takes a machine for dead that is only slow, others continue without it.
+    torchrun restarts a run without a slow machine if it considers the machine dead.
     """
 
     trainer: TrainingRun
@@ -89,15 +89,15 @@ class YieldToNewerStart(HookBase):
         self._count = len(read_run_record(self._file))
 
     def after_step(self) -> None:
-        """Looks for a later start where a checkpoint is due.
+        """Looks for a later start when a checkpoint is due.
 
         Raises:
-            UserError: there is one.
+            UserError: the run has a later start.
         """
         if not is_saved(self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD):
             return
         if later := read_run_record(self._file)[self._count :]:
             raise UserError(
-                f"'{self._file}' has a later start, of {later[0].get('started')}: it continues, "
-                "and this one ends without saving"
+                f"'{self._file}' has a later start, at {later[0].get('started')}: this process "
+                "ends without saving"
             )

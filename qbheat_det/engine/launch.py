@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Starting a function in one process or many, by torchrun or by Detectron2's ``launch``."""
+"""Runs a function in one or several processes, under torchrun or by Detectron2's ``launch``."""
 
 import argparse
 import os
@@ -25,33 +25,33 @@ from .run_flags import RunFlags
 
 R = TypeVar("R")
 
-# What torchrun gives to each process that it starts.
+# Environment variables that torchrun sets in each process.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_STARTING = timedelta(minutes=5)  # within which all processes must have come
+_STARTING = timedelta(minutes=5)  # for all processes to join
 _TORCHRUN = "torchrun --nproc-per-node N tools/train_net.py … (docs/distributed.md)"
 
 
 def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R | None:
-    """Calls ``main(args)`` in every process that the command line or torchrun asks for.
+    """Calls ``main(args)`` in every process of the run.
 
-    Under torchrun this process joins the others, by NCCL if the config uses GPUs, else by gloo.
+    Under torchrun, this process joins the others with NCCL if the config uses GPUs, else with gloo.
     Otherwise Detectron2 starts ``args.num_gpus`` processes on this machine.
 
     Returns:
-        What ``main`` returned in this process; None if others were started for it.
+        The result of ``main`` in this process; None if it ran in other processes.
 
     Raises:
-        UserError: these processes cannot be started, or one met bad input; under torchrun the
-            others that met it exit with code 2.
+        UserError: the processes cannot be started, or one met bad input. Under torchrun, one
+            process raises it and the others exit with code 2.
     """
     if all(name in os.environ for name in _RANK_VARIABLES):
         return _run_as_rank(main, args)
     _check_launch(args)
     if args.num_gpus * args.num_machines <= 1:
         return main(args)
-    # Detectron2's default port is the same for every run of a user: take a free one.
+    # Detectron2's default port is equal for all runs of a user: choose a free one.
     is_local = args.num_machines == 1 and args.dist_url.startswith("tcp://127.0.0.1")
     try:
         launch(
@@ -102,9 +102,9 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         )
     store, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
     if is_one_machine:
-        # The store outlives a restart by torchrun, with the addresses of processes that are gone:
-        # those that come would wait for them. Several machines, which count restarts apart, have
-        # a new store each time.
+        # The store outlives a restart by torchrun, with addresses of ended processes, for which
+        # new processes would wait. Several machines count restarts separately, but get a new
+        # store each time.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"attempt_{attempt}", store)
     try:
@@ -117,28 +117,28 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         result = main(args)
         comm.synchronize()
     except Interrupted as stop:
-        if rank:  # the first process says it
+        if rank:  # the first process reports it
             raise SystemExit(stop.code) from None
         raise
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
         raise UserError(
-            f"process {rank} lost another one, which has ended or cannot be reached: with "
-            "--max-restarts torchrun continues from the last checkpoint (docs/distributed.md)"
+            f"process {rank} lost the connection to another process: with --max-restarts, "
+            "torchrun continues from the last checkpoint (docs/distributed.md)"
         ) from error
     except UserError:
-        # Most bad input is met by every process: the first one reports it.
+        # Usually every process meets the bad input: the first one reports it.
         if store.add("qbheat_det/user_error", 1) == 1:
             raise
-        time.sleep(1)  # torchrun ends all processes after the first exit, so let that one report
+        time.sleep(1)  # torchrun ends all processes after the first exit: let it report
         raise SystemExit(2) from None
     dist.destroy_process_group()
     return result
 
 
 def _choose_backend(args: argparse.Namespace) -> str:
-    """Returns the backend's name, and makes this process's GPU the current one."""
+    """Returns the name of the backend, and sets this process's GPU."""
     if args.num_gpus > 1 or args.num_machines > 1:
         raise UserError("torchrun starts the processes: leave out --num-gpus and --num-machines")
     local_rank, local_size = (int(os.environ[name]) for name in _RANK_VARIABLES[2:])
@@ -154,13 +154,13 @@ def _choose_backend(args: argparse.Namespace) -> str:
 
 
 def _create_local_process_group(size: int) -> None:
-    """Makes the group of this machine's processes known to Detectron2, as its launch does."""
+    """Creates Detectron2's group of this machine's processes, like its ``launch``."""
     if hasattr(comm, "create_local_process_group"):  # Detectron2's main branch
         comm.create_local_process_group(size)
         return
     machine = dist.get_rank() // size
     for index in range(dist.get_world_size() // size):
-        # Every process takes part in creating every group.
+        # Every process must create every group.
         group = dist.new_group(list(range(index * size, (index + 1) * size)))
         if index == machine:
             comm._LOCAL_PROCESS_GROUP = group
@@ -178,9 +178,9 @@ def distribute(model: nn.Module) -> nn.Module:
 
 
 def may_have_unused_parameters(model: nn.Module) -> bool:
-    """Whether the backbone may have outputs, with weights of their own, that no head reads.
+    """Whether the backbone may have outputs that no head reads, with parameters of their own.
 
-    Finding unused parameters costs a walk through the graph in every step.
+    DDP's search for unused parameters walks through the graph in every step.
     """
     backbone = get_backbone(model)
     if backbone is None:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A copy of a run at ``SOLVER.CHECKPOINT_URL``, from which any machine continues it."""
+"""Copies a run to ``SOLVER.CHECKPOINT_URL``, from where any machine can resume it."""
 
 import logging
 import subprocess
@@ -23,30 +23,30 @@ _TAG = "last_checkpoint"
 
 
 def fetch_run(cfg: CfgNode) -> None:
-    """Brings the last checkpoint at ``SOLVER.CHECKPOINT_URL`` to ``OUTPUT_DIR``, if it is another.
+    """Fetches the last checkpoint at ``SOLVER.CHECKPOINT_URL`` to ``OUTPUT_DIR``.
 
     Raises:
-        UserError: the address cannot be read.
+        UserError: the URL cannot be read.
     """
     if reason := _finish(_start(cfg, "fetch", *_FILES)):
         raise UserError(f"SOLVER.CHECKPOINT_URL '{cfg.SOLVER.CHECKPOINT_URL}': {reason}")
 
 
 class Mirror(HookBase):
-    """Sends each new checkpoint, and what belongs to it, while training goes on."""
+    """Sends each new checkpoint and the run's other files, in the background."""
 
     trainer: TrainingRun
 
     def __init__(self, cfg: CfgNode) -> None:
         self._cfg, self._folder = cfg, Path(cfg.OUTPUT_DIR)
         self._process: subprocess.Popen[str] | None = None
-        self._sent: dict[str, int] = {}  # time of change by name
+        self._sent: dict[str, int] = {}  # modification time by file name
 
     def before_train(self) -> None:
-        """Sends the config, so that an address that cannot be written to is known at once.
+        """Sends the config, to detect early that the URL is not writable.
 
         Raises:
-            UserError: it cannot.
+            UserError: it is not.
         """
         tag = self._folder / _TAG
         self._sent[_TAG] = tag.stat().st_mtime_ns if tag.is_file() else 0
@@ -55,14 +55,14 @@ class Mirror(HookBase):
             raise UserError(f"SOLVER.CHECKPOINT_URL '{self._cfg.SOLVER.CHECKPOINT_URL}': {reason}")
 
     def after_step(self) -> None:
-        """Begins to send if there is a new checkpoint; waits for the one before."""
+        """Starts to send a new checkpoint, after waiting for the previous transfer."""
         tag = self._folder / _TAG
         if tag.is_file() and tag.stat().st_mtime_ns != self._sent[_TAG]:
             self._complain(self._wait())
             self._send(tag=True)
 
     def after_train(self) -> None:
-        """Waits until the last checkpoint is there, also if the run ends with an error."""
+        """Waits until the last checkpoint is sent, after an error as well."""
         if _TAG in self._sent:
             self.after_step()
             self._complain(self._wait())
@@ -83,9 +83,9 @@ class Mirror(HookBase):
 
     def _complain(self, reason: str) -> None:
         if reason:
-            self._sent = dict.fromkeys(self._sent, 0)  # so that all is sent again
+            self._sent = dict.fromkeys(self._sent, 0)  # sends every file again
             logger.error(
-                f"A checkpoint in '{self._folder}' is not at SOLVER.CHECKPOINT_URL "
+                f"Cannot copy the checkpoint in '{self._folder}' to SOLVER.CHECKPOINT_URL "
                 f"'{self._cfg.SOLVER.CHECKPOINT_URL}': {reason}"
             )
 
@@ -95,11 +95,11 @@ def _start(cfg: CfgNode, action: str, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, transfer.__file__, seconds, action, cfg.OUTPUT_DIR]
     return subprocess.Popen(
         [*command, cfg.SOLVER.CHECKPOINT_URL, *words], stdout=subprocess.PIPE, text=True,
-        start_new_session=True,  # signals to the run are not for it
+        start_new_session=True,  # signals to the run do not reach it
     )  # fmt: skip
 
 
 def _finish(process: subprocess.Popen[str]) -> str:
-    """Returns why a transfer failed; empty if it did not."""
+    """Returns the error of a transfer; "" if it succeeded."""
     said = process.communicate()[0].strip().splitlines()
     return (said[-1] if said else f"exit code {process.returncode}") if process.returncode else ""

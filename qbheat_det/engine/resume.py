@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Decides whether a command starts a run or resumes one, and checks that it may.
+"""Decides whether a command starts a run or resumes one, and checks that it can.
 
 - ``decide_to_resume`` runs first: it fetches the run from ``SOLVER.CHECKPOINT_URL`` and detects a
   restart by torchrun.
@@ -31,7 +31,7 @@ from .run_record import RUN_FILE, find_launch, name_last_checkpoint, read_run_re
 
 logger = logging.getLogger(__name__)
 
-# What may change when a run is resumed: where and how it computes, when it ends, what it logs.
+# Keys that may change in a resumed run: device, speed, length and logs.
 _FREE = (
     "CUDNN_BENCHMARK",
     "DATALOADER.CACHE_GB",
@@ -60,14 +60,18 @@ _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
 
 
 def check_same_config(saved: str, cfg: CfgNode) -> None:
-    """Checks that a resumed run has the config that it began with, and logs what may differ.
+    """Compares the config of a resumed run with its checkpoint, and logs allowed changes.
 
-    ``saved`` is the YAML in the checkpoint, which may be empty. Raises a ``UserError`` if a key
-    differs that may not change.
+    Args:
+        saved: YAML in the checkpoint; may be empty.
+        cfg: config of the resumed run.
+
+    Raises:
+        UserError: a key differs that must not change.
     """
     before = dict(list_leaves(yaml.safe_load(saved) or {}))
     now = dict(list_leaves(yaml.safe_load(cfg.dump())))
-    if cfg.SEED < 0:  # none asked for: the run keeps its own
+    if cfg.SEED < 0:  # keeps the seed of the run
         now["SEED"] = before.get("SEED", -1)
     changed = {
         key: f"{key} {before[key]} -> {now[key]}"
@@ -89,9 +93,10 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
 
 
 def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
-    """Checks that a resumed run has the training images that the trainer's saved state names.
+    """Checks that a resumed run has the training images of its checkpoint.
 
-    Raises a ``UserError`` if they differ, or the checkpoint is not of this package's trainer.
+    Raises:
+        UserError: they differ, or another trainer wrote the checkpoint.
     """
     if "num_images" not in state:
         raise UserError(
@@ -108,8 +113,9 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
 def check_start(cfg: CfgNode, flags: RunFlags) -> None:
     """Checks that a command either resumes a run or starts one.
 
-    Raises a ``UserError`` for ``--resume`` with other weights than the run began with, or a new run
-    in a folder that contains one.
+    Raises:
+        UserError: ``--resume`` has other weights than the run started from, or the folder of a new
+            run contains a run.
     """
     given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in flags.overrides else ""
     folder, last = Path(cfg.OUTPUT_DIR), name_last_checkpoint(Path(cfg.OUTPUT_DIR))
@@ -159,11 +165,11 @@ def _initial_weights(folder: Path) -> str:
 
 
 def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
-    """Returns whether to continue the run in ``OUTPUT_DIR``; the same on all processes.
+    """Returns whether to resume the run in ``OUTPUT_DIR``; equal on all processes.
 
-    With ``--resume``. Without it too, where the main process finds a checkpoint of a run that was
-    last started under the same ``--rdzv-id`` of torchrun: machines came or went, or the job was
-    put back into its queue. A run that ended before its first checkpoint starts anew.
+    True with ``--resume``. Also true if the folder has a checkpoint, and the run's last start had
+    the same ``--rdzv-id`` of torchrun: torchrun or the job's queue has restarted it. A run without
+    a checkpoint starts from the beginning.
 
     Raises:
         UserError: the processes find different checkpoints, or ``SOLVER.CHECKPOINT_URL`` cannot

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a training or an evaluation is asked to do, by the command line or by Python."""
+"""The flags of a training or evaluation, from the command line or Python."""
 
 import argparse
 import dataclasses
@@ -26,27 +26,27 @@ _KEYS = {"weights": "MODEL.WEIGHTS", "output": "OUTPUT_DIR"}
 class RunFlags:
     """The flags of ``tools/train_net.py``, by the same names, for ``build_config``.
 
-    ``build_config(RunFlags(data="data.yaml", output="output/mine", opts=["SOLVER.EPOCHS", 20]))``
-    is ``qbheat train --data data.yaml --output output/mine SOLVER.EPOCHS 20``. All paths may be
-    relative to the working directory.
+    ``RunFlags(data="data.yaml", output="output/mine", opts=["SOLVER.EPOCHS", 20])`` equals
+    ``qbheat train --data data.yaml --output output/mine SOLVER.EPOCHS 20``. Paths may be relative
+    to the working directory.
 
     Attributes:
-        config_file: path of a config, or name of a shipped one. Empty takes the config inside
-            ``weights``; without these, a default for boxes, class folders or bare images.
-        data: what to train on, or with ``eval_only`` what to evaluate on: a COCO json, a folder in
-            COCO's layout, a YOLO ``data.yaml``, a Pascal VOC folder, or class folders.
-        images: one folder, where ``data`` is a COCO json and its images are not beside it; without
-            ``data``, a folder or several of images without labels, for pre-training.
-        val: as ``data``, to evaluate on. Where it is empty and ``data`` names no such part either,
-            ``DATASETS.VAL_FRACTION`` of the images is held out, and listed in ``split.json``.
-        val_images: as ``images``, of ``val``.
+        config_file: path of a config, or name of a shipped one. If empty, the config inside
+            ``weights``, or a default for boxes, class folders or images without labels.
+        data: training data, or test data with ``eval_only``: any format of ``--data``, such as a
+            COCO json, a YOLO ``data.yaml``, a Pascal VOC folder or class folders.
+        images: folder of the images of a COCO json in ``data``, if they are not beside it. Without
+            ``data``, one or several folders of images without labels, for pre-training.
+        val: validation data, like ``data``. If neither ``val`` nor ``data`` has a validation part,
+            ``DATASETS.VAL_FRACTION`` of the images is held out and listed in ``split.json``.
+        val_images: like ``images``, for ``val``.
         knn_train_folder, knn_val_folder: class folders of a nearest-neighbour score.
-        knn: whether the images of ``data`` and ``val`` are those of such a score.
-        weights: ``MODEL.WEIGHTS``, or as ``find_weights`` takes them.
+        knn: score nearest neighbours on the images of ``data`` and ``val``.
+        weights: ``MODEL.WEIGHTS``; any name that ``find_weights`` accepts.
         output: ``OUTPUT_DIR``.
-        resume: whether to continue the run in ``output``.
-        eval_only: whether ``weights`` are evaluated, and nothing is trained.
-        opts: keys and values of config overrides in turn; values are turned into text.
+        resume: continue the run in ``output``.
+        eval_only: evaluate ``weights`` without training.
+        opts: keys and values of config overrides, alternating.
     """
 
     config_file: str = ""
@@ -64,7 +64,7 @@ class RunFlags:
     opts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """One folder may stand for a list of one, and paths for their text."""
+        """Converts single folders to lists, and paths to strings."""
         self.images, self.val_images = _list_folders(self.images), _list_folders(self.val_images)
         self.val = None if self.val is None else str(self.val)
 
@@ -94,9 +94,10 @@ class RunFlags:
         return dict(zip(self.opts[::2], self.opts[1::2], strict=False))
 
     def load_config(self) -> CfgNode:
-        """Returns the config that the flags ask for, before it knows of the data.
+        """Returns the config of the flags, before the data sets are entered.
 
-        Raises a ``UserError`` if it is not valid, or that of the weights is for other data.
+        Raises:
+            UserError: the config is invalid, or the config of the weights is for other data.
         """
         weights = self.overrides.get("MODEL.WEIGHTS", "")
         if self.config_file or (self.eval_only and not weights):
@@ -112,7 +113,7 @@ class RunFlags:
                 f"'{weights}' are weights of a model for {job}, but the data are {wanted}: name a "
                 f"recipe with --config-file, such as {_DEFAULTS[wanted]}"
             )
-        if "OUTPUT_DIR" not in self.overrides:  # that of the weights is taken by their own run
+        if "OUTPUT_DIR" not in self.overrides:  # the folder of the weights' run is in use
             cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
         return cfg
 
@@ -130,7 +131,7 @@ def _list_folders(given: str | os.PathLike[str] | Iterable[str]) -> list[str]:
 
 
 def find_job(cfg: CfgNode) -> str:
-    """Returns what the model of a config is trained on: "boxes", "classes" or "images" alone."""
+    """Returns a config's kind of training data: "boxes", "classes", or unlabelled "images"."""
     mapper = cfg.INPUT.DATASET_MAPPER_NAME
     if mapper in MAPPERS_OF_CLASSES:
         return "classes"

@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads and writes what a run's folder says about the run: its starts and its last checkpoint.
+"""Reads and writes the record of a run in its folder.
 
-``run.json`` lists the starts: command, data, code, versions and device of each.
+``run.json`` lists the starts of the run, with command, data, code version, library versions and
+device. ``last_checkpoint`` names the newest checkpoint.
 """
 
 import json
@@ -31,11 +32,17 @@ def write_run_record(
     processes: int = 1,
     seed: int | None = None,
 ) -> None:
-    """Appends this start to the list in ``OUTPUT_DIR/run.json``, on the main process.
+    """Appends this start to ``OUTPUT_DIR/run.json``; call it on the main process.
 
-    ``command`` has the program first; ``resumed_from`` is the checkpoint that the run continues
-    from, None if it begins. Raises a ``UserError`` if the file cannot be written, or is no list of
-    starts.
+    Args:
+        cfg: resolved config.
+        command: program and arguments.
+        resumed_from: checkpoint that the run was resumed from; None for a new run.
+        processes: number of processes.
+        seed: seed of the run.
+
+    Raises:
+        UserError: the file cannot be written, or is not a list of starts.
     """
     path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
     commit, dirty = find_code_version()
@@ -60,13 +67,14 @@ def write_run_record(
 def find_launch() -> str:
     """Returns the ``--rdzv-id`` of the torchrun that started this process; "" without one."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if launch == "none" else launch  # torchrun's default, the same for all runs
+    return "" if launch == "none" else launch  # torchrun's default, equal for all runs
 
 
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the starts in a ``run.json``, oldest first; none if there is no file.
+    """Returns the starts in a ``run.json``, oldest first; empty without a file.
 
-    Raises a ``UserError`` if the file holds something else.
+    Raises:
+        UserError: the file is not a list of starts.
     """
     if not Path(path).is_file():
         return []
@@ -75,12 +83,12 @@ def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     except ValueError:
         starts = None
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise UserError(f"'{path}' is no list of starts: move it")
+        raise UserError(f"'{path}' is not a list of starts: move it")
     return starts
 
 
 def find_sources(cfg: CfgNode) -> dict[str, Source]:
-    """Returns the sources of the sets of a config that flags named, by the set's name."""
+    """Returns the sources of the data sets that flags registered, by name."""
     knn = cfg.TEST.KNN
     used = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *knn.TRAIN, *knn.VAL)
     sources = {name: MetadataCatalog.get(name).get("source") for name in used}
@@ -94,7 +102,7 @@ def find_last_checkpoint(folder: str) -> str:
 
 
 def name_last_checkpoint(folder: Path) -> str:
-    """Returns the name in ``last_checkpoint``, else the newest file's; empty if there is none."""
+    """Returns the name in ``last_checkpoint``, else of the newest file; "" if there is none."""
     try:
         return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A checked config from command-line arguments, and a prepared ``OUTPUT_DIR``."""
+"""Builds and checks a config from command-line arguments, and prepares ``OUTPUT_DIR``."""
 
 import argparse
 import logging
@@ -50,10 +50,13 @@ _MINIMUM = {
 
 
 def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
-    """Returns the frozen config of a run, after checking it and its data; writes nothing.
+    """Builds the frozen config of a run and checks it and its data, without writing files.
 
-    ``args`` are those of ``tools/train_net.py``, or the same from Python. Raises a ``UserError`` if
-    a key or the data are wrong.
+    Args:
+        args: arguments of ``tools/train_net.py``, or the same flags from Python.
+
+    Raises:
+        UserError: a key or the data are invalid.
     """
     filter_detectron2_logs()
     args = RunFlags.read(args)
@@ -67,9 +70,9 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
         check_weights_file(cfg.MODEL.WEIGHTS)
     keys = cfg.DATALOADER
     configure_cache(gigabytes=keys.CACHE_GB, retry_seconds=keys.RETRY_SECONDS)
-    use_data_flags(cfg, args)  # before a seed is drawn: what is held out is the same each time
+    use_data_flags(cfg, args)  # before a seed is drawn, so that the split does not depend on it
     if cfg.SEED < 0 and not (args.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR))):
-        cfg.SEED = comm.shared_random_seed()  # the same for all processes, and recorded
+        cfg.SEED = comm.shared_random_seed()  # equal on all processes, and recorded
     used = _check_datasets(cfg, eval_only=args.eval_only)
     labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
@@ -90,11 +93,12 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
 
 
 def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
-    """Prepares folder, logs and random seed, as Detectron2's ``default_setup``.
+    """Prepares the folder, logs and random seed, like Detectron2's ``default_setup``.
 
-    Images that were held out are listed in ``split.json``. ``config.yaml`` belongs to the weights
-    beside it, and is written when training begins. Raises a ``UserError`` if nothing can be
-    written.
+    Lists held-out images in ``split.json``. The trainer writes ``config.yaml`` at its start.
+
+    Raises:
+        UserError: the folder is not writable.
     """
     folder, rank = Path(cfg.OUTPUT_DIR), comm.get_rank()
     try:
@@ -115,10 +119,10 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
-    """Sets class count, names and ids of the config to those of a registered data set."""
+    """Sets the config's number, names and ids of classes to those of a registered data set."""
     metadata = MetadataCatalog.get(dataset_name)
     if not metadata.get("thing_classes"):
-        DatasetCatalog.get(dataset_name)  # Detectron2 learns the names of COCO files by reading
+        DatasetCatalog.get(dataset_name)  # Detectron2 reads the names from the COCO file
     names = metadata.get("thing_classes")
     if not names:
         raise UserError(f"the metadata of data set '{dataset_name}' has no 'thing_classes'")
@@ -166,7 +170,7 @@ def _choose_device(cfg: CfgNode, *, is_given: bool) -> None:
 
 
 def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
-    """Returns the names of the sets to train or evaluate on, after checks that read no data."""
+    """Checks the data sets without reading them; returns those to train or evaluate on."""
     mapper, test = cfg.INPUT.DATASET_MAPPER_NAME, list(cfg.DATASETS.TEST)
     used = test if eval_only else [*cfg.DATASETS.TRAIN, *test]
     knn = [*cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL]
@@ -209,10 +213,10 @@ def _check_dataset(name: str, *, mapper: str, is_test: bool) -> None:
 
 
 def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
-    """Reads records and, if the config asks for it, image files, so that errors come early."""
+    """Reads records and, with ``DATASETS.CHECK_IMAGES``, image files, to find errors early."""
     for name in labelled:
         records = DatasetCatalog.get(name)
-        is_only_training_set = [name] == list(cfg.DATASETS.TRAIN)  # several are filtered together
+        is_only_training_set = [name] == list(cfg.DATASETS.TRAIN)  # others are filtered together
         raise_first(
             find_record_errors(
                 name,
@@ -222,7 +226,7 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
                 mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
             )
         )
-        if cfg.DATASETS.CHECK_IMAGES:  # those in shards were checked when they were packed
+        if cfg.DATASETS.CHECK_IMAGES:  # packing has checked those in shards
             files = [record for record in records if not is_in_shard(record["file_name"])]
             raise_first(find_image_errors(files))
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """One optimizer step: micro-batches, autocast, losses normalised over the effective batch.
 
-Joins Detectron2's ``SimpleTrainer`` and ``AMPTrainer``. The effective batch is what all processes
-and all micro-batches of a step see together; gradients are those of one process that takes it
-whole. Only the statistics of BatchNorm stay local. On a GPU, the next batch is loaded and copied
-while the step computes, and losses are read while the backward pass runs.
+Joins Detectron2's ``SimpleTrainer`` and ``AMPTrainer``. The effective batch is the union of the
+micro-batches of all processes. Gradients equal those of one process that runs the effective batch
+at once, except that BatchNorm's statistics stay local. On a GPU, the next batch is loaded and
+copied while the step computes, and losses are read while the backward pass runs.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _CUDA = 3  # last number of the seed, so that the GPU does not repeat the CPU's 
 class StepTrainer(SimpleTrainer):
     """Takes a batch from the loader and makes one optimizer step.
 
-    What a model may offer, from loss normalizers to metrics, is in ``modeling/contracts.py``.
+    ``modeling/contracts.py`` lists optional methods of models, such as ``get_metrics``.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class StepTrainer(SimpleTrainer):
     ) -> None:
         """
         Args:
-            model: a meta-architecture, wrapped if there are several processes.
-            data_loader: gives this process's share of each batch.
-            optimizer: of the model's parameters.
-            batch_size: images of a step over all processes.
-            accumulate: micro-batches that a share is cut into.
-            precision: of autocast; None computes in the type of the weights.
-            seed: of the randomness in the model.
-            log_period: iterations between two readings of values that need a synchronisation.
+            model: a meta-architecture, in a distributed wrapper if there are several processes.
+            data_loader: yields this process's share of each batch.
+            optimizer: optimizer of the model's parameters.
+            batch_size: number of images of a step, over all processes.
+            accumulate: number of micro-batches that a share is split into.
+            precision: type of autocast; None disables autocast.
+            seed: seed of the randomness in the model.
+            log_period: iterations between two logs of values that need a device synchronisation.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -74,9 +74,9 @@ class StepTrainer(SimpleTrainer):
         self.precision = precision
         self.seed = seed
         self.log_period = log_period
-        self.is_between_steps = False  # while a batch is taken
-        self.asked_to_stop = False  # on this process
-        self.stops = False  # on all, after this step
+        self.is_between_steps = False  # while the loader is asked for a batch
+        self.asked_to_stop = False  # this process, by a signal
+        self.stops = False  # all processes, after this step
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         self._source = BatchSource(lambda: next(self._data_loader_iter), self._device)
@@ -84,9 +84,10 @@ class StepTrainer(SimpleTrainer):
         self.grad_scaler = torch.amp.GradScaler(self._device.type, enabled=half)
 
     def run_step(self) -> None:
-        """Draws a batch, accumulates the gradients of its micro-batches, steps, and logs.
+        """Takes a batch, accumulates the gradients of its micro-batches, steps, and logs.
 
-        Every process raises a ``UserError`` if a loss is not finite on some process.
+        Raises:
+            UserError: a loss is not finite on any process; all processes raise it.
         """
         self.is_between_steps = True
         share, data_time = self._source.take()
@@ -125,14 +126,14 @@ class StepTrainer(SimpleTrainer):
         self._log(logged, data_time)
 
     def close(self) -> None:
-        """Ends the workers of the loader, if it has any."""
+        """Ends the loader's workers."""
         names = ("_data_loader_iter_obj", "_data_loader_iter")  # of Detectron2's releases
         for iterator in (vars(self).get(name) for name in names):
             if isinstance(iterator, Generator):
                 iterator.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the optimizer and of the gradient scaler."""
+        """Returns the state of the optimizer and the gradient scaler."""
         return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,7 +142,7 @@ class StepTrainer(SimpleTrainer):
         self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
     def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
-        """Returns what each micro-batch divides its losses by, if the model must be told."""
+        """Returns the divisor of each micro-batch's losses, if the model takes one."""
         if len(batches) == 1 or not isinstance(self._bare, SupportsLossNormalizers):
             return ()
         counts = torch.stack([self._bare.loss_counts(batch) for batch in batches]).sum(dim=0)
@@ -157,7 +158,7 @@ class StepTrainer(SimpleTrainer):
         normalizers: tuple[Tensor, ...],
         logged: dict[str, float],
     ) -> None:
-        """Adds losses to those logged; ends training if one is not finite on some process."""
+        """Adds the losses to ``logged``; raises if one is not finite on any process."""
         here, everywhere = reading.values()
         self.stops = reading.stops
         if all(map(math.isfinite, everywhere.values())):
@@ -192,14 +193,14 @@ class StepTrainer(SimpleTrainer):
 
 
 class LossReading:
-    """Losses of a micro-batch on their way to the CPU: one transfer, awaited when they are read.
+    """Copies the losses of a micro-batch to the CPU in the background.
 
     Attributes:
-        stops: whether any process was asked to stop; known once the losses are read.
+        stops: whether any process was asked to stop; valid after ``values``.
     """
 
     def __init__(self, losses: Mapping[str, Tensor], *, asked_to_stop: bool = False) -> None:
-        """Starts the exchange of 0-d tensors between processes, and the transfer."""
+        """Starts the all-reduce of 0-d tensors, and the copy to the CPU."""
         own = torch.stack([loss.detach().float() for loss in losses.values()])
         own = torch.cat([own, own.new_full((1,), float(asked_to_stop))])
         mean = own.clone()
@@ -215,7 +216,7 @@ class LossReading:
             self._arrived.record(torch.cuda.current_stream(both.device))
 
     def values(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns losses of this process, and their means over all."""
+        """Returns the losses of this process, and their means over all processes."""
         if self._arrived is not None:
             self._arrived.synchronize()
         rows = self._values.tolist()
@@ -236,7 +237,7 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
 
 
 def choose_precision(cfg: CfgNode) -> torch.dtype | None:
-    """Returns the type of autocast that ``SOLVER.AMP`` asks for; None for no autocast."""
+    """Returns the type of autocast in ``SOLVER.AMP``; None if it is disabled."""
     if not cfg.SOLVER.AMP.ENABLED:
         return None
     name = cfg.SOLVER.AMP.PRECISION
@@ -264,8 +265,11 @@ def compute_losses(
 ) -> dict[str, Tensor]:
     """Returns the training losses of a micro-batch by name.
 
-    ``normalizers`` are the model's second argument, or empty; ``precision`` is that of autocast,
-    None computes in the type of the weights.
+    Args:
+        model: the model, in training mode.
+        batch: a micro-batch.
+        normalizers: further arguments of the model's ``forward``; may be empty.
+        precision: type of autocast; None disables autocast.
     """
     device = next(model.parameters()).device.type
     autocast = torch.autocast(device, dtype=precision) if precision else contextlib.nullcontext()
@@ -279,11 +283,15 @@ def compute_losses(
 def loss_weight(
     model: nn.Module, batch: BatchedInputs, *, micro_batches: int, processes: int, batch_size: int
 ) -> float:
-    """Returns the factor of a micro-batch's losses in the sum of a process.
+    """Returns the weight of a micro-batch's losses in the sum of a process.
 
-    ``micro_batches`` are those of a step on each process, ``batch_size`` the images of the step
-    over all ``processes``; the model is without a wrapper.
+    Args:
+        model: the model without the distributed wrapper.
+        batch: the micro-batch.
+        micro_batches: number of micro-batches of a step, per process.
+        processes: number of processes.
+        batch_size: number of images of a step, over all processes.
     """
-    if isinstance(model, SupportsLossNormalizers):  # counts of all parts are divided by already
+    if isinstance(model, SupportsLossNormalizers):  # divides by the counts of all parts
         return 1 / micro_batches
     return len(batch) * processes / batch_size

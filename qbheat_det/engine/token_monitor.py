@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""How alike the tokens of each block of an encoder are while it trains.
+"""Monitors the similarity of the tokens of each block during training.
 
-A Mobile-Former's tokens can become one vector that is the same for all images. The loss goes on
-falling, but half of the network then says nothing about the image.
+The tokens of a Mobile-Former can collapse to the same vectors for all images. The loss still falls,
+but the tokens then contain no information about the image.
 """
 
 import logging
@@ -30,41 +30,43 @@ from .hooks import TrainingRun, is_due
 
 logger = logging.getLogger(__name__)
 COLLAPSED = 0.995
-"""Mean cosine over images above which tokens count as the same for all of them."""
-_READINGS = 5  # in a row, after the warm-up, before the warning
+"""Mean cosine over images above which tokens count as collapsed."""
+_READINGS = 5  # consecutive collapsed readings after the warm-up before the warning
 
 
 class TokenMonitor(HookBase):
-    """Logs the mean cosines of the tokens of each block, and warns once if most collapse.
+    """Logs the mean cosines of each block's tokens, and warns once if most blocks collapse.
 
-    "cosine_over_images/<block>" compares the same token of different images of a micro-batch of
-    this process, "cosine_over_tokens/<block>" different tokens of the same image. Steps in between
-    run without any hook on the blocks.
+    "cosine_over_images/<block>" compares one token between the images of a micro-batch, and
+    "cosine_over_tokens/<block>" the tokens of one image. Blocks have hooks only in steps that are
+    logged.
     """
 
     trainer: TrainingRun
 
     def __init__(self, blocks: Mapping[str, nn.Module], *, period: int, warmup: int) -> None:
-        """Takes blocks by name, each of which returns a map and the tokens (N, M, D).
-
-        ``period`` is in iterations, at least 1; the first ``warmup`` ones do not count as collapse.
+        """
+        Args:
+            blocks: blocks by name, each returning a feature map and tokens (N, M, D).
+            period: iterations between two readings, at least 1.
+            warmup: first iterations, in which collapse is ignored.
         """
         self._blocks = blocks
         self._period = period
         self._warmup = warmup
         self._handles: list[RemovableHandle] = []
         self._read: dict[str, Tensor] = {}
-        self._collapsed = Counter[str]()  # readings in a row, by block
+        self._collapsed = Counter[str]()  # consecutive readings, by block
         self._has_warned = False
 
     def before_step(self) -> None:
-        """Prepares to read the tokens of this step if that is due."""
+        """Adds hooks to the blocks if a reading is due."""
         if is_due(self.trainer, self._period):
             for name, block in self._blocks.items():
                 self._handles.append(block.register_forward_hook(partial(self._keep, name)))
 
     def after_step(self) -> None:
-        """Logs what was read."""
+        """Logs the readings and removes the hooks."""
         self._remove_hooks()
         if not self._read:
             return
@@ -76,20 +78,20 @@ class TokenMonitor(HookBase):
             f"{kind}/{name}": value
             for name, pair in found.items()
             for kind, value in zip(kinds, pair, strict=True)
-            if math.isfinite(value)  # else there is nothing to compare
+            if math.isfinite(value)  # nan for a single image or token
         }
         self.trainer.storage.put_scalars(smoothing_hint=False, **scalars)
         if self.trainer.iter >= self._warmup:
             self._warn_of_collapse({name: over_images for name, (over_images, _) in found.items()})
 
     def after_train(self) -> None:
-        """Removes what an error in a step has left."""
+        """Removes hooks that remain after an error in a step."""
         self._remove_hooks()
 
     def _keep(
         self, name: str, block: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]
     ) -> None:
-        # Of several calls in a step, such as those of micro-batches, the first.
+        # Only the first micro-batch of a step counts.
         if block.training and name not in self._read:
             self._read[name] = mean_cosines(output[1].detach())
 
@@ -101,7 +103,7 @@ class TokenMonitor(HookBase):
         for name, cosine in over_images.items():
             self._collapsed[name] = self._collapsed[name] + 1 if cosine > COLLAPSED else 0
         names = [name for name, count in self._collapsed.items() if count >= _READINGS]
-        # Tokens of the first blocks know little of the image in any network.
+        # Tokens of the first blocks depend little on the image in any network.
         if 2 * len(names) > len(self._blocks) and not self._has_warned:
             self._has_warned = True
             now = self.trainer.cfg.SOLVER.TOKEN_MULTIPLIER
@@ -114,9 +116,12 @@ class TokenMonitor(HookBase):
 
 @torch.no_grad()
 def mean_cosines(tokens: Tensor) -> Tensor:
-    """Returns the mean cosines over images and over tokens, (2,), of tokens (N, M, D).
+    """Returns the mean cosine over pairs of images and over pairs of tokens, (2,).
 
-    They are those of all pairs of different images, and of different tokens; nan for one alone.
+    A mean is nan if there is only one image or token.
+
+    Args:
+        tokens: (N, M, D).
     """
     directions = F.normalize(tokens.float(), dim=2)
     means = []
@@ -130,9 +135,9 @@ def mean_cosines(tokens: Tensor) -> Tensor:
 
 
 def build_token_monitor(cfg: CfgNode, model: nn.Module) -> TokenMonitor | None:
-    """Returns the monitor that ``SOLVER.LOG_TOKENS`` asks for, where tokens are trained.
+    """Returns a monitor if ``SOLVER.LOG_TOKENS`` is set and the model trains tokens, else None.
 
-    There is none with ``SOLVER.COMPILE``: each hook on a compiled block compiles it anew.
+    Returns None with ``SOLVER.COMPILE``, because a hook on a compiled block recompiles it.
     """
     backbone = get_backbone(model)
     if backbone is None or cfg.SOLVER.COMPILE or not cfg.SOLVER.LOG_TOKENS:

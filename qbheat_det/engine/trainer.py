@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The trainer of all models: Detectron2's ``DefaultTrainer`` with other parts.
+"""Trains every model of the package: Detectron2's ``DefaultTrainer`` with some parts replaced.
 
-Its data stream starts at any step, its step accumulates gradients, its weights can be averaged, and
-its checkpoints hold all that a run needs to continue to the same bits.
+The data stream can start at any step, a step can accumulate gradients, the weights can be averaged,
+and a resumed run is bitwise equal to an uninterrupted one.
 """
 
 import logging
@@ -78,14 +78,14 @@ class Trainer(DefaultTrainer):
     """Trains, evaluates and saves the model that a config names.
 
     Attributes:
-        cfg: with the iterations and the learning rate in use, as worked out from the data.
-        bare_model: without the wrapper for distributed training.
-        cached_features: None unless the config asks for them.
-        resumed_from: checkpoint that the run continues from; None if it begins.
+        cfg: resolved config, with the iterations and learning rate computed from the data.
+        bare_model: the model without the distributed wrapper.
+        cached_features: None unless the config enables them.
+        resumed_from: checkpoint that the run was resumed from; None for a new run.
     """
 
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
-        """Builds all parts; with ``allow_partial`` some of the weights may fit nowhere."""
+        """Builds all parts; ``allow_partial`` accepts weights of which some have no place."""
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         stream = build_train_stream(cfg)
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
@@ -133,22 +133,23 @@ class Trainer(DefaultTrainer):
 
     @property
     def seed(self) -> int:
-        """Of the order and augmentation of the images, and of the randomness in the model."""
+        """Seed of the order and augmentation of images, and of the randomness in the model."""
         return self._trainer.seed
 
     @property
     def stops(self) -> bool:
-        """Whether a signal ends the run after this step; the same on all processes."""
+        """Whether the run ends after this step because of a signal; equal on all processes."""
         return self._trainer.stops
 
     def resume_or_load(self, resume: bool = True) -> None:
-        """Continues the run in ``OUTPUT_DIR``, or starts one from ``MODEL.WEIGHTS``.
+        """Resumes the run in ``OUTPUT_DIR``, or starts one from ``MODEL.WEIGHTS``.
 
-        Raises a ``UserError`` if the weights do not fit, or the config is not that of the run.
+        Raises:
+            UserError: the weights do not fit, or the config differs from the run's config.
         """
         if not (resume and self.checkpointer.has_checkpoint()):
             if resume:
-                logger.warning(f"There is no run in '{self.cfg.OUTPUT_DIR}': a new one begins")
+                logger.warning(f"There is no run in '{self.cfg.OUTPUT_DIR}': starting a new one")
             warn_of_weights(self.bare_model, self.cfg)
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
             if self._average:
@@ -166,8 +167,9 @@ class Trainer(DefaultTrainer):
     def train(self) -> dict[str, Any]:
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
 
-        Returns the last evaluation's results by task, such as ``{"bbox": {"AP": …}}``; empty on
-        processes other than the main one, and if nothing was left to do.
+        Returns:
+            Results of the last evaluation by task, such as ``{"bbox": {"AP": …}}``. Empty on
+            processes other than the main one, and if all iterations were done already.
         """
         evaluation = self.find_hook(EvalHook)
         if self.start_iter >= self.max_iter and not (evaluation and evaluation.is_owed):
@@ -186,7 +188,7 @@ class Trainer(DefaultTrainer):
             write_atomically(path, text.encode())
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
-        except UserError:  # images cannot be had: what was trained so far stays
+        except UserError:  # the loader cannot read images: save the steps so far
             if self._trainer.is_between_steps and self.iter > self.start_iter:
                 with step_before(self):
                     save_checkpoint(self)
@@ -225,16 +227,16 @@ class Trainer(DefaultTrainer):
         return next((hook for hook in self._hooks if isinstance(hook, kind)), None)
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluates ``evaluated_model``; returns empty results but on the main process."""
+        """Evaluates ``evaluated_model``; results are empty except on the main process."""
         self._last_eval_results = self._evaluation(self.evaluated_model)
         return self._last_eval_results
 
     def save(self, name: str) -> None:
-        """Writes all that the run needs to continue to ``OUTPUT_DIR/<name>.pth``."""
+        """Writes a checkpoint to resume from, ``OUTPUT_DIR/<name>.pth``."""
         self.checkpointer.save(name, iteration=self.iter, info=self._describe_weights().to_dict())
 
     def export(self, name: str) -> None:
-        """Writes the evaluated weights, and what is needed to use them, to a safetensors file."""
+        """Writes the evaluated weights and their metadata to ``OUTPUT_DIR/<name>.safetensors``."""
         if comm.is_main_process():
             path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
             state = self.evaluated_model.state_dict()
@@ -242,7 +244,7 @@ class Trainer(DefaultTrainer):
             save_weights(str(path), state, self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint needs to resume, besides the weights."""
+        """Returns the state to resume from, without the weights."""
         return {
             **TrainerBase.state_dict(self),
             "_trainer": self._trainer.state_dict(),
@@ -253,7 +255,11 @@ class Trainer(DefaultTrainer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``; a ``UserError`` if the training set has changed."""
+        """Restores ``state_dict``.
+
+        Raises:
+            UserError: the training set has changed.
+        """
         check_same_images(state_dict, self.data_loader)
         TrainerBase.load_state_dict(self, state_dict)
         self._trainer.load_state_dict(state_dict["_trainer"])
@@ -280,7 +286,7 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
-        """Returns the images of a data set, for this process."""
+        """Returns this process's share of a data set's images."""
         return build_test_loader(cfg, dataset_name)
 
     @classmethod
@@ -292,11 +298,19 @@ class Trainer(DefaultTrainer):
 def evaluate(
     cfg: CfgNode, *, resume: bool = False, prepare: Callable[[nn.Module], nn.Module] | None = None
 ) -> dict[str, Any]:
-    """Returns the results by task of ``MODEL.WEIGHTS``, or of the checkpoint to resume.
+    """Evaluates ``MODEL.WEIGHTS``, or the last checkpoint of the run.
 
-    ``prepare`` is called with the model in eval mode; what it returns is evaluated, for example a
-    deployed form. The nearest-neighbour score is always that of the model itself. Raises a
-    ``UserError`` if there are no weights, or they do not fit the model exactly.
+    Args:
+        cfg: resolved config.
+        resume: evaluate the last checkpoint in ``OUTPUT_DIR``.
+        prepare: converts the model in eval mode to the form to evaluate, for example the deployed
+            one. The nearest-neighbour score always uses the model itself.
+
+    Returns:
+        Results by task.
+
+    Raises:
+        UserError: there are no weights, or they do not fit the model exactly.
     """
     if not cfg.MODEL.WEIGHTS and not resume:
         raise UserError("there is nothing to evaluate: add --weights FILE, or --resume")

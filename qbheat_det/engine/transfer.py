@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Copies files of a run to or from an address with fsspec; it is run as a process of its own.
+"""Copies files of a run to or from a URL with fsspec, as a script in its own process.
 
-So a transfer takes no time of the training, and the threads of obstore, which do not survive a
-fork, are not in the process that forks loaders. Nothing of the package is imported.
+Training does not wait for a transfer, and the process that forks data loaders stays free of
+obstore's threads, which do not survive a fork. The script imports nothing from the package.
 """
 
 import os
@@ -15,13 +15,13 @@ from typing import Any
 
 import fsspec
 
-_FATAL = (FileNotFoundError, ImportError, PermissionError, ValueError)  # waiting changes nothing
+_FATAL = (FileNotFoundError, ImportError, PermissionError, ValueError)  # a retry cannot help
 _TAG = "last_checkpoint"
 _PERIODIC = re.compile(r"model_(\d{7,})\.pth")
 
 
 def open_address(address: str) -> tuple[Any, str]:
-    """Returns fsspec's file system of an address, and the path of the folder in it."""
+    """Returns fsspec's file system for a URL, and the folder's path in it."""
     try:
         from obstore.fsspec import register
 
@@ -35,9 +35,9 @@ def open_address(address: str) -> tuple[Any, str]:
 
 
 def send(folder: Path, address: str, kept: int, names: list[str]) -> None:
-    """Sends files in their order, the tag of the last checkpoint at the end.
+    """Sends files in the given order, in which the tag of the last checkpoint comes last.
 
-    Of periodic checkpoints, only the ``kept`` newest up to that one stay there; 0 keeps all.
+    Removes all but the ``kept`` newest periodic checkpoints; 0 keeps all.
     """
     files, root = open_address(address)
     files.makedirs(root, exist_ok=True)
@@ -54,14 +54,13 @@ def send(folder: Path, address: str, kept: int, names: list[str]) -> None:
 
 
 def fetch(folder: Path, address: str, names: list[str]) -> None:
-    """Brings the last checkpoint and the named files, where they are there and not here yet.
+    """Fetches the last checkpoint and the named files, after a check that the URL is writable.
 
-    Before that, it makes sure that the address can be written to. A later checkpoint that is here
-    stays, unless other machines take part, which all begin from what is there.
+    A later local checkpoint is kept. With several machines, all start from the remote one.
     """
     files, root = open_address(address)
     files.makedirs(root, exist_ok=True)
-    probe = f"{root}/.{uuid.uuid4().hex}"  # other machines write theirs
+    probe = f"{root}/.{uuid.uuid4().hex}"  # unique, as other machines write probes too
     files.pipe_file(probe, b"")
     files.rm_file(probe)
     if not files.exists(f"{root}/{_TAG}"):
@@ -86,7 +85,7 @@ def fetch(folder: Path, address: str, names: list[str]) -> None:
 
 def _number(name: str) -> int:
     found = _PERIODIC.fullmatch(name)
-    return int(found[1]) if found else 10**9  # of the last step
+    return int(found[1]) if found else 10**9  # model_final.pth
 
 
 def _run(seconds: float, action: str, folder: str, address: str, *words: str) -> str:
@@ -97,7 +96,7 @@ def _run(seconds: float, action: str, folder: str, address: str, *words: str) ->
                 send(Path(folder), address, int(words[0]), list(words[1:]))
             else:
                 fetch(Path(folder), address, list(words))
-        except Exception as error:  # the types are those of whichever file system it is
+        except Exception as error:  # the type depends on the file system
             if isinstance(error, _FATAL) or time.monotonic() + pause > end:
                 return _describe(error)
             if not is_told:
@@ -113,11 +112,11 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f": '{error.filename}'" if error.filename else ""
         return f"{error.strerror}{where}"
-    lines = str(error).strip().splitlines()  # from the second on, obstore dumps structs
+    lines = str(error).strip().splitlines()  # obstore prints structs after the first line
     return lines[0][:300] if lines else type(error).__name__
 
 
 if __name__ == "__main__":
     reason = _run(float(sys.argv[1]), *sys.argv[2:])
     print(reason, flush=True)
-    os._exit(bool(reason))  # obstore's threads abort while Python ends in order
+    os._exit(bool(reason))  # skips Python's shutdown, in which obstore's threads abort

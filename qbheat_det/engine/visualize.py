@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures of the model while it trains, within a share of the run's time.
+"""Draws figures of the model during training, within a share of the run's time.
 
-The functions that draw them are registered in ``qbheat_det.core.figures.TRAINING_FIGURES`` by
-``import qbheat_det.analysis``.
+``import qbheat_det.analysis`` registers the drawing functions in
+``qbheat_det.core.figures.TRAINING_FIGURES``.
 """
 
 import logging
@@ -31,35 +31,37 @@ from .evaluation import NeighbourScorer, scores_neighbours
 from .hooks import TrainingRun
 
 logger = logging.getLogger(__name__)
-_PER_RUN = 20  # drawings of each figure where no period is given
+_PER_RUN = 20  # drawings of each figure if VIS.PERIOD is 0
 DrawFigure = Callable[[nn.Module], Figure]
 
 
 class VisualizationHook(HookBase):
     """Draws figures before the first step, periodically, and after the last step.
 
-    They go to ``OUTPUT_DIR/visualizations``, named by the number of steps, and to TensorBoard. A
-    drawing in between is skipped if it and the last one would exceed the figure's share of the
-    run's time. Weights, the order of images and dropout are the same without the hook; an error is
-    logged, not raised. Only the main process draws; the others wait for it in their next step.
+    Figures go to ``OUTPUT_DIR/visualizations``, with the number of steps in the name, and to
+    TensorBoard. A periodic drawing is skipped if it and the final one would exceed the figure's
+    share of the run's time. The hook changes no weights, no order of images and no dropout, and
+    logs errors instead of raising them. Only the main process draws; the others wait for it in
+    their next step.
 
     Attributes:
-        costs: seconds by figure, of all its drawings and of the last.
+        costs: by figure, the seconds of all drawings and of the last drawing.
     """
 
     trainer: TrainingRun
 
     def __init__(self, figures: Mapping[str, DrawFigure], *, period: int, share: float) -> None:
-        """Takes functions by name, which get the model in eval mode, without gradients.
-
-        ``period`` 0 is a twentieth of the run; ``share`` is the part of its time that each may
-        take.
+        """
+        Args:
+            figures: drawing functions by name, which get the model in eval mode without gradients.
+            period: steps between drawings; 0 for a twentieth of the run.
+            share: maximum part of the run's time for each figure.
         """
         self._figures = dict(figures)
         self._period = period
         self._share = share
         self._started = perf_counter()
-        self._earlier_seconds = 0.0  # of the run before it was resumed
+        self._earlier_seconds = 0.0  # before the run was resumed
         self._failed: set[str] = set()
         self.costs = dict.fromkeys(figures, (0.0, 0.0))
 
@@ -75,14 +77,14 @@ class VisualizationHook(HookBase):
             self.costs[name] = tuple(state_dict["costs"][name])
 
     def before_train(self) -> None:
-        """Draws all figures of a run that begins."""
+        """Draws all figures of a new run."""
         self._started = perf_counter()
         if comm.is_main_process() and self.trainer.start_iter == 0:
             for name in list(self._figures):
                 self._draw(name, steps=0)
 
     def after_step(self) -> None:
-        """Draws the figures that are due and have time left."""
+        """Draws the figures that are due and within their share of time."""
         steps, end = self.trainer.iter + 1, self.trainer.max_iter
         period = self._period or math.ceil(end / _PER_RUN)
         if not comm.is_main_process() or (steps < end and steps % period):
@@ -94,7 +96,7 @@ class VisualizationHook(HookBase):
                 self._draw(name, steps)
 
     def after_train(self) -> None:
-        """Logs what the figures have cost, also if the run ends with an error."""
+        """Logs the time that figures took, after an error as well."""
         if self.costs and comm.is_main_process():
             each = ", ".join(f"{name} {seconds:.1f}" for name, (seconds, _) in self.costs.items())
             logger.info(f"Of {self._run_seconds():.1f} seconds, figures took: {each}")
@@ -102,7 +104,7 @@ class VisualizationHook(HookBase):
     def _draw(self, name: str, steps: int) -> None:
         model = self.trainer.evaluated_model
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the steps under way are no cost of the figure
+            torch.cuda.synchronize()  # do not count pending steps
         started = perf_counter()
         try:
             with undisturbed(model):
@@ -133,10 +135,10 @@ class VisualizationHook(HookBase):
 
 
 def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHook | None:
-    """Returns a hook for the figures and the nearest-neighbour score that a config asks for.
+    """Returns a hook for the config's figures and nearest-neighbour score; None if it has none.
 
-    Raises a ``UserError`` if a key of ``VIS`` is out of range, or the model has no backbone to
-    score.
+    Raises:
+        UserError: a key of ``VIS`` is out of range, or the model has no backbone to score.
     """
     keys = cfg.VIS
     if not (0 <= keys.SHARE <= 1 and keys.NUM_IMAGES >= 1):

@@ -1,9 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a run writes of itself: the record of its starts, and its metrics.
-
-The record is ``run.json``, with command, data, code, versions and device of each start. Metrics go
-to the terminal or standard output, ``metrics.json``, TensorBoard and Weights & Biases.
-"""
+"""Writes metrics to the terminal, ``metrics.json``, TensorBoard and Weights & Biases."""
 
 import copy
 import importlib
@@ -35,10 +31,10 @@ from .hooks import TrainingRun
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
-    """Detectron2's hook, with writers that are opened when training starts or resumes.
+    """Detectron2's hook, which opens its writers when training starts or resumes.
 
-    If the run ends with an error, it closes them without writing: the values belong to a step that
-    was not completed, and an error of a writer would hide the first one.
+    After an error it closes them without writing: the step is incomplete, and an error of a writer
+    would hide the first one.
     """
 
     trainer: TrainingRun
@@ -47,7 +43,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
         super().__init__([], period)
 
     def before_train(self) -> None:
-        """Opens the writers; lines of ``metrics.json`` that will be written again are removed."""
+        """Opens the writers and removes lines of ``metrics.json`` that the run will repeat."""
         run, cfg = self.trainer, self.trainer.cfg
         per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
         folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
@@ -70,7 +66,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
         )
 
     def after_step(self) -> None:
-        """Moves the progress bar, and writes if it is time."""
+        """Updates the progress bar, and writes if it is due."""
         self._bar.update()
         super().after_step()
         if self._bar.n % self._period == 0 and not self._bar.disable:
@@ -79,7 +75,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
             self._bar.set_postfix({name: f"{latest[name][0]:.4g}" for name in names})
 
     def after_train(self) -> None:
-        """Writes what is left if the run is complete, and closes the writers."""
+        """Writes the remaining scalars of a complete run, and closes the writers."""
         self._bar.close()
         if self.trainer.iter >= self.trainer.max_iter:
             super().after_train()
@@ -106,7 +102,7 @@ def _is_before(line: str, iteration: int) -> bool:
 
 
 class ProgressPrinter(CommonMetricPrinter):
-    """Detectron2's line for ``log.txt``, with the epoch before losses and remaining time."""
+    """Writes Detectron2's progress line to ``log.txt``, with the epoch in front."""
 
     def __init__(self, max_iter: int, *, iterations_per_epoch: float, window_size: int) -> None:
         super().__init__(max_iter, window_size)
@@ -121,7 +117,7 @@ class ProgressPrinter(CommonMetricPrinter):
         self.logger.extra["epoch"] = epoch
         if any(iteration == storage.iter for _, iteration in storage.latest().values()):
             storage.put_scalar("epoch", epoch, smoothing_hint=False)
-        # Detectron2 prints the median of whatever is called a loss; names with "/" are results of
+        # Detectron2 prints the median of every scalar named "loss"; names with "/" belong to
         # evaluations, which have their own lines.
         steps_only = copy.copy(storage)
         histories = {name: h for name, h in storage.histories().items() if "/" not in name}
@@ -139,13 +135,13 @@ class _EpochPrefix(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 class WandbWriter(EventWriter):
-    """Sends every scalar to Weights & Biases; with ``WANDB_MODE=offline`` nothing leaves the disk.
+    """Sends every scalar to Weights & Biases; ``WANDB_MODE=offline`` keeps them on the disk.
 
-    ``OUTPUT_DIR/wandb_run_id.txt`` keeps the id, so that a resumed run continues the same curves.
+    ``OUTPUT_DIR/wandb_run_id.txt`` stores the id, so that a resumed run continues its curves.
     """
 
     def __init__(self, cfg: CfgNode, *, resume: bool = False) -> None:
-        """Starts a run named as ``OUTPUT_DIR``, or resumes the one whose id the folder keeps."""
+        """Starts a run named after ``OUTPUT_DIR``, or resumes the run of the stored id."""
         wandb, folder = check_wandb(), Path(cfg.OUTPUT_DIR)
         id_file = folder / "wandb_run_id.txt"
         run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else ""
@@ -161,7 +157,7 @@ class WandbWriter(EventWriter):
                 config=yaml.safe_load(cfg.dump()),
                 resume="allow" if resume else None,
             )
-        except Exception as error:  # the library's own types change from release to release
+        except Exception as error:  # the types differ between releases of the library
             raise UserError(
                 f"Weights & Biases does not start ({error}): run 'wandb login', or set "
                 "WANDB_MODE=offline"
@@ -169,17 +165,21 @@ class WandbWriter(EventWriter):
         self._read = NewScalars(cfg.SOLVER.LOG_PERIOD)
 
     def write(self) -> None:
-        """Sends the scalars that are newer than the last call."""
+        """Sends the scalars since the last call."""
         for iteration, scalars in self._read():
             self._run.log(scalars, step=iteration)
 
     def close(self) -> None:
-        """Ends the run, as failed while an error is on its way."""
+        """Ends the run; marks it as failed if an exception is being handled."""
         self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
 
 
 def check_wandb() -> Any:
-    """Returns the library of Weights & Biases; a ``UserError`` if it is not installed."""
+    """Returns the module ``wandb``.
+
+    Raises:
+        UserError: it is not installed.
+    """
     try:
         return importlib.import_module("wandb")
     except ImportError as error:

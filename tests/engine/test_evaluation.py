@@ -142,8 +142,8 @@ def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: P
     best = info_of(str(run / "model_best.safetensors"))
     assert best.iteration == min(found, key=found.__getitem__)
     log = (run / "log.txt").read_text()
-    assert log.count("left out of the evaluation") == 1
-    assert log.count("left out of the nearest-neighbour score") == 1
+    assert log.count("The evaluation on") == 1
+    assert log.count("The nearest-neighbour score skips") == 1
     # Broken training images did not end the run.
     assert "1 of 8 images were skipped: image " in log
     (line,) = (run / SKIPPED_FILE).read_text().splitlines()
