@@ -17,7 +17,7 @@ from tests.data.test_shards import _put
 
 from . import tiny_training
 from .test_resume import assert_same_bits
-from .test_stopping import signal_at
+from .test_interruption import signal_at
 from .tiny_training import losses, state
 
 

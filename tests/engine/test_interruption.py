@@ -121,7 +121,7 @@ def test_a_run_that_was_started_again_elsewhere_ends_before_it_saves(
     monkeypatch.setattr(StepTrainer, "run_step", start_again)
     record.parent.mkdir()
     record.write_text('[{"started": "before"}]')
-    with pytest.raises(UserError, match=f"{record}.*of now"):
+    with pytest.raises(UserError, match=f"{record}.*at now"):
         train_afresh(record.parent, {"SOLVER.CHECKPOINT_PERIOD": "2"})
     assert [path.name for path in record.parent.glob("*.pth")] == ["model_0000001.pth"]
 
