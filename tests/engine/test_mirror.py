@@ -16,8 +16,8 @@ from qbheat_det.engine.resume import decide_to_resume
 from tests.data.test_shards import _put
 
 from . import tiny_training
-from .test_resume import assert_same_bits
 from .test_interruption import signal_at
+from .test_resume import assert_same_bits
 from .tiny_training import losses, state
 
 
