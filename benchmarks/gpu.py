@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.detectors import HEIGHT, WIDTH, Forward, random_images
 from benchmarks.forms import COMPILED, DEPLOYED, EAGER, build
-from benchmarks.pretraining_contenders import CHANNELS_LAST, CONTENDERS, SETTINGS, prepare
+from benchmarks.pretraining_contenders import CONTENDERS, SETTINGS, prepare
 from benchmarks.pretraining_figures import MATMUL, count, matrix_product, synchronised_clock
 from benchmarks.timing import PairedResult, Result, seconds_in_rounds, set_threads
 
@@ -131,7 +131,7 @@ def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
     """
     setting = SETTINGS["256"].at(size=64) if quick else SETTINGS["256"]
     batch = 2 if quick else setting.cuda_batch
-    names = [f"{name}{CHANNELS_LAST}" for name in _PRETRAINING[: 1 if quick else None]]
+    names = _PRETRAINING[: 1 if quick else None]
     calls: dict[str, Callable[[], object]] = {}
     for name in names:
         step = prepare(CONTENDERS[name], setting, batch=batch, device=device).step

@@ -5,23 +5,19 @@ The peers have QB-Heat's decoder, loss, images, optimizer and share of masked pa
   MAE-style     timm's ViT-S/16; masked patches leave before the encoder
   SparK-style   the same Mobile-Former on the whole image, masked positions zeroed before every
                 3 x 3 convolution and left out of the attention: sparse convolutions, emulated
-"Nothing masked" is the same encoder on the whole image, so that what masks cost is seen.
-"Compiled" are the blocks of encoder and decoder, as SOLVER.COMPILE has them; they are so by default
-on a GPU, and on the CPU, where that takes minutes, when ``--cases`` names them.
+"Nothing masked" is the same encoder on the whole image, which shows the cost of the masks.
 
-All are timed in turns in one process, and a ratio is taken in every round. The encoder's part is
-its forward and backward alone; a step is forward, backward and AdamW. MAdds are those of one
-image's forward pass, and a step counts as three of them. What share of the machine's rate of matrix
-products a step reaches is measured beside one large product in the same rounds, float32 on the CPU,
-bfloat16 on a GPU.
+All models are timed in turns in one process, and a ratio is taken in every round. The encoder's
+part is its forward and backward pass; a step is forward, backward and AdamW. Precision is float32
+on the CPU and bfloat16 on a GPU. MAdds are those of one image's forward pass.
 """
 
 from collections.abc import Collection, Sequence
 
 import torch
 
-from benchmarks.pretraining_contenders import CHANNELS_LAST, COMPILED, CONTENDERS, SETTINGS
-from benchmarks.pretraining_figures import MATMUL, Figures, measure_setting
+from benchmarks.pretraining_contenders import CONTENDERS, SETTINGS
+from benchmarks.pretraining_figures import Figures, measure_setting
 from benchmarks.timing import PairedResult, Result, Sample, set_threads
 from qbheat_det.core.errors import UserError
 
@@ -30,8 +26,8 @@ _OURS = ("285m", "3.7g")
 _ON_CPU = {  # what four minutes of two cores allow
     "256": [
         _MAE,
-        *(f"285m{end}" for end in ("", _MASKED, _WHOLE, CHANNELS_LAST)),
-        *(f"3.7g{end}" for end in ("", _MASKED, CHANNELS_LAST)),
+        *(f"285m{end}" for end in ("", _MASKED, _WHOLE)),
+        *(f"3.7g{end}" for end in ("", _MASKED)),
     ],
     "128": [_MAE, "285m", f"285m{_MASKED}", f"285m{_WHOLE}"],
 }
@@ -95,7 +91,7 @@ def run(
 
 
 def rows_of(setting: str, figures: Figures) -> list[Result]:
-    """Returns ours beside each peer that was measured: rates, memory, share of matrix products."""
+    """Returns ours beside each peer that was measured: rates and memory."""
     rows: list[Result] = []
     parts = {
         "encoder": (figures.encoder_batch, figures.encoder),
@@ -118,31 +114,16 @@ def rows_of(setting: str, figures: Figures) -> list[Result]:
         )
         for ours, peer, what in pairs(figures.memory)
     ]
-    product = [figures.matmul_flops / s / 1e12 for s in figures.step[MATMUL]]
-    for name, (_, madds) in figures.madds.items():
-        flops = 3 * 2 * madds * figures.batch / 1e12
-        reached = [flops / s for s in figures.step[name]]
-        rows.append(
-            PairedResult.higher_is_better(
-                f"pretraining/{setting}/{name}_step_vs_matmul", reached, product, "TFLOP/s"
-            )
-        )
     return rows
 
 
 def pairs(measured: Collection[str]) -> list[tuple[str, str, str]]:
     """Returns (ours, peer, what the peer is) for all that were measured."""
-    found = []
-    for size in _OURS:
-        for form in ("", CHANNELS_LAST, COMPILED):
-            layout = CHANNELS_LAST if form else ""
-            peers = {f"{size}{end}{layout}": end.strip("_") for end in (_MASKED, _WHOLE)}
-            peers[_MAE] = _MAE
-            if form:
-                peers[size] = "contiguous"
-            if form == COMPILED:
-                peers[f"{size}{layout}"] = "eager"
-            found += [(f"{size}{form}", peer, what) for peer, what in peers.items()]
+    found = [
+        (size, *peer)
+        for size in _OURS
+        for peer in ((size + _MASKED, _MASKED[1:]), (size + _WHOLE, _WHOLE[1:]), (_MAE, _MAE))
+    ]
     return [pair for pair in found if pair[0] in measured and pair[1] in measured]
 
 

@@ -60,15 +60,11 @@ class Contender:
         method: "quarter" is QB-Heat, "masked" are masked convolutions, "whole" is the encoder of
             both on the whole image, and "tokens" the transformer without the hidden tokens.
         variant: of Mobile-Former.
-        channels_last: whether weights and maps have their channels last.
-        compiled: whether its blocks are, as ``SOLVER.COMPILE`` has them.
     """
 
     title: str
     method: str
     variant: str = ""
-    channels_last: bool = False
-    compiled: bool = False
 
 
 SETTINGS = {
@@ -83,25 +79,6 @@ CONTENDERS = {
     "3.7g": Contender("QB-Heat 3.7G", "quarter", "3.7G"),
     "3.7g_masked_convolution": Contender("SparK-style 3.7G", "masked", "3.7G"),
     "3.7g_whole_image": Contender("3.7G, nothing masked", "whole", "3.7G"),
-}
-CHANNELS_LAST = "_channels_last"
-CONTENDERS |= {
-    name + CHANNELS_LAST: replace(
-        contender, title=f"{contender.title}, channels last", channels_last=True
-    )
-    for name, contender in CONTENDERS.items()
-    if contender.variant
-}
-COMPILED = "_compiled"
-CONTENDERS |= {
-    name + COMPILED: replace(
-        contender,
-        title=f"{contender.title}, channels last, compiled",
-        channels_last=True,
-        compiled=True,
-    )
-    for name, contender in list(CONTENDERS.items())
-    if contender.method == "quarter" and not contender.channels_last
 }
 
 
@@ -156,8 +133,7 @@ def build(contender: Contender, setting: Setting) -> nn.Module:
             pixel_mean=parts["pixel_mean"],
             pixel_std=parts["pixel_std"],
         )
-    layout = torch.channels_last if contender.channels_last else torch.contiguous_format
-    return model.train().to(memory_format=layout)
+    return model.train()
 
 
 def prepare(
@@ -177,12 +153,10 @@ def prepare(
         device: where it runs.
         encoder_batch: images of the encoder's part; None for those of a step.
     """
-    from qbheat_det.engine.block_modes import set_block_modes
     from qbheat_det.solver import build_optimizer
 
-    model = build(contender, setting).to(device)
-    if contender.compiled:
-        set_block_modes(model, compiled=True)
+    layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    model = build(contender, setting).to(device, memory_format=layout)
     optimizer = build_optimizer(make_config(contender.variant, setting), model)
     on_device = random_images(batch, setting.size).to(device)
 

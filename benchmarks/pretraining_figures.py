@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Times, memory and multiply-adds of pre-training models, and the machine's matrix products."""
+"""Measures time, memory and multiply-adds of pre-training models; a large matrix product."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +23,9 @@ class Figures:
         batch: images of a step.
         encoder_batch: images of the encoder's part.
         encoder: seconds of the encoder's part in each round.
-        step: seconds of a step in each round; "matmul" has those of the large matrix product.
-        memory: peak MiB of a step; on the CPU not of another layout, which takes as much.
+        step: seconds of a step in each round.
+        memory: peak MiB of a step.
         madds: multiply-adds of the encoder's and of the whole forward pass, per image.
-        matmul_flops: operations of the product.
     """
 
     batch: int
@@ -35,7 +34,6 @@ class Figures:
     step: dict[str, list[float]]
     memory: dict[str, float]
     madds: dict[str, tuple[int, int]]
-    matmul_flops: float
 
 
 def measure_setting(
@@ -62,10 +60,8 @@ def measure_setting(
     with_step = [model for model in models if CONTENDERS[model].method != "whole"]
     madds = {model: count(model, setting) for model in with_step}
     calls: dict[str, Calls] = {}
-    contiguous = [model for model in with_step if not CONTENDERS[model].channels_last]
-    memory = (
-        {} if device.type == "cuda" else memory_of_processes(setting, contiguous, batch, threads)
-    )
+    on_gpu = device.type == "cuda"
+    memory = {} if on_gpu else memory_of_processes(setting, with_step, batch, threads)
     for model in models:
         make = partial(
             prepare,
@@ -75,7 +71,7 @@ def measure_setting(
             device=device,
             encoder_batch=encoder_batch,
         )
-        if device.type == "cuda":
+        if on_gpu:
             calls[model], memory[model] = peak_on_gpu(make, device)
         else:
             calls[model] = make()
@@ -85,10 +81,9 @@ def measure_setting(
         rounds=rounds or _ENCODER_ROUNDS,
         clock=clock,
     )
-    product, flops = matrix_product(device)
     steps: dict[str, Callable[[], object]] = {model: calls[model].step for model in with_step}
-    step = seconds_in_rounds({**steps, MATMUL: product}, rounds=rounds or _STEP_ROUNDS, clock=clock)
-    return Figures(batch, encoder_batch, encoder, step, memory, madds, flops)
+    step = seconds_in_rounds(steps, rounds=rounds or _STEP_ROUNDS, clock=clock)
+    return Figures(batch, encoder_batch, encoder, step, memory, madds)
 
 
 def count(model: str, setting: Setting) -> tuple[int, int]:

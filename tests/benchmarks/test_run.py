@@ -242,7 +242,6 @@ def test_multiply_adds_are_those_of_the_parts() -> None:
 def test_a_quick_run_measures_on_a_gpu() -> None:
     rows = {row.name: row for row in pretraining.run(quick=True)}
     assert rows["pretraining/128/285m_memory_vs_masked_convolution"].ours > 0
-    assert 0 < rows["pretraining/128/285m_step_vs_matmul"].ratio < 1
     names = {row.name for row in gpu.run(quick=True, threads=torch.get_num_threads())}
     assert "gpu/285m_211_deploy_b1_vs_detr_r50_eager" in names
-    assert "gpu/qb_heat_285m_channels_last_from_memory_vs_on_gpu" in names
+    assert "gpu/qb_heat_285m_from_memory_vs_on_gpu" in names
