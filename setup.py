@@ -41,7 +41,7 @@ setup(
     package_data={
         "qbheat_det": ["py.typed"],
         "qbheat_det.analysis": ["page.html.j2", "theme.mplstyle"],
-        "qbheat_det.data.datasets": ["aquarium/*.json", "aquarium/*.txt", "aquarium/*/*.jpg"],
+        "qbheat_det.data.datasets": ["cells/*.json", "cells/*.txt", "cells/*/*.jpg"],
         "qbheat_det.labelling": ["*.html.j2"],
         "qbheat_det.model_zoo": ["*.json", "weights/*.safetensors"],
     },

@@ -98,7 +98,12 @@ def draw_detections(
 
     results = run_each(runs, evaluate, nothing="no detections")
     dataset, found = sets[0], list(results.found.values())
-    images = draw_charts(dataset, found) | draw_predictions(dataset, found, options.num_images)
+    charts, pictures = (
+        draw_charts(found, dataset),
+        draw_predictions(dataset, found, options.num_images),
+    )
+    first = {name: charts.pop(name) for name in list(charts)[:1]}
+    images = first | pictures | charts
     for index, run in enumerate(found, start=1):
         name = f"errors_{index}" if len(found) > 1 else "errors"
         images |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
@@ -140,16 +145,39 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
     return results
 
 
-def draw_charts(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Image]:
-    """Draws precision over recall and, for several classes, AP by class."""
-    caption = "Mean over classes. The areas are AP50 and AP75."
-    images = {
-        "precision_recall": plotting.chart_image(plot_precision_recall(runs), caption=caption)
+def draw_charts(runs: Sequence[RunDetections], dataset: DetectionSet) -> dict[str, Image]:
+    """Draws AP50 of several runs, precision over recall, and AP of several classes."""
+    charts = {
+        "ap50": (plot_ap50(runs), f"AP50 on {len(dataset.content['images']):,} images."),
+        "precision_recall": (
+            plot_precision_recall(runs), "Mean over classes. The areas are AP50 and AP75."
+        ),
+        "classes": (
+            plot_ap_by_class(runs, dataset.class_names), "Average precision of each class."
+        ),
+    }  # fmt: skip
+    if len(runs) == 1:
+        del charts["ap50"]
+    if len(dataset.class_names) == 1:
+        del charts["classes"]
+    return {
+        name: plotting.chart_image(chart, caption=caption)
+        for name, (chart, caption) in charts.items()
     }
-    if len(dataset.class_names) > 1:
-        chart = plot_ap_by_class(runs, dataset.class_names)
-        images["classes"] = plotting.chart_image(chart, caption="Average precision of each class.")
-    return images
+
+
+@plotting.themed
+def plot_ap50(runs: Sequence[RunDetections]) -> MplFigure:
+    """Draws the AP50 of each run as a bar."""
+    figure, axes = plotting.start_chart(height=0.9 + 0.5 * len(runs))
+    for row, (run, style) in enumerate(zip(runs, plotting.list_styles(len(runs)), strict=True)):
+        bars = axes.barh(row, run.scores.summary["AP50"], 0.7, color=style["color"])
+        axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=11)
+    axes.set_yticks(range(len(runs)), [plotting.to_text(run.label) for run in runs])
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.set_xlim(0, 108)
+    axes.set_xlabel("AP50 (%)")
+    return figure
 
 
 @plotting.themed
@@ -196,15 +224,13 @@ def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) 
 def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
-    """Draws ground truth beside detections on ``number`` images spread over the dataset."""
-    records = sorted(dataset.content["images"], key=lambda record: record["id"])
-    number = min(number, len(records))
+    """Draws ground truth beside detections on the images of ``choose_records``."""
     truth = runs[0].errors.truth
     sources = [("Ground truth", truth, np.full(len(truth.classes), np.inf), 0.0)]
     sources += [(f"{run.label}, scores from {run.threshold:.2g}", run.errors.found,
                  run.errors.scores, run.threshold) for run in runs]  # fmt: skip
     images: dict[str, Image] = {}
-    for record in (records[index * len(records) // number] for index in range(number)):
+    for record in choose_records(dataset, runs, number):
         pixels = _read(dataset, record)
         scale = min(1.0, _PANEL_SIDE / max(pixels.shape[:2]))
         small = plotting.shrink(pixels, _PANEL_SIDE) if scale < 1 else pixels
@@ -223,6 +249,27 @@ def draw_predictions(
             sheet, alt=f"Boxes on {name}", caption=name, quality=82
         )
     return images
+
+
+def choose_records(
+    dataset: DetectionSet, runs: Sequence[RunDetections], number: int
+) -> list[dict[str, Any]]:
+    """Returns ``number`` images: those on which runs differ most, or for one run spread evenly.
+
+    The difference is in the number of boxes that runs miss at their thresholds.
+    """
+    records = sorted(dataset.content["images"], key=lambda record: record["id"])
+    number = min(number, len(records))
+    if len(runs) == 1:
+        return [records[index * len(records) // number] for index in range(number)]
+
+    def measure_difference(record: dict[str, Any]) -> int:
+        counts = [np.sum(own == record["id"]) for own in missed]
+        return int(max(counts) - min(counts))
+
+    missed = [run.errors.truth.image_ids[metrics.find_missed_boxes(run.errors, run.threshold)]
+              for run in runs]  # fmt: skip
+    return sorted(records, key=measure_difference, reverse=True)[:number]
 
 
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:

@@ -60,6 +60,8 @@ def build_report(
     *,
     output: Path,
     command: str,
+    title: str = "",
+    lead: str = _LEAD,
 ) -> list[FigureResult]:
     """Draws figures of all runs side by side and rewrites the page after each figure.
 
@@ -72,6 +74,8 @@ def build_report(
         keywords: arguments of single figures, by name.
         output: the page (``.html``).
         command: the command that rebuilds the page, which is printed on it.
+        title: title of the page; the labels of the runs by default.
+        lead: first paragraph of the page.
 
     Raises:
         UserError: if a file cannot be written, before the first figure is drawn.
@@ -79,9 +83,10 @@ def build_report(
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
     labels, about = [run.label for run in runs], describe_runs(runs)
-    title = ", ".join(labels) if len(labels) < 4 else f"{len(labels)} runs"
+    title = title or (", ".join(labels) if len(labels) < 4 else f"{len(labels)} runs")
+    write = functools.partial(write_page, output, title, lead, about, command=command)
     check_writable(folder / "curves.json")
-    write_page(output, title, about, list(results.values()), command)
+    write(list(results.values()))
     for name in FIGURES:  # left by an earlier report
         remove_figure(name, folder)
     with tqdm(names, unit="figure") as bar:
@@ -90,7 +95,7 @@ def build_report(
             results[name] = _draw(name, runs, options, keywords.get(name, {}))
             if (figure := results[name].figure) is not None:
                 write_figure(figure, folder)
-            write_page(output, title, about, list(results.values()), command)
+            write(list(results.values()))
     return list(results.values())
 
 
@@ -127,16 +132,22 @@ def describe_runs(runs: Iterable[Run]) -> Table:
 
 
 def write_page(
-    path: Path, title: str, runs: Table, results: Sequence[FigureResult], command: str
+    path: Path,
+    title: str,
+    lead: str,
+    runs: Table,
+    results: Sequence[FigureResult],
+    *,
+    command: str,
 ) -> None:
-    """Writes the table of runs, all figures, and the reasons of missing ones."""
+    """Writes all figures, the table of runs, and the reasons of missing figures."""
     figures = [result.figure for result in results if result.figure is not None]
     missing = [(result.name, result.reason) for result in results if result.figure is None]
-    sections = [Figure("runs", "Runs", table=runs), *figures]
+    sections = [*figures, Figure("runs", "Runs", table=runs)]
     if missing:
         table = Table(("Figure", "Reason"), missing)
         sections.append(Figure("missing", "Missing figures", table=table))
-    text = _load_template().render(title=title, lead=_LEAD, sections=sections, command=command)
+    text = _load_template().render(title=title, lead=lead, sections=sections, command=command)
     # File names may contain bytes that are not valid text.
     write_atomically(path, text.encode(errors="backslashreplace"))
 

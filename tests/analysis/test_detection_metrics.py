@@ -258,10 +258,25 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
     assert run["errors"] == {"correct": 1, "false alarm": 1, "other": 1, "missed": 2}
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
-        "precision_recall", "classes",
-        "predictions_1", "predictions_2", "predictions_3", "errors",
+        "precision_recall", "predictions_1", "predictions_2", "predictions_3",
+        "classes", "errors",
     ]  # fmt: skip
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
+
+
+def test_two_runs_are_shown_on_the_images_on_which_they_differ_most(data: Path) -> None:
+    content = json.loads((data / "boxes.json").read_text())
+    truth = [*content["annotations"]]
+    perfect = [{**entry, "score": 0.9} for entry in truth]
+    last = max(entry["image_id"] for entry in truth)
+    without = [entry for entry in perfect if entry["image_id"] != last]
+    runs = []
+    for found in (perfect, without):
+        evaluator = evaluate_boxes(content, found)
+        scores, errors = score_detections(evaluator), find_errors(evaluator)
+        runs.append(detections.RunDetections("run", scores, errors, 0.5))
+    dataset = detections.DetectionSet("", data, data, content, (), ())
+    assert [one["id"] for one in detections.choose_records(dataset, runs, 1)] == [last]
 
 
 def test_runs_that_cannot_be_evaluated_are_left_out(

@@ -178,7 +178,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_page_escapes_text_and_loads_nothing(tmp_path: Path) -> None:
     drawn = FigureResult("curves", make_figure([], FigureOptions()))
     results = [drawn, drawn, FigureResult("S & T", reason="\udcff")]
-    write_page(tmp_path / "new" / "page.html", "<title>", Table((), []), results, "a <b>")
+    write_page(
+        tmp_path / "new" / "page.html", "<title>", "Lead.", Table((), []), results, command="a <b>"
+    )
     text = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
     for escaped in ("<h1>&lt;title&gt;</h1>", "S &amp; T", "x &lt; y", "a &lt;b&gt;", "\\udcff",
                     "<figcaption>&lt;i&gt;", 'alt="&#34;a&#34;"'):  # fmt: skip

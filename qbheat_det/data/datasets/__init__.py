@@ -11,7 +11,7 @@ from .coco import register_coco_images, register_coco_json
 from .image_folder import register_image_folders
 from .toy import TOY_SETS, prepare_toy_set, register_toy_set
 
-AQUARIUM = Path(__file__).parent / "aquarium"
+CELLS = Path(__file__).parent / "cells"
 
 
 def register_builtin_sets() -> None:
@@ -19,8 +19,8 @@ def register_builtin_sets() -> None:
 
     ``qbheat_toy_train``, ``qbheat_toy_val``: the toy set, with boxes and masks.
     ``qbheat_toy_train_images``, ``qbheat_toy_val_images``: its images, for pre-training.
-    ``aquarium_sample_train``, ``aquarium_sample_val``: 140 and 50 photographs with boxes of seven
-        animals, which come with the package.
+    ``cells_sample_train``, ``cells_sample_val``: 48 and 40 microscope images with boxes of three
+        kinds of blood cells, which come with the package.
     ``coco_2017_train_images``, ``coco_2017_val_images``: the images of Detectron2's sets.
     ``imagenet_train``, ``imagenet_val``: the class folders in
         ``$DETECTRON2_DATASETS/imagenet/{train,val}``, with labels.
@@ -32,8 +32,8 @@ def register_builtin_sets() -> None:
         prepare = functools.partial(prepare_toy_set, spec, Path(files.json_file).parents[1])
         register_coco_images(f"{name}_images", files.json_file, files.image_root, prepare=prepare)
     for split in ("train", "val"):
-        name, file = f"aquarium_sample_{split}", AQUARIUM / f"{split}.json"
-        register_coco_json(name, file, AQUARIUM)
+        name, file = f"cells_sample_{split}", CELLS / f"{split}.json"
+        register_coco_json(name, file, CELLS)
     # Detectron2's root folder of data sets.
     root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser()
     for split in ("train", "val"):
