@@ -9,6 +9,9 @@ examples:
   # later rounds: images that the detector is uncertain about, with its boxes as pre-annotations
   qbheat select --images photos/ --budget 50 --weights output/mine --data data.yaml --output next/
 
+  # how many labels each strategy saves, on a data set that has labels
+  qbheat select --simulate 50 100 200 --data data.yaml --output curve/ SOLVER.EPOCHS 40
+
 The folder gets selected.txt (one path a line), index.html (a contact sheet), and tasks for Label
 Studio (label_studio.json) and CVAT (cvat.json, for its import "COCO 1.0"). docs/labelling.md has
 the whole loop.
@@ -25,8 +28,8 @@ from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--images", nargs="+", required=True, metavar="PATH", help="images and folders to search")
-    add("--budget", type=int, required=True, metavar="N", help="number of images to select")
+    add("--images", nargs="+", default=[], metavar="PATH", help="images and folders to search")
+    add("--budget", type=int, default=0, metavar="N", help="number of images to select")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--weights", help=f"a trained detector, for later rounds: {WEIGHTS}")
     add("--data", metavar="SRC", help="the images that have labels already, in any format that "
@@ -36,8 +39,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--strategy", choices=["typiclust", "prob_cover", "k_center", "uncertainty"],
         help="default: uncertainty with --weights, else typiclust")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add(
+        "--simulate",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="train with so many labels of --data by each strategy and draw AP50 over their number",
+    )
+    add("--val", default="", metavar="SRC", help="with --simulate: the validation data, if --data "
+        "has none")  # fmt: skip
+    add("--strategies", nargs="+", default=["random", "typiclust", "uncertainty"],
+        help="with --simulate (default: %(default)s)")  # fmt: skip
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="with --simulate (default: 1 2 3)")
+    add("opts", nargs="*", default=[], metavar="KEY VALUE",
+        help="with --simulate: overrides of the training config")  # fmt: skip
     add("--seed", type=int, default=0, help="of the clustering (default: %(default)s)")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,8 +68,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from qbheat_det.labelling import select, write_selection
+    from qbheat_det.core.errors import UserError
+    from qbheat_det.labelling import select, simulate, write_selection
 
+    if args.simulate:
+        if not args.data:
+            raise UserError("--simulate needs --data, a data set with boxes")
+        points = simulate(
+            args.data,
+            args.simulate,
+            args.output,
+            val=args.val,
+            images="".join(args.images),
+            strategies=args.strategies,
+            seeds=args.seeds,
+            encoder=args.encoder,
+            opts=args.opts,
+        )
+        print(f"{len(points)} detectors: '{args.output / 'points.json'}' and 'curve.svg'")
+        return 0
+    if args.opts or not args.images or args.budget < 1:
+        raise UserError("--images and --budget select images; KEY VALUE goes with --simulate")
     selection = select(
         args.images,
         args.budget,

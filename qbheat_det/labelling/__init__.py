@@ -3,5 +3,6 @@
 
 from .selection import Selection, select
 from .sheet import write_selection
+from .simulation import simulate
 
-__all__ = ["Selection", "select", "write_selection"]
+__all__ = ["Selection", "select", "simulate", "write_selection"]

@@ -126,13 +126,8 @@ def select(
     boxes = None
     if strategy == "uncertainty":
         boxes = predict_boxes([pool.files[i] for i in pool.free], str(weights), device)
-        values = boxes.uncertainties
-        candidates = values.argsort(descending=True, stable=True)[: _CANDIDATES * budget]
-        # The most uncertain image, then images far from each other and from those with labels.
-        near = [*taken, *(candidates + len(taken)).tolist()]
-        most = len(taken)
-        others = k_center(vectors[near], budget - 1, [*taken, most])
-        chosen = [near[i] for i in (most, *others)]
+        values = torch.cat([torch.full((len(taken),), -torch.inf), boxes.uncertainties])
+        chosen = choose_uncertain(vectors, values, budget, taken)
     else:
         settings = {} if strategy == "k_center" else {"seed": seed}
         chosen = COVERING[strategy](vectors, budget, taken, **settings)
@@ -140,6 +135,28 @@ def select(
     if weights and boxes is None:
         boxes = predict_boxes(files, str(weights), device)
     return Selection(files, pool, boxes and boxes.of(files))
+
+
+def choose_uncertain(
+    vectors: Tensor, uncertainties: Tensor, budget: int, taken: Sequence[int]
+) -> list[int]:
+    """Returns ``budget`` uncertain images that differ from each other and from the labelled ones.
+
+    The candidates are the most uncertain images, four times the budget; ``k_center`` chooses among
+    them.
+
+    Args:
+        vectors: unit vectors (N, D).
+        uncertainties: (N,), -inf for labelled images.
+        budget: number of images.
+        taken: indices of labelled images.
+    """
+    order = uncertainties.argsort(descending=True, stable=True)
+    candidates = order[: min(_CANDIDATES * budget, len(vectors) - len(taken))]
+    near = [*taken, *candidates.tolist()]
+    most = len(taken)
+    others = k_center(vectors[near], budget - 1, [*range(most), most])
+    return [near[i] for i in (most, *others)]
 
 
 def _check(strategy: str, budget: int, weights: str | Path | None) -> None:
