@@ -1,0 +1,66 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The simulation of labelling: its points, its curve, and how it continues."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.labelling import simulation
+from qbheat_det.labelling.simulation import Point, simulate
+from tests.data.pictures import draw, save
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    images = [{"id": i, "file_name": f"{i}.png", "width": 8, "height": 8} for i in range(1, 7)]
+    for image in images:
+        save(tmp_path / image["file_name"], draw(8, 8, seed=image["id"]))
+    boxes = [
+        {"id": i, "image_id": i, "category_id": 1, "bbox": [0, 0, 4, 4], "area": 16, "iscrowd": 0}
+        for i in range(1, 7)
+    ]
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    return tmp_path / "boxes.json"
+
+
+def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_missing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[set[str]] = []
+
+    def train(flags: Any) -> dict[str, float]:
+        names = {image["file_name"] for image in json.loads(Path(flags.data).read_text())["images"]}
+        trained.append(names)
+        return {"AP": float("nan"), "AP50": 10.0 * len(names)}
+
+    class Embedded:
+        vectors, unreadable = torch.eye(6), {}
+
+    monkeypatch.setattr(simulation, "_train", train)
+    monkeypatch.setattr(simulation, "embed_images", lambda *_: Embedded())
+    arguments: Any = {"val": str(data), "strategies": ["random", "typiclust"]}
+    points = simulate(str(data), [4, 2], tmp_path / "out", seeds=[1], **arguments)
+    assert [len(names) for names in trained] == [2, 4, 2, 4]
+    assert trained[0] < trained[1]
+    assert trained[2] < trained[3]
+    assert points[1] == Point("random", 1, 4, 4, 0.0, 40.0)
+    assert (tmp_path / "out" / "curve.svg").read_text().startswith("<?xml")
+    again = simulate(str(data), [2, 4], tmp_path / "out", seeds=[1, 2], **arguments)
+    assert len(trained) == 8
+    assert again[:4] == points
+
+
+def test_data_and_budgets_that_do_not_fit_are_refused(data: Path, tmp_path: Path) -> None:
+    for arguments, named in (
+        ({"budgets": [7], "val": str(data)}, "7"),
+        ({"budgets": [0], "val": str(data)}, "0"),
+        ({"budgets": [2]}, "--val"),
+        ({"budgets": [2], "val": str(data), "strategies": ["luck"]}, "luck"),
+    ):
+        with pytest.raises(UserError, match=named):
+            simulate(str(data), output=tmp_path / "out", **arguments)  # type: ignore[arg-type]
