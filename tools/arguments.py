@@ -104,8 +104,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the four flags that name data, with boxes, classes or neither."""
+def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Adds the four flags that name data, with boxes, classes or neither; returns their group."""
     group = parser.add_argument_group("data")
     group.add_argument("--data", metavar="SRC", help=SOURCES)
     group.add_argument(
@@ -129,6 +129,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="as --images, of --val, or held-out images of pre-training",
     )
+    return group
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,9 @@ Examples:
   Train a classifier on class folders, here on a frozen encoder:
     qbheat train --config-file custom/tran1_285M_probe.yaml \\
         --data train/ --val val/ --weights output/model_final.safetensors
+  Learn from images without labels too:
+    qbheat train --config-file custom/cached_retinanet_285M_probe.yaml --data train.json \\
+        --unlabelled photos/ --weights distill/285M
   Check whether a run will work, and how long it will take:
     qbheat train --config-file demo/toy_retinanet.yaml --dry-run
   Continue a run that was stopped, to the same bits:
@@ -49,7 +52,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_training_flags(parser)
-    add_data_flags(parser)
+    add_data_flags(parser).add_argument(
+        "--unlabelled",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="folder of images without labels, searched with all that is below, from which a "
+        "RetinaNet or FCOS learns besides --data; repeatable",
+    )
     add_neighbour_flags(parser)
     group = parser.add_argument_group("checks and recovery")
     group.add_argument(
@@ -114,7 +124,9 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
 
 def invoke_main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_inputs(args.data, *args.images, args.val, *args.val_images, weights=args.weights)
+    check_inputs(
+        args.data, *args.images, args.val, *args.val_images, *args.unlabelled, weights=args.weights
+    )
     from qbheat_det.core.errors import exit_on_user_error
     from qbheat_det.engine import run_distributed
 

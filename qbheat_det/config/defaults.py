@@ -195,6 +195,16 @@ _KEYS: dict[str, dict[str, Any]] = {
         "MIXUP": 0.0,
         "CUTMIX": 0.0,
     },
+    "MODEL.SEMI": {  # learning from DATASETS.UNLABELLED, by a teacher: SOLVER.EMA
+        "BURN_IN": 0.25,  # share of the run that trains on labels alone, at first
+        "RATIO": 1,  # unlabelled images for each labelled image of a step
+        "WEIGHT": 4.0,  # of the losses on unlabelled images
+        "TOP_SHARE": 0.01,  # of the locations, by the teacher's score, that learn from it
+        # Strong view of cached features: shares of the channels and of the area set to zero. The
+        # strong view of images has the colours and blurs of INPUT.TWO_VIEWS, and erased parts.
+        "DROP_CHANNELS": 0.2,
+        "ERASE": 0.2,
+    },
     "MODEL.CACHE_FEATURES": {
         # Encode every view once, before training, and train the head on what is on the disk. The
         # backbone must be frozen to its end.
@@ -203,6 +213,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         "FOLDER": "",  # of all caches; empty: "feature_cache" in the package's cache directory
     },
     "DATASETS": {
+        "UNLABELLED": (),  # sets of images without labels for RetinaNet and FCOS, see MODEL.SEMI
         # Read the header and the last bytes of every image file before training.
         "CHECK_IMAGES": True,
         # Share of the images of --data that is held out for evaluation where no other set is named:

@@ -39,6 +39,7 @@ from .mappers import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     FixedViews,
+    Mapper,
     PretrainingMapper,
     build_detr_crop,
     build_mapper,
@@ -47,17 +48,19 @@ from .mappers import (
 from .shard_cache import configure_cache
 from .shard_packing import pack_source
 from .shards import absolute, are_shards, is_in_shard, list_shard_images
+from .unlabelled import StrongViews
 
 __all__ = [
     "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES", "SPLIT_FILE",
-    "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "PretrainingMapper",
-    "Source", "ToySpec", "TrainStream", "absolute", "are_shards", "build_class_batches",
-    "build_detr_crop", "build_image_batches", "build_mapper", "build_train_stream",
-    "check_image_folder", "check_same_classes", "configure_cache", "cut", "find_image_errors",
-    "find_kind", "find_record_errors", "fingerprint_records", "forget_annotations", "is_in_shard",
-    "join_messages", "list_classes", "list_shard_images", "load_class_folders", "load_classes",
-    "load_image_folders", "load_labelled_sets", "number_records", "open_images", "open_source",
-    "origin_of", "pack_source", "prepare_toy_set", "raise_first", "read_annotations", "read_split",
+    "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "Mapper",
+    "PretrainingMapper", "Source", "StrongViews", "ToySpec", "TrainStream", "absolute",
+    "are_shards", "build_class_batches", "build_detr_crop", "build_image_batches",
+    "build_mapper", "build_train_stream", "check_image_folder", "check_same_classes",
+    "configure_cache", "cut", "find_image_errors", "find_kind", "find_record_errors",
+    "fingerprint_records", "forget_annotations", "is_in_shard", "join_messages", "list_classes",
+    "list_shard_images", "load_class_folders", "load_classes", "load_image_folders",
+    "load_labelled_sets", "number_records", "open_images", "open_source", "origin_of",
+    "pack_source", "prepare_toy_set", "raise_first", "read_annotations", "read_split",
     "register_coco_json", "register_image_folders", "register_source", "split_source",
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,10 +25,12 @@ from torch.utils.data import DataLoader, Dataset
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import IMAGE, preserved_randomness, seed_place
 from qbheat_det.data.checks import DataError
+from qbheat_det.modeling.contracts import UNLABELLED
 
 from .datasets.image_folder import list_classes, load_classes
 from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
 from .shards import ShardSampler, check_window, count_images_ahead, fetch_ahead, number_shards
+from .unlabelled import build_strong_views, load_unlabelled
 
 Entry = tuple[int, int]
 """Position in the stream of images, and index in the dataset."""
@@ -47,6 +49,9 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         mapper: mapper of the next iterator.
         fingerprint: checksum of the records; a run resumes only on the same records.
         skipped: errors of the images that this process skipped, by image.
+        num_images: of an epoch, with unlabelled ones.
+        unlabelled: stream of the images that come with the labelled ones, as ``UNLABELLED``.
+        burn_in: first step with unlabelled images.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         seed: int = 0,
         pin_memory: bool = False,
         images_ahead: int = 0,
+        unlabelled: "TrainStream | None" = None,
     ) -> None:
         """
         Args:
@@ -76,6 +82,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             pin_memory: return tensors in pinned memory.
             images_ahead: images between the download of a shard and its use; 0 downloads a shard
                 when it is used.
+            unlabelled: stream of images without labels; it starts at the step ``burn_in``.
 
         Raises:
             UserError: there are no images, or fewer in a batch than processes.
@@ -99,6 +106,11 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self.num_workers = num_workers
         self._pin_memory = pin_memory
         self._images_ahead = images_ahead
+        self.unlabelled, self.burn_in = unlabelled, 0
+        if unlabelled:
+            self.num_images += unlabelled.num_images
+            self.fingerprint = zlib.crc32(str(unlabelled.fingerprint).encode(), self.fingerprint)
+            unlabelled.skipped = self.skipped
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # A generator starts workers with the first batch only: a resumed run sets ``start`` and
@@ -117,15 +129,26 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         )
         batches = iter(loader)
         workers = getattr(batches, "_workers", ())
+        others = self._iterate_unlabelled()
         try:
-            for batch in batches:
+            for step, batch in enumerate(batches, start=self.start):
                 for image in batch:
                     self.skipped.update({e.where: e for e in image.pop(_SKIPPED, ())})
+                if self.unlabelled and step >= self.burn_in:
+                    for image, part in zip(batch, cut(next(others), len(batch)), strict=True):
+                        image[UNLABELLED] = part
                 yield batch
         finally:
+            others.close()
             del batches  # waits some seconds for the workers, which ignore SIGTERM
             for worker in workers:
                 worker.kill()
+
+    def _iterate_unlabelled(self) -> Generator[list[dict[str, Any]]]:
+        if self.unlabelled:
+            self.unlabelled.start = max(0, self.start - self.burn_in)
+            self.unlabelled.seed = self.seed
+            yield from self.unlabelled
 
     def _shares(self) -> Iterator[list[Entry]]:
         """Yields this process's share of each batch."""
@@ -203,16 +226,28 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
         mapper = FixedViews(mapper, cfg.INPUT.FIXED_VIEWS.COUNT, cfg.INPUT.FIXED_VIEWS.SEED)
         dataset = number_records(dataset)
     naming.prepare(dataset)
+    settings = {
+        "num_workers": cfg.DATALOADER.NUM_WORKERS,
+        "seed": max(cfg.SEED, 0),
+        "pin_memory": cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available(),
+    }
+    unlabelled = None
+    if cfg.DATASETS.UNLABELLED:
+        unlabelled = TrainStream(
+            number_records(load_unlabelled(cfg, dataset)),
+            mapper=build_strong_views(cfg, mapper),
+            batch_size=cfg.MODEL.SEMI.RATIO * cfg.SOLVER.IMS_PER_BATCH,
+            **settings,
+        )
     return TrainStream(
         dataset,
         mapper=mapper,
         build_sampler=_choose_sampler(cfg, dataset),
         batch_size=cfg.SOLVER.IMS_PER_BATCH,
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
-        num_workers=cfg.DATALOADER.NUM_WORKERS,
-        seed=max(cfg.SEED, 0),
-        pin_memory=cfg.MODEL.DEVICE.startswith("cuda") and torch.cuda.is_available(),
         images_ahead=count_images_ahead([str(entry.get("file_name", "")) for entry in dataset]),
+        unlabelled=unlabelled,
+        **settings,
     )
 
 

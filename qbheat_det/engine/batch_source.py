@@ -74,4 +74,6 @@ def _move(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {name: _move(part, device) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_move(part, device) for part in value]
     return value

@@ -44,6 +44,7 @@ _MAX_TRIED = 10  # consecutive unreadable images before a position is skipped
 
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
+CUSTOM_UNLABELLED = "custom_unlabelled"
 CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
 LABELLED_TRAIN, LABELLED_VAL = "custom_labelled_train", "custom_labelled_val"
 
@@ -55,6 +56,7 @@ _SETS = {
 }
 CUSTOM_SETS = (
     *(name for pair in _SETS.values() for name in pair),
+    CUSTOM_UNLABELLED,
     CUSTOM_KNN_TRAIN,
     CUSTOM_KNN_VAL,
 )
@@ -68,7 +70,8 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
     """
     # The config of an earlier run names data sets that its flags registered: drop them.
     data, knn, job = cfg.DATASETS, cfg.TEST.KNN, find_job(cfg)
-    for node, key in ((data, "TRAIN"), (data, "TEST"), (knn, "TRAIN"), (knn, "VAL")):
+    pairs = (data, "TRAIN"), (data, "TEST"), (data, "UNLABELLED"), (knn, "TRAIN"), (knn, "VAL")
+    for node, key in pairs:
         node[key] = tuple(n for n in node[key] if n not in CUSTOM_SETS or n in DatasetCatalog)
     _check_flags(flags, job)
     names = dict(zip(("train", "val"), _SETS[job], strict=True))
@@ -88,6 +91,10 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
         MetadataCatalog.get(names["val"]).split = split
     if job == "classes" and "train" in sources and len(only := list_classes(data.TRAIN)) < 2:
         raise UserError(f"'{flags.data}' has images of one class, '{only[0]}'")
+    if flags.unlabelled:
+        folders = list(map(absolute, flags.unlabelled))
+        register_source(CUSTOM_UNLABELLED, {"image_folders": folders, "labelled": False})
+        data.UNLABELLED = (CUSTOM_UNLABELLED,)
     _use_neighbours(cfg, flags, sources)
 
 
@@ -230,6 +237,7 @@ def _check_flags(flags: RunFlags, job: str) -> None:
         "images": ("DATASETS.TRAIN", flags.images and not flags.eval_only),
         "val": ("DATASETS.TEST", flags.val),
         "val_images": ("DATASETS.TEST", flags.val_images),
+        "unlabelled": ("DATASETS.UNLABELLED", flags.unlabelled),
         "knn": ("TEST.KNN.TRAIN", flags.knn),
         "knn_train_folder": ("TEST.KNN.TRAIN", flags.knn_train_folder),
         "knn_val_folder": ("TEST.KNN.VAL", flags.knn_val_folder),
@@ -243,6 +251,8 @@ def _check_flags(flags: RunFlags, job: str) -> None:
             raise UserError(f"{_spell(images)} of {_spell(source)} is one folder, not {len(given)}")
     if bool(flags.knn_train_folder) != bool(flags.knn_val_folder):
         raise UserError("--knn-train-folder and --knn-val-folder go together")
+    if flags.unlabelled and (flags.eval_only or job != "boxes"):
+        raise UserError("--unlabelled is for the training of detectors: leave it out")
     if flags.knn and (job != "classes" or flags.knn_train_folder):
         raise UserError(
             "--knn takes the class folders of --data: leave out --knn-train-folder, or for other "

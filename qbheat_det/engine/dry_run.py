@@ -1,8 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Forecasts a run's time, memory and disk space from a few steps and a small evaluation.
-
-Files go to a temporary folder on the disk of ``OUTPUT_DIR``.
-"""
+"""Forecasts a run's time, memory and disk space from a few steps; files are temporary."""
 
 import contextlib
 import itertools
@@ -141,6 +138,7 @@ def dry_run(
             "DATASETS.TEST": names,
             "TEST.KNN.TRAIN": (),
             "TEST.KNN.VAL": (),  # scoring would take as long as in the run
+            "MODEL.SEMI.BURN_IN": 0.0,
             "MODEL.CACHE_FEATURES.ENABLED": False,  # forecasts training without a cache
             "MODEL.CACHE_FEATURES.FOLDER": str(folder),  # for the few views that a teacher encodes
         }
@@ -158,7 +156,9 @@ def dry_run(
         checkpoint_seconds = time.perf_counter() - begin
         disk = _measure_disk(folder)
     num_checkpoints, num_kept = _count_checkpoints(planned, iterations)
-    step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images"
+    unlabelled = trainer.data_loader.unlabelled
+    also = f", {unlabelled.batch_size} unlabelled" if unlabelled else ""
+    step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images{also}"
     costs = {"Set-up": (timer.first_step_end - start, 1)}
     if cache:
         costs[f"Teacher on {cache.num_views:,} views"] = cache.seconds, 1
@@ -200,7 +200,8 @@ class _Timer(HookBase):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         trainer.register_hooks([self])
-        trainer.evaluated_model.register_forward_pre_hook(self._note_image)
+        for model in {trainer.evaluated_model, trainer.bare_model}:
+            model.register_forward_pre_hook(self._note_image)
 
     @property
     def step_seconds(self) -> float:
@@ -222,9 +223,9 @@ class _Timer(HookBase):
         gaps = [after - before for before, after in itertools.pairwise(starts)]
         if not gaps:  # one batch: includes its start-up time
             return self._evaluation * num_images / max(1, num_tried)
-        each = statistics.median_high(gaps)
+        each = statistics.median_high(gaps)  # teacher and student each see every image
         once = max(0.0, self._evaluation - each * len(starts))
-        return once + each * num_images / comm.get_world_size()
+        return once + each * num_images * len(starts) / max(1, num_tried)
 
     def before_train(self) -> None:
         self._begin = time.perf_counter()

@@ -139,6 +139,8 @@ class EvalHook(HookBase):
         best: ``value`` and ``iteration`` of the best evaluation so far; empty at first.
         is_owed: whether the evaluation at the last checkpoint was skipped or failed.
         is_evaluating: whether an evaluation is in progress.
+        value: ``best_metric`` of the last evaluation on the main process; None if it has none.
+        sign: 1 if a higher value is better, -1 if a lower one is.
         seconds: duration of the evaluation after the current step; 0.0 if there was none.
     """
 
@@ -156,6 +158,8 @@ class EvalHook(HookBase):
         self.best: dict[str, float] = {}
         self.is_owed = False
         self.is_evaluating = False
+        self.value: float | None = None
+        self.sign = -1 if best_metric.rpartition("/")[2].startswith("loss") else 1
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +182,7 @@ class EvalHook(HookBase):
     def after_step(self) -> None:
         """Evaluates if it is due and there are test sets."""
         self.seconds = 0.0
-        if not (self.trainer.cfg.DATASETS.TEST and is_due(self.trainer, self._period)):
+        if not (self.trainer.cfg.DATASETS.TEST and self.is_due()):
             return
         self.is_owed = True
         if self.trainer.stops:
@@ -190,6 +194,10 @@ class EvalHook(HookBase):
         except (Exception, Interrupted):
             save_checkpoint(self.trainer)
             raise
+
+    def is_due(self) -> bool:
+        """Whether to evaluate after this step."""
+        return is_due(self.trainer, self._period)
 
     def _run(self) -> None:
         start = time.perf_counter()
@@ -212,9 +220,8 @@ class EvalHook(HookBase):
             known = ", ".join(metrics)
             logger.warning(f"TEST.BEST_METRIC '{self._best_metric}' is not among {known}")
             return
-        value = finite.get(self._best_metric)
-        sign = -1 if self._best_metric.rpartition("/")[2].startswith("loss") else 1
-        if value is None or (self.best and sign * value <= sign * self.best["value"]):
+        self.value = value = finite.get(self._best_metric)
+        if value is None or (self.best and self.sign * value <= self.sign * self.best["value"]):
             return
         self.best = {"value": value, "iteration": self.trainer.iter}
         self.trainer.export("model_best")

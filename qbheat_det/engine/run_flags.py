@@ -40,6 +40,8 @@ class RunFlags:
         val: validation data, like ``data``. If neither ``val`` nor ``data`` has a validation part,
             ``DATASETS.VAL_FRACTION`` of the images is held out and listed in ``split.json``.
         val_images: like ``images``, for ``val``.
+        unlabelled: one or several folders of images without labels, from which a detector learns
+            besides ``data``.
         knn_train_folder, knn_val_folder: class folders of a nearest-neighbour score.
         knn: score nearest neighbours on the images of ``data`` and ``val``.
         weights: ``MODEL.WEIGHTS``; any name that ``find_weights`` accepts.
@@ -54,6 +56,7 @@ class RunFlags:
     images: str | Sequence[str] = ()
     val: str | None = None
     val_images: str | Sequence[str] = ()
+    unlabelled: str | Sequence[str] = ()
     knn_train_folder: str | None = None
     knn_val_folder: str | None = None
     knn: bool = False
@@ -66,6 +69,7 @@ class RunFlags:
     def __post_init__(self) -> None:
         """Converts single folders to lists, and paths to strings."""
         self.images, self.val_images = _list_folders(self.images), _list_folders(self.val_images)
+        self.unlabelled = _list_folders(self.unlabelled)
         self.val = None if self.val is None else str(self.val)
 
     @classmethod

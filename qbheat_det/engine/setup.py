@@ -33,6 +33,7 @@ from qbheat_det.modeling.contracts import has_held_out_loss
 from .console import filter_detectron2_logs, open_log
 from .data_sources import use_classes_of_folders, use_data_flags, write_split
 from .evaluation import check_neighbours, scores_neighbours
+from .mean_teacher import use_mean_teacher
 from .resume import check_start
 from .run_flags import RunFlags
 from .run_record import name_last_checkpoint
@@ -73,6 +74,8 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     use_data_flags(cfg, args)  # before a seed is drawn, so that the split does not depend on it
     if cfg.SEED < 0 and not (args.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR))):
         cfg.SEED = comm.shared_random_seed()  # equal on all processes, and recorded
+    if not args.eval_only:
+        use_mean_teacher(cfg, given)
     used = _check_datasets(cfg, eval_only=args.eval_only)
     labelled = [name for name in used if not MetadataCatalog.get(name).get("unlabelled")]
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:

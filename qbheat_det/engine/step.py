@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class StepTrainer(SimpleTrainer):
         precision: torch.dtype | None = None,
         seed: int = 0,
         log_period: int = 20,
+        teacher: Callable[[BatchedInputs], None] | None = None,
     ) -> None:
         """
         Args:
@@ -67,6 +68,7 @@ class StepTrainer(SimpleTrainer):
             precision: type of autocast; None disables autocast.
             seed: seed of the randomness in the model.
             log_period: iterations between two logs of values that need a device synchronisation.
+            teacher: completes each micro-batch before the losses, see ``MeanTeacher``.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -74,6 +76,7 @@ class StepTrainer(SimpleTrainer):
         self.precision = precision
         self.seed = seed
         self.log_period = log_period
+        self._teacher = teacher
         self.is_between_steps = False  # while the loader is asked for a batch
         self.asked_to_stop = False  # this process, by a signal
         self.stops = False  # all processes, after this step
@@ -104,6 +107,8 @@ class StepTrainer(SimpleTrainer):
         self.optimizer.zero_grad()
         # The loss is the sum over micro-batches and the mean over processes.
         for index, batch in enumerate(batches):
+            if self._teacher:
+                self._teacher(batch)
             with self._average_gradients(index == len(batches) - 1):
                 losses = compute_losses(self.model, batch, normalizers, precision=self.precision)
                 weight = loss_weight(

@@ -63,6 +63,7 @@ from .hooks import (
     step_before,
 )
 from .launch import distribute
+from .mean_teacher import MeanTeacher, build_eval_hooks
 from .mirror import Mirror
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
@@ -96,18 +97,24 @@ class Trainer(DefaultTrainer):
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         kept_memory = apply_step_keys(self.cfg, self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
+        self._average = build_average(self.cfg, self.bare_model)
+        precision = choose_precision(self.cfg)
+        self._mean_teacher = None
+        if self._average and self.cfg.DATASETS.UNLABELLED:
+            self._mean_teacher = MeanTeacher(self._average.module, precision=precision)
+            stream.burn_in = round(self.cfg.MODEL.SEMI.BURN_IN * self.cfg.SOLVER.MAX_ITER)
         self._trainer = StepTrainer(
             distribute(self.bare_model),
             stream,
             optimizer,
             batch_size=self.cfg.SOLVER.IMS_PER_BATCH,
             accumulate=self.cfg.SOLVER.ACCUMULATE,
-            precision=choose_precision(self.cfg),
+            precision=precision,
             seed=stream.seed,
             log_period=self.cfg.SOLVER.LOG_PERIOD,
+            teacher=self._mean_teacher,
         )
         self.scheduler = build_lr_scheduler(self.cfg, optimizer)
-        self._average = build_average(self.cfg, self.bare_model)
         self.checkpointer = SafeCheckpointer(
             self.bare_model,
             self.cfg.OUTPUT_DIR,
@@ -208,7 +215,7 @@ class Trainer(DefaultTrainer):
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             YieldToNewerStart() if main else None,
-            EvalHook(period=cfg.TEST.EVAL_PERIOD, best_metric=cfg.TEST.BEST_METRIC),
+            *build_eval_hooks(cfg, self._mean_teacher, burn_in=self.data_loader.burn_in),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
@@ -227,8 +234,13 @@ class Trainer(DefaultTrainer):
         return next((hook for hook in self._hooks if isinstance(hook, kind)), None)
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluates ``evaluated_model``; results are empty except on the main process."""
-        self._last_eval_results = self._evaluation(self.evaluated_model)
+        """Evaluates ``evaluated_model``; results are empty except on the main process.
+
+        With unlabelled images, that is the teacher, and "student" has the results of the model.
+        """
+        student = self._evaluation(self.bare_model) if self._mean_teacher else {}
+        results = self._evaluation(self.evaluated_model)  # the files in OUTPUT_DIR are of these
+        self._last_eval_results = {**results, **({"student": student} if student else {})}
         return self._last_eval_results
 
     def save(self, name: str) -> None:

@@ -5,6 +5,7 @@ The model's encoder is replaced before the optimizer is built. The cache is buil
 are loaded, and is shared by all runs with the same encoder, images and views.
 """
 
+import dataclasses
 import functools
 import logging
 import operator
@@ -35,6 +36,8 @@ from qbheat_det.data import (
     DataError,
     FixedViews,
     ImageBatches,
+    Mapper,
+    StrongViews,
     TrainStream,
     build_mapper,
     load_classes,
@@ -110,7 +113,7 @@ class CachedFeatures:
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
-        self._views: FixedViews | None = None
+        self._views: dict[str, FixedViews] = {}
         self._tests: dict[str, tuple[AllViews, CachedViews]] = {}
 
     def prepare(self, stream: TrainStream) -> None:
@@ -119,14 +122,20 @@ class CachedFeatures:
         Call it on all processes, after the weights are loaded and before the first batch. Raises a
         ``UserError`` if the disk is too small.
         """
-        if self._views is None:
-            assert isinstance(stream.mapper, FixedViews)  # see check_cacheable
-            self._views = stream.mapper
         with self._backbone.encoding(self._device):
             self._share_weights()
-            _, cached = self._make("training set", stream.dataset, self._views, is_train=True)
+            stream.mapper = self._cache("training set", stream, stream.mapper)
+            if (others := stream.unlabelled) and isinstance(others.mapper, StrongViews):
+                weak = self._cache("unlabelled images", others, others.mapper.mapper)
+                others.mapper = dataclasses.replace(others.mapper, mapper=weak)
             self._make_test_sets()
-        stream.mapper = cached
+
+    def _cache(self, title: str, stream: TrainStream, mapper: Mapper) -> CachedViews:
+        """Completes the cache of a stream; ``mapper`` has fixed views at the first call."""
+        if isinstance(mapper, FixedViews):
+            self._views[title] = mapper
+        _, cached = self._make(title, stream.dataset, self._views[title], is_train=True)
+        return cached
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> Any:
         """Like ``Trainer.build_test_loader``, with features instead of images.

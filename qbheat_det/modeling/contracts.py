@@ -48,6 +48,24 @@ class SupportsAfterStep(Protocol):
         """Called once after each step of the optimizer, also if the float16 scaler skipped it."""
 
 
+UNLABELLED = "unlabelled"
+"""Key of a training image with the entries of the unlabelled images that come with it."""
+
+STRONG = "strong"
+"""Key of an unlabelled image with its strong view: an image, or features by name."""
+
+PSEUDO_LABELS = "pseudo_labels"
+"""Key of an unlabelled image with what the teacher predicts on its weak view."""
+
+
+@runtime_checkable
+class SupportsUnlabelled(Protocol):
+    """A detector that learns from unlabelled images, the ``UNLABELLED`` ones of its batch."""
+
+    def pseudo_labels(self, batched_inputs: BatchedInputs) -> Sequence[Any]:
+        """Returns, for each image, what the same model learns from as ``PSEUDO_LABELS``."""
+
+
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
     """Returns ``metrics``: tensors () by name to log beside the losses of the last batch."""
     return getattr(model, "metrics", {})

@@ -24,8 +24,13 @@ from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
 
-from qbheat_det.modeling.contracts import pick_outputs
+from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED, pick_outputs
 from qbheat_det.modeling.image_model import find_cached_images
+from qbheat_det.modeling.semi_supervised import (
+    DensePredictions,
+    DenseTeacherLoss,
+    decode_boxes,
+)
 
 _COUNT = "num_positives"  # key that ``losses`` adds to the losses
 
@@ -37,9 +42,10 @@ class SyncNormalizer(DenseDetector):
     """Detectron2's first value of the running mean."""
 
     @configurable
-    def __init__(self, **kwargs: Any) -> None:
-        """Takes the detector's arguments."""
+    def __init__(self, *, teacher_loss: DenseTeacherLoss | None = None, **kwargs: Any) -> None:
+        """Takes the detector's arguments, and the losses on unlabelled images."""
         super().__init__(**kwargs)
+        self.teacher_loss = teacher_loss or DenseTeacherLoss()
         # Detectron2's name.
         self.register_buffer("loss_normalizer", torch.tensor(self.first_normalizer))
         self.loss_normalizer: Tensor
@@ -56,7 +62,33 @@ class SyncNormalizer(DenseDetector):
             if comm.get_world_size() > 1:
                 torch.distributed.all_reduce(count)
             normalizers = self.loss_normalizers(count, comm.get_world_size())
-        return {name: total / normalizers[0] for name, total in outputs.items()}
+        losses = {name: total / normalizers[0] for name, total in outputs.items()}
+        unlabelled = [one for entry in batched_inputs for one in entry.get(UNLABELLED, ())]
+        return {**losses, **self._learn_from_teacher(unlabelled)}
+
+    @torch.no_grad()
+    def pseudo_labels(self, batched_inputs: list[dict[str, Any]]) -> list[DensePredictions]:
+        """Returns the dense predictions of each image."""
+        return self._predict_densely(batched_inputs).split()
+
+    def _learn_from_teacher(self, unlabelled: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Returns the losses of the strong views; none without unlabelled images."""
+        if not unlabelled:
+            return {}
+        teacher = DensePredictions.join([entry[PSEUDO_LABELS] for entry in unlabelled])
+        key = "features" if "features" in unlabelled[0] else "image"
+        strong = [{**entry, key: entry[STRONG]} for entry in unlabelled]
+        return self.teacher_loss(self._predict_densely(strong), teacher)
+
+    def _predict_densely(self, batched_inputs: list[dict[str, Any]]) -> DensePredictions:
+        maps = self.backbone(self.preprocess_image(batched_inputs).tensor)
+        features = [maps[name] for name in self.head_in_features]
+        outputs = self.head(features)
+        sizes = [self.num_classes, 4, 1][: len(outputs)]  # FCOS has a centerness
+        logits, deltas, *quality = self._transpose_dense_predictions(outputs, sizes)
+        boxes = decode_boxes(self.box2box_transform, self.anchor_generator(features), deltas)
+        centerness = torch.cat(quality[0], dim=1).squeeze(2) if quality else None
+        return DensePredictions(torch.cat(logits, dim=1), boxes, centerness)
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """As in the detector; entries with "features" become a ``CachedImages``."""
@@ -112,6 +144,10 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
 
     first_normalizer = 100.0
 
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        return {**super().from_config(cfg), "teacher_loss": teacher_loss_from_config(cfg)}
+
 
 @META_ARCH_REGISTRY.register()
 class SyncFCOS(SyncNormalizer, FCOS):
@@ -124,6 +160,7 @@ class SyncFCOS(SyncNormalizer, FCOS):
         node, backbone = cfg.MODEL.FCOS, build_backbone(cfg)
         input_shape = pick_outputs(backbone, node.IN_FEATURES, "MODEL.FCOS.IN_FEATURES")
         return {
+            "teacher_loss": teacher_loss_from_config(cfg),
             "backbone": backbone,
             "head": build_fcos_head(
                 input_shape=input_shape,
@@ -150,6 +187,12 @@ class SyncFCOS(SyncNormalizer, FCOS):
     ) -> tuple[list[Tensor], Any]:
         """As in ``FCOS``, for images without boxes too: all of their locations are background."""
         return super().label_anchors(anchors, [_or_empty_box(found) for found in gt_instances])
+
+
+def teacher_loss_from_config(cfg: CfgNode) -> DenseTeacherLoss:
+    """Returns the losses of ``MODEL.SEMI``."""
+    keys = cfg.MODEL.SEMI
+    return DenseTeacherLoss(top_share=keys.TOP_SHARE, weight=keys.WEIGHT)
 
 
 def build_fcos_head(

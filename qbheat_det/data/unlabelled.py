@@ -1,0 +1,184 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Images without labels for a detector: which of them are used, and their strong views."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from detectron2.data.detection_utils import read_image
+from detectron2.utils import comm
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms import RandomErasing, v2
+from tqdm import tqdm
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
+from qbheat_det.modeling.contracts import STRONG
+
+from .checks import DataError, join_messages
+from .mappers import Mapper
+
+logger = logging.getLogger(__name__)
+_GREY = 127
+
+
+class StrongColours:
+    """Changes colours, blurs and erases parts of an image (3, H, W), uint8; boxes stay valid."""
+
+    def __init__(
+        self, *, jitter: Sequence[float], blur_sigma: Sequence[float], pixel_format: str
+    ) -> None:
+        """Takes ``INPUT.TWO_VIEWS.JITTER``, ``BLUR_SIGMA`` and ``INPUT.FORMAT``."""
+        self._is_rgb = pixel_format == "RGB"
+        # The probabilities of Soft Teacher (arXiv:2106.09018) and Unbiased Teacher.
+        self._change = v2.Compose(
+            [
+                v2.RandomApply([v2.ColorJitter(*jitter)], p=0.8),
+                v2.RandomGrayscale(p=0.2),
+                v2.RandomApply([v2.GaussianBlur(9, sigma=list(blur_sigma))], p=0.5),
+                v2.RandomErasing(p=0.7, scale=(0.05, 0.2), value=_GREY),
+                v2.RandomErasing(p=0.5, scale=(0.02, 0.1), value=_GREY),
+            ]
+        )
+
+    def __call__(self, image: Tensor) -> Tensor:
+        order = [0, 1, 2] if self._is_rgb else [2, 1, 0]
+        changed: Tensor = self._change(image[order])[order]
+        return changed.contiguous()
+
+
+@dataclass(frozen=True)
+class FeatureNoise:
+    """Sets channels and one rectangle of feature maps (C, h, w) to zero; leaves tokens alone.
+
+    Attributes:
+        drop_channels: probability that a channel is dropped; the others are scaled up.
+        erase: share of the area of the rectangle, which lies at the same place in all maps.
+    """
+
+    drop_channels: float
+    erase: float
+
+    def __call__(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        whole = torch.empty(1, 1000, 1000, device="meta")
+        area = (self.erase, self.erase)
+        top, left, tall, wide, _ = RandomErasing.get_params(whole, area, (0.5, 2.0), [0.0])
+        noisy = {}
+        for name, values in features.items():
+            if values.ndim == 3:
+                values = F.dropout2d(values[None], self.drop_channels)[0].clone()
+                height, width = values.shape[1:]
+                rows = slice(top * height // 1000, (top + tall) * height // 1000)
+                columns = slice(left * width // 1000, (left + wide) * width // 1000)
+                values[:, rows, columns] = 0
+            noisy[name] = values
+        return noisy
+
+
+@dataclass(frozen=True)
+class StrongViews:
+    """A mapper that adds a strong view, ``STRONG``, to the weak one of another mapper."""
+
+    mapper: Mapper
+    colours: StrongColours
+    noise: FeatureNoise
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
+        entry = self.mapper(dataset_dict)
+        if not isinstance(entry, dict):
+            return entry
+        strong = self.noise(entry["features"]) if "features" in entry else None
+        return {**entry, STRONG: strong or self.colours(entry["image"])}
+
+
+def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
+    """Returns the mapper of ``INPUT.TWO_VIEWS`` and ``MODEL.SEMI``; checks its keys."""
+    keys = cfg.MODEL.SEMI
+    for name, least in (("DROP_CHANNELS", 0), ("ERASE", 0), ("BURN_IN", 0), ("TOP_SHARE", 1e-9)):
+        if not least <= keys[name] < 1:
+            raise UserError(f"MODEL.SEMI.{name} is {keys[name]}, but must be from 0 to below 1")
+    if keys.RATIO < 1 or not keys.WEIGHT > 0:
+        raise UserError("MODEL.SEMI.RATIO must be at least 1, and MODEL.SEMI.WEIGHT positive")
+    views = cfg.INPUT.TWO_VIEWS
+    colours = StrongColours(
+        jitter=views.JITTER, blur_sigma=views.BLUR_SIGMA, pixel_format=cfg.INPUT.FORMAT
+    )
+    return StrongViews(mapper, colours, FeatureNoise(keys.DROP_CHANNELS, keys.ERASE))
+
+
+def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the records of ``DATASETS.UNLABELLED`` without repeated and unreadable images.
+
+    Images are equal if all of their pixels are, whatever their files are called. An image of
+    ``labelled`` or of ``DATASETS.TEST`` is dropped, and so is the second of two equal ones.
+
+    Raises:
+        UserError: no image is left.
+    """
+    records = [record for name in cfg.DATASETS.UNLABELLED for record in DatasetCatalog.get(name)]
+    kept: list[int] = []
+    if comm.is_main_process():
+        tests = [record for name in cfg.DATASETS.TEST for record in DatasetCatalog.get(name)]
+        kept = _find_new(records, labelled, tests)
+    kept = comm.all_gather(kept)[0]
+    if not kept:
+        raise UserError(
+            f"--unlabelled: none of the {len(records):,} images is left, as all are labelled, "
+            "validation images, or unreadable"
+        )
+    return [records[i] for i in kept]
+
+
+def _find_new(
+    records: Sequence[dict[str, Any]],
+    labelled: Sequence[dict[str, Any]],
+    tests: Sequence[dict[str, Any]],
+) -> list[int]:
+    """Returns the indices of the images to use, and logs the number of the others by reason."""
+    parts = {"labelled": labelled, "validation": tests, "unlabelled": records}
+    paths = [str(record["file_name"]) for part in parts.values() for record in part]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = list(tqdm(pool.map(hash_pixels, paths), "Comparing images", len(paths), delay=2))
+    seen: dict[str, str] = {}
+    end = 0
+    for name in ("labelled", "validation"):
+        begin, end = end, end + len(parts[name])
+        seen.update({one: name for one in found[begin:end] if isinstance(one, str)})
+    kept, counts, errors = [], dict.fromkeys(parts, 0), []
+    for index, digest in enumerate(found[end:]):
+        if isinstance(digest, DataError):
+            errors.append(digest)
+        elif digest in seen:
+            counts[seen[digest]] += 1
+        else:
+            seen[digest] = "unlabelled"
+            kept.append(index)
+    logger.info(
+        f"{len(kept):,} of {len(records):,} unlabelled images are used: {counts['labelled']:,} are "
+        f"labelled images, {counts['validation']:,} validation images, {counts['unlabelled']:,} "
+        f"repeat others, {len(errors):,} cannot be read"
+    )
+    if errors:
+        logger.warning(f"Unlabelled images are left out: {join_messages(errors)}")
+    return kept
+
+
+def hash_pixels(path: str) -> str | DataError:
+    """Returns a digest of an image's size and pixels, upright, as training reads them."""
+    try:
+        pixels = read_image(path, "RGB")
+    except (MemoryError, UserError):
+        raise
+    except Exception as error:  # what a broken file raises depends on its format's decoder
+        return DataError("unreadable image", f"image {path!r}", one_line(error))
+    digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
+    digest.update(pixels.tobytes())
+    return digest.hexdigest()

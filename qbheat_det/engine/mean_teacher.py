@@ -1,0 +1,146 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Training with images without labels: the moving average of the weights is the teacher.
+
+After a burn-in on labels alone, the teacher predicts on the weak views of unlabelled images, and
+the model learns these predictions on the strong views (``modeling/semi_supervised.py``). Teacher
+and position in the unlabelled images follow from a checkpoint, so a run resumes exactly.
+"""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import HookBase
+from detectron2.modeling import META_ARCH_REGISTRY
+from torch import nn
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.contracts import PSEUDO_LABELS, UNLABELLED, SupportsUnlabelled
+
+from .batch_source import BatchedInputs
+from .hooks import EvalHook, TrainingRun
+
+logger = logging.getLogger(__name__)
+_CERTAIN = 0.5  # score from which a teacher's box is counted
+
+
+def use_mean_teacher(cfg: CfgNode, given: dict[str, str]) -> None:
+    """Switches ``SOLVER.EMA`` on, in place, if ``DATASETS.UNLABELLED`` names images.
+
+    Raises:
+        UserError: the model cannot learn from them, or an override switches the average off.
+    """
+    if not cfg.DATASETS.UNLABELLED:
+        return
+    name = cfg.MODEL.META_ARCHITECTURE
+    if not issubclass(META_ARCH_REGISTRY.get(name), SupportsUnlabelled):
+        raise UserError(f"{name} cannot learn from --unlabelled: use RetinaNet or FCOS")
+    if given.get("SOLVER.EMA.ENABLED", "True") != "True":
+        raise UserError("--unlabelled needs SOLVER.EMA.ENABLED True: the average is the teacher")
+    cfg.SOLVER.EMA.ENABLED = True
+
+
+class MeanTeacher:
+    """Adds ``PSEUDO_LABELS`` to the unlabelled images of a micro-batch, in place."""
+
+    def __init__(self, model: nn.Module, *, precision: torch.dtype | None) -> None:
+        """Takes the moving average, in evaluation mode, and the type of autocast."""
+        assert isinstance(model, SupportsUnlabelled)
+        self._teacher: Any = model
+        self._precision = precision
+        self._last: BatchedInputs = []
+
+    def __call__(self, batch: BatchedInputs) -> None:
+        entries = [one for entry in batch for one in entry.get(UNLABELLED, ())]
+        self._last = entries
+        if not entries:
+            return
+        device, dtype = next(self._teacher.parameters()).device.type, self._precision
+        with torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext():
+            labels = self._teacher.pseudo_labels(entries)
+        for entry, label in zip(entries, labels, strict=True):
+            entry[PSEUDO_LABELS] = label
+
+    @torch.no_grad()
+    def count_boxes(self) -> tuple[int, list[int]]:
+        """Returns the number of images of the last micro-batch, and the class of each certain box.
+
+        The boxes are those of inference with a score of at least 0.5; training does not use them.
+        """
+        outputs = self._teacher(self._last) if self._last else []
+        found = [output["instances"] for output in outputs]
+        classes = [one.pred_classes[one.scores >= _CERTAIN].tolist() for one in found]
+        return len(found), [index for image in classes for index in image]
+
+
+def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int) -> list[HookBase]:
+    """Returns the hook that evaluates, and with a teacher the one that counts its boxes."""
+    period, metric = cfg.TEST.EVAL_PERIOD, cfg.TEST.BEST_METRIC
+    if teacher is None:
+        return [EvalHook(period=period, best_metric=metric)]
+    return [
+        PseudoBoxes(teacher, period=cfg.SOLVER.LOG_PERIOD, class_names=cfg.MODEL.CLASS_NAMES),
+        SemiSupervisedEvalHook(burn_in=burn_in, period=period, best_metric=metric),
+    ]
+
+
+class PseudoBoxes(HookBase):
+    """Logs the teacher's certain boxes per image as ``pseudo_boxes``, and by class in log.txt."""
+
+    trainer: TrainingRun
+
+    def __init__(self, teacher: MeanTeacher, *, period: int, class_names: Sequence[str]) -> None:
+        """``period`` is the number of iterations between two counts."""
+        self._teacher = teacher
+        self._period = period
+        self._names = class_names
+
+    def after_step(self) -> None:
+        if (self.trainer.iter + 1) % self._period:
+            return
+        num_images, classes = self._teacher.count_boxes()
+        if not num_images:
+            return
+        each = len(classes) / num_images
+        self.trainer.storage.put_scalar("pseudo_boxes", each, smoothing_hint=False)
+        counts = {name: classes.count(index) for index, name in enumerate(self._names)}
+        logger.debug(f"The teacher's boxes on {num_images} unlabelled images: {counts}")
+
+
+class SemiSupervisedEvalHook(EvalHook):
+    """Also evaluates at the end of the burn-in, and warns if later results are worse."""
+
+    def __init__(self, *, burn_in: int, **settings: Any) -> None:
+        """``burn_in`` is the number of steps on labels alone; the rest is of ``EvalHook``."""
+        super().__init__(**settings)
+        self._burn_in = burn_in
+        self._supervised: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of ``EvalHook`` and the value at the end of the burn-in."""
+        return {**super().state_dict(), "supervised": self._supervised}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores ``state_dict``."""
+        state = dict(state_dict)
+        self._supervised = state.pop("supervised")
+        super().load_state_dict(state)
+
+    def is_due(self) -> bool:
+        return super().is_due() or self.trainer.iter + 1 == self._burn_in
+
+    def _evaluate(self) -> None:
+        super()._evaluate()
+        if self.value is None or self.trainer.iter + 1 < self._burn_in:
+            return
+        if self._supervised is None:
+            self._supervised = self.value
+        elif self.sign * self.value < self.sign * self._supervised:
+            logger.warning(
+                f"Unlabelled images make the model worse: {self._best_metric} is {self.value:.4g} "
+                f"but was {self._supervised:.4g} after the burn-in, so lower MODEL.SEMI.WEIGHT, or "
+                "train without --unlabelled"
+            )

@@ -1,0 +1,104 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The losses of Dense Teacher beside a naive second implementation."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from detectron2.modeling import build_model
+from detectron2.utils.events import EventStorage
+from torch.testing import assert_close
+
+from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED
+from qbheat_det.modeling.semi_supervised import DensePredictions, DenseTeacherLoss
+from tests.engine.gradient_cases import NUM_BOXES, make_image
+from tests.modeling.tiny_pretraining import make_tiny_config
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def cross_entropy(target: float, p: float) -> float:
+    return -target * math.log(p) - (1 - target) * math.log(1 - p)
+
+
+def generalized_iou(a: list[float], b: list[float]) -> float:
+    def area(x: list[float]) -> float:
+        return max(0.0, x[2] - x[0]) * max(0.0, x[3] - x[1])
+
+    inner = area([*map(max, a[:2], b[:2]), *map(min, a[2:], b[2:])])
+    outer = area([*map(min, a[:2], b[:2]), *map(max, a[2:], b[2:])])
+    union = area(a) + area(b) - inner
+    return inner / union - (outer - union) / outer
+
+
+def naive_losses(
+    student: DensePredictions, teacher: DensePredictions, share: float
+) -> dict[str, float]:
+    """Sums over lists, location by location."""
+    places = [(n, r) for n in range(len(student.logits)) for r in range(student.logits.shape[1])]
+    best = {(n, r): max(map(sigmoid, teacher.logits[n, r].tolist())) for n, r in places}
+    top = sorted(places, key=lambda place: -best[place])[: max(1, int(share * len(places)))]
+    total = sum(best[place] for place in top)
+    cls = box = quality = 0.0
+    for n, r in places:
+        pairs = zip(student.logits[n, r].tolist(), teacher.logits[n, r].tolist(), strict=True)
+        for mine, theirs in pairs:
+            target, p = sigmoid(theirs) if (n, r) in top else 0.0, sigmoid(mine)
+            cls += abs(target - p) ** 2 * cross_entropy(target, p) / total
+    for n, r in top:
+        weight = best[n, r] / total
+        overlap = generalized_iou(student.boxes[n, r].tolist(), teacher.boxes[n, r].tolist())
+        box += weight * (1 - overlap)
+        if student.quality is not None and teacher.quality is not None:
+            mine, theirs = float(student.quality[n, r]), float(teacher.quality[n, r])
+            quality += weight * cross_entropy(sigmoid(theirs), sigmoid(mine))
+    losses = {"loss_teacher_cls": cls, "loss_teacher_box": box}
+    return losses if student.quality is None else {**losses, "loss_teacher_ctr": quality}
+
+
+def draw_predictions(has_quality: bool) -> DensePredictions:
+    corners = torch.rand(2, 30, 2, dtype=torch.float64) * 40
+    boxes = torch.cat([corners, corners + 5 + 20 * torch.rand(2, 30, 2)], dim=2)
+    quality = torch.randn(2, 30) if has_quality else None
+    return DensePredictions(torch.randn(2, 30, 3), boxes, quality)
+
+
+@pytest.mark.parametrize("has_quality", [False, True])
+@pytest.mark.parametrize("share", [0.001, 0.1, 1.0])
+def test_the_losses_are_those_of_a_naive_implementation(has_quality: bool, share: float) -> None:
+    torch.manual_seed(0)
+    student, teacher = draw_predictions(has_quality), draw_predictions(has_quality)
+    found = DenseTeacherLoss(top_share=share, weight=2.0)(student, teacher)
+    expected = {name: 2 * value for name, value in naive_losses(student, teacher, share).items()}
+    assert_close({name: float(v) for name, v in found.items()}, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["SyncRetinaNet", "SyncFCOS"])
+def test_a_student_equal_to_its_teacher_has_only_the_loss_of_other_places(name: str) -> None:
+    cfg = make_tiny_config(name)
+    cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
+    cfg.MODEL.FPN.update({"IN_FEATURES": ["s8", "s16"], "OUT_CHANNELS": 32})
+    for node in (cfg.MODEL.FCOS, cfg.MODEL.RETINANET):
+        node.update({"NUM_CLASSES": 3, "NUM_CONVS": 1, "NORM": ""})
+    cfg.MODEL.SEMI.TOP_SHARE = 0.5
+    model = build_model(cfg)
+    labelled, other = (make_image(NUM_BOXES.index(count)) for count in (2, 3))
+    entry: dict[str, Any] = {"image": other["image"], STRONG: other["image"]}
+    model.head.bbox_pred.bias.data.fill_(0.5)  # no boxes without area
+    model.eval()  # BatchNorm's own statistics in both
+    entry[PSEUDO_LABELS] = model.pseudo_labels([entry])[0]
+    for module in (model, model.head):
+        module.training = True
+    with EventStorage():
+        losses = model([{**labelled, UNLABELLED: [entry]}])
+        alone = model([labelled])
+    assert {name for name in losses if "teacher" not in name} == set(alone)
+    assert_close(losses["loss_teacher_box"], torch.zeros(()), rtol=0, atol=1e-4)
+    teacher = entry[PSEUDO_LABELS]
+    expected = 4 * naive_losses(teacher, teacher, 0.5)["loss_teacher_cls"]
+    assert_close(float(losses["loss_teacher_cls"].detach()), expected, rtol=1e-3, atol=1e-5)
+    sum(losses.values()).backward()
+    assert all(float(p.grad.abs().sum()) > 0 for p in model.head.parameters())
