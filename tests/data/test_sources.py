@@ -2,6 +2,7 @@
 """What ``--data`` takes: the same boxes in every format, what is wrong named, a part held out."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +94,25 @@ def write_coco(root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("make", [write_coco, write_yolo, write_voc])
+def write_labelimg(root: Path) -> Path:
+    write_voc(root)
+    for file in [*root.rglob("*.jpg"), *root.rglob("*.xml")]:
+        file.rename(root / file.name)
+    (root / "Annotations").rmdir()
+    (root / "JPEGImages").rmdir()
+    return root
+
+
+def write_yolo_folders(root: Path) -> Path:
+    write_yolo(root).unlink()
+    write(root / "train/labels/classes.txt", "cat\ndog\n")
+    return root
+
+
+MAKERS = [write_coco, write_yolo, write_voc, write_labelimg, write_yolo_folders]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_the_same_boxes_come_from_every_format(tmp_path: Path, make: Any) -> None:
     path = make(tmp_path / "set")
     before = sorted(tmp_path.rglob("*"))
@@ -113,7 +132,7 @@ def test_the_same_boxes_come_from_every_format(tmp_path: Path, make: Any) -> Non
     assert found == BOXES
     assert {(record["width"], record["height"]) for record in records} == {(40, 20)}
     crowds = [one["iscrowd"] for record in records for one in record["annotations"]]
-    assert crowds == ([0, 1, 0] if make is write_voc else [0, 0, 0])
+    assert crowds == ([0, 1, 0] if make in (write_voc, write_labelimg) else [0, 0, 0])
     assert all(Path(record["file_name"]).is_file() for record in records)
     register_source(NAME, {**source.train, "labelled": False})  # its images alone
     assert [Path(one["file_name"]).stem for one in DatasetCatalog.get(NAME)] == ["a", "b", "c"]
@@ -238,6 +257,37 @@ def test_lists_of_voc_are_parts_with_the_classes_of_all(tmp_path: Path) -> None:
     forget_annotations()
     with pytest.raises(UserError, match=r"val\.txt, line 2"):
         register_source(NAME, source.val)
+
+
+LAYOUTS = {  # of the parts, for YOLO and for VOC; the last has one part
+    "train/images train/labels valid/images valid/labels": 2,
+    "images/train labels/train images/val labels/val": 2,
+    "images labels": 1,
+    "train train test test": 2,
+    "train/images train/annotations valid/images valid/annotations": 2,
+    "images annotations": 1,
+}
+
+
+@pytest.mark.parametrize(("layout", "parts"), LAYOUTS.items())
+def test_folders_of_parts_need_no_list(tmp_path: Path, layout: str, parts: int) -> None:
+    folders, is_yolo = layout.split(), "labels" in layout
+    made = (write_yolo if is_yolo else write_voc)(tmp_path / "made")
+    made = made.parent if is_yolo else made
+    names = ("train/images", "train/labels") if is_yolo else ("JPEGImages", "Annotations")
+    for number, folder in enumerate(folders):
+        (tmp_path / "set" / folder).mkdir(parents=True, exist_ok=True)
+        for file in (made / names[number % 2]).iterdir():
+            if number < 2 or file.stem == "b":
+                shutil.copy(file, tmp_path / "set" / folder)
+    source = open_source(str(tmp_path / "set"))
+    found = [source.train, *([source.val] if source.val else [])]
+    contents = [read_annotations(part) for part in found]
+    assert [len(content.images) for content in contents] == [3, 1][:parts]
+    assert [len(content.annotations) for content in contents] == [3, 1][:parts]
+    names_of_all = ("0", "1") if is_yolo else ("cat", "dog")
+    assert all(content.class_names == names_of_all for content in contents)
+    assert any("classes.txt" in warning for warning in contents[0].warnings) == is_yolo
 
 
 def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path) -> None:

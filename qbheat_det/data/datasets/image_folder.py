@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
 """Suffixes of image files, in lower case."""
+PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation", "test")}
+"""Usual names of the folders of a part."""
 _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
 
 PathLike = str | os.PathLike[str]

@@ -44,6 +44,7 @@ from .coco import (
 from .coco_file import CocoFile, Converted
 from .image_folder import (
     IMAGE_SUFFIXES,
+    PART_NAMES,
     check_image_folder,
     list_images,
     load_image_folders,
@@ -51,18 +52,18 @@ from .image_folder import (
     register_shards,
 )
 from .splits import group_by_rarest_class, read_split, split_names
-from .voc import convert_voc, find_voc_list
-from .yolo import convert_yolo, list_yolo_images, read_data_yaml
+from .voc import convert_voc, find_voc_folders, find_voc_list
+from .yolo import convert_yolo, find_yolo_folders, list_yolo_images, read_yolo
 
 Source = dict[str, Any]
 Kind = Literal["coco", "yolo", "voc", "classes", "images"]
 
-_VAL_NAMES = ("val", "valid", "validation", "test")
+_VAL_NAMES = PART_NAMES["val"]
 _YAMLS = ("data.yaml", "data.yml", "dataset.yaml")
 _TAKEN = (
-    "a COCO json, a folder with annotations/instances_train.json, a data.yaml of YOLO, a folder of "
-    "Pascal VOC with Annotations/ and JPEGImages/, or a folder with a folder of images for each "
-    "class"
+    "a COCO json, a folder with annotations/instances_train.json, a data.yaml of YOLO or a folder "
+    "with images/ and labels/, a folder of Pascal VOC with Annotations/ and JPEGImages/ or with "
+    "a.xml beside a.jpg, or a folder with a folder of images for each class"
 )
 
 
@@ -96,34 +97,39 @@ def _name_subsets(source: Source, train: str, val: str | None) -> list[Source]:
 
 
 def _is_yolo(path: Path) -> bool:
-    return path.suffix.lower() in (".yaml", ".yml") or any((path / n).is_file() for n in _YAMLS)
+    has_yaml = path.suffix.lower() in (".yaml", ".yml") or any((path / n).is_file() for n in _YAMLS)
+    return has_yaml or bool(find_yolo_folders(path))
 
 
 def _open_yolo(path: Path) -> list[Source]:
-    file = path if path.is_file() else next(f for n in _YAMLS if (f := path / n).is_file())
-    has_val = "val" in read_data_yaml(file).subsets
+    yamls = [file for name in _YAMLS if (file := path / name).is_file()]
+    file = yamls[0] if yamls else path
+    has_val = "val" in read_yolo(file).subsets
     source = {"yolo_file": str(file), "labelled": True}
     return _name_subsets(source, "train", "val" if has_val else None)
 
 
 def _list_yolo(file: str, subset: str) -> list[str]:
-    paths, errors = list_yolo_images(read_data_yaml(file), subset)
+    paths, errors = list_yolo_images(read_yolo(file), subset)
     raise_first(errors)
     return paths
 
 
 def _is_voc(path: Path) -> bool:
-    return (path / "Annotations").is_dir() and (path / "JPEGImages").is_dir()
+    return bool(find_voc_folders(path))
 
 
 def _open_voc(path: Path) -> list[Source]:
-    train, val = (find_voc_list(path, subset) for subset in ("train", "val"))
     source = {"voc_folder": str(path), "labelled": True}
+    if "train" in (folders := find_voc_folders(path)):
+        return _name_subsets(source, "train", "val" if "val" in folders else None)
+    train, val = (find_voc_list(path, subset) for subset in ("train", "val"))
     return _name_subsets(source, "train" if train else "all", "val" if train and val else None)
 
 
 def _list_voc(folder: str, subset: str) -> list[str]:
-    return list_images(os.path.join(folder, "JPEGImages"))
+    folders = find_voc_folders(folder)
+    return list_images(folders[subset if subset in folders else "all"][1])
 
 
 def _has_class_folders(path: Path) -> bool:

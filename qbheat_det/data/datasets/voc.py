@@ -1,6 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reads data sets in the format of Pascal VOC: ``Annotations``, ``JPEGImages``, ``ImageSets``.
 
+LabelImg writes ``a.xml`` beside ``a.jpg``, other tools folders ``annotations`` and ``images``. Both
+may lie in folders of parts, such as "train" and "valid".
+
 Pixels count from 1, as in VOC: a box from xmin 1 to xmax 100 is 100 pixels wide. Difficult objects
 become crowds, which training and evaluation ignore. Classes are sorted by name.
 """
@@ -11,14 +14,43 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
 from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import read_sizes
 
 from .coco_file import Converted
-from .image_folder import IMAGE_SUFFIXES
+from .image_folder import IMAGE_SUFFIXES, PART_NAMES
 
 _LARGEST = 10_000_000  # bytes of an annotation
 _LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
+
+
+def find_voc_folders(folder: str | Path) -> dict[str, tuple[Path, Path]]:
+    """Returns the folders of annotations and images: of "all", or of "train" and perhaps "val"."""
+    root = Path(folder)
+    found = {}
+    for subset, names in {"all": ("",), **PART_NAMES}.items():
+        pairs = [pair for name in names for pair in _pair_folders(root / name)]
+        if pairs:
+            found[subset] = pairs[0]
+    if "all" in found or "train" not in found:
+        return {"all": found["all"]} if "all" in found else {}
+    return found
+
+
+def _pair_folders(base: Path) -> list[tuple[Path, Path]]:
+    pairs = [(base / "Annotations", base / "JPEGImages"), (base / "annotations", base / "images")]
+    pairs = [pair for pair in pairs if pair[0].is_dir() and pair[1].is_dir()]
+    pairs = [pair for pair in pairs if pair[1].name == "JPEGImages" or any(pair[0].glob("*.xml"))]
+    if base.is_dir() and {file.stem for file in base.glob("*.xml")} & _find_images(base).keys():
+        pairs.append((base, base))
+    return pairs
+
+
+def _find_images(folder: Path) -> dict[str, Path]:
+    """Returns the images of a folder by their names without suffix."""
+    files = (file for file in sorted(folder.iterdir()) if file.suffix.lower() in IMAGE_SUFFIXES)
+    return {file.stem: file for file in files}
 
 
 def find_voc_list(folder: str | Path, subset: str) -> Path | None:
@@ -31,31 +63,33 @@ def find_voc_list(folder: str | Path, subset: str) -> Path | None:
 def convert_voc(folder: str, subset: str, classes: Sequence[str] | None = None) -> Converted:
     """Returns a subset as COCO lists; file names are relative to the folder.
 
-    ``subset`` is "train" or "val", by the lists of ``ImageSets/Main``, or "all". ``classes`` are
-    the allowed names in their order; None allows the names in all annotations. Raises a
+    ``subset`` is "train" or "val", by their folders or ``ImageSets/Main``, or "all". ``classes``
+    are the allowed names in their order; None allows the names in all annotations. Raises a
     ``UserError`` if there are no annotations, or a list cannot be read.
     """
     root = Path(folder)
-    trees = {file: _parse(file) for file in sorted((root / "Annotations").glob("*.xml"))}
+    folders = find_voc_folders(root)
+    trees = {f: parse_xml(f) for pair in folders.values() for f in sorted(pair[0].glob("*.xml"))}
     if not trees:
         raise UserError(f"'{root / 'Annotations'}' has no annotations (.xml)")
+    annotations, images = folders[subset if subset in folders else "all"]
     names = classes or sorted({n for tree in trees.values() for n in _list_names(tree)})
     ids = {name: index for index, name in enumerate(names)}
     converted = Converted(names)
-    by_stem = {
-        entry.stem: entry
-        for entry in sorted((root / "JPEGImages").iterdir())
-        if entry.suffix.lower() in IMAGE_SUFFIXES
-    }
-    for file in _list_annotations(root, subset, converted.errors):
+    by_stem = _find_images(images)
+    if annotations == images and (bare := sorted(by_stem.keys() - {f.stem for f in trees})):
+        left_out = f"{images}: images without an annotation (.xml) are left out"
+        converted.warnings.append(f"{left_out}: {join_first(by_stem[stem].name for stem in bare)}")
+    for file in _list_annotations(root, annotations, subset, converted.errors):
         tree = trees[file]
         if isinstance(tree, DataError):
             converted.errors.append(tree)
             continue
-        named = root / "JPEGImages" / Path(tree.findtext("filename", "").strip()).name
+        written = tree.findtext("filename", "").strip().replace("\\", "/")
+        named = images / Path(written).name
         image = named if named.is_file() else by_stem.get(file.stem)
         if image is None:
-            reason = f"there is no image '{named.name}' or '{file.stem}' in JPEGImages"
+            reason = f"there is no image '{named.name}' or '{file.stem}' in '{images}'"
             converted.errors.append(DataError("missing image file", str(file), reason))
             continue
         size = _read_size(tree, image)
@@ -72,8 +106,7 @@ def convert_voc(folder: str, subset: str, classes: Sequence[str] | None = None) 
     return converted
 
 
-def _list_annotations(root: Path, subset: str, errors: list[DataError]) -> list[Path]:
-    folder = root / "Annotations"
+def _list_annotations(root: Path, folder: Path, subset: str, errors: list[DataError]) -> list[Path]:
     list_file = None if subset == "all" else find_voc_list(root, subset)
     if list_file is None:
         return sorted(folder.glob("*.xml"))
@@ -92,7 +125,7 @@ def _list_annotations(root: Path, subset: str, errors: list[DataError]) -> list[
     return list(dict.fromkeys(files))
 
 
-def _parse(file: Path) -> "ElementTree.Element | DataError":
+def parse_xml(file: Path) -> "ElementTree.Element | DataError":
     """Reads an annotation file; refuses declared entities, which can expand without limit."""
     try:
         content = file.read_bytes() if file.stat().st_size <= _LARGEST else b"\0"

@@ -2,9 +2,11 @@
 """Reads data sets in the format of Ultralytics' YOLO: ``data.yaml``, image folders, label files.
 
 Of the ``data.yaml``, ``path``, ``train``, ``val``, ``names``, ``nc`` and ``kpt_shape`` are read;
-nothing is downloaded or run. The labels of ``…/images/a.jpg`` are in ``…/labels/a.txt``, one object
-a line: class, centre, width and height, or class and a polygon, which is replaced by its box.
-Coordinates are fractions of the image's sides. An image without a label file has no objects.
+nothing is downloaded or run. Without it, folders named "images" and "labels" are read, alone or in
+parts (train/images or images/train), with the classes of ``classes.txt``. The labels of
+``…/images/a.jpg`` are in ``…/labels/a.txt``, one object a line: class, centre, width and height, or
+class and a polygon, which is replaced by its box. Coordinates are fractions of the image's sides.
+An image without a label file has no objects.
 """
 
 import os
@@ -21,7 +23,7 @@ from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import read_sizes
 
 from .coco_file import Converted
-from .image_folder import list_images
+from .image_folder import PART_NAMES, list_images
 
 _TOLERANCE = 0.01  # coordinates may lie outside the image by this much
 _LARGEST = 10_000_000  # bytes of a data.yaml
@@ -35,6 +37,7 @@ class YoloConfig:
     names: list[str]
     subsets: dict[str, list[Path]]
     has_keypoints: bool
+    warnings: tuple[str, ...] = ()
 
 
 def read_data_yaml(file: str | Path) -> YoloConfig:
@@ -53,6 +56,48 @@ def read_data_yaml(file: str | Path) -> YoloConfig:
         key: list(_resolve(file, content, key)) for key in ("train", "val") if content.get(key)
     }
     return YoloConfig(file, names, subsets, bool(content.get("kpt_shape")))
+
+
+def find_yolo_folders(root: Path) -> dict[str, list[Path]]:
+    """Returns the folders of images with labels, "train" and perhaps "val", or none."""
+    found = {
+        subset: [folder]
+        for subset, names in PART_NAMES.items()
+        for folder in [
+            f for name in names for f in (root / name / "images", root / "images" / name)
+        ]
+        if list_labels(folder)
+    }
+    whole = {"train": [root / "images"]} if list_labels(root / "images") else {}
+    return found if "train" in found else whole
+
+
+def list_labels(images: Path) -> list[Path]:
+    """Returns the sorted label files of a folder of images."""
+    labels = find_label_file(str(images / "any")).parent
+    return sorted(set(labels.rglob("*.txt")) - {labels / "classes.txt"}) if images.is_dir() else []
+
+
+def read_yolo(path: str | Path) -> YoloConfig:
+    """Reads a ``data.yaml``, or a folder without one; raises as ``read_data_yaml``."""
+    root = Path(path).absolute()
+    if not root.is_dir():
+        return read_data_yaml(root)
+    subsets = find_yolo_folders(root)
+    folders = [folder for listed in subsets.values() for folder in listed]
+    beside = [find_label_file(str(folder / "any")).parent for folder in folders]
+    files = [place / "classes.txt" for place in (root, root / "labels", *beside)]
+    if file := next((file for file in files if file.is_file()), None):
+        names = [line.strip() for line in _read_lines(file) if line.strip()]
+        return YoloConfig(
+            file if file.parent == root else root / "classes.txt", names, subsets, False
+        )
+    labels = [label for folder in folders for label in list_labels(folder)]
+    first = [line.split()[0] for label in labels for line in _read_lines(label) if line.strip()]
+    count = max((int(word) + 1 for word in first if word.isdecimal() and len(word) < 4), default=1)
+    reason = f"{root}: no classes.txt names the classes, so that they are named 0 to {count - 1}"
+    names = [str(number) for number in range(count)]
+    return YoloConfig(root / "classes.txt", names, subsets, False, (reason,))
 
 
 def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[DataError]]:
@@ -81,12 +126,12 @@ def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[D
 def convert_yolo(file: str, subset: str, classes: Sequence[str] | None = None) -> Converted:
     """Returns a subset as COCO lists; file names are relative to the data.yaml.
 
-    ``classes`` is ignored: the data.yaml lists them.
+    ``file`` is a data.yaml or a folder without one. ``classes`` is ignored: the file lists them.
     """
-    config = read_data_yaml(file)
+    config = read_yolo(file)
     converted = Converted(config.names)
     paths, converted.errors = list_yolo_images(config, subset)
-    converted.warnings = _find_orphans(config, subset, paths)
+    converted.warnings = [*config.warnings, *_find_orphans(config, subset, paths)]
     any_label = False
     for path, size in zip(paths, read_sizes(paths), strict=True):
         label = find_label_file(path)
