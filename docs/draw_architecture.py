@@ -22,7 +22,13 @@ ROWS = (
     ("analysis", "export"),
     ("engine", "inference"),
     ("feature_cache", "probing", "labelling", "deployment", "model_zoo"),
-    ("modeling.detr", "modeling.pretrain", "modeling.dense", "modeling.classification"),
+    (
+        "modeling.detr",
+        "modeling.pretrain",
+        "modeling.dense",
+        "modeling.semi_supervised",
+        "modeling.classification",
+    ),
     ("data", "checkpoint", "solver", "evaluation", "modeling.backbone", "modeling.image_model"),
     ("layers", "config", "core", "modeling.contracts"),
 )

@@ -156,14 +156,9 @@ def draw_charts(runs: Sequence[RunDetections], dataset: DetectionSet) -> dict[st
             plot_ap_by_class(runs, dataset.class_names), "Average precision of each class."
         ),
     }  # fmt: skip
-    if len(runs) == 1:
-        del charts["ap50"]
-    if len(dataset.class_names) == 1:
-        del charts["classes"]
-    return {
-        name: plotting.chart_image(chart, caption=caption)
-        for name, (chart, caption) in charts.items()
-    }
+    left_out = {"ap50": len(runs) == 1, "classes": len(dataset.class_names) == 1}
+    return {name: plotting.chart_image(chart, caption=caption)
+            for name, (chart, caption) in charts.items() if not left_out.get(name)}  # fmt: skip
 
 
 @plotting.themed

@@ -8,6 +8,16 @@ from .checks import DataError, find_record_errors, join_messages, raise_first
 from .datasets import register_builtin_sets
 from .datasets.coco import check_same_classes, register_coco_json
 from .datasets.coco_file import CocoFile
+from .datasets.formats import (
+    DataSource,
+    Source,
+    describe_source,
+    find_kind,
+    open_images,
+    open_source,
+    origin_of,
+    with_classes,
+)
 from .datasets.image_folder import (
     IMAGE_SUFFIXES,
     check_image_folder,
@@ -19,13 +29,7 @@ from .datasets.image_folder import (
     register_image_folders,
 )
 from .datasets.sources import (
-    DataSource,
-    Source,
-    find_kind,
     forget_annotations,
-    open_images,
-    open_source,
-    origin_of,
     read_annotations,
     register_source,
     split_source,
@@ -54,14 +58,15 @@ __all__ = [
     "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES", "SPLIT_FILE",
     "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "Mapper",
     "PretrainingMapper", "Source", "StrongViews", "ToySpec", "TrainStream", "absolute",
-    "are_shards", "build_class_batches", "build_detr_crop", "build_image_batches",
-    "build_mapper", "build_train_stream", "check_image_folder", "check_same_classes",
-    "configure_cache", "cut", "find_image_errors", "find_kind", "find_record_errors",
+    "are_shards", "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
+    "build_train_stream", "check_image_folder", "check_same_classes", "configure_cache", "cut",
+    "describe_source", "find_image_errors", "find_kind", "find_record_errors",
     "fingerprint_records", "forget_annotations", "is_in_shard", "join_messages", "list_classes",
     "list_shard_images", "load_class_folders", "load_classes", "load_image_folders",
     "load_labelled_sets", "number_records", "open_images", "open_source", "origin_of",
     "pack_source", "prepare_toy_set", "raise_first", "read_annotations", "read_split",
     "register_coco_json", "register_image_folders", "register_source", "split_source",
+    "with_classes",
 ]  # fmt: skip
 
 register_builtin_sets()

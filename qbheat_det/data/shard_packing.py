@@ -21,8 +21,9 @@ from qbheat_det.core.files import remove_leftovers, write_atomically
 
 from .checks import DataError
 from .datasets.coco import check_coco_file
+from .datasets.formats import DataSource, Source, with_classes
 from .datasets.image_folder import load_image_folders
-from .datasets.sources import DataSource, Source, read_annotations
+from .datasets.sources import read_annotations
 from .images import find_image_error, open_image
 from .shards import FORMAT, INDEX
 
@@ -53,15 +54,14 @@ def pack_source(
     if (root / INDEX).exists():
         raise UserError(f"'{root}' already has an {INDEX}: remove it, or choose another folder")
     remove_leftovers(root)
-    kind = "boxes" if data.kind in ("coco", "yolo", "voc") else data.kind
+    kind = "boxes" if data.kind in ("coco", "yolo", "voc", "labels") else data.kind
     errors: list[DataError] = []
     parts: dict[str, Any] = {}
     classes: list[str] = []
     for part, source in (("train", data.train), ("val", data.val)):
         if source is None:
             continue
-        if "voc_folder" in source and classes:
-            source = {**source, "classes": classes}  # this part may lack some classes
+        source = with_classes(source, classes)
         images, lists = _list_images(source, kind)
         classes = [one["name"] for one in lists.get("categories", ())]
         packed = _pack(images, root, part, shard_bytes, errors, annotated=kind == "boxes")

@@ -33,6 +33,7 @@ from qbheat_det.data import (
     read_split,
     register_source,
     split_source,
+    with_classes,
 )
 
 from .run_flags import RunFlags, find_job
@@ -106,8 +107,8 @@ def _register_sources(
     classes = list(class_names_of(weights)) if weights else []
     train = None
     for name, source in sources.items():
-        if "voc_folder" in source and classes and not split:
-            source = {**source, "classes": classes}  # one folder may lack some classes
+        if not split:
+            source = with_classes(source, classes)
         found = register_source(name, source, split=split)
         if found and train:
             check_same_classes(train, found)

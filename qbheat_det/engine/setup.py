@@ -22,6 +22,7 @@ from qbheat_det.data import (
     MAPPERS_OF_IMAGES,
     check_image_folder,
     configure_cache,
+    describe_source,
     find_image_errors,
     find_record_errors,
     is_in_shard,
@@ -113,12 +114,26 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     if not rank:
         write_split(cfg)
     logger.info(f"Output goes to '{folder}', with all messages in log.txt")
+    _log_data(cfg)
     logger.debug(f"Process {rank} of {comm.get_world_size()}, started with {args}")
     logger.debug(f"Environment:\n{collect_env_info()}")
     logger.debug(f"Config:\n{cfg.dump()}")
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
     if not args.eval_only:
         torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
+
+
+def _log_data(cfg: CfgNode) -> None:
+    """Logs format and size of the data sets that flags registered."""
+    found = []
+    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
+        if source := MetadataCatalog.get(name).get("source"):
+            found.append((describe_source(source), f"{len(DatasetCatalog.get(name)):,}"))
+    if found:
+        formats = " and ".join(dict.fromkeys(title for title, _ in found))
+        sizes = " + ".join(size for _, size in found)
+        classes = f", {len(cfg.MODEL.CLASS_NAMES)} classes" if cfg.MODEL.CLASS_NAMES else ""
+        logger.info(f"Data: {formats}, {sizes} images{classes}")
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:

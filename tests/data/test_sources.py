@@ -3,6 +3,7 @@
 
 import json
 import shutil
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from PIL import Image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
@@ -23,12 +23,18 @@ from qbheat_det.data import (
 from qbheat_det.data.datasets.sources import forget_source
 from qbheat_det.data.datasets.splits import choose_val
 
-NAMES = ["cat", "dog"]
-BOXES = {  # by image of 40 x 20 pixels: class, x, y, width, height
-    "a": [(0, 10, 5, 20, 10), (1, 0, 0, 4, 2)],
-    "b": [(1, 20, 10, 20, 10)],
-    "c": [],
-}
+from .format_cases import (
+    BOXES,
+    MAKERS,
+    NAMES,
+    write,
+    write_coco,
+    write_image,
+    write_labelimg,
+    write_voc,
+    write_yolo,
+)
+
 NAME = "a source of a test"
 
 
@@ -40,82 +46,13 @@ def _clean() -> Iterator[None]:
     forget_annotations()
 
 
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def write_image(path: Path, turned: bool = False) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image = Image.new("RGB", (20, 40) if turned else (40, 20))
-    exif = Image.Exif()
-    exif[0x0112] = 6 if turned else 1
-    image.save(path, exif=exif)
-
-
-def write_yolo(root: Path, *, head: str = "", more: str = "") -> Path:
-    for stem, boxes in {**BOXES, **dict.fromkeys(more, BOXES["a"])}.items():
-        write_image(root / "train" / "images" / f"{stem}.jpg", turned=stem == "b")
-        lines = [f"{k} {(x + w / 2) / 40} {(y + h / 2) / 20} {w / 40} {h / 20}"
-                 for k, x, y, w, h in boxes]  # fmt: skip
-        if lines:
-            write(root / "train" / "labels" / f"{stem}.txt", "\n".join(lines) + "\n\n")
-    return write(root / "data.yaml", head or "train: ../train/images\nnc: 2\nnames: [cat, dog]\n")
-
-
-def write_voc(root: Path) -> Path:
-    for stem, boxes in BOXES.items():
-        write_image(root / "JPEGImages" / f"{stem}.jpg")
-        objects = "".join(
-            f"<object><name>{NAMES[k]}</name><difficult>{int(w < 5)}</difficult><bndbox>"
-            f"<xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + w}</xmax><ymax>{y + h}</ymax>"
-            "</bndbox></object>"
-            for k, x, y, w, h in boxes
-        )
-        size = "<size><width>40</width><height>20</height></size>" if stem != "b" else ""
-        text = f"<annotation><filename>../{stem}.jpg</filename>{size}{objects}</annotation>"
-        write(root / "Annotations" / f"{stem}.xml", text)
-    return root
-
-
-def write_coco(root: Path) -> Path:
-    annotations: list[dict[str, Any]] = []
-    images = []
-    for number, (stem, boxes) in enumerate(BOXES.items(), start=1):
-        write_image(root / "images" / f"{stem}.jpg")
-        images.append({"id": number, "file_name": f"{stem}.jpg", "width": 40, "height": 20})
-        for k, *box in boxes:
-            entry = {"image_id": number, "category_id": k, "bbox": box, "iscrowd": 0}
-            annotations.append({"id": len(annotations) + 1, **entry})
-    categories = [{"id": index, "name": name} for index, name in enumerate(NAMES)]
-    content = {"images": images, "annotations": annotations, "categories": categories}
-    write(root / "annotations" / "instances_train.json", json.dumps(content))
-    return root
-
-
-def write_labelimg(root: Path) -> Path:
-    write_voc(root)
-    for file in [*root.rglob("*.jpg"), *root.rglob("*.xml")]:
-        file.rename(root / file.name)
-    (root / "Annotations").rmdir()
-    (root / "JPEGImages").rmdir()
-    return root
-
-
-def write_yolo_folders(root: Path) -> Path:
-    write_yolo(root).unlink()
-    write(root / "train/labels/classes.txt", "cat\ndog\n")
-    return root
-
-
-MAKERS = [write_coco, write_yolo, write_voc, write_labelimg, write_yolo_folders]
-
-
 @pytest.mark.parametrize("make", MAKERS)
-def test_the_same_boxes_come_from_every_format(tmp_path: Path, make: Any) -> None:
+def test_the_same_boxes_come_from_every_format(
+    tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / "cache"))
     path = make(tmp_path / "set")
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted((tmp_path / "set").rglob("*"))
     source = open_source(str(path))
     assert source.val is None
     register_source(NAME, source.train)
@@ -136,7 +73,63 @@ def test_the_same_boxes_come_from_every_format(tmp_path: Path, make: Any) -> Non
     assert all(Path(record["file_name"]).is_file() for record in records)
     register_source(NAME, {**source.train, "labelled": False})  # its images alone
     assert [Path(one["file_name"]).stem for one in DatasetCatalog.get(NAME)] == ["a", "b", "c"]
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted((tmp_path / "set").rglob("*")) == before
+
+
+def test_parts_of_a_csv_have_the_classes_of_both(tmp_path: Path) -> None:
+    head, box = "image,label,x1,y1,x2,y2\n", "0,0,9,9\n"
+    for part, label in (("train", "dog"), ("test", "cat")):
+        write_image(tmp_path / "images" / part / "a.jpg")
+        write(tmp_path / f"{part}_labels.csv", f"{head}images/{part}/a.jpg,{label},{box}")
+    source = open_source(str(tmp_path))
+    assert source.val is not None
+    for part in (source.train, source.val):
+        assert read_annotations(part).class_names == ("cat", "dog")
+        assert read_annotations(part).errors == []
+
+
+_LABEL_STUDIO = '[{"id": 5, "data": {"image": "a.jpg"}, "annotations": [{"result": [%s]}]}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("a.csv", "image,label,x1,y1,x2,y2\na.jpg,cat,1,2,x,4\na.jpg,cat,1,2,3,4", "line 2"),
+        ("a.csv", "image,label,x1,y1,x2,y2\nb.jpg,cat,1,2,3,4", "b.jpg"),
+        ("a.csv", "image,label,x1,y1,x2,y2\na.jpg,,1,2,3,4\na.jpg,cat,1,2,3,4", "line 2"),
+        ("a.csv", "image,label,x1,y1,x2,y2\na.jpg,,,,,", "no boxes"),
+        ("a.json", '{"_via_img_metadata": {"a": {"filename": "a.jpg"}}}', "regions"),
+        ("a.json", '{"a": {"filename": "a.jpg", "regions": [{"x": {}}]}}', "a.json"),
+        ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"]}}', "a.json"),
+        ("a.json", "[{}]", "a.json"),
+        ("a.json", "[1]", "a.json"),
+        ("a.xml", "<annotations><track/></annotations>", "video"),
+        ("a.xml", "<!DOCTYPE x><annotations/>", "DOCTYPE"),
+        ("metadata.jsonl", '{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3]]}}', "metadata"),
+        ("a.zip", "no archive", "a.zip"),
+    ],
+)
+def test_a_bad_entry_of_a_label_file_is_named(
+    tmp_path: Path, name: str, content: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / "cache"))
+    write_image(tmp_path / "a.jpg")
+    path = write(tmp_path / name, content)
+    with pytest.raises(UserError, match=named):
+        register_source(NAME, open_source(str(path)).train)
+
+
+def test_a_zip_writes_nothing_beside_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / "cache"))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("../../outside.txt", "x")
+        archive.writestr("bomb", b"0" * 10_000_000, zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match=r"a\.zip"):
+        open_source(str(tmp_path / "a.zip"))
+    assert not list(tmp_path.rglob("outside.txt"))
+    assert not list((tmp_path / "cache").rglob("bomb"))
 
 
 def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(

@@ -123,10 +123,10 @@ def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[D
     return list(paths), errors
 
 
-def convert_yolo(file: str, subset: str, classes: Sequence[str] | None = None) -> Converted:
+def convert_yolo(file: str, subset: str) -> Converted:
     """Returns a subset as COCO lists; file names are relative to the data.yaml.
 
-    ``file`` is a data.yaml or a folder without one. ``classes`` is ignored: the file lists them.
+    ``file`` is a data.yaml or a folder without one.
     """
     config = read_yolo(file)
     converted = Converted(config.names)

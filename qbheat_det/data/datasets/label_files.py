@@ -1,0 +1,215 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Converts boxes from exports of annotation tools: one reader for each kind of file.
+
+A reader yields ``LabelledImage``s. ``convert_labels`` finds the image files and makes COCO lists.
+Polygons, ellipses and rotated boxes become their enclosing boxes.
+"""
+
+import csv
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first, one_line
+from qbheat_det.data.checks import DataError, short
+from qbheat_det.data.images import read_sizes
+
+from . import annotation_tools as tools
+from .coco_file import Converted
+from .image_folder import PART_NAMES, list_images
+
+_LARGEST = 500_000_000  # bytes of a file
+_HEAD = 4096  # bytes that tell the kind of a json
+_UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio's prefix of uploaded files
+_PART_FILE = "{part}*.csv"
+
+
+class LabelFile(NamedTuple):
+    """A file, and the kind of its content."""
+
+    kind: str
+    path: Path
+
+
+def find_label_files(path: Path) -> dict[str, LabelFile]:
+    """Returns the label files of "train" and "val", or of "all"; empty if there are none."""
+    if path.is_file():
+        kind = _find_kind(path)
+        return {"all": LabelFile(kind, path)} if kind else {}
+    if not path.is_dir():
+        return {}
+    parts = {}
+    for part, names in PART_NAMES.items():
+        for name in names:
+            tables = sorted(path.glob(_PART_FILE.format(part=name)))
+            found = LabelFile("csv", tables[0]) if len(tables) == 1 else _find_in(path / name)
+            if found and part not in parts:
+                parts[part] = found
+    if "train" in parts:
+        return parts
+    return {"all": found} if (found := _find_in(path)) else {}
+
+
+def _find_in(folder: Path) -> LabelFile | None:
+    """Returns the only label file of a folder."""
+    if not folder.is_dir():
+        return None
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    found = [LabelFile(kind, file) for file in files if (kind := _find_kind(file))]
+    named = [one for one in found if one.path.name.startswith(("metadata.", "_annotations."))]
+    return chosen[0] if len(chosen := named or found) == 1 else None
+
+
+def _find_kind(file: Path) -> str:
+    """Returns the kind of a file by its suffix and first bytes; "" if it is none of ``READERS``."""
+    suffix = file.suffix.lower()
+    if suffix not in (".csv", ".json", ".jsonl", ".xml"):
+        return ""
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(_HEAD).decode("utf-8", errors="replace").lstrip("\ufeff \n\r\t")
+    except OSError:
+        return ""
+    if suffix == ".csv":
+        first = head.partition("\n")[0].lower()
+        if "file_name" in first and "objects" in first:
+            return "huggingface"
+        return "csv" if tools.are_columns(first) else ""
+    if suffix == ".jsonl":
+        return "huggingface" if '"file_name"' in head else ""
+    if suffix == ".xml":
+        return "cvat" if "<annotations" in head else ""
+    if head.startswith("["):
+        return "label_studio"
+    return "via" if '"_via_' in head or ('"regions"' in head and '"filename"' in head) else ""
+
+
+def read_labels(file: LabelFile) -> Iterator[tools.LabelledImage]:
+    """Yields the images of a label file.
+
+    Raises:
+        UserError: the file cannot be read, or its content has another form.
+    """
+    try:
+        if file.path.stat().st_size > _LARGEST:
+            raise UserError(f"'{file.path}' is too large for a file of labels")
+        yield from READERS[file.kind](file.path)
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, csv.Error) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"'{file.path}' is not a file of {TITLES[file.kind]} ({reason})") from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[tools.LabelledImage]]] = {
+    "csv": tools.read_csv,
+    "via": tools.read_via,
+    "label_studio": tools.read_label_studio,
+    "cvat": tools.read_cvat,
+    "huggingface": tools.read_hugging_face,
+}
+TITLES = {
+    "csv": "CSV",
+    "via": "VGG Image Annotator",
+    "label_studio": "Label Studio",
+    "cvat": "CVAT",
+    "huggingface": "Hugging Face metadata",
+}
+
+
+def convert_labels(
+    path: str, subset: str, *, image_root: str = "", classes: Sequence[str] = ()
+) -> Converted:
+    """Returns a subset as COCO lists; file names are relative to ``image_root`` or to the path.
+
+    Args:
+        path: a label file, or a folder with one or with a part "train".
+        subset: "train", "val" or "all", see ``find_label_files``.
+        image_root: folder of the images.
+        classes: class names in order; by default the sorted names of all parts.
+
+    Raises:
+        UserError: a file cannot be read, or no image has a box.
+    """
+    parts = {part: list(read_labels(file)) for part, file in find_label_files(Path(path)).items()}
+    if subset not in parts:
+        raise UserError(f"'{path}' has no labels of the part '{subset}'")
+    used = {box.name for entries in parts.values() for entry in entries for box in entry.boxes}
+    if not used:
+        raise UserError(f"'{path}' has no boxes")
+    names = list(classes) or sorted(used)
+    converted, ids = Converted(names), {name: index for index, name in enumerate(names)}
+    root = Path(image_root or (path if os.path.isdir(path) else os.path.dirname(path)))
+    found = _locate(parts[subset], root, find_label_files(Path(path))[subset].path)
+    files = [str(file) for file in found if isinstance(file, Path)]
+    sizes = dict(zip(files, read_sizes(files), strict=True))
+    skipped = [entry.place for entry in parts[subset] if entry.is_skipped]
+    if skipped:
+        converted.warnings.append(f"{len(skipped):,} tasks have no labels: {join_first(skipped)}")
+    for entry, file in zip(parts[subset], found, strict=True):
+        converted.errors += entry.errors
+        if entry.is_skipped:
+            continue
+        if isinstance(file, DataError):
+            converted.errors.append(file)
+            continue
+        size = sizes[str(file)]
+        if isinstance(size, DataError):
+            converted.errors.append(size)
+            continue
+        id_ = converted.add_image(entry.place, os.path.relpath(file, root), size)
+        for box in entry.boxes:
+            scale = size * 2 if box.is_relative else (1, 1, 1, 1)
+            if box.name not in ids:
+                reason = f"its name {short(box.name)} is none of the classes {short(names)}"
+                converted.errors.append(DataError("wrong object", box.place, reason))
+                continue
+            bbox = [value * side for value, side in zip(box.xywh, scale, strict=True)]
+            converted.add_box(box.place, id_, ids[box.name], bbox, box.is_crowd)
+    return converted
+
+
+def list_labelled_images(path: str, subset: str, *, image_root: str = "") -> list[str]:
+    """Returns the paths of a subset's images."""
+    converted = convert_labels(path, subset, image_root=image_root)
+    root = image_root or (path if os.path.isdir(path) else os.path.dirname(path))
+    return [os.path.join(root, image["file_name"]) for image in converted.lists["images"]]
+
+
+def _locate(
+    entries: Sequence[tools.LabelledImage], root: Path, file: Path
+) -> list[Path | DataError]:
+    """Returns the file of each image, which is searched beside the labels and below the root."""
+    by_name: dict[str, list[Path]] = {}
+    for path in map(Path, list_images(root)):
+        for key in {path.name, path.stem}:
+            by_name.setdefault(key, []).append(path)
+    folder = file.parent
+
+    def find(entry: tools.LabelledImage) -> Path | DataError:
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(entry.name).query)
+        name = urllib.parse.unquote(query["d"][0] if "d" in query else entry.name)
+        name = name.replace("\\", "/").lstrip("/")
+        last = name.rpartition("/")[2]
+        for tried in (folder / name, root / name, folder / last):
+            if tried.is_file() and _is_below(tried, root):
+                return tried
+        found: list[Path] = []
+        for key in (last, _UPLOADED.sub("", last)):
+            found = found or by_name.get(key, [])
+        # Of several images with this name, those beside the labels come first.
+        found = [path for path in found if _is_below(path, folder)] or found
+        if len(found) == 1:
+            return found[0]
+        reason = f"there is no image {short(last)} below '{root}'"
+        if found:
+            reason = f"{len(found)} images have the name {short(last)}: {join_first(found, 2)}"
+        return DataError("missing image file", entry.place, reason)
+
+    return [find(entry) for entry in entries]
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return folder.resolve() in path.resolve().parents
