@@ -332,3 +332,27 @@ def test_parts_of_a_split_are_disjoint_in_boxes_and_ground_truth(tmp_path: Path)
     write(file, "[]")
     with pytest.raises(UserError, match=r"split\.json"):
         register_source(NAME, {**source, "split": {"file": str(file), "part": "val"}})
+
+
+ADDRESSES = (
+    "/data/local-files/?d=photos/set%201/a.jpg",
+    "old/set 1/a.jpg",
+    "https://host/set%201/a.jpg?key=1",
+    "C:\\photos\\set 1\\a.jpg",
+)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_the_folders_of_an_address_choose_between_images_of_one_name(
+    tmp_path: Path, address: str
+) -> None:
+    for folder in ("set 1", "set 2"):
+        write_image(tmp_path / "photos" / folder / "a.jpg")
+    value = {"x": 25, "y": 25, "width": 50, "height": 50, "rotation": 0, "rectanglelabels": ["cat"]}
+    size = {"original_width": 40, "original_height": 20}
+    result = [{"type": "rectanglelabels", "from_name": "l", "to_name": "i", **size, "value": value}]
+    task = {"id": 1, "annotations": [{"id": 1, "result": result}], "data": {"image": address}}
+    file = write(tmp_path / "exports" / "export.json", json.dumps([task]))
+    content = read_annotations(open_source(str(file), str(tmp_path / "photos")).train)
+    assert [image["file_name"] for image in content.images] == ["set 1/a.jpg"]
+    assert [one["bbox"] for one in content.annotations] == [[10, 5, 20, 10]]

@@ -190,7 +190,8 @@ def _locate(
 
     def find(entry: tools.LabelledImage) -> Path | DataError:
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(entry.name).query)
-        name = urllib.parse.unquote(query["d"][0] if "d" in query else entry.name)
+        address = urllib.parse.urlsplit(entry.name).path if "://" in entry.name else entry.name
+        name = urllib.parse.unquote(query["d"][0] if "d" in query else address)
         name = name.replace("\\", "/").lstrip("/")
         last = name.rpartition("/")[2]
         for tried in (folder / name, root / name, folder / last):
@@ -201,6 +202,11 @@ def _locate(
             found = found or by_name.get(key, [])
         # Of several images with this name, those beside the labels come first.
         found = [path for path in found if _is_below(path, folder)] or found
+        for start in range(
+            1, name.count("/") + 1
+        ):  # the folders before the name may tell them apart
+            tail = "/".join(["", *name.split("/")[start:]])
+            found = [path for path in found if path.as_posix().endswith(tail)] or found
         if len(found) == 1:
             return found[0]
         reason = f"there is no image {short(last)} below '{root}'"
