@@ -30,7 +30,7 @@ ROWS = (
         "modeling.classification",
     ),
     ("data", "checkpoint", "solver", "evaluation", "modeling.backbone", "modeling.image_model"),
-    ("layers", "config", "core", "modeling.contracts"),
+    ("layers", "config", "core", "modeling.contracts", "modeling.semi_supervised"),
 )
 WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 108
 COLORS = ("#f6dede", "#fbe0ea", "#fde7d4", "#fff3c9", "#dcebfb", "#e3f3df", "#eeeeee")

@@ -198,7 +198,7 @@ _KEYS: dict[str, dict[str, Any]] = {
     "MODEL.SEMI": {  # learning from DATASETS.UNLABELLED, by a teacher: SOLVER.EMA
         "BURN_IN": 0.25,  # share of the run that trains on labels alone, at first
         "RATIO": 1,  # unlabelled images for each labelled image of a step
-        "WEIGHT": 4.0,  # of the losses on unlabelled images
+        "WEIGHT": 1.0,  # of the losses on unlabelled images
         "TOP_SHARE": 0.01,  # of the locations, by the teacher's score, that learn from it
         # Strong view of cached features: shares of the channels and of the area set to zero. The
         # strong view of images has the colours and blurs of INPUT.TWO_VIEWS, and erased parts.

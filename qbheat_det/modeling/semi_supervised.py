@@ -58,7 +58,7 @@ class DenseTeacherLoss:
     """
 
     top_share: float = 0.01
-    weight: float = 4.0
+    weight: float = 1.0
     gamma: float = 2.0
 
     def __call__(self, student: DensePredictions, teacher: DensePredictions) -> dict[str, Tensor]:
