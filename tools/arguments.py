@@ -73,6 +73,18 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--weights", default="", metavar="W", help=f"MODEL.WEIGHTS: {WEIGHTS}")
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
+    parser.add_argument("--epochs", type=float, metavar="N", help="SOLVER.EPOCHS")
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="SOLVER.IMS_PER_BATCH, images per optimizer step"
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        metavar="PIXELS",
+        help="shorter side of the images of detectors; side of the squares of other models",
+    )
+    parser.add_argument("--freeze", action="store_true", help="train nothing of the backbone")
+    parser.add_argument("--device", default="", help="MODEL.DEVICE: cpu or cuda")
     parser.add_argument(
         "--resume",
         action="store_true",

@@ -5,7 +5,8 @@ from qbheat_det.inference.batch import Job, run_batch
 from qbheat_det.inference.files import predict_files
 from qbheat_det.inference.results import Detections, save_annotations
 
-from .detector import Detector, Encoder
+from .detector import Detector
+from .encoder import Encoder
 from .loading import load
 
 __all__ = [

@@ -1,25 +1,21 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``Detector`` and ``Encoder``: trained weights as objects that are called with images."""
+"""``Detector``: a trained detector as an object that is called with images."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import PIL.Image
-import torch
 from detectron2.config import CfgNode
-from torch import Tensor, nn
+from torch import Tensor
 
 from qbheat_det.analysis.run import Run
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import DeployedModel, deploy
-from qbheat_det.export import ExportReport, export_model
-from qbheat_det.inference.encoder import encode
-from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.pictures import (
     NamedImage,
     Picture,
@@ -30,118 +26,33 @@ from qbheat_det.inference.pictures import (
 from qbheat_det.inference.predict import Predictor, build_predictor, check_elongation
 from qbheat_det.inference.results import Detections
 from qbheat_det.inference.video import Image, UnreadableImage
-from qbheat_det.model_zoo.hub import HUB_PREFIX, push_to_hub, save_pretrained
 
-from .training import train_detector
+from .trained import Trained, names_mistakes
+from .training import evaluate_detector, train_detector
 
 T = TypeVar("T")
-Opened = TypeVar("Opened", bound="Trained")
-
-
-class Trained:
-    """What detectors and encoders share: the config, the weights it names, and ways to pass on."""
-
-    cfg: CfgNode
-    model: nn.Module | None
-    _load: ClassVar[Callable[..., "Trained"]]  # ``load`` itself, which knows both classes
-
-    @property
-    def weights(self) -> str:
-        """The file or address, as ``MODEL.WEIGHTS`` takes it."""
-        return str(self.cfg.MODEL.WEIGHTS)
-
-    def __repr__(self) -> str:
-        node = self.cfg.MODEL
-        name = node.BACKBONE.NAME
-        parts = [name if isinstance(self, Encoder) else f"{node.META_ARCHITECTURE} on {name}"]
-        if node.CLASS_NAMES and not isinstance(self, Encoder):
-            shown = ", ".join(node.CLASS_NAMES[:5]) + ", …" * (len(node.CLASS_NAMES) > 5)
-            parts.append(f"{len(node.CLASS_NAMES)} classes ({shown})")
-        if self.model is not None:
-            count = sum(parameter.numel() for parameter in self.model.parameters())
-            parts += [f"{count / 1e6:.1f} M parameters", node.DEVICE]
-        parts += ["deployed"] * isinstance(self.model, DeployedModel)
-        return f"{type(self).__name__}({', '.join([*parts, repr(self.weights)])})"
-
-    @classmethod
-    def from_pretrained(
-        cls: type[Opened], name: str | Path, *, revision: str | None = None, **options: Any
-    ) -> Opened:
-        """Opens what ``save_pretrained`` or ``push_to_hub`` wrote; ``load`` opens all else too.
-
-        Args:
-            name: a folder, or "user/name" of Hugging Face.
-            revision: a branch, tag or commit of the repository.
-            options: of ``load``, such as ``device``.
-
-        Raises:
-            UserError: there is no such repository or file, or it holds the other kind.
-        """
-        if revision or not Path(name).is_dir():
-            name = f"{HUB_PREFIX}{name}" + (f"@{revision}" if revision else "")
-        found = cls._load(name, **options)
-        if not isinstance(found, cls):
-            kind = type(found).__name__
-            raise UserError(f"'{name}' is no {cls.__name__}: open it by {kind}.from_pretrained")
-        return found
-
-    def export(
-        self,
-        output: str | Path,
-        *,
-        images: Sequence[str | Path] = (),
-        tolerance: float = 1e-4,
-        overwrite: bool = False,
-        image_size: Sequence[int] = (),
-        int8_images: Sequence[str | Path] = (),
-    ) -> ExportReport:
-        """Writes an ONNX file, and compares it with PyTorch, see docs/export.md.
-
-        Args:
-            output: the file, ``.onnx``.
-            images: files and folders to compare on; by default the toy set.
-            tolerance: largest difference of scores, and of boxes relative to the image.
-            overwrite: whether the file may exist.
-            image_size: (height, width) in pixels, if the file will get images of one size alone.
-            int8_images: files and folders to calibrate 8-bit integers on; by default float32.
-
-        Raises:
-            UserError: it cannot be exported, or does not agree with PyTorch.
-        """
-        if self.model is None:
-            raise UserError(f"'{self.weights}' is exported already: export the weights")
-        return export_model(
-            self.cfg,
-            Path(output),
-            images=[str(path) for path in images],
-            tolerance=tolerance,
-            overwrite=overwrite,
-            image_size=tuple(image_size),
-            int8_images=[str(path) for path in int8_images],
-        )
-
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Writes ``model.safetensors`` and a model card into a folder, which ``load`` takes.
-
-        Raises:
-            UserError: the model is exported, or the folder cannot be written.
-        """
-        if self.model is None:
-            raise UserError(f"'{self.weights}' is exported: save its weights")
-        return save_pretrained(self.cfg, Path(folder), is_detector=isinstance(self, Detector))
-
-    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Uploads what ``save_pretrained`` writes to Hugging Face; returns the address.
-
-        Args:
-            repo_id: "user/name", made if there is none; ``load("hf://user/name")`` opens it.
-            private: whether a new repository is private.
-            token: None for that of ``hf auth login`` or ``$HF_TOKEN``.
-
-        Raises:
-            UserError: the model is exported, or the hub refuses.
-        """
-        return push_to_hub(self.save_pretrained, repo_id, private=private, token=token)
+PREDICT_MISTAKES = {
+    "conf": "threshold",
+    "confidence": "threshold",
+    "score_threshold": "threshold",
+    "source": "images",
+    "batch": "batch_size",
+    "imgsz": "overrides of INPUT.MIN_SIZE_TEST in qbheat predict",
+    "iou": "overrides of the model's NMS_THRESH_TEST in qbheat predict",
+    "device": "load(weights, device=…)",
+    "save": "Detections.save",
+    "stream": "Detector.stream",
+}
+TRAIN_MISTAKES = {
+    "batch": 'overrides={"SOLVER.IMS_PER_BATCH": …}',
+    "batch_size": 'overrides={"SOLVER.IMS_PER_BATCH": …}',
+    "imgsz": 'overrides={"INPUT.MIN_SIZE_TRAIN": (…,)}',
+    "lr": 'overrides={"SOLVER.BASE_LR": …}',
+    "lr0": 'overrides={"SOLVER.BASE_LR": …}',
+    "project": "output",
+    "name": "output",
+    "device": "load(weights, device=…)",
+}
 
 
 class Detector(Trained):
@@ -155,7 +66,7 @@ class Detector(Trained):
 
     @property
     def class_names(self) -> list[str]:
-        """The classes, in the order of their indices."""
+        """Class names in the order of their indices."""
         return list(self.cfg.MODEL.CLASS_NAMES)
 
     @overload
@@ -175,32 +86,35 @@ class Detector(Trained):
         self, images: str | Path, *, threshold: float = ..., batch_size: int = ...
     ) -> Any: ...
 
+    @names_mistakes(PREDICT_MISTAKES)
     def predict(self, images: Any, *, threshold: float = 0.3, batch_size: int = 8) -> Any:
-        """Finds objects.
+        """Detects objects; ``detector(images)`` does the same.
 
         Args:
-            images: one image (a file, an address http(s)://…, a PIL image, an array (H, W, 3) of
-                uint8, a tensor (3, H, W) of uint8 or of floats in [0, 1]; RGB), a list of them, a
-                folder, a pattern such as "photos/*.jpg", or a video.
-            threshold: the least score.
-            batch_size: images of one size that go through the model together.
+            images: one image (a file, a URL, a PIL image, an array (H, W, 3) of uint8, a tensor
+                (3, H, W) of uint8 or of floats in [0, 1]; RGB), a list of images, a folder, a
+                pattern such as "photos/*.jpg", or a video.
+            threshold: lowest score of the detections.
+            batch_size: number of images of one size that the model processes together.
 
         Returns:
-            ``Detections`` of one image; a list of them of several; of a video an iterator, frame
-            by frame.
+            ``Detections`` for one image, a list for several images, or an iterator over the frames
+            of a video.
 
         Raises:
-            UserError: a file does not exist or is no image, or the threshold is no score.
+            UserError: a file is missing or not an image, or the threshold is not in [0, 1].
         """
         found = self.stream(images, threshold=threshold, batch_size=batch_size)
         if is_video(images):
             return found
         return list(found) if is_collection(images) else next(found)
 
+    __call__ = predict
+
     def stream(
         self, images: Picture | Sequence[Picture], *, threshold: float = 0.3, batch_size: int = 8
     ) -> Iterator[Detections]:
-        """As ``predict``, one after another, with few images in memory; raises alike."""
+        """Like ``predict``, but yields the results one by one and keeps few images in memory."""
         if not 0 <= threshold <= 1:
             raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
         if batch_size < 1:
@@ -228,15 +142,15 @@ class Detector(Trained):
         compile: str = "auto",
         image_sizes: Sequence[Sequence[int]] = (),
     ) -> "Detector":
-        """Returns this detector in its fastest equal form on its device, see ``deploy``.
+        """Returns this detector in its fastest equivalent form, see ``qbheat_det.deploy``.
 
         Args:
-            precision: "float32", or "bfloat16", which is not equal.
+            precision: "float32", or "bfloat16", which changes the results slightly.
             compile: "auto", or "off".
-            image_sizes: (height, width) in pixels, as the model gets them, to compile for.
+            image_sizes: sizes to compile for, (height, width) of the resized image in pixels.
 
         Raises:
-            UserError: an argument is not valid, or the detector is exported or deployed already.
+            UserError: an argument is invalid, or the detector is exported or deployed already.
         """
         if self.model is None:
             raise UserError(f"'{self.weights}' is exported: deploy its weights")
@@ -246,6 +160,23 @@ class Detector(Trained):
         )
         return Detector(predictor, self.cfg)
 
+    @names_mistakes({"device": "load(weights, device=…)", "source": "data"})
+    def evaluate(self, data: str | Path, *, images: str | Path = "") -> dict[str, float]:
+        """Returns COCO's metrics of boxes on annotated images, like ``qbheat evaluate``.
+
+        Args:
+            data: images with boxes, in any format of ``--data``, of which the validation part is
+                used if there is one.
+            images: folder of the images of a COCO json, if they are not beside the file.
+
+        Raises:
+            UserError: the data are invalid or have other classes, or the detector is exported.
+        """
+        if self.model is None or isinstance(self.model, DeployedModel):
+            raise UserError(f"'{self.weights}' is exported or deployed: evaluate its weights")
+        return evaluate_detector(self.cfg, str(data), str(images))
+
+    @names_mistakes(TRAIN_MISTAKES)
     def train(
         self,
         data: str | Path,
@@ -255,21 +186,21 @@ class Detector(Trained):
         overrides: dict[str, Any] | None = None,
         **flags: Any,
     ) -> Run:
-        """Trains on from these weights, and holds the trained ones afterwards.
+        """Trains from these weights, and loads the trained weights.
 
         Args:
-            data: a COCO json, a dataset folder, a YOLO ``data.yaml`` or a Pascal VOC folder. Its
-                classes replace the detector's; those of one name keep their weights.
-            epochs: passes over the images.
-            output: the run's folder; by default a new one below ``output/``.
+            data: images with boxes, in any format of ``--data``. Their classes replace the
+                detector's classes; classes with equal names keep their weights.
+            epochs: number of passes over the images.
+            output: folder of the run; by default a new one below ``output/``.
             overrides: config keys and values, such as ``{"SOLVER.BASE_LR": 0.005}``.
-            flags: of ``RunFlags``, such as ``images``, ``val`` and ``val_images``.
+            flags: fields of ``RunFlags``, such as ``images``, ``val`` and ``val_images``.
 
         Returns:
             The run: ``folder``, ``metrics``, ``weights``, and figures by ``analysis``.
 
         Raises:
-            UserError: the data or an override are not valid, or the detector is exported.
+            UserError: the data or an override are invalid, or the detector is exported.
         """
         if self.model is None or isinstance(self.model, DeployedModel):
             raise UserError(f"'{self.weights}' is exported or deployed: train its weights")
@@ -280,40 +211,6 @@ class Detector(Trained):
         self._predictor = build_predictor(self.cfg)
         self.model = self._predictor.model
         return run
-
-
-class Encoder(Trained):
-    """A trained backbone on images of any size; ``model`` is its module."""
-
-    def __init__(self, model: nn.Module | ExportedModel, cfg: CfgNode) -> None:
-        """``model`` is a Detectron2 backbone in evaluation mode, or an exported one."""
-        self._exported = model if isinstance(model, ExportedModel) else None
-        self.model = model if isinstance(model, nn.Module) else None
-        self.cfg = cfg
-
-    def __call__(self, images: Picture | Sequence[Picture]) -> dict[str, Tensor]:
-        """Returns the outputs by name, maps (N, C, H, W) and tokens (N, M, D).
-
-        Several images are padded to one size; padding counts as image. An exported encoder resizes
-        them first, and takes several of one size only.
-
-        Raises:
-            UserError: there are no images, or a file does not exist or is no image.
-        """
-        if is_video(images):
-            raise UserError(f"'{images}' is a video: give its frames")
-        pictures = [each.image for each in open_images(images)]
-        if self._exported is not None:
-            return self._run_exported(pictures)
-        return encode(self.model, self.cfg, pictures)
-
-    def _run_exported(self, pictures: Sequence[Image]) -> dict[str, Tensor]:
-        assert self._exported is not None
-        if len({picture.shape for picture in pictures}) > 1:
-            raise UserError("an exported encoder takes images of one size")
-        step = -1 if self._exported.info.pixel_format == "BGR" else 1
-        outputs = self._exported(np.stack(pictures)[..., ::step])
-        return {name: torch.from_numpy(value) for name, value in outputs.items()}
 
 
 def _cut(items: Iterator[T], size: int) -> Iterator[list[T]]:

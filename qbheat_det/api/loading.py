@@ -1,20 +1,19 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``load``: from a name, a file, a folder or an address to a detector or an encoder."""
+"""``load`` opens a detector or an encoder from a name, a file, a folder or a URL."""
 
 from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
 
-from qbheat_det.checkpoint import (
-    load_run_config,
-)
+from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.encoder import is_encoder, is_timm, locate_weights, open_encoder
 from qbheat_det.inference.exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
 from qbheat_det.inference.predict import build_predictor
 
-from .detector import Detector, Encoder, Trained
+from .detector import Detector
+from .encoder import Encoder
 
 
 def load(
@@ -49,9 +48,6 @@ def load(
     if is_encoder(name, cfg):
         return Encoder(*open_encoder(name, device))
     return _build_detector(cfg)
-
-
-Trained._load = staticmethod(load)  # for ``from_pretrained``
 
 
 def _check_device(device: str | None) -> None:

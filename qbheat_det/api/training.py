@@ -2,6 +2,7 @@
 """Training as ``tools/train_net.py`` does it, from Python."""
 
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from qbheat_det.analysis.curves import draw_training_curves
 from qbheat_det.analysis.run import Run
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import Trainer, build_config, setup, write_run_record
+from qbheat_det.engine import Trainer, build_config, evaluate, setup, write_run_record
 from qbheat_det.engine.run_flags import RunFlags
 
 
@@ -79,6 +80,21 @@ def train_detector(
     setup(own, asked)
     train(own)
     return Run.open(folder, device=cfg.MODEL.DEVICE)
+
+
+def evaluate_detector(cfg: CfgNode, data: str, images: str) -> dict[str, float]:
+    """Evaluates the weights of a config on other data, see ``Detector.evaluate``."""
+    with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
+        asked = RunFlags(
+            data=data,
+            images=images or (),
+            weights=cfg.MODEL.WEIGHTS,
+            output=folder,
+            eval_only=True,
+            opts=["MODEL.DEVICE", cfg.MODEL.DEVICE],
+        )
+        results: dict[str, float] = evaluate(build_config(asked))["bbox"]
+    return results
 
 
 def _find_free(folder: Path) -> Path:

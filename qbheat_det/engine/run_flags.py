@@ -4,7 +4,7 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from detectron2.config import CfgNode
@@ -19,7 +19,16 @@ _DEFAULTS = {
     "classes": "custom/tran1_285M_probe.yaml",
     "images": "custom/distill_285M_cpu.yaml",
 }
-_KEYS = {"weights": "MODEL.WEIGHTS", "output": "OUTPUT_DIR"}
+_KEYS = {
+    "weights": "MODEL.WEIGHTS",
+    "output": "OUTPUT_DIR",
+    "device": "MODEL.DEVICE",
+    "epochs": "SOLVER.EPOCHS",
+    "batch": "SOLVER.IMS_PER_BATCH",
+    "freeze": "MODEL.BACKBONE.FREEZE_AT",
+}
+_SMALLEST = 32  # pixels of --image-size
+_WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
 
 
 @dataclass(kw_only=True)
@@ -48,6 +57,12 @@ class RunFlags:
         output: ``OUTPUT_DIR``.
         resume: continue the run in ``output``.
         eval_only: evaluate ``weights`` without training.
+        device: ``MODEL.DEVICE``.
+        epochs: ``SOLVER.EPOCHS``.
+        batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
+        image_size: shorter side of images in pixels in training and evaluation of detectors, or
+            side of the squares of other models.
+        freeze: train nothing of the backbone (``MODEL.BACKBONE.FREEZE_AT 5``).
         opts: keys and values of config overrides, alternating.
     """
 
@@ -64,6 +79,11 @@ class RunFlags:
     output: str = ""
     resume: bool = False
     eval_only: bool = False
+    device: str = ""
+    epochs: float | None = None
+    batch: int | None = None
+    image_size: int | None = None
+    freeze: bool = False
     opts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -74,23 +94,28 @@ class RunFlags:
 
     @classmethod
     def read(cls, args: "argparse.Namespace | RunFlags") -> "RunFlags":
-        """Returns the flags of parsed arguments; ``weights`` and ``output`` are moved to ``opts``.
+        """Returns the flags of parsed arguments; flags of config keys become ``opts``.
 
-        Flags that ``args`` lacks have their defaults. A ``UserError`` if a flag and an override set
-        the same key, or there is no such config.
+        Raises:
+            UserError: a flag and an override set the same key, or there is no such config.
         """
         given = {field.name: vars(args)[field.name] for field in fields(cls)
                  if vars(args).get(field.name) is not None}  # fmt: skip
         flags = cls(**given)
         pairs = []
         for name, key in _KEYS.items():
-            if value := getattr(flags, name):
+            value = getattr(flags, name)
+            if value not in (None, "", False):
                 if key in flags.opts[::2]:
                     raise UserError(f"--{name} and {key} are the same: leave one out")
-                pairs += [key, find_weights(value) if name == "weights" else str(value)]
+                text = {"weights": find_weights, "freeze": lambda _: str(_WHOLE_BACKBONE)}
+                pairs += [key, text.get(name, str)(value)]
         file = find_config(flags.config_file) if flags.config_file else ""
         opts = [*pairs, *map(str, flags.opts)]
-        return dataclasses.replace(flags, config_file=file, weights="", output="", opts=opts)
+        return dataclasses.replace(
+            flags, config_file=file, opts=opts, weights="", output="", device="", epochs=None,
+            batch=None, freeze=False,
+        )  # fmt: skip
 
     @property
     def overrides(self) -> dict[str, str]:
@@ -103,6 +128,12 @@ class RunFlags:
         Raises:
             UserError: the config is invalid, or the config of the weights is for other data.
         """
+        cfg = self._load_config()
+        if self.image_size is not None:
+            _set_image_size(cfg, self.image_size, self.overrides)
+        return cfg
+
+    def _load_config(self) -> CfgNode:
         weights = self.overrides.get("MODEL.WEIGHTS", "")
         if self.config_file or (self.eval_only and not weights):
             return load_config(self.config_file or None, self.opts)
@@ -127,6 +158,28 @@ class RunFlags:
         if not self.images:
             raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
         return "images"
+
+
+def _set_image_size(cfg: CfgNode, size: int, overrides: Mapping[str, str]) -> None:
+    """Sets the image size of a config, in place; longer sides keep their ratio to shorter ones.
+
+    Raises:
+        UserError: the size is below 32, or an override sets it too.
+    """
+    node, is_detector = cfg.INPUT, find_job(cfg) == "boxes"
+    keys = ["PRETRAIN.SIZE"]
+    if is_detector:
+        keys = ["MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST"]
+    if same := next((key for key in keys if f"INPUT.{key}" in overrides), None):
+        raise UserError(f"--image-size and INPUT.{same} both set the image size: leave one out")
+    if size < _SMALLEST:
+        raise UserError(f"--image-size is {size}, but must be at least {_SMALLEST}")
+    if not is_detector:
+        node.PRETRAIN.SIZE = size
+        return
+    node.MAX_SIZE_TRAIN = round(size * node.MAX_SIZE_TRAIN / max(node.MIN_SIZE_TRAIN))
+    node.MAX_SIZE_TEST = round(size * node.MAX_SIZE_TEST / max(1, node.MIN_SIZE_TEST))
+    node.MIN_SIZE_TRAIN, node.MIN_SIZE_TEST = (size,), size
 
 
 def _list_folders(given: str | os.PathLike[str] | Iterable[str]) -> list[str]:

@@ -3,10 +3,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from urllib.parse import quote
 
 import numpy as np
 import PIL.Image
@@ -24,17 +25,24 @@ from .video import Image
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped, unused-ignore]
     import supervision
-from typing import Literal, get_args
-from urllib.parse import quote
 
 Format = Literal["coco", "cvat", "label-studio"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _LOCAL_FILES = "/data/local-files/?d="  # of Label Studio; its storage names the folder
 
 
+class DetectedBox(NamedTuple):
+    """One detection: ``xyxy`` in pixels, a score in [0, 1], name and index of its class."""
+
+    xyxy: tuple[float, float, float, float]
+    score: float
+    class_name: str
+    class_id: int
+
+
 @dataclass(frozen=True, repr=False)
 class Detections:
-    """What a detector found on one image, the best first.
+    """The detections on one image, the highest score first.
 
     Attributes:
         instances: Detectron2's, on the CPU: ``pred_boxes``, ``scores``, ``pred_classes``.
@@ -85,6 +93,17 @@ class Detections:
         """The name of each box's class."""
         names, indices = self.class_names, self.instances.pred_classes.tolist()
         return [names[index] if names else str(index) for index in indices]
+
+    def __iter__(self) -> Iterator[DetectedBox]:
+        """Yields the boxes, the highest score first."""
+        classes = self.instances.pred_classes.tolist()
+        rows = zip(self.boxes.tolist(), self.scores.tolist(), self.labels, classes, strict=True)
+        for xyxy, score, name, index in rows:
+            yield DetectedBox(tuple(xyxy), score, name, index)
+
+    def show(self) -> None:
+        """Shows the image with boxes in a viewer, or below the cell of a notebook."""
+        PIL.Image.fromarray(self.draw()).show()
 
     def draw(self) -> Image:
         """Returns the image with boxes, (H, W, 3) uint8, RGB."""

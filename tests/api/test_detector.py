@@ -335,3 +335,40 @@ def test_frames_and_unknown_formats_are_refused(tmp_path: Path, format: Any) -> 
     with pytest.raises(UserError, match=format):
         save_annotations([_make(frame=3)], tmp_path / "x.json", format)
     assert not (tmp_path / "x.json").exists()
+
+
+def test_a_detector_is_called_and_its_boxes_are_iterated(detector: Detector, photos: Path) -> None:
+    found = detector(photos / "0.png", threshold=0.0)
+    _assert_same([found], [detector.predict(photos / "0.png", threshold=0.0)])
+    boxes = list(found)
+    assert len(boxes) == len(found) > 0
+    assert [box.class_name for box in boxes] == found.labels
+    np.testing.assert_array_equal([box.xyxy for box in boxes], found.boxes)
+    np.testing.assert_array_equal([box.score for box in boxes], found.scores)
+
+
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        (lambda detector: detector("a.jpg", conf=0.5), "threshold"),
+        (lambda detector: detector.predict(source="a.jpg"), "images"),
+        (lambda detector: detector.export("a.onnx", format="onnx"), "suffix"),
+        (lambda detector: detector.train("data.yaml", imgsz=640), "INPUT.MIN_SIZE_TRAIN"),
+        (lambda detector: detector.evaluate(source="data.yaml"), "data"),
+    ],
+)
+def test_keywords_of_other_libraries_name_the_right_one(
+    detector: Detector, call: Callable[[Any], object], right: str
+) -> None:
+    with pytest.raises(TypeError, match=right):
+        call(detector)
+
+
+def test_an_embedding_is_the_mean_of_each_images_own_map(photos: Path) -> None:
+    encoder = qbheat_det.load("qb_heat/285M_caltech101", device="cpu")
+    images = [torch.rand(3, 64, 96), torch.rand(3, 96, 64)]
+    vectors = encoder.embed(images)
+    for vector, image in zip(vectors, images, strict=True):
+        maps = [x for x in encoder(image).values() if x.dim() == 4]
+        coarsest = min(maps, key=lambda x: x.shape[-1])
+        torch.testing.assert_close(vector, coarsest.mean(dim=(2, 3))[0], rtol=0, atol=0)

@@ -17,6 +17,7 @@ from qbheat_det.checkpoint import read_weights
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
+from qbheat_det.engine import RunFlags
 from qbheat_det.engine.evaluation import Evaluation
 from tests.tool_modules import load_tool
 
@@ -250,3 +251,21 @@ def test_values_out_of_range_are_refused_by_their_key(
     with pytest.raises(UserError, match=named):
         train_afresh(tmp_path, {**opts, key: value})
     assert not list(tmp_path.glob("*.pth"))
+
+
+def test_flags_of_config_keys_and_the_image_size() -> None:
+    recipe = "custom/retinanet_285M_finetune.yaml"
+    words = "--epochs 3 --batch 2 --image-size 128 --freeze --device cpu --config-file"
+    args = load_tool("train_net").parse_args([*words.split(), recipe])
+    cfg = RunFlags.read(RunFlags.read(args)).load_config()
+    plain = RunFlags(config_file=recipe).load_config()
+    assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.DEVICE) == (3.0, 2, "cpu")
+    assert (cfg.MODEL.BACKBONE.FREEZE_AT, cfg.INPUT.MIN_SIZE_TRAIN) == (5, (128,))
+    ratio = plain.INPUT.MAX_SIZE_TEST / plain.INPUT.MIN_SIZE_TEST
+    assert pytest.approx(128 * ratio, abs=1) == cfg.INPUT.MAX_SIZE_TEST
+    for field, key in (("epochs", "SOLVER.EPOCHS"), ("image_size", "INPUT.MIN_SIZE_TEST")):
+        flags: Any = {field: 64, "opts": [key, "64"]}
+        with pytest.raises(UserError, match=key):
+            RunFlags.read(RunFlags(config_file=recipe, **flags)).load_config()
+    with pytest.raises(UserError, match="image-size"):
+        RunFlags(config_file=recipe, image_size=8).load_config()

@@ -55,15 +55,31 @@ class LabelledImage:
     errors: list[DataError] = field(default_factory=list)
     is_skipped: bool = False
 
-    def add(self, place: str, name: object, points: object, *, is_relative: bool = False) -> None:
-        """Adds the enclosing box of points (n, 2), or an error if they are not numbers."""
+    def add(
+        self,
+        place: str,
+        name: object,
+        points: object,
+        *,
+        is_relative: bool = False,
+        is_box: bool = False,
+    ) -> None:
+        """Adds the enclosing box of points (n, 2), or an error if they are invalid.
+
+        With ``is_box``, the points are the top left and the bottom right corner.
+        """
         try:
             pairs = [(float(x), float(y)) for x, y in points]  # type: ignore[attr-defined]
             xs, ys = zip(*pairs, strict=True)
             if not all(map(math.isfinite, (*xs, *ys))):
                 raise ValueError
+            is_ordered = not is_box or (xs[0] < xs[-1] and ys[0] < ys[-1])
         except (TypeError, ValueError):
             reason = f"its coordinates must be numbers, but are {short(points)}"
+            self.errors.append(DataError("wrong object", place, reason))
+            return
+        if not is_ordered:
+            reason = f"its right or bottom edge is before the left or top one: {short(points)}"
             self.errors.append(DataError("wrong object", place, reason))
             return
         if name in (None, ""):
@@ -114,7 +130,7 @@ def read_csv(file: Path) -> Iterator[LabelledImage]:
             image = images.setdefault(name, LabelledImage(place, name))
             if any(values[key] for key in ("name", "xmin", "ymin", "xmax", "ymax")):
                 corners = [(values[f"x{end}"], values[f"y{end}"]) for end in ("min", "max")]
-                image.add(place, values["name"], corners, is_relative=is_relative)
+                image.add(place, values["name"], corners, is_relative=is_relative, is_box=True)
     yield from images.values()
 
 
@@ -128,7 +144,8 @@ def read_via(file: Path) -> Iterator[LabelledImage]:
         for number, region in enumerate(regions, start=1):
             shape = region["shape_attributes"]
             name = _choose_name(region.get("region_attributes") or {})
-            image.add(f"{image.place}, region {number}", name, _via_points(shape))
+            is_box = shape.get("name") == "rect"
+            image.add(f"{image.place}, region {number}", name, _via_points(shape), is_box=is_box)
         yield image
 
 
@@ -185,7 +202,7 @@ def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> 
     if kind is None or kind in ("labels", "choices"):  # not about a region
         return
     name = next(iter(value[kind]), None)
-    if "points" in value:
+    if "points" in value and kind != "brushlabels":
         points = [(x / 100, y / 100) for x, y in value["points"]]
     elif kind == "ellipselabels":
         x, y, rx, ry = (value[key] / 100 for key in ("x", "y", "radiusX", "radiusY"))
@@ -260,5 +277,6 @@ def read_hugging_face(file: Path) -> Iterator[LabelledImage]:
         for place, thing in enumerate(objects, start=1):
             x, y, width, height = map(float, thing["bbox"])
             corners = [(x, y), (x + width, y + height)]
-            image.add(f"{image.place}, object {place}", _choose_name(thing), corners)
+            where = f"{image.place}, object {place}"
+            image.add(where, _choose_name(thing), corners, is_box=True)
         yield image
