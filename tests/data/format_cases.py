@@ -182,3 +182,12 @@ MAKERS = (
     write_coco, write_yolo, write_voc, write_labelimg, write_yolo_folders, write_csv,
     write_open_images, write_via, write_label_studio, write_cvat, write_hugging_face, write_zip,
 )  # fmt: skip
+
+LAYOUTS = {  # of the parts, for YOLO and for VOC; the last has one part
+    "train/images train/labels valid/images valid/labels": 2,
+    "images/train labels/train images/val labels/val": 2,
+    "images labels": 1,
+    "train train test test": 2,
+    "train/images train/annotations valid/images valid/annotations": 2,
+    "images annotations": 1,
+}

@@ -25,6 +25,7 @@ from qbheat_det.data.datasets.splits import choose_val
 
 from .format_cases import (
     BOXES,
+    LAYOUTS,
     MAKERS,
     NAMES,
     write,
@@ -250,16 +251,6 @@ def test_lists_of_voc_are_parts_with_the_classes_of_all(tmp_path: Path) -> None:
     forget_annotations()
     with pytest.raises(UserError, match=r"val\.txt, line 2"):
         register_source(NAME, source.val)
-
-
-LAYOUTS = {  # of the parts, for YOLO and for VOC; the last has one part
-    "train/images train/labels valid/images valid/labels": 2,
-    "images/train labels/train images/val labels/val": 2,
-    "images labels": 1,
-    "train train test test": 2,
-    "train/images train/annotations valid/images valid/annotations": 2,
-    "images annotations": 1,
-}
 
 
 @pytest.mark.parametrize(("layout", "parts"), LAYOUTS.items())
