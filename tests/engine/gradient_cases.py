@@ -212,7 +212,7 @@ def run_wasserstein(form: str) -> dict[str, Tensor]:
 def run_all(args: argparse.Namespace) -> dict[str, dict[Any, dict[str, Tensor]]]:
     """The job of one process: cases by kind, with their arguments."""
     return {
-        "detection": {name: run_case(case, args.device) for name, case in args.cases.items()},
+        "detection": {name: run_case(case, args.kind) for name, case in args.cases.items()},
         "reconstruction": {arch: run_reconstruction(arch, 2) for arch in args.reconstruction},
         "wasserstein": {form: run_wasserstein(form) for form in args.wasserstein},
     }

@@ -115,7 +115,7 @@ def args(
     save_weights(weights, Trainer.build_model(cfg).state_dict(), info)
     return make_args(
         opts=["MODEL.DEVICE", device],
-        device=device,
+        kind=device,
         cases=CASES,
         reconstruction=RECONSTRUCTION if is_cpu else (),
         wasserstein=WASSERSTEIN if is_cpu else (),
@@ -131,7 +131,7 @@ def args(
 def work(args: argparse.Namespace) -> dict[str, Any]:
     """The job of one process."""
     gradients = run_all(args)
-    if args.device != "cpu":
+    if args.kind != "cpu":
         return gradients
     found = {**gradients, "boxes": evaluate_all(args), "objective": evaluate_weights(args)}
     return {**found, "cached": train_from_cache(args)}
