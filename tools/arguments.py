@@ -93,7 +93,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eval-only",
         action="store_true",
-        help="evaluate --weights, or with --resume the last checkpoint in --output",
+        help="evaluate --weights, or with --resume the last checkpoint in --output; files with all "
+        "results go to --output if it is given",
     )
     parser.add_argument("--num-gpus", type=int, default=1, help="number of GPUs *per machine*")
     parser.add_argument("--num-machines", type=int, default=1, help="total number of machines")

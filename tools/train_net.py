@@ -32,6 +32,7 @@ import argparse
 import functools
 import logging
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains or evaluates in one process; returns the results of the last evaluation."""
+    """Trains or evaluates in one process; returns the results of the last evaluation.
+
+    An evaluation writes files only into a folder that is named.
+    """
+    is_named = args.output or args.resume or "OUTPUT_DIR" in args.opts
+    if not args.eval_only or is_named:
+        return run(args)
+    with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as args.output:
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     from detectron2.utils import comm
 
     from qbheat_det.api.training import train
     from qbheat_det.core.errors import UserError
     from qbheat_det.engine import Trainer, build_config, setup
+    from qbheat_det.engine.console import removes_empty_run
     from qbheat_det.engine.dry_run import dry_run
     from qbheat_det.engine.resume import decide_to_resume
 
@@ -97,15 +110,15 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
             print(report)
         return {}
     setup(cfg, args)
-    if args.eval_only:
-        return evaluate(cfg, resume=args.resume)
-    return train(cfg, resume=args.resume, allow_partial=args.allow_partial)
+    with removes_empty_run(Path(cfg.OUTPUT_DIR)):
+        if args.eval_only:
+            return evaluate(cfg, resume=args.resume)
+        return train(cfg, resume=args.resume, allow_partial=args.allow_partial)
 
 
 def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
     """Evaluates weights, deployed if ``MODEL.DEPLOY.ENABLED``."""
     import qbheat_det.engine
-    from qbheat_det.api.training import draw_results
     from qbheat_det.deployment import deploy_by_config
     from qbheat_det.engine.console import print_results
 
@@ -118,7 +131,6 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
     results = qbheat_det.engine.evaluate(cfg, resume=resume, prepare=prepare)
     if results:  # on the main process
         print_results(results)
-    draw_results(Path(cfg.OUTPUT_DIR))
     return results
 
 

@@ -20,7 +20,6 @@ from matplotlib.figure import Figure as MplFigure
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
-from qbheat_det.core.files import write_atomically
 from qbheat_det.evaluation import find_confusions
 from qbheat_det.probing import depth_of, width_of
 
@@ -62,13 +61,6 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     return results.draw("classes", "Confusion of classes", text, images, table, runs=data)
 
 
-def draw_confusion(classification_json: Path, output_png: Path) -> None:
-    """Draws the confusion matrix of an evaluation to a file."""
-    names, counts = read_confusions(classification_json)
-    figure = plot_confusion(counts, names, title=classification_json.parent.name)
-    write_atomically(output_png, plotting.chart_image(figure, format="png").content)
-
-
 def read_confusions(classification_json: Path) -> tuple[list[str], Counts]:
     """Reads class names and counts (K, K) from a file of ``ClassificationEvaluator``."""
     content = json.loads(classification_json.read_bytes())
@@ -82,7 +74,9 @@ def read_confusions(classification_json: Path) -> tuple[list[str], Counts]:
 
 
 @plotting.themed
-def plot_confusion(counts: Counts, class_names: Sequence[str], *, title: str = "") -> MplFigure:
+def plot_confusion(
+    counts: Counts, class_names: Sequence[str], *, title: str = "", unit: str = "images"
+) -> MplFigure:
     """Draws a confusion matrix (K, K) beside a list of the most frequent confusions."""
     number = len(class_names)
     printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
@@ -96,7 +90,7 @@ def plot_confusion(counts: Counts, class_names: Sequence[str], *, title: str = "
     color = np.where(np.eye(number, dtype=bool)[..., None], correct, wrong)
     axes.imshow(1 - strength * (1 - color))
     axes.grid(visible=False)
-    axes.set_xlabel("classified as")
+    axes.set_xlabel("predicted class")
     axes.set_ylabel("class")
     axes.set_title(plotting.to_text(title, longest=80))
     if number <= _MOST_NAMED:
@@ -104,7 +98,7 @@ def plot_confusion(counts: Counts, class_names: Sequence[str], *, title: str = "
         axes.set_xticks(range(number), names, rotation=90, fontsize=size)
         axes.set_yticks(range(number), names, fontsize=size)
     total = int(counts.sum())
-    lines = [f"Most confused ({total - counts.trace():,} of {total:,} images are wrong)", ""]
+    lines = [f"Most confused ({total - counts.trace():,} of {total:,} {unit} are wrong)", ""]
     for i, j, count in find_confusions(counts)[: min(_MOST_LISTED, int(5 * side))]:
         lines.append(f"{names[i]} → {names[j]}:  {count:,} of {counts[i].sum():,}")
     text.set_axis_off()

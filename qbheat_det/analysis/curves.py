@@ -2,21 +2,18 @@
 """Training curves of runs, from their ``metrics.json``, over epochs, images seen or steps."""
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from matplotlib.figure import Figure as Chart
 
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
-from qbheat_det.core.files import write_atomically
 
 from . import plotting
 from .figure import FigureOptions
-from .run import Run, read_metrics
+from .run import Run
 
 Curve = tuple[list[float], list[float]]
 """Ascending positions on an axis, and values; nan is a gap."""
@@ -81,24 +78,6 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
         rows.append((run.label, *(_format(value) for value in (*lengths, *last))))
     table = Table(("Run", *AXES.values(), *keys), rows)
     return Figure("curves", "Training curves", paragraphs, images, numbers, table)
-
-
-def draw_training_curves(
-    metrics_json: str | os.PathLike[str], output_png: str | os.PathLike[str]
-) -> bool:
-    """Draws losses, AP, learning rate and gradient norm of one run.
-
-    Returns False, and writes no file, if the run has logged none of them.
-    """
-    records = read_metrics(Path(metrics_json)) if os.path.isfile(metrics_json) else []
-    panels = {
-        title: (label, {"": read_series(records, key)})
-        for key, (title, label) in find_quantities(records).items()
-    }
-    if panels:
-        chart = plot_curves(panels, [""], "iteration")
-        write_atomically(output_png, plotting.chart_image(chart, format="png").content)
-    return bool(panels)
 
 
 @plotting.themed

@@ -8,6 +8,7 @@ TIDE (arXiv:2008.08115, Sec. 2.2).
 import contextlib
 import io
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ ERROR_TYPES = {
 }
 """Types of detections and their meaning."""
 MISSED = "missed"
-_BACKGROUND_IOU = 0.1
+_BACKGROUND_IOU, _MATCH_IOU = 0.1, 0.5
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,14 @@ def _find_overlaps(found: Boxes, truth: Boxes) -> Array:
     for image in np.unique(found.image_ids):
         own, boxes = found.image_ids == image, truth.image_ids == image
         if boxes.any():
-            xywh = [np.hstack([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]])
-                    for xyxy in (found.xyxy[own], truth.xyxy[boxes])]  # fmt: skip
-            overlaps[own] = np.asarray(mask.iou(*xywh, [0] * int(boxes.sum()))).max(axis=1)
+            overlaps[own] = _measure_iou(found.xyxy[own], truth.xyxy[boxes]).max(axis=1)
     return overlaps
+
+
+def _measure_iou(first: Array, second: Array) -> Array:
+    """Returns the IoU of boxes (A, 4) and (B, 4), XYXY, as (A, B)."""
+    xywh = [np.hstack([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]]) for xyxy in (first, second)]
+    return np.asarray(mask.iou(*xywh, [0] * len(second))).reshape(len(first), len(second))
 
 
 def choose_threshold(errors: DetectionErrors) -> float:
@@ -212,6 +217,40 @@ def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
     missed = np.flatnonzero(~detected)
     sides = errors.truth.xyxy[missed, 2:] - errors.truth.xyxy[missed, :2]
     return missed[np.argsort(-sides.prod(axis=1), kind="stable")]
+
+
+def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int) -> Indices:
+    """Counts boxes (K + 1, K + 1) by true and by detected class; the last of both is background.
+
+    Detections of at least that score count. A detection that is not correct takes the missed box
+    with the highest IoU of at least 0.5, in the order of the scores.
+    """
+    found, truth = errors.found, errors.truth
+    counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
+    missed = find_missed_boxes(errors, threshold)
+    np.fill_diagonal(counts[:-1, :-1], np.bincount(
+        np.delete(truth.classes, missed), minlength=num_classes
+    ))  # fmt: skip
+    detected = np.full(len(truth.classes), num_classes)
+    is_wrong = ~np.isin(errors.types, ("correct", IGNORED)) & (errors.scores >= threshold)
+    wrong = np.flatnonzero(is_wrong)
+    for index in wrong[np.argsort(-errors.scores[wrong], kind="stable")]:
+        near = missed[truth.image_ids[missed] == found.image_ids[index]]
+        near = near[detected[near] == num_classes]
+        overlaps = _measure_iou(found.xyxy[index][None], truth.xyxy[near])[0]
+        if overlaps.max(initial=0) >= _MATCH_IOU:
+            detected[near[overlaps.argmax()]] = found.classes[index]
+        else:
+            counts[-1, found.classes[index]] += 1
+    np.add.at(counts, (truth.classes[missed], detected[missed]), 1)
+    return counts
+
+
+def count_errors_by_image(errors: DetectionErrors, threshold: float) -> dict[int, int]:
+    """Counts wrong detections of at least that score and missed boxes by image id."""
+    is_wrong = ~np.isin(errors.types, ("correct", IGNORED)) & (errors.scores >= threshold)
+    missed = errors.truth.image_ids[find_missed_boxes(errors, threshold)]
+    return Counter(np.concatenate([errors.found.image_ids[is_wrong], missed]).tolist())
 
 
 def find_false_alarms(errors: DetectionErrors, threshold: float) -> Indices:

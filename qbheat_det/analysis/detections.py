@@ -2,6 +2,7 @@
 """Figure "detections": AP, precision-recall curves, errors, and boxes beside ground truth."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ from qbheat_det.inference.drawing import Color, RGBImage, draw_boxes, get_class_
 
 from . import detection_metrics as metrics
 from . import plotting
+from .accuracy import plot_confusion
 from .figure import FigureOptions, run_each
-from .plotting import add_heading, tile_images
+from .plotting import add_heading, crop_box, tile_images
 from .run import Run
 
 TRUTH_COLOR: Color = (64, 156, 255)
@@ -55,6 +57,7 @@ class RunDetections:
     scores: metrics.DetectionScores
     errors: metrics.DetectionErrors
     threshold: float
+    weights: Path
 
 
 @register_figure("detections")
@@ -94,21 +97,22 @@ def draw_detections(
         sets.append(dataset)
         errors = metrics.find_errors(evaluator)
         chosen = metrics.choose_threshold(errors) if threshold is None else threshold
-        return RunDetections(run.label, metrics.score_detections(evaluator), errors, chosen)
+        scores = metrics.score_detections(evaluator)
+        return RunDetections(run.label, scores, errors, chosen, run.weights)
 
     results = run_each(runs, evaluate, nothing="no detections")
     dataset, found = sets[0], list(results.found.values())
-    charts, pictures = (
-        draw_charts(found, dataset),
-        draw_predictions(dataset, found, options.num_images),
-    )
+    charts = draw_charts(found, dataset)
     first = {name: charts.pop(name) for name in list(charts)[:1]}
-    images = first | pictures | charts
+    images = first | draw_predictions(dataset, found, options.num_images) | charts
     for index, run in enumerate(found, start=1):
-        name = f"errors_{index}" if len(found) > 1 else "errors"
-        images |= {name: sheet} if (sheet := draw_errors(dataset, run)) else {}
-    numbers, table = _collect(dataset, found), _tabulate(found)
-    return results.draw("detections", "Detections", _explain(found), images, table, **numbers)
+        suffix = f"_{index}" if len(found) > 1 else ""
+        if sheet := draw_errors(dataset, run):
+            images[f"errors{suffix}"] = sheet
+        if len(dataset.class_names) > 1:
+            images[f"confusion{suffix}"] = draw_confusion(dataset, run)
+    text, table, numbers = _explain(found), _tabulate(found), _collect(dataset, found)
+    return results.draw("detections", "Detections", text, images, table, **numbers)
 
 
 def read_set(name: str) -> DetectionSet:
@@ -134,6 +138,8 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
             f"'{run.label}' has the classes {join_first(names)}, unlike '{dataset.json_file}' "
             f"({join_first(dataset.class_names)})"
         )
+    if stored := run.find_detections(dataset.name):
+        return list(json.loads(stored.read_bytes()))
     loader = Trainer.build_test_loader(run.cfg, dataset.name)
     model = run.model
     results: list[dict[str, Any]] = []
@@ -146,19 +152,19 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
 
 
 def draw_charts(runs: Sequence[RunDetections], dataset: DetectionSet) -> dict[str, Image]:
-    """Draws AP50 of several runs, precision over recall, and AP of several classes."""
+    """Draws AP50, precision over recall, and AP of several classes."""
+    about = f"AP50 on {len(dataset.content['images']):,} images."
     charts = {
-        "ap50": (plot_ap50(runs), f"AP50 on {len(dataset.content['images']):,} images."),
+        "ap50": (plot_ap50(runs), about),
         "precision_recall": (
             plot_precision_recall(runs), "Mean over classes. The areas are AP50 and AP75."
         ),
-        "classes": (
-            plot_ap_by_class(runs, dataset.class_names), "Average precision of each class."
-        ),
     }  # fmt: skip
-    left_out = {"ap50": len(runs) == 1, "classes": len(dataset.class_names) == 1}
+    if len(dataset.class_names) > 1:
+        by_class = plot_ap_by_class(runs, dataset.class_names)
+        charts["classes"] = by_class, "Average precision of each class."
     return {name: plotting.chart_image(chart, caption=caption)
-            for name, (chart, caption) in charts.items() if not left_out.get(name)}  # fmt: skip
+            for name, (chart, caption) in charts.items()}  # fmt: skip
 
 
 @plotting.themed
@@ -238,33 +244,27 @@ def draw_predictions(
             colors = [get_class_color(k) for k in classes]
             drawn = draw_boxes(small, boxes.xyxy[kept] * scale, labels, colors)
             panels.append(add_heading(drawn, title))
-        name = str(record["file_name"])
         sheet = tile_images(panels, columns=3 if len(panels) % 2 else 2)
-        images[f"predictions_{len(images) + 1}"] = Image.from_rgb(
-            sheet, alt=f"Boxes on {name}", caption=name, quality=82
-        )
+        about = {"alt": f"Boxes on {record['file_name']}", "caption": str(record["file_name"])}
+        images[f"predictions_{len(images) + 1}"] = Image.from_rgb(sheet, quality=82, **about)
     return images
 
 
 def choose_records(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> list[dict[str, Any]]:
-    """Returns ``number`` images: those on which runs differ most, or for one run spread evenly.
+    """Returns ``number`` images: those with the most errors, or on which several runs differ most.
 
-    The difference is in the number of boxes that runs miss at their thresholds.
+    Errors are wrong detections and missed boxes at the threshold of a run.
     """
+    counts = [metrics.count_errors_by_image(run.errors, run.threshold) for run in runs]
+
+    def rank(record: dict[str, Any]) -> int:
+        own = [count.get(record["id"], 0) for count in counts]
+        return max(own) - (min(own) if len(own) > 1 else 0)
+
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
-    number = min(number, len(records))
-    if len(runs) == 1:
-        return [records[index * len(records) // number] for index in range(number)]
-
-    def measure_difference(record: dict[str, Any]) -> int:
-        counts = [np.sum(own == record["id"]) for own in missed]
-        return int(max(counts) - min(counts))
-
-    missed = [run.errors.truth.image_ids[metrics.find_missed_boxes(run.errors, run.threshold)]
-              for run in runs]  # fmt: skip
-    return sorted(records, key=measure_difference, reverse=True)[:number]
+    return sorted(records, key=rank, reverse=True)[:number]
 
 
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
@@ -278,27 +278,26 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
         (errors.found, box, f"{names[errors.found.classes[box]]} {errors.scores[box]:.2f}",
          FOUND_COLOR) for box in metrics.find_false_alarms(errors, run.threshold)[:_CELLS].tolist()
     ]  # fmt: skip
-    cells, texts = [], []
+    cells = []
     for boxes, index, text, color in crops:
         pixels = _read(dataset, records[int(boxes.image_ids[index])])
-        cells.append(add_heading(crop_box(pixels, boxes.xyxy[index], color), text))
-        texts.append(text)
+        cells.append(add_heading(crop_box(pixels, boxes.xyxy[index], color, _CROP_SIDE), text))
     if not cells:
         return None
-    sheet = tile_images(cells, columns=4)
     caption = f"{run.label}: largest missed boxes, and false alarms with the highest scores"
-    return Image.from_rgb(sheet, alt="; ".join(texts), caption=caption, quality=82)
+    sheet = tile_images(cells, columns=4)
+    return Image.from_rgb(
+        sheet, alt="; ".join(text for *_, text, _ in crops), caption=caption, quality=82
+    )
 
 
-def crop_box(image: RGBImage, box: metrics.Array, color: Color) -> RGBImage:
-    """Crops and draws a box (4,), XYXY in pixels, with a margin of half its longer side."""
-    height, width = image.shape[:2]
-    margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
-    low = np.clip(np.floor(box[:2] - margin), 0, [width - 1, height - 1]).astype(int)
-    high = np.clip(np.ceil(box[2:] + margin), low + 1, [width, height]).astype(int)
-    part = image[low[1] : high[1], low[0] : high[0]]
-    shifted = (box - np.tile(low, 2))[None] * (_CROP_SIDE / max(part.shape[:2]))
-    return draw_boxes(plotting.shrink(part, _CROP_SIDE), shifted, [""], [color], min_side=0)
+def draw_confusion(dataset: DetectionSet, run: RunDetections) -> Image:
+    """Draws the confusion matrix of a run's classes and the background."""
+    number = len(dataset.class_names)
+    counts = metrics.count_confusions(run.errors, run.threshold, number)
+    caption = f"{run.label}: true and detected class of boxes, scores from {run.threshold:.2g}"
+    names = [*dataset.class_names, "background"]
+    return plotting.chart_image(plot_confusion(counts, names, unit="boxes"), caption=caption)
 
 
 def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
@@ -309,7 +308,10 @@ def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
 def _explain(runs: Sequence[RunDetections]) -> list[str]:
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
     types = "; ".join(f"{name}: {text}" for name, text in metrics.ERROR_TYPES.items())
+    use = f"qbheat predict --weights {shlex.quote(str(runs[0].weights))} --images photos/"
+    use += f" --threshold {runs[0].threshold:.2g}"
     return [
+        *([f"Detect objects in other images: {use}"] if len(runs) == 1 else []),
         "AP and curves are COCO's and use all detections. Errors and images use detections from a "
         f"score threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
         f"Types of detections: {types}. A missed box has no correct detection.",

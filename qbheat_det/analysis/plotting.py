@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.core.figures import Image
-from qbheat_det.inference.drawing import BACKGROUND, Color, RGBImage, get_font
+from qbheat_det.inference.drawing import BACKGROUND, Color, RGBImage, draw_boxes, get_font
 
 Format = Literal["svg", "png", "jpg"]
 
@@ -150,6 +150,20 @@ def shrink(image: RGBImage, longest: int) -> RGBImage:
     height, width = (max(1, round(length * factor)) for length in image.shape[:2])
     way = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
     return np.asarray(cv2.resize(image, (width, height), interpolation=way), dtype=np.uint8)
+
+
+def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, longest: int) -> RGBImage:
+    """Crops and draws a box (4,), XYXY in pixels, with a margin of half its longer side.
+
+    The longer side of the result has ``longest`` pixels.
+    """
+    height, width = image.shape[:2]
+    margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
+    low = np.clip(np.floor(box[:2] - margin), 0, [width - 1, height - 1]).astype(int)
+    high = np.clip(np.ceil(box[2:] + margin), low + 1, [width, height]).astype(int)
+    part = image[low[1] : high[1], low[0] : high[0]]
+    shifted = (box - np.tile(low, 2))[None] * (longest / max(part.shape[:2]))
+    return draw_boxes(shrink(part, longest), shifted, [""], [color], min_side=0)
 
 
 def color_map(values: npt.ArrayLike, low: float, high: float, colors: str) -> RGBImage:

@@ -89,7 +89,7 @@ def build_report(
     write(list(results.values()))
     for name in FIGURES:  # left by an earlier report
         remove_figure(name, folder)
-    with tqdm(names, unit="figure") as bar:
+    with tqdm(names, unit="figure", disable=None) as bar:
         for name in bar:
             bar.set_postfix_str(name)
             results[name] = _draw(name, runs, options, keywords.get(name, {}))

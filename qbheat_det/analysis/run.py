@@ -152,7 +152,7 @@ class Run:
         try:
             starts = read_run_record(folder / RUN_FILE)
             if source := starts[-1].get("data", {}).get(name) if starts else None:
-                name = f"{name} of {folder.resolve()}"
+                name = f"{name} of {folder.resolve()}"  # see ``find_detections``
                 if part := source.get("split"):  # its file is beside run.json, which may have moved
                     source = source | {"split": {**part, "file": str(folder / SPLIT_FILE)}}
                 if name not in DatasetCatalog:
@@ -164,6 +164,17 @@ class Run:
             text = f"the {split} set of '{self.label}' cannot be read ({error}): use --images"
             raise NotApplicable(text) from error
         return name
+
+    def find_detections(self, name: str) -> Path | None:
+        """Returns the file with the last evaluation's detections, if they are of these weights."""
+        if self.folder is None or self.checkpoint is None or self._opts:
+            return None
+        name = name.removesuffix(f" of {self.folder.resolve()}")
+        path = self.folder / "inference" / name / "coco_instances_results.json"
+        is_last = self.checkpoint.name in _FINAL and path.is_file()
+        # A run evaluates before it saves; detections that are newer may be of other weights.
+        is_own = is_last and path.stat().st_mtime <= self.checkpoint.stat().st_mtime
+        return path if is_own else None
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
         """Returns entries of the run's inference mapper, spread evenly over all images.

@@ -1,8 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training as ``tools/train_net.py`` does it, from Python."""
 
+import logging
+import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +14,23 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 
 from qbheat_det.analysis import load_figures
-from qbheat_det.analysis.accuracy import draw_confusion
-from qbheat_det.analysis.curves import draw_training_curves
+from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import Run
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import format_duration, join_first
 from qbheat_det.engine import Trainer, build_config, evaluate, setup, write_run_record
+from qbheat_det.engine.console import removes_empty_run
 from qbheat_det.engine.run_flags import RunFlags
+
+logger = logging.getLogger(__name__)
+_FIGURES = {"detector": ("detections",), "classifier": ("classes",)}
+_NUM_PICTURES = 12  # in a report
 
 
 def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) -> dict[str, Any]:
-    """Trains in each process, records the run, and draws its curves; see ``build_config``.
+    """Trains in each process, records the run, and writes its report; see ``build_config``.
 
     With ``allow_partial``, part of ``MODEL.WEIGHTS`` may fit nowhere; ``resume`` continues the run
     in ``OUTPUT_DIR``. Returns the results of the last evaluation.
@@ -37,17 +46,39 @@ def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) ->
             processes=comm.get_world_size(),
             seed=trainer.seed,
         )
+    start = time.monotonic()
     results: dict[str, Any] = trainer.train()
     if comm.is_main_process():
-        draw_results(Path(trainer.cfg.OUTPUT_DIR))
+        seconds = None if trainer.start_iter else time.monotonic() - start
+        logger.info(f"Report: '{write_run_report(trainer.cfg, seconds)}'")
     return results
 
 
-def draw_results(output_dir: Path) -> None:
-    """Writes ``curves.png`` and, for classifiers, ``confusion.png`` beside each result."""
-    draw_training_curves(output_dir / "metrics.json", output_dir / "curves.png")
-    for path in output_dir.glob("inference/*/classification.json"):
-        draw_confusion(path, path.with_name("confusion.png"))
+def write_run_report(cfg: CfgNode, seconds: float | None = None) -> Path:
+    """Writes ``report.html`` of a finished run into its folder, and returns the page.
+
+    ``seconds`` is the duration of the training, if it is known.
+    """
+    folder, model = Path(cfg.OUTPUT_DIR), cfg.MODEL
+    page = folder / "report.html"
+    run = Run.open(folder, label=folder.resolve().name, device=model.DEVICE)
+    names = [*_FIGURES.get(run.kind, ()), "curves"]
+    duration = "" if seconds is None else f" in {format_duration(seconds)}"
+    weights = f", starting from '{model.WEIGHTS}'" if model.WEIGHTS else ""
+    build_report(
+        names,
+        [run],
+        FigureOptions(num_images=_NUM_PICTURES),
+        {},
+        output=page,
+        command=shlex.join(
+            ["qbheat", "report", str(folder), "--output", str(page), "--only", *names]
+        ),
+        title=f"{model.META_ARCHITECTURE}: {join_first(model.CLASS_NAMES)}".removesuffix(": "),
+        lead=f"Trained for {cfg.SOLVER.MAX_ITER:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
+        f"{duration}{weights}.",
+    )
+    return page
 
 
 def train_detector(
@@ -78,7 +109,8 @@ def train_detector(
         raise UserError(f"Detector.train: {error}") from error
     own = build_config(asked)
     setup(own, asked)
-    train(own)
+    with removes_empty_run(folder):
+        train(own)
     return Run.open(folder, device=cfg.MODEL.DEVICE)
 
 

@@ -5,9 +5,11 @@ import contextlib
 import json
 import logging
 import math
+import os
+import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError, is_lost_peer
+from qbheat_det.data import SPLIT_FILE
 
 T = TypeVar("T")
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -31,10 +34,7 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
     Closes the log of an earlier run in this process. Processes with a ``rank`` above 0 write to
     ``log.txt.rank<rank>``.
     """
-    for handler in _opened:
-        for name in _LOGGERS:
-            logging.getLogger(name).removeHandler(handler)
-        handler.close()
+    _close_log()
     file = _LogFile(folder / f"log.txt{f'.rank{rank}' if rank else ''}", delay=True)
     file.setFormatter(
         logging.Formatter(
@@ -51,6 +51,26 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
     filter_detectron2_logs()
 
 
+@contextlib.contextmanager
+def removes_empty_run(folder: Path) -> Iterator[None]:
+    """Removes the folder of a run after a ``UserError`` if it has nothing but the log."""
+    try:
+        yield
+    except UserError:
+        if {path.name for path in folder.iterdir()} <= {"log.txt", SPLIT_FILE}:
+            _close_log()
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _close_log() -> None:
+    for handler in _opened:
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
+        handler.close()
+    _opened.clear()
+
+
 class _LogFile(logging.FileHandler):
     """Ignores a full disk: the next checkpoint reports it."""
 
@@ -63,7 +83,10 @@ class _LogFile(logging.FileHandler):
 
 
 class _SummaryHandler(logging.Handler):
-    """Prints this package's messages and Detectron2's warnings above the progress bars."""
+    """Prints this package's messages and Detectron2's warnings above the progress bars.
+
+    Without progress bars, it prints Detectron2's line of progress as well.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -72,8 +95,10 @@ class _SummaryHandler(logging.Handler):
     def filter(self, record: logging.LogRecord) -> bool:
         # Some classes use the logger of the Detectron2 class that they extend.
         is_own = record.name.startswith("qbheat_det") or record.pathname.startswith(_PACKAGE)
+        is_progress = record.name == "detectron2.utils.events" and not is_interactive()
         error = record.exc_info[1] if record.exc_info else None
-        return (is_own or record.levelno >= logging.WARNING) and not is_lost_peer(error)
+        is_shown = is_own or is_progress or record.levelno >= logging.WARNING
+        return is_shown and not is_lost_peer(error)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
@@ -98,8 +123,21 @@ def _is_not_about_ids(record: logging.LogRecord) -> bool:
 
 
 def is_interactive() -> bool:
-    """Whether the output goes to a terminal or a notebook, not to a pipe."""
-    return (sys.stdout.isatty() and sys.stderr.isatty()) or "ipykernel" in sys.modules
+    """Whether messages go to a terminal or a notebook, where progress bars are drawn."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def prints_json() -> bool:
+    """Whether stdout takes metrics as lines of JSON: it is a file or pipe without the messages.
+
+    With ``2>&1``, stdout and stderr are one file, which gets the messages alone.
+    """
+    if sys.stdout.isatty() or "ipykernel" in sys.modules:
+        return False
+    try:
+        return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):  # a stream without a file
+        return True
 
 
 def track(items: Iterable[T], *, title: str, unit: str = "batch") -> Iterable[T]:
@@ -149,8 +187,8 @@ def print_json(values: Mapping[str, float]) -> None:
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    """Prints an evaluation's results as ``{"bbox/AP": …}`` if the output is not interactive."""
-    if not is_interactive():
+    """Prints an evaluation's results as ``{"bbox/AP": …}`` if stdout takes JSON."""
+    if prints_json():
         print_json(flatten_results_dict(results))
 
 

@@ -2,6 +2,7 @@
 """Evaluates models on the test sets of a config, and scores backbones by nearest neighbours."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,8 @@ class Evaluation:
             print_csv_format(results)
             for task, metrics in results.items():
                 # The terminal shows no per-class results; log.txt lists them.
-                shown = [f"{key} {v:.4g}" for key, v in metrics.items() if "-" not in key]
+                shown = [f"{key} {v:.4g}" if math.isfinite(v) else f"{key} \N{EN DASH}"
+                         for key, v in metrics.items() if "-" not in key]  # fmt: skip
                 logger.info(f"{task} on {name}: {', '.join(shown)}")
         return results
 

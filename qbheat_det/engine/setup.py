@@ -113,7 +113,8 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     open_log(folder, rank=rank)
     if not rank:
         write_split(cfg)
-    logger.info(f"Output goes to '{folder}', with all messages in log.txt")
+    if not args.eval_only:
+        logger.info(f"Output goes to '{folder}', with all messages in log.txt")
     _log_data(cfg)
     logger.debug(f"Process {rank} of {comm.get_world_size()}, started with {args}")
     logger.debug(f"Environment:\n{collect_env_info()}")

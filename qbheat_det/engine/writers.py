@@ -26,7 +26,7 @@ from tqdm import tqdm
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 
-from .console import JSONPrinter, NewScalars, is_interactive
+from .console import JSONPrinter, NewScalars, is_interactive, prints_json
 from .hooks import TrainingRun
 
 
@@ -54,7 +54,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
             # purge_step hides the steps that a resumed run repeats
             TensorboardXWriter(str(folder), window, purge_step=run.start_iter),
         ]
-        if not is_interactive():
+        if prints_json():
             self._writers.append(JSONPrinter(window))
         if cfg.SOLVER.WANDB_PROJECT:
             self._writers.append(WandbWriter(cfg, resume=run.start_iter > 0))

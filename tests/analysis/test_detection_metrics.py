@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from detectron2.structures import BitMasks, Boxes, Instances
 from PIL import Image
 
 from qbheat_det.analysis import detections
@@ -20,20 +18,21 @@ from qbheat_det.analysis.detection_metrics import (
     DetectionErrors,
     DetectionScores,
     choose_threshold,
+    count_confusions,
     count_errors,
+    count_errors_by_image,
     evaluate_boxes,
     find_errors,
     find_false_alarms,
     find_missed_boxes,
     score_detections,
 )
-from qbheat_det.analysis.detections import crop_box, draw_detections
+from qbheat_det.analysis.detections import draw_detections
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.run import Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, write_figure
 from qbheat_det.engine.data_sources import register_source
-from qbheat_det.inference.drawing import draw_boxes, draw_instances, get_class_color
 from tests.engine.tiny_detectors import make_probe_config
 
 from .tiny_runs import classifier_config, write_run
@@ -258,10 +257,32 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
     assert run["errors"] == {"correct": 1, "false alarm": 1, "other": 1, "missed": 2}
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
-        "precision_recall", "predictions_1", "predictions_2", "predictions_3",
-        "classes", "errors",
+        "ap50", "predictions_1", "predictions_2", "predictions_3",
+        "precision_recall", "classes", "errors", "confusion",
     ]  # fmt: skip
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
+
+
+def test_confusions_and_errors_by_image_are_those_counted_by_hand() -> None:
+    def box(image: int, category: int, x: float, **rest: float) -> dict[str, Any]:
+        return {"image_id": image, "category_id": category, "bbox": [x, 0, 10, 10], **rest}
+
+    truth = [box(1, 1, 0), box(1, 2, 50), box(2, 2, 0), box(2, 1, 80)]
+    found = [
+        box(1, 2, 1, score=0.9),  # on the first box, of the wrong class
+        box(1, 2, 2, score=0.8),  # again: no box is left
+        box(1, 2, 50, score=0.7),  # correct
+        box(2, 1, 40, score=0.6),  # on the background
+        box(2, 2, 0, score=0.1),  # correct, but below the threshold
+    ]
+    content = {
+        "images": [{"id": 1}, {"id": 2}],
+        "categories": [{"id": 1}, {"id": 2}],
+        "annotations": truth,
+    }
+    errors = find_errors(evaluate_boxes(content, found))
+    assert count_confusions(errors, 0.5, 2).tolist() == [[0, 1, 1], [0, 1, 1], [1, 1, 0]]
+    assert count_errors_by_image(errors, 0.5) == {1: 3, 2: 3}
 
 
 def test_two_runs_are_shown_on_the_images_on_which_they_differ_most(data: Path) -> None:
@@ -274,7 +295,7 @@ def test_two_runs_are_shown_on_the_images_on_which_they_differ_most(data: Path) 
     for found in (perfect, without):
         evaluator = evaluate_boxes(content, found)
         scores, errors = score_detections(evaluator), find_errors(evaluator)
-        runs.append(detections.RunDetections("run", scores, errors, 0.5))
+        runs.append(detections.RunDetections("run", scores, errors, 0.5, data))
     dataset = detections.DetectionSet("", data, data, content, (), ())
     assert [one["id"] for one in detections.choose_records(dataset, runs, 1)] == [last]
 
@@ -301,50 +322,3 @@ def test_runs_that_cannot_be_evaluated_are_left_out(
     cfg.DATASETS.TEST = (f"detections {data.name}",)
     with pytest.raises(NotApplicable, match=r"boxes\.json"):
         draw(write_run(tmp_path / "swapped", cfg))
-
-
-RED = (200, 10, 10)
-
-
-def grey(height: int, width: int) -> np.ndarray:
-    return np.full((height, width, 3), 90, np.uint8)
-
-
-def boxes(*rows: list[float]) -> np.ndarray:
-    return np.array(rows, dtype=np.float64).reshape(-1, 4)
-
-
-def test_outlines_lie_on_their_boxes_and_small_images_are_enlarged() -> None:
-    image = grey(400, 500)
-    drawn = draw_boxes(image, boxes([100, 200, 300, 350]), ["eel"], [RED])
-    for x, y in [(100, 280), (300, 280), (200, 350)]:  # the label may cover the top
-        assert tuple(drawn[y, x]) == RED
-    np.testing.assert_array_equal(drawn[280, 200], 90)
-    np.testing.assert_array_equal(image, grey(400, 500))  # the input is not drawn on
-    np.testing.assert_array_equal(draw_boxes(image, boxes(), [], []), image)
-    large = draw_boxes(grey(64, 128), boxes([32, 16, 96, 48]), [""], [RED])
-    assert large.shape == (384, 768, 3)
-    assert tuple(large[200, 32 * 6]) == RED
-
-    beyond = draw_boxes(grey(400, 400), boxes([-50, -50, 900, 900]), ["x" * 99], [RED])
-    assert tuple(beyond[200, 0]) == tuple(beyond[200, 399]) == RED
-    for odd in ([500, 500, 520, 520], [10, 10, 10, 10], [-9, -9, 999, 5]):
-        draw_boxes(grey(40, 40), boxes(odd), ["a"], [RED])
-        assert crop_box(grey(40, 40), np.array(odd, dtype=np.float64), RED).size
-
-
-def test_instances_have_class_colors_scores_and_masks() -> None:
-    mask = torch.zeros(1, 400, 400, dtype=torch.bool)
-    mask[0, 200:300, 200:300] = True
-    corners = torch.tensor([[150.0, 150.0, 350.0, 350.0]], requires_grad=True)
-    found = Instances((400, 400), pred_boxes=Boxes(corners), pred_classes=torch.tensor([1]),
-                      scores=torch.tensor([0.5]), pred_masks=mask)  # fmt: skip
-    truth = Instances((400, 400), gt_boxes=Boxes(corners), gt_classes=torch.tensor([1]),
-                      gt_masks=BitMasks(mask))  # fmt: skip
-    color = np.asarray(get_class_color(1))
-    pictures = [draw_instances(grey(400, 400), one, ["eel"]) for one in (found, truth)]
-    for picture in pictures:
-        np.testing.assert_array_equal(picture[250, 250], (54 + 0.4 * color).astype(np.uint8))
-        np.testing.assert_array_equal(picture[310, 250], 90)
-        np.testing.assert_array_equal(picture[280, 150], color)
-    assert (pictures[0] != 90).any(2).sum() > (pictures[1] != 90).any(2).sum()  # the score

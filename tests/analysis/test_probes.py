@@ -20,7 +20,6 @@ from qbheat_det.analysis.accuracy import (
 )
 from qbheat_det.analysis.curves import (
     draw_curves,
-    draw_training_curves,
     find_quantities,
     read_series,
     select_curve,
@@ -209,13 +208,3 @@ def test_each_model_has_its_losses_and_all_share_scores(tmp_path: Path) -> None:
     with pytest.raises(NotApplicable):
         draw_curves(runs[-1:], FigureOptions())
     assert draw_curves(runs[:1], FigureOptions(), axis="images").data["axis"] == "images"
-
-
-def test_the_image_of_one_run_is_written_if_it_logged_something(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    for content in ("", '{"iteration": 1, "tot', '{"iteration": 1, "lr": "x"}\n'):
-        (tmp_path / "metrics.json").write_text(content)
-        assert not draw_training_curves(tmp_path / "metrics.json", tmp_path / "curves.png")
-    assert not (tmp_path / "curves.png").exists()
-    assert draw_training_curves(run.path / "metrics.json", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -90,7 +90,7 @@ def test_a_detector_trains_and_evaluates_by_four_flags(
 def test_a_run_leaves_classes_record_and_curves_and_is_evaluated_with_the_same_results(
     trained: tuple[Path, Any], toy: Path, run: Run
 ) -> None:
-    folder, _ = trained
+    folder, expected = trained
     cfg = load_config(folder / "config.yaml")
     categories = json.loads((toy / "annotations.json").read_text())["categories"]
     assert cfg.MODEL.CATEGORY_IDS == [category["id"] for category in categories]
@@ -101,14 +101,28 @@ def test_a_run_leaves_classes_record_and_curves_and_is_evaluated_with_the_same_r
     assert start["data"] == {
         name: {**paths, "labelled": True} for name in ("custom_train", "custom_val")
     }
-    assert (folder / "curves.png").is_file()
+    report = json.loads((folder / "report" / "detections.json").read_text())
+    shown = report["data"]["runs"][folder.name]
+    for key in ("AP", "AP50"):
+        assert shown[key] == pytest.approx(expected["bbox"][key])
 
-    folder, expected = trained
     config = (folder / "config.yaml").read_bytes()
     opts = ("OUTPUT_DIR", str(folder), "MODEL.WEIGHTS", str(folder / "model_final.pth"))
     evaluated = run(RETINANET, *opts, flags=("--eval-only",))
     assert json.dumps(evaluated) == json.dumps(expected)
     assert (folder / "config.yaml").read_bytes() == config
+
+
+def test_an_evaluation_writes_only_into_a_folder_that_is_named(
+    trained: tuple[Path, Any], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = trained
+    monkeypatch.chdir(tmp_path)
+    weights = ("--weights", str(folder), "--eval-only")
+    assert run(RETINANET, flags=weights)["bbox"]["AP"] == expected["bbox"]["AP"]
+    assert not list(tmp_path.iterdir())
+    run(RETINANET, flags=(*weights, "--output", "results"))
+    assert list(tmp_path.glob("results/inference/*/coco_instances_results.json"))
 
 
 def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: Path) -> None:
@@ -159,8 +173,9 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
     named: str,
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        run(RETINANET, "OUTPUT_DIR", str(tmp_path), *opts, flags=flags)
+        run(RETINANET, "OUTPUT_DIR", str(tmp_path / "new"), *opts, flags=flags)
     assert stopped.value.code == 2
+    assert not (tmp_path / "new").exists()
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert named in last

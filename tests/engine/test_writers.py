@@ -223,9 +223,10 @@ def test_the_terminal_gets_a_summary_and_the_file_everything(
     summary = printed.err.splitlines()
     assert len(summary) <= 40
     assert sum("M parameters" in line for line in summary) == 1
-    for details in ("BatchNorm2d(", "PIXEL_MEAN", "iter: 3"):
+    for details in ("BatchNorm2d(", "PIXEL_MEAN"):
         assert details in log
         assert details not in printed.err
+    assert sum("iter: 3" in line for line in summary) == 1  # no progress bar is drawn
     for line in summary:
         assert line.removeprefix(line[:11]).removeprefix("warning: ") in log
     lines = [json.loads(line) for line in printed.out.splitlines()]  # and nothing else
@@ -284,3 +285,14 @@ def test_json_lines_are_valid_and_outlive_their_reader(
         storage.step()
         storage.put_scalar("loss", 1.0)
         printer.write()
+
+
+def test_json_and_messages_never_go_to_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        assert console.prints_json()
+        monkeypatch.setattr(sys, "stderr", out)
+        assert not console.prints_json()
