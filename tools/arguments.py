@@ -75,6 +75,12 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
     parser.add_argument("--epochs", type=float, metavar="N", help="SOLVER.EPOCHS")
     parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="choose epochs, image size and frozen stages so that the run takes so long here",
+    )
+    parser.add_argument(
         "--batch", type=int, metavar="N", help="SOLVER.IMS_PER_BATCH, images per optimizer step"
     )
     parser.add_argument(

@@ -94,22 +94,29 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from qbheat_det.api.training import train
     from qbheat_det.core.errors import UserError
-    from qbheat_det.engine import Trainer, build_config, setup
+    from qbheat_det.engine import RunFlags, Trainer, build_config, setup
+    from qbheat_det.engine.budget import plan_run
     from qbheat_det.engine.console import removes_empty_run
     from qbheat_det.engine.dry_run import dry_run
     from qbheat_det.engine.resume import decide_to_resume
 
     if args.dry_run and args.eval_only:
         raise UserError("--dry-run rehearses training: leave out --eval-only")
+    build_trainer = functools.partial(Trainer, allow_partial=args.allow_partial)
     if not args.dry_run:
         args.resume = decide_to_resume(args)
-    cfg = build_config(args)
+    flags, plan = RunFlags.read(args), ""
+    if args.minutes and not args.eval_only:
+        flags, plan = plan_run(flags, build_trainer)
+    cfg = build_config(flags)
     if args.dry_run:
-        report = dry_run(cfg, functools.partial(Trainer, allow_partial=args.allow_partial))
+        report = dry_run(cfg, build_trainer)
         if comm.is_main_process():
             print(report)
         return {}
-    setup(cfg, args)
+    setup(cfg, flags)
+    if plan:
+        logging.getLogger("qbheat_det").info(plan)
     with removes_empty_run(Path(cfg.OUTPUT_DIR)):
         if args.eval_only:
             return evaluate(cfg, resume=args.resume)

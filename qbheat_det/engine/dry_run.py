@@ -121,7 +121,7 @@ def dry_run(
     Args:
         cfg: config of the whole run.
         build_trainer: builds a trainer from a config.
-        num_steps: number of steps; the first one is a warm-up if there are others.
+        num_steps: number of steps; the first third is a warm-up.
 
     Raises:
         UserError: any error at the start of the whole run.
@@ -205,8 +205,8 @@ class _Timer(HookBase):
 
     @property
     def step_seconds(self) -> float:
-        """Mean duration; the median would ignore large, slow images."""
-        return statistics.fmean(self._steps[1:] or self._steps)
+        """Mean duration after a third for warm-up; the median would ignore large, slow images."""
+        return statistics.fmean(self._steps[len(self._steps) // 3 :])
 
     def get_memory(self) -> dict[str, int]:
         """Returns the memory fields of the report."""

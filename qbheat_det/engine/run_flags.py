@@ -59,6 +59,7 @@ class RunFlags:
         eval_only: evaluate ``weights`` without training.
         device: ``MODEL.DEVICE``.
         epochs: ``SOLVER.EPOCHS``.
+        minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and ``freeze``.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
         image_size: shorter side of images in pixels in training and evaluation of detectors, or
             side of the squares of other models.
@@ -81,6 +82,7 @@ class RunFlags:
     eval_only: bool = False
     device: str = ""
     epochs: float | None = None
+    minutes: float | None = None
     batch: int | None = None
     image_size: int | None = None
     freeze: bool = False
@@ -161,7 +163,7 @@ class RunFlags:
 
 
 def _set_image_size(cfg: CfgNode, size: int, overrides: Mapping[str, str]) -> None:
-    """Sets the image size of a config, in place; longer sides keep their ratio to shorter ones.
+    """Sets the largest shorter side of a config, in place; all sizes keep their ratios.
 
     Raises:
         UserError: the size is below 32, or an override sets it too.
@@ -177,9 +179,11 @@ def _set_image_size(cfg: CfgNode, size: int, overrides: Mapping[str, str]) -> No
     if not is_detector:
         node.PRETRAIN.SIZE = size
         return
-    node.MAX_SIZE_TRAIN = round(size * node.MAX_SIZE_TRAIN / max(node.MIN_SIZE_TRAIN))
+    share = size / max(node.MIN_SIZE_TRAIN)
+    node.MIN_SIZE_TRAIN = tuple(round(share * one) for one in node.MIN_SIZE_TRAIN)
+    node.MAX_SIZE_TRAIN = round(share * node.MAX_SIZE_TRAIN)
     node.MAX_SIZE_TEST = round(size * node.MAX_SIZE_TEST / max(1, node.MIN_SIZE_TEST))
-    node.MIN_SIZE_TRAIN, node.MIN_SIZE_TEST = (size,), size
+    node.MIN_SIZE_TEST = size
 
 
 def _list_folders(given: str | os.PathLike[str] | Iterable[str]) -> list[str]:
