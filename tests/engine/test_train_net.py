@@ -275,7 +275,7 @@ def test_flags_of_config_keys_and_the_image_size() -> None:
     cfg = RunFlags.read(RunFlags.read(args)).load_config()
     plain = RunFlags(config_file=recipe).load_config()
     assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.DEVICE) == (3.0, 2, "cpu")
-    assert (cfg.MODEL.BACKBONE.FREEZE_AT, cfg.INPUT.MIN_SIZE_TRAIN) == (5, (128,))
+    assert (cfg.MODEL.BACKBONE.FREEZE_AT, cfg.INPUT.MIN_SIZE_TRAIN) == (5, (100, 114, 128))
     ratio = plain.INPUT.MAX_SIZE_TEST / plain.INPUT.MIN_SIZE_TEST
     assert pytest.approx(128 * ratio, abs=1) == cfg.INPUT.MAX_SIZE_TEST
     for field, key in (("epochs", "SOLVER.EPOCHS"), ("image_size", "INPUT.MIN_SIZE_TEST")):
