@@ -125,7 +125,7 @@ def simulate(
                 output=str(folder / "run"),
                 opts=["SEED", str(seed), *opts],
             )
-            found = _train(flags)
+            found = train_afresh(flags)
             # Detectron2 reports nan if there is no detection.
             metrics = (round(float(np.nan_to_num(found[key])), 2) for key in ("AP", "AP50"))
             if (strategy, seed, budget) not in done:
@@ -153,7 +153,7 @@ def _choose(
     return [*chosen, *COVERING[name](pool.vectors, need, chosen, **settings)]
 
 
-def _train(flags: RunFlags) -> dict[str, float]:
+def train_afresh(flags: RunFlags) -> dict[str, float]:
     """Trains in a folder of its own; returns the metrics of boxes."""
     shutil.rmtree(flags.output, ignore_errors=True)
     cfg = build_config(flags)

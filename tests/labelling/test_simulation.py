@@ -41,7 +41,7 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
     class Embedded:
         vectors, unreadable = torch.eye(6), {}
 
-    monkeypatch.setattr(simulation, "_train", train)
+    monkeypatch.setattr(simulation, "train_afresh", train)
     monkeypatch.setattr(simulation, "embed_images", lambda *_: Embedded())
     arguments: Any = {"val": str(data), "strategies": ["random", "typiclust"]}
     points = simulate(str(data), [4, 2], tmp_path / "out", seeds=[1], **arguments)

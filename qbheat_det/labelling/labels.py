@@ -1,0 +1,169 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Reads the labels to inspect, and applies corrections that a person has confirmed."""
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import parse_record, write_atomically
+from qbheat_det.data import forget_annotations, open_source, raise_first, read_annotations
+from qbheat_det.data.datasets.coco_file import CocoFile
+
+from .suspects import ImageBoxes
+
+XYWH = tuple[float, float, float, float]
+_MIN_IMAGES = 10
+
+
+@dataclass(frozen=True)
+class LabelSuspect:
+    """A label that is probably wrong, and its correction.
+
+    Attributes:
+        kind: "missing" (an object without a box), "location" or "class".
+        score: in [0, 1]; the higher, the more probable the error.
+        image_id, file_name: of the image.
+        annotation_id: of the suspicious box; None if a box is missing.
+        category_id, category: the corrected class.
+        bbox: the corrected box, XYWH in pixels.
+        annotated_category, annotated_bbox: the suspicious label; None if a box is missing.
+    """
+
+    kind: Literal["missing", "location", "class"]
+    score: float
+    image_id: int
+    file_name: str
+    annotation_id: int | None
+    category_id: int
+    category: str
+    bbox: XYWH
+    annotated_category: str | None = None
+    annotated_bbox: XYWH | None = None
+
+    @property
+    def text(self) -> str:
+        """The error in words."""
+        if self.kind == "missing":
+            return f"a {self.category} without a box"
+        if self.kind == "location":
+            return f"the box of a {self.category} in a wrong place"
+        return f"labelled {self.annotated_category}, looks like {self.category}"
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The training part of a data set: checked annotations, and their digest."""
+
+    file: CocoFile
+    digest: str
+
+    def list_boxes(self) -> list[tuple[ImageBoxes, list[int]]]:
+        """Returns the boxes of each image and their annotation ids; crowds are left out."""
+        rows: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.file.images}
+        for entry in self.file.annotations:
+            if not entry.get("iscrowd", 0):
+                rows[entry["image_id"]].append(entry)
+        return [(stack_boxes(own), [int(entry["id"]) for entry in own]) for own in rows.values()]
+
+
+def stack_boxes(entries: Sequence[dict[str, Any]]) -> ImageBoxes:
+    """Returns COCO annotations or results of an image as tensors; classes are category ids."""
+    boxes = torch.tensor([entry["bbox"] for entry in entries], dtype=torch.float64).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    return ImageBoxes(
+        boxes,
+        torch.tensor([entry["category_id"] for entry in entries], dtype=torch.long),
+        torch.tensor([entry.get("score", 1.0) for entry in entries], dtype=torch.float64),
+    )
+
+
+def open_labels(data: str, images: str = "") -> Labels:
+    """Opens the training part of a data set with boxes, in any format of ``--data``.
+
+    Raises:
+        UserError: the data set has no boxes, has errors or fewer than 10 images, or is in shards.
+    """
+    opened = open_source(data, images)
+    if opened.kind == "classes" or "shards" in opened.train:
+        raise UserError(f"'{data}' has no image files with boxes")
+    forget_annotations()
+    file = read_annotations(opened.train)
+    raise_first(file.errors)
+    if len(file.images) < _MIN_IMAGES:
+        raise UserError(f"'{data}' has {len(file.images)} images, expected {_MIN_IMAGES} or more")
+    text = json.dumps(file.keep(), sort_keys=True)
+    return Labels(file, hashlib.sha256(text.encode()).hexdigest())
+
+
+def apply_corrections(corrections: str | Path, data: str, output: Path, images: str = "") -> str:
+    """Writes a COCO file with missing boxes added, boxes moved and classes changed.
+
+    Ids and other entries stay. Masks of moved boxes are dropped.
+
+    Args:
+        corrections: a file from the page of suspects, or ``suspects.json``.
+        data: the inspected data set; it is not changed.
+        output: the corrected file.
+        images: folder of the images of a COCO json, if they are not beside the file.
+
+    Returns:
+        A sentence with the number of changes.
+
+    Raises:
+        UserError: the corrections are invalid, or belong to other labels.
+    """
+    labels = open_labels(data, images)
+    content = copy.deepcopy(labels.file.keep())
+    entries = {entry["id"]: entry for entry in content["annotations"]}
+    known = {image["id"] for image in content["images"]}
+    counts = dict.fromkeys(("missing", "location", "class"), 0)
+    for one in _read_corrections(corrections, labels.digest):
+        place = f"'{corrections}', image {one.image_id}"
+        if one.image_id not in known or one.category_id not in labels.file.category_ids:
+            raise UserError(f"{place}: there is no such image, or no class {one.category_id}")
+        if (one.kind == "missing") != (one.annotation_id is None) or min(one.bbox[2:]) <= 0:
+            raise UserError(f"{place}: the kind '{one.kind}' does not fit the annotation or box")
+        if one.kind != "missing" and one.annotation_id not in entries:
+            raise UserError(f"{place}: there is no annotation {one.annotation_id}")
+        counts[one.kind] += 1
+        moved = {"bbox": list(one.bbox), "area": one.bbox[2] * one.bbox[3]}
+        if one.annotation_id is None:
+            entry = {"id": max(entries, default=0) + 1, "image_id": one.image_id, "iscrowd": 0}
+            entries[entry["id"]] = entry | moved | {"category_id": one.category_id}
+        elif one.kind == "class":
+            entries[one.annotation_id]["category_id"] = one.category_id
+        else:
+            entries[one.annotation_id].pop("segmentation", None)
+            entries[one.annotation_id].update(moved)
+    content["annotations"] = list(entries.values())
+    write_atomically(output, json.dumps(content).encode())
+    return (
+        f"{counts['missing']:,} boxes added, {counts['location']:,} moved, {counts['class']:,} "
+        f"given another class: --data {output} --images {os.path.abspath(labels.file.image_root)}"
+    )
+
+
+def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
+    """Returns the distinct corrections of a file, which must be for labels of this digest."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        found, entries = content["data"], list(content["suspects"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{path}' is not a file of corrections: {error}") from error
+    if found != digest:
+        raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")
+    parsed = [parse_record(LabelSuspect, entry, f"'{path}': suspect") for entry in entries]
+    return list(dict.fromkeys(parsed))
+
+
+def dump_suspects(labels: Labels, suspects: Sequence[LabelSuspect]) -> str:
+    """Returns the content of ``suspects.json``."""
+    return json.dumps({"data": labels.digest, "suspects": [asdict(s) for s in suspects]}, indent=1)
