@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "inference": INFERENCE,
     "export": INFERENCE,
     "analysis": INFERENCE | CACHE | {"engine"},
-    "labelling": INFERENCE | CACHE | {"analysis", "engine"},
+    "labelling": INFERENCE | CACHE | {"analysis", "engine", "export"},
     "api": INFERENCE | CACHE | {"analysis", "engine", "export", "labelling"},
     "app": INFERENCE | {"analysis", "api", "engine", "labelling"},
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Check the datasets of a config before hours of training: what they contain, and what is wrong.
+"""Check datasets before hours of training, and find labels that are probably wrong.
 
 Counts images, boxes and classes, measures boxes, reads every image file, and searches for images
 that are in training and in evaluation. Prints a summary, and writes errors.txt, a line for each
@@ -12,18 +12,27 @@ examples:
       --data train.json --val val.json --images images
   qbheat inspect --data train.json
 
+  # labels that are probably wrong, by two detectors that each see half of the images in training
+  qbheat inspect --labels --data train.json --output suspects/
+  qbheat inspect --labels --data train.json --weights output/mine --output suspects/
+  qbheat inspect --apply suspects/corrections.json --data train.json --output corrected/
+
+--labels writes suspects.html, on which you tick the errors and save corrections.json. --apply
+writes corrected/annotations.json, in COCO's format; the data themselves are not changed.
+
 exit code: 0 if nothing is wrong; 1 if there are errors; 2 if a file or key does not exist.
 Warnings are no errors: training can handle what they name.
 """
 
 import argparse
 import logging
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import add_data_flags, check_inputs, make_parser
+from arguments import WEIGHTS, add_data_flags, check_inputs, make_parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -33,11 +42,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_data_flags(parser)
     add("--output", type=Path, default=Path("output/inspect_dataset"), metavar="DIR",
         help="folder of the files (default: output/inspect_dataset)")  # fmt: skip
+    add("--labels", action="store_true", help="find labels that are probably wrong")
+    add("--weights", default="", metavar="W", help="with --labels: a model with the encoder of the "
+        f"detectors: {WEIGHTS} (default: EfficientNet-Lite0 of ImageNet)")  # fmt: skip
+    add("--apply", type=Path, metavar="FILE", help="write a COCO file with these corrections")
     add("--num-samples", type=int, default=12, metavar="N", help="images to draw (default: 12)")
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
     if args.num_samples < 0:
         parser.error("--num-samples must be 0 or more")
+    if (args.labels or args.apply) and not args.data:
+        parser.error("--labels and --apply need --data")
+    args.labels = args.labels or bool(args.weights)
     return args
 
 
@@ -46,7 +62,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_inputs(args.data, *args.images, args.val, *args.val_images)
     from qbheat_det.core.errors import exit_on_user_error
 
-    return exit_on_user_error(inspect)(args)
+    if args.apply:
+        return exit_on_user_error(correct)(args)
+    return exit_on_user_error(find_suspects if args.labels else inspect)(args)
+
+
+def find_suspects(args: argparse.Namespace) -> int:
+    """Writes the page of labels that are probably wrong."""
+    from qbheat_det.labelling import inspect_labels, write_suspects
+
+    images = args.images[0] if args.images else ""
+    labels, suspects, quality = inspect_labels(
+        args.data, args.output, images=images, encoder=args.weights, opts=args.opts
+    )
+    words = ["qbheat", "inspect", "--apply", "corrections.json", "--data", args.data]
+    words += ["--images", images] if images else []
+    command = shlex.join([*words, "--output", str(args.output / "corrected")])
+    page = write_suspects(labels, suspects, args.output, command)
+    print(
+        f"The detectors have AP50 {quality[0]:.1f} and {quality[1]:.1f} on the other half. "
+        f"{len(suspects):,} labels are suspicious, the most probable errors first: {page}"
+    )
+    return 0
+
+
+def correct(args: argparse.Namespace) -> int:
+    """Writes the corrected COCO file."""
+    from qbheat_det.labelling import apply_corrections
+
+    images = args.images[0] if args.images else ""
+    print(apply_corrections(args.apply, args.data, args.output / "annotations.json", images))
+    return 0
 
 
 def inspect(args: argparse.Namespace) -> int:

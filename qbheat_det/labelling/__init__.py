@@ -1,8 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Few boxes, many images: selects images to label next, and finds labels that are wrong."""
 
+from .inspection import inspect_labels
+from .labels import apply_corrections
 from .selection import Selection, select
-from .sheet import write_selection
+from .sheet import write_selection, write_suspects
 from .simulation import simulate
 
-__all__ = ["Selection", "select", "simulate", "write_selection"]
+__all__ = [
+    "Selection", "apply_corrections", "inspect_labels", "select", "simulate", "write_selection",
+    "write_suspects",
+]  # fmt: skip

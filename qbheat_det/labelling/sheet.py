@@ -1,26 +1,32 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writes a selection: a list, a contact sheet, and tasks for Label Studio and CVAT."""
+"""Writes a selection as list, contact sheet and tasks, and suspicious labels as a page."""
 
 import base64
+import functools
 import io
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import PIL.Image
 import PIL.ImageDraw
 import PIL.ImageOps
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import IMAGE_FORMATS
 from qbheat_det.inference.drawing import get_class_color
 from qbheat_det.inference.results import Format, render_annotations
 
+from .labels import Labels, LabelSuspect, dump_suspects
 from .selection import PoolBoxes, Selection
 
 _SIDE = 320  # pixels of a thumbnail
 _DRAWN_SCORE = 0.3
+_MOST_SUSPECTS = 500  # on a page
 _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cvat.json"}
 
 
@@ -62,9 +68,6 @@ def _without_boxes(files: list[str]) -> PoolBoxes:
 
 def render_sheet(selection: Selection) -> str:
     """Returns the contact sheet as one HTML page without references to other files."""
-    environment = Environment(
-        loader=PackageLoader("qbheat_det.labelling", ""), autoescape=True, trim_blocks=True
-    )
     rows = []
     by_file: dict[str, list[tuple[list[float], int, float]]] = {}
     names: dict[int, str] = {}
@@ -85,13 +88,73 @@ def render_sheet(selection: Selection) -> str:
         rows.append({"name": os.path.basename(path), "path": path, "boxes": text,
                      "image": draw_thumbnail(path, drawn)})  # fmt: skip
     pool = selection.pool
-    return environment.get_template("sheet.html.j2").render(
+    return _load_template("sheet.html.j2").render(
         rows=rows,
         num_images=len(pool.files) - len(pool.labelled) + len(pool.unreadable),
         num_labelled=len(pool.labelled),
         repeated=len(pool.repeated),
         unreadable=[f"{path}: {reason}" for path, reason in pool.unreadable.items()],
     )
+
+
+def write_suspects(
+    labels: Labels, suspects: Sequence[LabelSuspect], folder: Path, command: str
+) -> Path:
+    """Writes ``suspects.json`` and the page ``suspects.html``, on which a person ticks corrections.
+
+    The page shows the most probable suspects, embeds its images, and makes ``corrections.json``.
+
+    Args:
+        labels: the inspected labels.
+        suspects: the most probable first.
+        folder: folder of both files.
+        command: the command that applies the corrections, which the page names.
+
+    Returns:
+        The page.
+    """
+    shown = suspects[:_MOST_SUSPECTS]
+    root = labels.file.image_root
+    rows = [
+        {"text": one.text, "name": one.file_name, "score": one.score,
+         "image": draw_suspect(os.path.join(root, one.file_name), one)}
+        for one in tqdm(shown, desc="drawing", unit="label", disable=None, delay=1)
+    ]  # fmt: skip
+    content = {"data": labels.digest, "suspects": [asdict(one) for one in shown]}
+    page = _load_template("suspects.html.j2").render(rows=rows, content=content, command=command)
+    write_atomically(folder / "suspects.json", dump_suspects(labels, suspects).encode())
+    write_atomically(folder / "suspects.html", page.encode(errors="surrogateescape"))
+    return folder / "suspects.html"
+
+
+def draw_suspect(path: str, suspect: LabelSuspect) -> str:
+    """Returns the surroundings of a label (blue) and its correction (orange), as a data URI."""
+    drawn = [(box, color) for box, color in (
+        (suspect.annotated_bbox, (64, 156, 255)),
+        (None if suspect.kind == "class" else suspect.bbox, (255, 150, 30)),
+    ) if box]  # fmt: skip
+    corners = [(x, y, x + width, y + height) for (x, y, width, height), _ in drawn]
+    lows, highs = [[*map(min, zip(*corners, strict=True))][:2],
+                   [*map(max, zip(*corners, strict=True))][2:]]  # fmt: skip
+    margin = max(24.0, 0.75 * max(highs[0] - lows[0], highs[1] - lows[1]))
+    with _open_upright(path) as image:
+        left, top = (int(max(0, low - margin)) for low in lows)
+        right, bottom = (int(min(size, high + margin) + 1)
+                         for size, high in zip(image.size, highs, strict=True))  # fmt: skip
+        part = image.convert("RGB").crop((left, top, right, bottom))
+    scale = _SIDE / max(part.size)
+    part = part.resize([max(1, round(side * scale)) for side in part.size])
+    pen = PIL.ImageDraw.Draw(part)
+    for (x0, y0, x1, y1), (_, color) in zip(corners, drawn, strict=True):
+        box = [(x0 - left) * scale, (y0 - top) * scale, (x1 - left) * scale, (y1 - top) * scale]
+        pen.rectangle(box, outline=color, width=3)
+    return _to_uri(part)
+
+
+@functools.cache
+def _load_template(name: str) -> Template:
+    loader = PackageLoader("qbheat_det.labelling", "")
+    return Environment(loader=loader, autoescape=True, trim_blocks=True).get_template(name)
 
 
 def draw_thumbnail(path: str, boxes: list[tuple[list[float], int, float]]) -> str:
@@ -104,8 +167,12 @@ def draw_thumbnail(path: str, boxes: list[tuple[list[float], int, float]]) -> st
     for (x, y, width, height), label, _ in boxes:
         corners = [x * scale, y * scale, (x + width) * scale, (y + height) * scale]
         pen.rectangle(corners, outline=get_class_color(label), width=2)
+    return _to_uri(small)
+
+
+def _to_uri(image: PIL.Image.Image) -> str:
     stream = io.BytesIO()
-    small.save(stream, "JPEG", quality=80)
+    image.save(stream, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 

@@ -1,0 +1,148 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Made errors and probabilities by hand, the page of suspects, and corrected labels."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.labelling import apply_corrections, inspect_labels, inspection, write_suspects
+from qbheat_det.labelling.inspection import calibrate, make_errors
+from qbheat_det.labelling.suspects import ImageBoxes, find_suspects
+from tests.data.pictures import draw, save
+
+BOXES = [[4, 4, 8, 8], [20, 4, 8, 8], [4, 20, 8, 8]]
+
+
+def write_data(folder: Path, num_images: int = 12) -> Path:
+    """Writes images with the three ``BOXES`` of classes 3, 5 and 3."""
+    ids = range(1, num_images + 1)
+    images = [{"id": i, "file_name": f"{i}.png", "width": 32, "height": 32} for i in ids]
+    for image in images:
+        save(folder / image["file_name"], draw(32, 32, seed=image["id"]))
+    boxes = [
+        {"id": 10 * i + k, "image_id": i, "category_id": (3, 5, 3)[k], "bbox": box, "area": 64}
+        for i in ids
+        for k, box in enumerate(BOXES)
+    ]
+    names = [{"id": 3, "name": "fish"}, {"id": 5, "name": "shark"}]
+    content = {"images": images, "annotations": boxes, "categories": names}
+    (folder / "boxes.json").write_text(json.dumps(content))
+    return folder / "boxes.json"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Labels with one error of each kind, and detectors that predict the true boxes."""
+    path = write_data(tmp_path)
+    truth = json.loads(path.read_text())
+    wrong = json.loads(path.read_text())
+    by_id = {entry["id"]: entry for entry in wrong["annotations"]}
+    by_id[10]["category_id"] = 5
+    by_id[21]["bbox"] = [24, 8, 8, 8]
+    wrong["annotations"].remove(by_id[32])
+    path.write_text(json.dumps(wrong))
+
+    def train(flags: Any) -> dict[str, float]:
+        halves = [json.loads(Path(file).read_text())["images"] for file in (flags.data, flags.val)]
+        seen, held_out = ({image["id"] for image in half} for half in halves)
+        assert not seen & held_out
+        assert len(seen | held_out) == 12
+        results = Path(flags.output) / "inference" / "custom_val" / "coco_instances_results.json"
+        results.parent.mkdir(parents=True)
+        found = [{**e, "score": 0.9} for e in truth["annotations"] if e["image_id"] in held_out]
+        results.write_text(json.dumps(found))
+        return {"AP50": 90.0}
+
+    monkeypatch.setattr(inspection, "train_afresh", train)
+    return path
+
+
+def test_errors_come_first_are_drawn_and_corrected(data: Path, tmp_path: Path) -> None:
+    labels, suspects, quality = inspect_labels(str(data), tmp_path / "out")
+    assert quality == [90.0, 90.0]
+    first = {one.kind: one for one in suspects[:3]}
+    assert first["class"].annotation_id == 10
+    assert first["class"].text == "labelled shark, looks like fish"
+    assert (first["location"].annotation_id, first["location"].bbox) == (21, (20, 4, 8, 8))
+    assert (first["missing"].image_id, first["missing"].bbox) == (3, (4, 20, 8, 8))
+    page = write_suspects(labels, suspects[:3], tmp_path / "out", "qbheat inspect --apply x")
+    text = page.read_text()
+    assert text.count("data:image/jpeg") == 3
+    saved = json.loads(re.search(r"const content = (.*);", text)[1])  # type: ignore[index]
+    assert saved == json.loads((tmp_path / "out" / "suspects.json").read_text())
+
+    output, before = tmp_path / "corrected.json", data.read_bytes()
+    apply_corrections(tmp_path / "out" / "suspects.json", str(data), output)
+    assert data.read_bytes() == before
+    (tmp_path / "true").mkdir()
+    expected = json.loads(write_data(tmp_path / "true").read_text())["annotations"]
+    found = json.loads(output.read_text())["annotations"]
+    key = ("image_id", "category_id", "bbox")
+    assert sorted([e[k] for k in key] for e in found) == sorted(
+        [e[k] for k in key] for e in expected
+    )
+
+
+def test_made_errors_are_those_that_are_returned() -> None:
+    boxes = torch.tensor([[0.0, 0, 8, 8]] * 50)
+    truth = [ImageBoxes(boxes, torch.arange(50) % 3, torch.ones(50))] * 4
+    for kind in ("missing", "location", "class"):
+        generator = np.random.default_rng(0)
+        changed, errors = make_errors(kind, truth, generator)  # type: ignore[arg-type]
+        assert 5 < sum(map(len, errors)) < 45
+        for before, after, own in zip(truth, changed, errors, strict=True):
+            if kind == "missing":
+                assert len(after.boxes) == 50 - len(own)
+                continue
+            moved = (before.boxes != after.boxes).any(1)
+            renamed = before.classes != after.classes
+            found = moved if kind == "location" else renamed
+            assert set(found.nonzero()[:, 0].tolist()) == own
+            assert not (renamed if kind == "location" else moved).any()
+
+
+def test_scores_that_errors_do_not_raise_mean_nothing() -> None:
+    boxes = torch.tensor([[0.0, 0, 8, 8], [20, 20, 28, 28]])
+    truth = [ImageBoxes(boxes, torch.tensor([0, 1]), torch.ones(2))] * 20
+    seen = [ImageBoxes(boxes, torch.tensor([0, 1]), torch.full((2,), 0.9))] * 20
+    assert calibrate(find_suspects(truth, seen), truth, seen, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"data": "0"}, "inspect again"),
+        ({"suspects": [{"kind": "odd"}]}, "suspect"),
+        ({"suspects": None}, "corrections.json"),
+        ({"annotation_id": 999}, "999"),
+        ({"annotation_id": None}, "location"),
+        ({"image_id": 999}, "image 999"),
+        ({"category_id": 4}, "class 4"),
+    ],
+)
+def test_corrections_that_do_not_fit_are_refused(
+    data: Path, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
+    moved = [one for one in suspects if one.kind == "location"][:1]
+    write_suspects(labels, moved, tmp_path / "out", "")
+    content = json.loads((tmp_path / "out" / "suspects.json").read_text())
+    target = content if change.keys() & content.keys() else content["suspects"][0]
+    target.update(change)
+    file = tmp_path / "corrections.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError) as error:
+        apply_corrections(file, str(data), tmp_path / "corrected.json")
+    assert named in str(error.value)
+    assert not (tmp_path / "corrected.json").exists()
+
+
+def test_few_images_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="9 images"):
+        inspect_labels(str(write_data(tmp_path, 9)), tmp_path / "out")
