@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Readers of files that annotation tools export: CSV, VIA, Label Studio, CVAT, Hugging Face."""
 
+import contextlib
 import csv
 import json
 import math
@@ -8,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, short
 
 from .voc import parse_xml
@@ -24,6 +27,7 @@ _COLUMNS = {
     "ymax": ("ymax", "y_max", "y2", "bottom"),
 }
 _OPEN_IMAGES = "imageid"  # its boxes are fractions of the image's sides
+_BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 _NAME_KEYS = ("label", "class", "name", "type", "category")
 
 
@@ -54,6 +58,14 @@ class LabelledImage:
     boxes: list[Box] = field(default_factory=list)
     errors: list[DataError] = field(default_factory=list)
     is_skipped: bool = False
+
+    @contextlib.contextmanager
+    def reading(self, place: str) -> Iterator[None]:
+        """Turns an exception about the content of an object into an error of the image."""
+        try:
+            yield
+        except _BROKEN as error:
+            self.errors.append(DataError("wrong object", place, _describe(error)))
 
     def add(
         self,
@@ -87,6 +99,20 @@ class LabelledImage:
             return
         box = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
         self.boxes.append(Box(place, str(name), box, is_relative))
+
+
+@contextlib.contextmanager
+def reading_record(place: str) -> Iterator[None]:
+    """Turns an exception about the content of a record into a ``UserError`` that names it."""
+    try:
+        yield
+    except _BROKEN as error:
+        raise UserError(f"{place}: {_describe(error)}") from error
+
+
+def _describe(error: Exception) -> str:
+    is_missing = isinstance(error, KeyError)
+    return f"it has no {error}" if is_missing else f"{type(error).__name__}: {one_line(error)}"
 
 
 def rotate(x: float, y: float, width: float, height: float, degrees: float,
@@ -137,15 +163,16 @@ def read_csv(file: Path) -> Iterator[LabelledImage]:
 def read_via(file: Path) -> Iterator[LabelledImage]:
     """Reads a project or an annotation export of the VGG Image Annotator (VIA 2)."""
     content = json.loads(file.read_text(encoding="utf-8"))
-    for entry in content.get("_via_img_metadata", content).values():
-        image = LabelledImage(f"{file}, image {short(entry['filename'])}", entry["filename"])
-        regions = entry["regions"]
-        regions = list(regions.values()) if isinstance(regions, dict) else regions
+    for key, entry in content.get("_via_img_metadata", content).items():
+        with reading_record(f"{file}, image {short(key)}"):
+            image = LabelledImage(f"{file}, image {short(entry['filename'])}", entry["filename"])
+            regions = entry["regions"]
+            regions = list(regions.values() if isinstance(regions, dict) else regions)
         for number, region in enumerate(regions, start=1):
-            shape = region["shape_attributes"]
-            name = _choose_name(region.get("region_attributes") or {})
-            is_box = shape.get("name") == "rect"
-            image.add(f"{image.place}, region {number}", name, _via_points(shape), is_box=is_box)
+            with image.reading(place := f"{image.place}, region {number}"):
+                shape = region["shape_attributes"]
+                name = _choose_name(region.get("region_attributes") or {})
+                image.add(place, name, _via_points(shape), is_box=shape.get("name") == "rect")
         yield image
 
 
@@ -178,21 +205,31 @@ def _choose_name(attributes: Mapping[str, Any]) -> object:
 def read_label_studio(file: Path) -> Iterator[LabelledImage]:
     """Reads Label Studio's exports JSON and JSON-MIN; tasks that are skipped have no labels."""
     for number, task in enumerate(json.loads(file.read_text(encoding="utf-8")), start=1):
-        data = task.get("data", task)
-        texts = [value for value in data.values() if isinstance(value, str)]
-        named = [data[key] for key in ("image", "img", "ocr") if key in data]
-        if not (found := [*named, *texts]):
-            raise ValueError(f"task {number} names no image")
-        name = str(found[0])
-        image = LabelledImage(f"{file}, task {task.get('id', number)}", name)
-        done = [one for one in task.get("annotations", task.get("completions", []))
-                if not one.get("was_cancelled")]  # fmt: skip
-        is_min = "annotations" not in task and "completions" not in task
-        image.is_skipped = not (done or is_min)
-        results = (task.get("label") or []) if is_min else (done[-1]["result"] if done else [])
-        for place, result in enumerate(results, start=1):
-            _add_result(image, f"{image.place}, region {place}", result)
+        with reading_record(f"{file}, task {number}"):
+            image, results = _read_task(file, number, task)
+        for index, result in enumerate(results, start=1):
+            with image.reading(place := f"{image.place}, region {index}"):
+                _add_result(image, place, result)
         yield image
+
+
+def _read_task(
+    file: Path, number: int, task: Mapping[str, Any]
+) -> tuple[LabelledImage, Sequence[Any]]:
+    """Returns the image of a task, and its regions."""
+    data = task.get("data", task)
+    texts = [value for value in data.values() if isinstance(value, str)]
+    named = [data[key] for key in ("image", "img", "ocr") if key in data]
+    if not (found := [*named, *texts]):
+        raise ValueError("it names no image")
+    image = LabelledImage(f"{file}, task {task.get('id', number)}", str(found[0]))
+    done = [one for one in task.get("annotations", task.get("completions", []))
+            if not one.get("was_cancelled")]  # fmt: skip
+    is_min = "annotations" not in task and "completions" not in task
+    image.is_skipped = not (done or is_min)
+    if is_min:
+        return image, list(task.get("label") or [])
+    return image, list(done[-1]["result"] if done else [])
 
 
 def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> None:
@@ -234,22 +271,25 @@ def read_cvat(file: Path) -> Iterator[LabelledImage]:
         name = node.get("name", "")
         image = LabelledImage(f"{file}, image {short(name)}", name)
         for number, shape in enumerate(node, start=1):
-            place, label = f"{image.place}, shape {number}", shape.get("label")
-            if shape.tag == "box":
-                x, y, right, bottom = (float(shape.get(k, "nan")) for k in _CVAT_EDGES)
-                middle = (x + right) / 2, (y + bottom) / 2
-                degrees = float(shape.get("rotation", "0"))
-                image.add(place, label, rotate(x, y, right - x, bottom - y, degrees, middle))
-            elif shape.tag in ("polygon", "polyline"):
-                pairs = shape.get("points", "").split(";")
-                image.add(place, label, [pair.split(",") for pair in pairs])
-            elif shape.tag == "ellipse":
-                cx, cy, rx, ry = (float(shape.get(k, "nan")) for k in ("cx", "cy", "rx", "ry"))
-                image.add(place, label, [(cx - rx, cy - ry), (cx + rx, cy + ry)])
-            elif shape.tag != "tag":
-                reason = f"a shape '{shape.tag}' has no box"
-                image.errors.append(DataError("wrong object", place, reason))
+            with image.reading(place := f"{image.place}, shape {number}"):
+                _add_shape(image, place, shape)
         yield image
+
+
+def _add_shape(image: LabelledImage, place: str, shape: Element) -> None:
+    label = shape.get("label")
+    if shape.tag == "box":
+        x, y, right, bottom = (float(shape.get(k, "nan")) for k in _CVAT_EDGES)
+        middle, degrees = ((x + right) / 2, (y + bottom) / 2), float(shape.get("rotation", "0"))
+        image.add(place, label, rotate(x, y, right - x, bottom - y, degrees, middle))
+    elif shape.tag in ("polygon", "polyline"):
+        pairs = shape.get("points", "").split(";")
+        image.add(place, label, [pair.split(",") for pair in pairs])
+    elif shape.tag == "ellipse":
+        cx, cy, rx, ry = (float(shape.get(k, "nan")) for k in ("cx", "cy", "rx", "ry"))
+        image.add(place, label, [(cx - rx, cy - ry), (cx + rx, cy + ry)])
+    elif shape.tag != "tag":
+        image.errors.append(DataError("wrong object", place, f"a shape '{shape.tag}' has no box"))
 
 
 _CVAT_EDGES = ("xtl", "ytl", "xbr", "ybr")
@@ -266,17 +306,18 @@ def read_hugging_face(file: Path) -> Iterator[LabelledImage]:
         else:
             rows = [json.loads(line) for line in stream if line.strip()]
     for number, row in enumerate(rows, start=1):
-        image = LabelledImage(f"{file}, entry {number}", row["file_name"])
-        objects = row.get("objects") or {}
-        objects = json.loads(objects) if isinstance(objects, str) else objects
-        if isinstance(objects, dict):
-            keys = (*_NAME_KEYS, "categories", "labels")
-            names: list[Any] = next((objects[key] for key in keys if key in objects), [])
-            pairs = zip(objects.get("bbox", []), names, strict=True)
-            objects = [{"bbox": box, "category": name} for box, name in pairs]
-        for place, thing in enumerate(objects, start=1):
-            x, y, width, height = map(float, thing["bbox"])
-            corners = [(x, y), (x + width, y + height)]
-            where = f"{image.place}, object {place}"
-            image.add(where, _choose_name(thing), corners, is_box=True)
+        with reading_record(f"{file}, entry {number}"):
+            image = LabelledImage(f"{file}, entry {number}", row["file_name"])
+            objects = row.get("objects") or {}
+            objects = json.loads(objects) if isinstance(objects, str) else objects
+            if isinstance(objects, dict):
+                keys = (*_NAME_KEYS, "categories", "labels")
+                names: list[Any] = next((objects[key] for key in keys if key in objects), [])
+                pairs = zip(objects.get("bbox", []), names, strict=True)
+                objects = [{"bbox": box, "category": name} for box, name in pairs]
+        for index, thing in enumerate(objects, start=1):
+            with image.reading(place := f"{image.place}, object {index}"):
+                x, y, width, height = map(float, thing["bbox"])
+                corners = [(x, y), (x + width, y + height)]
+                image.add(place, _choose_name(thing), corners, is_box=True)
         yield image

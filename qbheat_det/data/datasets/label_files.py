@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first, one_line
-from qbheat_det.data.checks import DataError, short
+from qbheat_det.data.checks import DataError, raise_first, short
 from qbheat_det.data.images import read_sizes
 
 from . import annotation_tools as tools
@@ -138,6 +138,8 @@ def convert_labels(
         raise UserError(f"'{path}' has no labels of the part '{subset}'")
     used = {box.name for entries in parts.values() for entry in entries for box in entry.boxes}
     if not used:
+        raise_first([error for entries in parts.values() for entry in entries
+                     for error in entry.errors])  # fmt: skip
         raise UserError(f"'{path}' has no boxes")
     names = list(classes) or sorted(used)
     converted, ids = Converted(names), {name: index for index, name in enumerate(names)}
