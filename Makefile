@@ -20,10 +20,10 @@ $(INSTALLED): export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 $(INSTALLED): export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check bench docs doctor
+.PHONY: help install demo test test-all test-device check bench docs doctor
 
 help: ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z-]+):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 install: $(INSTALLED) ## make .venv with everything in it (about 2.5 GB to download, 6 GB on disk)
 
@@ -35,6 +35,9 @@ test: $(INSTALLED) ## run the tests, without the slow ones
 
 test-all: $(INSTALLED) ## run the tests, the slow ones too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-device: $(INSTALLED) ## run every model on a device that does not mix with the CPU
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests/device $(ARGS)
 
 check: $(INSTALLED) ## formatting, lint, types, prose (if Vale is installed), tests
 	if command -v vale >/dev/null; then vale *.md docs; fi

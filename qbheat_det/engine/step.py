@@ -151,7 +151,7 @@ class StepTrainer(SimpleTrainer):
         if len(batches) == 1 or not isinstance(self._bare, SupportsLossNormalizers):
             return ()
         counts = torch.stack([self._bare.loss_counts(batch) for batch in batches]).sum(dim=0)
-        counts = counts.to(self._device)
+        counts = counts.to(self._device, non_blocking=True)
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(counts)
         return (self._bare.loss_normalizers(counts, len(batches) * comm.get_world_size()),)

@@ -320,7 +320,7 @@ class _TwoSlopes(torch.autograd.Function):
         of_both = torch.cat([of_high, of_low], dim=1)
         positive, negative = theta.chunk(2, dim=1)
         swapped = 2 * positive < 2 * negative - 1  # the first slope is the smaller
-        if swapped.any():
+        if x.device.type != "cpu" or swapped.any():  # a GPU would be waited for
             other = torch.cat([of_low, of_high], dim=1)
             of_both = torch.where(torch.cat([swapped, swapped], dim=1), other, of_both)
         return _add_product(above.mul_(high - low), gradient, low), 2 * of_both

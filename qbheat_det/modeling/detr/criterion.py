@@ -172,8 +172,8 @@ class SetCriterion(nn.Module):
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
         """From sums (…, 2) of ``normalizers`` over all parts to the divisors of each, (…, 2)."""
         # The least divisors of the whole batch.
-        least = totals.new_tensor([self.classification.least_normalizer, 1e-6])
-        return totals.maximum(least) / parts
+        least = torch.tensor([self.classification.least_normalizer, 1e-6])
+        return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
 
     def normalizers_of_processes(self, counts: Tensor) -> Tensor:
         """From ``normalizers`` of this process to ``mean_normalizers`` of all, (…, 2)."""

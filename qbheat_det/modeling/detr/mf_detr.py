@@ -153,7 +153,7 @@ class MFDETR(nn.Module):
         8; for ``normalizers`` see ``forward``.
         """
         if normalizers is None:
-            counts = self._loss_counts(targets.counts).to(self.device)
+            counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
             normalizers = self.criterion.normalizers_of_processes(counts)
         if self.decoder.selection is not None:
             outputs = self.decoder(features, padding)
@@ -198,7 +198,7 @@ class MFDETR(nn.Module):
             if cached is not None:
                 return cached
         images = [
-            (entry["image"].to(self.device) - self.pixel_mean) / self.pixel_std
+            (entry["image"].to(self.device, non_blocking=True) - self.pixel_mean) / self.pixel_std
             for entry in batched_inputs
         ]
         return ImageList.from_tensors(images, divisibility)
@@ -209,7 +209,7 @@ class MFDETR(nn.Module):
         if all(tuple(size) == (height, width) for size in images.image_sizes):
             sizes = None
         else:
-            sizes = torch.as_tensor(images.image_sizes, device=self.device)
+            sizes = torch.tensor(images.image_sizes).to(self.device, non_blocking=True)
         if sizes is not None and self.masks_padding:
             features = self.backbone(images.tensor, sizes)
         else:
@@ -223,7 +223,7 @@ class MFDETR(nn.Module):
         for entry in batched_inputs:
             instances: Instances = entry["instances"].to(self.device)
             height, width = instances.image_size
-            scale = self.pixel_mean.new_tensor([width, height, width, height])
+            scale = torch.tensor([width, height] * 2).to(self.device, non_blocking=True)
             labels.append(instances.gt_classes)
             boxes.append(box_convert(instances.gt_boxes.tensor / scale, "xyxy", "cxcywh"))
         return Targets.stack(labels, boxes)
@@ -237,7 +237,7 @@ class MFDETR(nn.Module):
         corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")
         results = []
         for index, (height, width) in enumerate(image_sizes):
-            scale = corners.new_tensor([width, height, width, height])
+            scale = torch.tensor([width, height] * 2).to(corners.device, non_blocking=True)
             boxes = Boxes(corners[index] * scale)
             boxes.clip((height, width))
             results.append(

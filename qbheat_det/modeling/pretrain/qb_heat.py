@@ -57,7 +57,7 @@ class VisibleQuarters:
         indices = [QUADRANTS.index(quadrant) for quadrant in quadrants]
         order = sorted(range(len(indices)), key=indices.__getitem__)
         counts = tuple(indices.count(index) for index in range(len(QUADRANTS)))
-        return cls(torch.tensor(order, device=device), counts)
+        return cls(torch.tensor(order).to(device, non_blocking=True), counts)
 
     def crop(self, images: Tensor) -> Tensor:
         """Returns the visible quarters (N, C, S / 2, S / 2) of ordered images (N, C, S, S)."""

@@ -1,0 +1,278 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Every model on a device that refuses to mix with the CPU, and where the host waits for it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qbheat_det.checkpoint import WeightsInfo, save_weights
+from qbheat_det.data import ToySpec, prepare_toy_set
+from qbheat_det.engine import Trainer
+from qbheat_det.engine.batch_source import BatchSource, _move
+from qbheat_det.inference.encoder import encode, open_encoder
+from qbheat_det.inference.files import predict_files
+from tests.engine import tiny_training
+from tests.engine.classifier_cases import make_classes
+from tests.engine.test_objectives import OPTS as PRETRAINING
+from tests.engine.tiny_training import MF_DETR, losses, read_opts, start_run
+
+from .second_device import NAME, Generator, recorded_waits
+
+# Of four steps the third does nothing but train: the others log, save or evaluate.
+OPTS = read_opts("""
+SOLVER.MAX_ITER 4 SOLVER.CHECKPOINT_PERIOD 2 SOLVER.LOG_PERIOD 2 SOLVER.EMA.ENABLED True
+SOLVER.CLIP_GRADIENTS.ENABLED True MODEL.MOBILE_FORMER.DROP_PATH 0 SOLVER.CHECKPOINTS_KEPT 3
+""")
+DETR = MF_DETR | read_opts("MODEL.MF_DETR.DROPOUT 0 MODEL.MOBILE_FORMER.DROP_PATH 0")
+FOCAL = "MODEL.MF_DETR.CLASSIFICATION focal"
+CACHED = """MODEL.BACKBONE.FREEZE_AT 5 INPUT.FIXED_VIEWS.COUNT 2 MODEL.CACHE_FEATURES.ENABLED True
+MODEL.CACHE_FEATURES.DTYPE float32 """
+FCOS = """MODEL.META_ARCHITECTURE SyncFCOS MODEL.FCOS.NUM_CONVS 1 MODEL.FCOS.IN_FEATURES ["p3","p4"]
+MODEL.FCOS.NORM '' """
+SEMI = "MODEL.SEMI.BURN_IN 0.2 MODEL.SEMI.RATIO 1 "
+AMP = "SOLVER.AMP.ENABLED True SOLVER.AMP.PRECISION "
+DETECTORS = {
+    "retinanet": read_opts("SOLVER.ACCUMULATE 2 MODEL.RETINANET.PRIOR_PROB 0.5"),
+    "retinanet, cached": read_opts(CACHED),
+    "retinanet, bfloat16": read_opts(f"{AMP} bfloat16"),
+    "retinanet, unlabelled": read_opts(SEMI),
+    "fcos": read_opts(FCOS),
+    "fcos, unlabelled": read_opts(FCOS + SEMI),
+    "mf_detr": DETR | read_opts("SOLVER.ACCUMULATE 2"),
+    "mf_detr, auxiliary queries": DETR
+    | read_opts("MODEL.MF_DETR.DENOISING.GROUPS 2 MODEL.MF_DETR.QUERY_GROUPS.COUNT 2"),
+    "mf_detr, selected queries": DETR
+    | read_opts(f"MODEL.MF_DETR.QUERY_SELECTION.ENABLED True {FOCAL}"),
+    "mf_detr, cached": DETR | read_opts(f"{CACHED} INPUT.DETR_CROP_RESIZE []"),
+    "mf_detr, float16": DETR | read_opts(f"{AMP} float16"),
+}
+OBJECTIVES = ["qb_heat", "interpolation", "mask_token", "moco_v2", "supervised", "wasserstein_dual"]
+DISTILLED = "distill_285M_cpu"
+CASES = [*DETECTORS, *OBJECTIVES, DISTILLED]
+QUICK = ("retinanet, bfloat16", "mf_detr, cached", "qb_heat")
+
+# Where the host waits for the device: in a step that neither logs, saves nor evaluates.
+IN_A_STEP = {
+    "the loss is checked before the weights change; the optimizer's kernels follow": {
+        "engine/step.py LossReading.values"
+    },
+    "the gradient scaler of float16 skips steps that overflow": {
+        "engine/step.py StepTrainer.run_step"
+    },
+    "copies on the stream of the next batch, which the model's does not wait for": {
+        "engine/batch_source.py _move, boxes.to",
+        "engine/batch_source.py _move, instances.to",
+    },
+    "the Hungarian algorithm runs on the CPU": {"modeling/detr/criterion.py SetCriterion.match"},
+    "each position with a box is a pair, as many as there are": {
+        "modeling/detr/query_selection.py QuerySelection.assign"
+    },
+    "Detectron2's anchors and losses choose by masks": {
+        "backward",
+        "modeling/dense.py SyncNormalizer.forward, matcher.__call__",
+        "modeling/dense.py SyncNormalizer.forward, wrappers.nonzero_tuple",
+        "modeling/dense.py SyncNormalizer.loss_counts, matcher.__call__",
+        "modeling/dense.py SyncNormalizer.loss_counts, wrappers.nonzero_tuple",
+        "modeling/dense.py SyncNormalizer.losses, box_regression._dense_box_regression_loss",
+        "modeling/dense.py SyncNormalizer.losses, box_regression.get_deltas",
+        "modeling/dense.py SyncNormalizer.losses, fcos.compute_ctrness_targets",
+        "modeling/dense.py SyncNormalizer.losses, fcos.losses",
+        "modeling/dense.py SyncNormalizer.losses, giou_loss.giou_loss",
+        "modeling/dense.py SyncNormalizer.losses, retinanet.losses",
+    },
+    "torchvision's GIoU chooses by a mask": {
+        "modeling/semi_supervised.py DenseTeacherLoss.__call__, _utils._loss_inter_union"
+    },
+}
+IN_AN_EVALUATION = {
+    "results are read": {
+        "engine/evaluation.py Evaluation._evaluate, boxes.to",
+        "engine/evaluation.py Evaluation._evaluate, instances.to",
+        "evaluation/__init__.py HeldOutLossEvaluator.process",
+        "evaluation/classification.py ClassificationEvaluator.process",
+        "modeling/pretrain/qb_heat.py QBHeat.in_order",
+    },
+    "Detectron2's images come one by one, and are not pinned": {
+        "modeling/dense.py SyncNormalizer.preprocess_image, dense_detector.<listcomp>",
+    },
+    "Detectron2's boxes are checked, and chosen by masks": {
+        "modeling/dense.py SyncNormalizer.forward, boxes.__getitem__",
+        "modeling/dense.py SyncNormalizer.forward, boxes._batched_nms_coordinate_trick",
+        "modeling/dense.py SyncNormalizer.forward, boxes.clip",
+        "modeling/dense.py SyncNormalizer.forward, boxes.nms",
+        "modeling/dense.py SyncNormalizer.forward, dense_detector._decode_per_level_predictions",
+        "modeling/dense.py SyncNormalizer.forward, instances.__getitem__",
+        "modeling/detr/mf_detr.py MFDETR.forward, boxes.__getitem__",
+        "modeling/detr/mf_detr.py MFDETR.forward, boxes.clip",
+        "modeling/detr/mf_detr.py MFDETR.forward, instances.__getitem__",
+        "modeling/detr/mf_detr.py MFDETR.inference, boxes.clip",
+    },
+}
+ALLOWED = {
+    "step": set().union(*IN_A_STEP.values()),
+    "evaluation": set().union(*IN_AN_EVALUATION.values()),
+}
+seen: dict[str, dict[str, set[str]]] = {}
+
+
+def make_args(case: str, output_dir: Path, data: Path, device: str, *flags: str) -> Any:
+    """Returns the arguments of a run of a case."""
+    opts = {**OPTS, "MODEL.DEVICE": device, "MODEL.CACHE_FEATURES.FOLDER": f"{output_dir}/cache"}
+    if case in DETECTORS:
+        more = ("--unlabelled", str(data / "photos")) if "unlabelled" in case else ()
+        boxes = next(data.glob("*/annotations.json")).parent
+        return tiny_training.parse(output_dir, boxes, {**DETECTORS[case], **opts}, *more, *flags)
+    recipe = f"configs/objectives/{case}.yaml"
+    images = "--data" if case == "supervised" else "--images", str(data / "classes")
+    if case == DISTILLED:
+        recipe = f"configs/custom/{case}.yaml"
+        opts |= {
+            "MODEL.TEACHER.NAME": "mobilenetv3_small_050",
+            "MODEL.TEACHER.WEIGHTS": str(data / "teacher.safetensors"),
+            "MODEL.TEACHER.IMAGE_SIZE": "128",
+        }
+    if case in ("qb_heat", DISTILLED):
+        images += "--val-images", str(data / "photos")
+    opts = {**PRETRAINING, **opts, "OUTPUT_DIR": str(output_dir)}
+    return tiny_training.parse_run(recipe, opts, *images, *flags)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Boxes, two classes of images, photos without labels, and the weights of a teacher."""
+    folder = tmp_path_factory.mktemp("data")
+    prepare_toy_set(ToySpec(name="tiny", num_images=4, image_size=64), folder)
+    make_classes(folder / "classes", {"round": 3, "square": 3})
+    make_classes(folder, {"photos": 4}, first=50)
+    teacher = timm.create_model("mobilenetv3_small_050").state_dict()
+    save_weights(str(folder / "teacher.safetensors"), teacher, WeightsInfo())
+    return folder
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """Where the host waited, of a "step" and of an "evaluation"; batches are moved ahead."""
+    found: dict[str, set[str]] = {"step": set(), "evaluation": set()}
+    take, run_step = BatchSource.take, Trainer.run_step
+    after_step, evaluate = Trainer.after_step, Trainer.evaluate
+
+    def recorded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def run(trainer: Trainer) -> Any:
+            with recorded_waits() as here:
+                result = method(trainer)
+            if kind == "evaluation" or trainer.iter == 2:
+                found[kind] |= here
+            return result
+
+        return run
+
+    def moved(source: BatchSource) -> Any:
+        batch, seconds = take(source)
+        return [_move(entry, source._device) for entry in batch], seconds
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(BatchSource, "take", moved)
+    monkeypatch.setattr(Trainer, "run_step", recorded(run_step, "step"))
+    monkeypatch.setattr(Trainer, "after_step", recorded(after_step, "step"))
+    monkeypatch.setattr(Trainer, "evaluate", recorded(evaluate, "evaluation"))
+    return found
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """Returns the weights of the last checkpoint, on the CPU."""
+    return torch.load(folder / "second/model_final.pth", "cpu", weights_only=True)["model"]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+)
+def test_a_run_gives_the_losses_of_the_cpu_resumes_and_waits_only_where_it_must(
+    case: str, data: Path, tmp_path: Path, waits: dict[str, set[str]]
+) -> None:
+    folder = tmp_path / "second"
+    trainer = start_run(make_args(case, folder, data, NAME))
+    trainer.train()
+    assert {x.device.type for x in trainer.evaluated_model.parameters()} == {NAME}
+    assert {kind: found - ALLOWED[kind] for kind, found in waits.items()} == {
+        "step": set(),
+        "evaluation": set(),
+    }
+    seen[case] = waits
+    whole, expected = losses(folder), read(tmp_path)
+    start_run(make_args(case, tmp_path / "cpu", data, "cpu")).train()
+    tolerance = 1e-2 if "16" in case else 2e-4
+    assert whole == pytest.approx(losses(tmp_path / "cpu"), rel=tolerance, abs=1e-5)
+
+    (folder / "model_final.pth").unlink()
+    (folder / "last_checkpoint").write_text("model_0000001.pth")
+    start_run(make_args(case, folder, data, NAME, "--resume")).train()
+    assert losses(folder) == whole
+    torch.testing.assert_close(read(tmp_path), expected, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_each_allowed_wait_is_still_there() -> None:
+    if len(seen) < len(CASES):
+        pytest.skip("needs all cases")
+    for kind, allowed in ALLOWED.items():
+        assert set().union(*(waits[kind] for waits in seen.values())) == allowed
+
+
+@pytest.mark.parametrize("case", ["retinanet", pytest.param("mf_detr", marks=pytest.mark.slow)])
+def test_boxes_of_the_model_and_of_its_deployed_form_are_those_of_the_cpu(
+    case: str, data: Path, tmp_path: Path, waits: object
+) -> None:
+    start_run(make_args(case, tmp_path, data, NAME)).export("model_final")
+    weights = str(tmp_path / "model_final.safetensors")
+    options: Any = {"score_threshold": 0, "opts": ("MODEL.DEPLOY.COMPILE", "off")}
+    expected, *others = [
+        predict_files(weights, [str(data / "photos")], device=device, fast=fast, **options).results
+        for device, fast in (("cpu", False), (NAME, False), (NAME, True))
+    ]
+    assert expected
+    for found in others:
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one["category_id"] == other["category_id"]
+            assert one["bbox"] == pytest.approx(other["bbox"], abs=1e-2)
+
+
+def test_features_of_an_encoder_are_those_of_the_cpu(
+    data: Path, tmp_path: Path, waits: object
+) -> None:
+    start_run(make_args("qb_heat", tmp_path, data, NAME)).export("model_final")
+    image = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    expected, found = [
+        encode(*open_encoder(str(tmp_path / "model_final.safetensors"), device), [image, image])
+        for device in ("cpu", NAME)
+    ]
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].cpu(), values, rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_of_two_devices_do_not_mix() -> None:
+    here, there = torch.ones(2, 3), torch.ones(2, 3, device=NAME)
+    for mixed in (
+        lambda: here + there,
+        lambda: torch.cat([here, there]),
+        lambda: here[there[:, 0].long()],
+        lambda: torch.where(there > 0, there, here),
+        lambda: F.linear(there, here),
+        lambda: there.addcmul_(there, here),
+    ):
+        with pytest.raises(RuntimeError, match="device"):
+            mixed()
+    assert torch.equal((there + torch.tensor(1)).cpu(), here + 1)  # as on CUDA
+    with recorded_waits() as waits:
+        there[here[:, 0].long()]
+    assert len(waits) == 1
+    with recorded_waits() as waits:
+        here.to(NAME, non_blocking=True).mul_(2).sum(dim=1).softmax(dim=0)
+    assert not waits
