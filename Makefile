@@ -37,7 +37,7 @@ test-all: $(INSTALLED) ## run the tests, the slow ones too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-device: $(INSTALLED) ## run every model on a device that does not mix with the CPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/device $(ARGS)
+	TEST_DEVICE=1 OMP_NUM_THREADS=1 $(PY) -m pytest tests/device $(ARGS)
 
 check: $(INSTALLED) ## formatting, lint, types, prose (if Vale is installed), tests
 	if command -v vale >/dev/null; then vale *.md docs; fi
