@@ -81,6 +81,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="predict by the model's fastest equal form on this device (MODEL.DEPLOY.ENABLED)",
     )
+    add(
+        "--tile",
+        type=int,
+        metavar="PX",
+        help="also predict on overlapping square tiles, for small objects in large images",
+    )
     add_batch_flags(parser)
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
     args = parser.parse_args(argv)
@@ -89,8 +95,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.output = Path("output/predict")
     if args.output and args.output.suffix.lower() in (".jpg", ".jpeg", ".png", ".mp4"):
         parser.error(f"--output is a folder, not '{args.output}'")
-    if args.parquet and (args.output or args.format != "coco"):
-        parser.error("--parquet goes without --output and --format: nothing is drawn")
+    if args.parquet and (args.output or args.format != "coco" or args.tile):
+        parser.error("--parquet goes without --output, --format and --tile")
     if not 0 <= args.threshold <= 1:
         parser.error("--threshold is a probability: from 0 to 1")
     return args
@@ -122,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
         config_file=args.config_file,
         device=args.device,
         fast=args.fast,
+        tile=args.tile,
         opts=args.opts,
     )
     print_report(report, args)

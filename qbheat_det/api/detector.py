@@ -25,6 +25,7 @@ from qbheat_det.inference.pictures import (
 )
 from qbheat_det.inference.predict import Predictor, build_predictor, check_elongation
 from qbheat_det.inference.results import Detections
+from qbheat_det.inference.tiles import TiledPredictor
 from qbheat_det.inference.video import Image, UnreadableImage
 
 from .trained import Trained, names_mistakes
@@ -76,18 +77,31 @@ class Detector(Trained):
         *,
         threshold: float = ...,
         batch_size: int = ...,
+        tile: int | None = ...,
     ) -> Detections: ...
     @overload
     def predict(
-        self, images: Sequence[Picture], *, threshold: float = ..., batch_size: int = ...
+        self,
+        images: Sequence[Picture],
+        *,
+        threshold: float = ...,
+        batch_size: int = ...,
+        tile: int | None = ...,
     ) -> list[Detections]: ...
     @overload
     def predict(
-        self, images: str | Path, *, threshold: float = ..., batch_size: int = ...
+        self,
+        images: str | Path,
+        *,
+        threshold: float = ...,
+        batch_size: int = ...,
+        tile: int | None = ...,
     ) -> Any: ...
 
     @names_mistakes(PREDICT_MISTAKES)
-    def predict(self, images: Any, *, threshold: float = 0.3, batch_size: int = 8) -> Any:
+    def predict(
+        self, images: Any, *, threshold: float = 0.3, batch_size: int = 8, tile: int | None = None
+    ) -> Any:
         """Detects objects; ``detector(images)`` does the same.
 
         Args:
@@ -96,6 +110,8 @@ class Detector(Trained):
                 pattern such as "photos/*.jpg", or a video.
             threshold: lowest score of the detections.
             batch_size: number of images of one size that the model processes together.
+            tile: side in pixels of overlapping square tiles that are predicted one by one as well
+                as the whole image, for objects that are small in large images.
 
         Returns:
             ``Detections`` for one image, a list for several images, or an iterator over the frames
@@ -104,7 +120,7 @@ class Detector(Trained):
         Raises:
             UserError: a file is missing or not an image, or the threshold is not in [0, 1].
         """
-        found = self.stream(images, threshold=threshold, batch_size=batch_size)
+        found = self.stream(images, threshold=threshold, batch_size=batch_size, tile=tile)
         if is_video(images):
             return found
         return list(found) if is_collection(images) else next(found)
@@ -112,17 +128,25 @@ class Detector(Trained):
     __call__ = predict
 
     def stream(
-        self, images: Picture | Sequence[Picture], *, threshold: float = 0.3, batch_size: int = 8
+        self,
+        images: Picture | Sequence[Picture],
+        *,
+        threshold: float = 0.3,
+        batch_size: int = 8,
+        tile: int | None = None,
     ) -> Iterator[Detections]:
         """Like ``predict``, but yields the results one by one and keeps few images in memory."""
         if not 0 <= threshold <= 1:
             raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, expected at least 1")
-        opened = open_images(images)
-        return (one for batch in _cut(opened, batch_size) for one in self._find(batch, threshold))
+        predictor = self._predictor if tile is None else TiledPredictor(self._predictor, tile)
+        batches = _cut(open_images(images), batch_size)
+        return (one for batch in batches for one in self._find(batch, threshold, predictor))
 
-    def _find(self, batch: Sequence[NamedImage], threshold: float) -> Iterator[Detections]:
+    def _find(
+        self, batch: Sequence[NamedImage], threshold: float, predictor: Predictor
+    ) -> Iterator[Detections]:
         for each in batch:
             try:
                 check_elongation(each.image, self.cfg)
@@ -130,7 +154,7 @@ class Detector(Trained):
                 raise UserError(f"'{each.name}': {error}") from error
         bgr = [np.ascontiguousarray(each.image[:, :, ::-1]) for each in batch]
         ids = list(self.cfg.MODEL.CATEGORY_IDS)
-        for each, found in zip(batch, self._predictor.predict_batch(bgr), strict=True):
+        for each, found in zip(batch, predictor.predict_batch(bgr), strict=True):
             kept = found[found.scores >= threshold]
             source = each.image if each.file is None else each.file
             yield Detections(kept, self.class_names, ids, source, each.name, each.frame)

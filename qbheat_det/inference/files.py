@@ -35,6 +35,7 @@ from .predict import (
     predict_images,
 )
 from .results import Format, render_annotations
+from .tiles import TiledPredictor
 from .video import Image
 
 
@@ -49,6 +50,7 @@ def predict_files(
     config_file: str | None = None,
     device: str | None = None,
     fast: bool = False,
+    tile: int | None = None,
     opts: Sequence[str] = (),
 ) -> Predictions:
     """Predicts boxes, or with a classifier classes, on image files and folders.
@@ -63,6 +65,7 @@ def predict_files(
         config_file: YAML of the model; by default the one inside the weights, or beside them.
         device: "cpu" or "cuda"; by default cuda where there is a GPU.
         fast: predict with the deployed form of the model, as ``MODEL.DEPLOY`` describes it.
+        tile: side in pixels of overlapping tiles that are predicted beside the whole image.
         opts: overrides of the config, ``KEY VALUE``.
 
     Returns:
@@ -78,6 +81,8 @@ def predict_files(
     if json_format != "coco" and (is_classifier(cfg) or any(file.is_video for file in files)):
         raise UserError(f"the format '{json_format}' is for boxes on images: use coco")
     if is_classifier(cfg):
+        if tile is not None:
+            raise UserError(f"'{weights}' is a classifier: --tile is for boxes")
         if output or not json_file:
             raise UserError(
                 f"'{weights}' is a classifier, which finds no boxes: leave out --output, and name "
@@ -90,8 +95,9 @@ def predict_files(
             score = build_scorer(model, cfg)
         found = classify_images(score, files, names)
     else:
+        predictor = ExportedPredictor(exported) if exported else build_detector(weights, cfg)
         found = predict_images(
-            ExportedPredictor(exported) if exported else build_detector(weights, cfg),
+            predictor if tile is None else TiledPredictor(predictor, tile),
             files,
             cfg=cfg,
             score_threshold=score_threshold,
