@@ -22,7 +22,7 @@ RUN if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" torch 
 COPY configs ./configs
 COPY qbheat_det ./qbheat_det
 RUN PIP_BUILD_CONSTRAINT=/tmp/constraints.txt \
-    pip install --constraint /tmp/constraints.txt '.[eval,export,opencv]'
+    pip install --constraint /tmp/constraints.txt '.[eval,export,opencv,serve]'
 
 # Any user may run it (`--user`), so that the files written to /work belong to who started it.
 RUN useradd --create-home user && chmod 777 /home/user

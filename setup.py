@@ -80,6 +80,11 @@ setup(
         # onnxscript 0.5 for what it has not.
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],
         # The page of `qbheat app`: Gradio as it was tested, and the Pillow that it takes.
+        "serve": [
+            "fastapi>=0.115",
+            "python-multipart>=0.0.18",
+            "uvicorn>=0.30",
+        ],  # minima not tested
         "app": ["gradio>=6.31,<7", "Pillow<13"],
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
         "shards": ["obstore>=0.11"],  # training from buckets, and checkpoints in them
@@ -88,6 +93,7 @@ setup(
         "wandb": ["wandb>=0.16"],  # minimum not tested
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
         "dev": [
+            "httpx2",  # requests of tests to the server
             "mypy",
             "pytest",
             "pytest-xdist",

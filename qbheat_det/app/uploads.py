@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import PIL.Image
@@ -72,18 +72,19 @@ class Found:
     fps: float = 0.0  # 0 for an image
 
 
-def open_image(path: Path) -> Image:
+def open_image(source: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Image:
     """Reads an uploaded image: (H, W, 3), RGB, upright.
 
-    Raises ``UnreadableImage`` if it is none of the allowed formats, too large, or broken.
+    Raises:
+        UnreadableImage: it is none of the allowed formats, too large, or broken.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-            image = PIL.Image.open(path, formats=_FORMATS)
+            image = PIL.Image.open(source, formats=_FORMATS)
         with image:
-            if image.width * image.height > MAX_PIXELS:
-                raise UnreadableImage(f"more than {MAX_PIXELS // 10**6} million pixels")
+            if image.width * image.height > max_pixels:
+                raise UnreadableImage(f"more than {max_pixels / 1e6:g} million pixels")
             return np.array(PIL.ImageOps.exif_transpose(image).convert("RGB"))
     except PIL.UnidentifiedImageError as error:
         raise UnreadableImage("not an image") from error

@@ -1,0 +1,270 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The HTTP server of ``qbheat serve``, which needs FastAPI (the extra ``serve``).
+
+One thread loads and runs the model: OpenMP keeps workers for each thread that computes, and with
+more workers than cores a model takes twice as long. Requests that wait while the model is busy form
+the next batch, so no request waits for a batch to fill. Limits on bytes, pixels, time and waiting
+requests bound the memory.
+"""
+
+import asyncio
+import io
+import logging
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI, HTTPException, Query, Request
+from pydantic import BaseModel
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from qbheat_det.api import Detections, Detector, load
+from qbheat_det.core.errors import UserError
+from qbheat_det.inference.predict import check_elongation
+from qbheat_det.inference.video import Image, UnreadableImage
+
+from .uploads import open_image
+
+logger = logging.getLogger(__name__)
+
+LOWEST_SCORE = 0.01  # boxes below it are never returned
+_IMAGE = {"schema": {"type": "string", "format": "binary"}}
+_FORM = {"schema": {"type": "object", "properties": {"image": _IMAGE["schema"]}}}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the server.
+
+    Attributes:
+        megabytes: of a request's body.
+        megapixels: of an image.
+        waiting: number of requests at a time, those in work included; more are refused with 503.
+        seconds: for the body of a request to arrive.
+    """
+
+    megabytes: float = 20.0
+    megapixels: float = 25.0
+    waiting: int = 64
+    seconds: float = 30.0
+
+
+class Box(BaseModel):
+    """A detection: ``xyxy`` in pixels of the upright image, a score in [0, 1], and its class."""
+
+    xyxy: tuple[float, float, float, float]
+    score: float
+    class_name: str
+    class_id: int
+
+
+class Boxes(BaseModel):
+    """The detections on an image of this size in pixels, the highest score first."""
+
+    width: int
+    height: int
+    boxes: list[Box]
+
+
+class ModelInfo(BaseModel):
+    """The served model."""
+
+    weights: str
+    class_names: list[str]
+
+
+class BatchQueue:
+    """Predicts on images in one thread, together on all that wait, up to ``size``."""
+
+    def __init__(
+        self,
+        predict: Callable[[list[Image]], Sequence[Detections]],
+        size: int,
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        self._predict, self._size, self._thread = predict, size, thread
+        self._waiting: deque[tuple[Image, Future[Detections]]] = deque()
+
+    def submit(self, image: Image) -> "Future[Detections]":
+        """Queues an image (H, W, 3) of uint8, RGB."""
+        future: Future[Detections] = Future()
+        self._waiting.append((image, future))
+        self._thread.submit(self._run)
+        return future
+
+    def _run(self) -> None:
+        batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
+        if not batch:  # an earlier call took all
+            return
+        try:
+            results = self._predict([image for image, _ in batch])
+        except Exception as error:  # such as a lack of memory; the server goes on
+            logger.exception("the model failed")
+            for _, future in batch:
+                future.set_exception(error)
+        else:
+            for (_, future), result in zip(batch, results, strict=True):
+                future.set_result(result)
+
+
+def build_server(
+    detector: Detector,
+    thread: ThreadPoolExecutor,
+    *,
+    batch_size: int = 8,
+    limits: Limits | None = None,
+) -> FastAPI:
+    """Returns the ASGI application that serves a detector, which predicts in ``thread`` alone.
+
+    ``POST /predict`` takes an image as the body or as a file of a form, ``GET /health`` answers
+    when the model is loaded, ``GET /model`` names the classes, and ``/docs`` describes them.
+    """
+    limits = limits or Limits()
+    app = FastAPI(title="qbheat_det", description="Boxes on images, by one detector.")
+
+    def predict(images: list[Image]) -> list[Detections]:
+        return detector.predict(images, threshold=LOWEST_SCORE, batch_size=batch_size)
+
+    batches = BatchQueue(predict, batch_size, thread)
+    slots = asyncio.Semaphore(2 * batch_size)  # decoded images at a time
+    active = 0
+
+    def decode(body: bytes) -> Image:
+        image = open_image(io.BytesIO(body), max_pixels=round(limits.megapixels * 1e6))
+        check_elongation(image, detector.cfg)
+        return image
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/model")
+    async def model() -> ModelInfo:
+        return ModelInfo(weights=detector.weights, class_names=detector.class_names)
+
+    @app.post(
+        "/predict",
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"image/*": _IMAGE, "multipart/form-data": _FORM},
+            }
+        },
+    )
+    async def predict_image(
+        request: Request, threshold: float = Query(0.3, ge=LOWEST_SCORE, le=1)
+    ) -> Boxes:
+        """Detects objects on an image: JPEG, PNG, WebP or BMP."""
+        nonlocal active
+        if active >= limits.waiting:
+            raise HTTPException(503, "busy: try again later", {"Retry-After": "1"})
+        active += 1
+        try:
+            body = await _read_image_bytes(request, limits)
+            async with slots:
+                image = await asyncio.to_thread(decode, body)
+                found = await asyncio.wrap_future(batches.submit(image))
+        except UnreadableImage as error:
+            raise HTTPException(422, str(error)) from error
+        finally:
+            active -= 1
+        height, width = image.shape[:2]
+        boxes = [Box(**box._asdict()) for box in found if box.score >= threshold]
+        return Boxes(width=width, height=height, boxes=boxes)
+
+    return app
+
+
+async def _read_image_bytes(request: Request, limits: Limits) -> bytes:
+    """Returns the body of a request, or the file in its form."""
+    try:
+        body = await asyncio.wait_for(_read_body(request, limits), limits.seconds)
+    except asyncio.TimeoutError as error:
+        raise HTTPException(408, f"the image took more than {limits.seconds:g} s") from error
+    except ClientDisconnect as error:  # nobody reads the answer
+        raise HTTPException(400, "the client closed the connection") from error
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        return body
+
+    async def stream() -> AsyncIterator[bytes]:
+        yield body
+
+    try:
+        form = await MultiPartParser(request.headers, stream(), max_files=1).parse()
+    except (MultiPartException, KeyError) as error:
+        raise HTTPException(400, f"the form is broken: {error}") from error
+    file = next((value for value in form.values() if isinstance(value, UploadFile)), None)
+    if file is None:
+        raise HTTPException(400, "the form has no file: curl -F image=@photo.jpg")
+    return await file.read()
+
+
+async def _read_body(request: Request, limits: Limits) -> bytes:
+    limit = round(limits.megabytes * 1e6)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise HTTPException(413, f"the image has more than {limits.megabytes:g} MB")
+    return bytes(body)
+
+
+def serve(
+    weights: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    device: str | None = None,
+    fast: bool = False,
+    batch_size: int = 8,
+    limits: Limits | None = None,
+) -> None:
+    """Serves a detector over HTTP until the process is interrupted.
+
+    Args:
+        weights: a name of the zoo, a file, a run's folder, or an exported ``.onnx`` file.
+        host: address to listen on. There is no log-in.
+        port: 0 takes a free one.
+        device: "cpu" or "cuda"; None takes the GPU if there is one.
+        fast: serve the deployed form, see ``Detector.deploy``.
+        batch_size: largest number of images that the model processes together.
+        limits: of requests.
+
+    Raises:
+        UserError: the weights are not those of a detector, or the port is taken.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+    detector = thread.submit(_load, weights, device, fast).result()
+    with _listen(host, port) as listener:
+        app = build_server(detector, thread, batch_size=batch_size, limits=limits)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        print(f"serving {detector.weights} on {address}, described at {address}/docs", flush=True)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _load(weights: str, device: str | None, fast: bool) -> Detector:
+    detector = load(weights, device=device)
+    if not isinstance(detector, Detector):
+        raise UserError(f"'{weights}' is no detector: qbheat serve takes detectors")
+    detector = detector.deploy() if fast else detector
+    detector.predict(np.zeros((480, 640, 3), np.uint8))  # the first image is slow
+    return detector
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)  # connections wait from here on
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise UserError(f"cannot listen on {host}:{port}: {error}") from error
+    return listener

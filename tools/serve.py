@@ -1,0 +1,66 @@
+#!/usr/bin/env python
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Serve a detector over HTTP: an image in, boxes out as JSON.
+
+examples:
+  # on http://127.0.0.1:8000, with the API described at /docs
+  qbheat serve --weights retinanet/285M_bccd
+  curl --data-binary @docs/cells.jpg 'http://127.0.0.1:8000/predict?threshold=0.5'
+
+  # an exported file, for other machines of a network that you trust; there is no log-in
+  qbheat serve --weights detector.onnx --host 0.0.0.0
+
+Several requests are processed in one batch if they wait for the model. Ctrl-C or SIGTERM stops the
+server after the requests in work.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arguments import hide_foreign_warnings
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--weights", required=True, help="a run's folder, a file, an .onnx file, or a zoo name")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--device", help="cpu or cuda; by default the GPU if there is one")
+    add("--fast", action="store_true", help="serve the deployed form, as in qbheat predict --fast")
+    add("--batch", type=int, default=8, help="largest number of images processed together")
+    add("--max-megabytes", type=float, default=20, help="of a request")
+    add("--max-megapixels", type=float, default=25, help="of an image")
+    add("--max-waiting", type=int, default=64, help="requests at a time; more are refused (503)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    hide_foreign_warnings()
+    from qbheat_det.core.errors import UserError, exit_on_user_error
+
+    @exit_on_user_error
+    def run() -> None:
+        try:
+            from qbheat_det.app.server import Limits, serve
+        except ImportError as error:
+            raise UserError(
+                f"the server needs FastAPI ({error}): pip install fastapi uvicorn python-multipart"
+            ) from error
+        limits = Limits(args.max_megabytes, args.max_megapixels, args.max_waiting)
+        serve(
+            args.weights, host=args.host, port=args.port, device=args.device, fast=args.fast,
+            batch_size=args.batch, limits=limits,
+        )  # fmt: skip
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
