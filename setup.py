@@ -26,7 +26,7 @@ class BuildWithFolders(build_py):
 
 setup(
     name="qbheat_det",
-    version="0.1.0",
+    version="0.2.0",
     description="Mobile-Former, MF-DETR and QB-Heat for Detectron2",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",

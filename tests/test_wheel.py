@@ -2,7 +2,10 @@
 """The wheel and the weights in it, and the Detectron2 versions that it runs with."""
 
 import importlib.util
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,6 +16,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone, build_model
 
+import qbheat_det
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.model_zoo import ZooEntry, load_index
 from qbheat_det.model_zoo.add import MAX_SHIPPED
@@ -45,22 +49,21 @@ for name in sys.argv[3:]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the wheel from a copy of the checkout, without isolation and without the network."""
-    scratch = tmp_path_factory.mktemp("wheel")
-    source = scratch / "source"
-    source.mkdir()
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout: links would let a build write into it."""
+    folder = tmp_path_factory.mktemp("source")
     for name in (
-        "qbheat_det",
-        "configs",
-        "tools",
-        "setup.py",
-        "pyproject.toml",
-        "LICENSE",
-        "MANIFEST.in",
+        *("qbheat_det", "configs", "tools", "tests", "setup.py", "pyproject.toml"),
+        *("LICENSE", "MANIFEST.in", "README.md", "constraints.txt", "Makefile"),
     ):
-        # Links would let the build write into the checkout.
-        subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+        subprocess.run(["cp", "-r", ROOT / name, folder / name], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the wheel without isolation and without the network."""
+    scratch = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-q"]
     command += ["--no-build-isolation", "-w", str(scratch), str(source)]
     # pip refuses a caller's PIP_BUILD_CONSTRAINT beside --no-build-isolation.
@@ -68,6 +71,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     (path,) = scratch.glob("qbheat_det-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the source archive."""
+    scratch = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(scratch)]
+    run = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    (path,) = scratch.glob("qbheat_det-*.tar.gz")
     return path
 
 
@@ -87,7 +101,7 @@ def test_the_package_its_configs_and_its_metadata_are_all_that_is_inside(wheel: 
     expected |= files_below(ROOT / "qbheat_det")
     assert "qbheat_det/py.typed" in expected
     assert expected <= found
-    name = "qbheat_det-0.1.0"
+    name = f"qbheat_det-{qbheat_det.__version__}"
     tops = {path.split("/")[0] for path in found}
     assert tops == {"qbheat_det", f"{name}.dist-info", f"{name}.data"}  # the last has the command
 
@@ -106,6 +120,76 @@ def test_unpacked_it_imports_without_what_one_detectron2_has_alone_and_finds_a_c
     package, config = map(Path, run.stdout.split())
     assert package.samefile(tmp_path / "qbheat_det")
     assert config.samefile(package / "configs" / name)
+
+
+def _find_pythons() -> dict[str, str]:
+    """Returns the interpreters on the path that start, by version."""
+    names = [f"3.{minor}" for minor in range(10, 15)]
+    paths = {name: shutil.which(f"python{name}") for name in names}
+    return {
+        name: path
+        for name, path in paths.items()
+        if path and not subprocess.run([path, "-c", ""], check=False).returncode
+    }
+
+
+PYTHONS = _find_pythons()
+
+
+def lowest_versions() -> str:
+    """Returns constraints that pin each requirement of setup.py to its minimum."""
+    text = (ROOT / "setup.py").read_text().split("install_requires=[")[1].split("]")[0]
+    return "\n".join(re.sub(">=", "==", line) for line in re.findall(r'"([^"]+>=[^"]+)"', text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("python", "kind", "versions"),
+    [
+        *((name, "wheel", "newest") for name in PYTHONS),
+        *((name, "sdist", "committed") for name in list(PYTHONS)[-1:]),
+        *((name, "wheel", "lowest") for name in list(PYTHONS)[:1]),
+    ],
+)
+def test_an_archive_alone_says_how_to_get_detectron2_and_then_predicts(
+    python: str, kind: str, versions: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    archive = request.getfixturevalue(kind)
+    bin_folder = tmp_path / "venv" / "bin"
+    constraints = tmp_path / "constraints.txt"
+    texts = {
+        "newest": "",
+        "committed": (ROOT / "constraints.txt").read_text(),
+        "lowest": lowest_versions(),
+    }
+    constraints.write_text(texts[versions])
+    drop = ("PYTHON", "VIRTUAL_ENV", "PIP_CONSTRAINT")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+    env |= {"PIP_CONSTRAINT": str(constraints), "QBHEAT_CACHE": str(tmp_path / "cache")}
+
+    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    try:
+        assert run(PYTHONS[python], "-m", "venv", "venv").returncode == 0
+        installed = run(bin_folder / "pip", "install", "-q", f"{archive}[eval,export,opencv]")
+        assert installed.returncode == 0, installed.stderr
+        assert "`qbheat setup`" in run(bin_folder / "python", "-c", "import qbheat_det").stderr
+        setup = run(bin_folder / "qbheat", "setup")
+        assert setup.returncode == 0, setup.stderr
+        image, out = ROOT / "docs" / "cells.jpg", tmp_path / "out"
+        predicted = run(
+            *(bin_folder / "qbheat", "predict", "--weights", "retinanet/285M_bccd"),
+            *("--images", image, "--output", out),
+        )
+        assert predicted.returncode == 0, predicted.stderr
+        (boxes,) = out.glob("*.json")
+        assert json.loads(boxes.read_text())
+        assert run(bin_folder / "qbheat", "doctor").returncode == 0
+    finally:
+        shutil.rmtree(tmp_path / "venv", ignore_errors=True)  # 6 GB
 
 
 ENTRIES = [entry for entry in load_index() if entry.distribution is None]
@@ -160,5 +244,5 @@ def test_without_detectron2_the_error_names_the_two_ways(monkeypatch: pytest.Mon
 
     require_detectron2()
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"tools/install_detectron2\.py.*pip install.*git\+"):
+    with pytest.raises(ImportError, match=r"`qbheat setup`.*pip install.*git\+"):
         require_detectron2()

@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # tools that print --help do without
 
 # Not a requirement in setup.py: the package index has no release under the name detectron2.
 _HOW_TO_INSTALL = (
-    "qbheat_det needs Detectron2, which this Python does not have: in a checkout of qbheat_det "
-    "run `python tools/install_detectron2.py` (pure Python, from the package index), or build "
-    "the official one with `pip install --no-build-isolation "
+    "qbheat_det needs Detectron2, which this Python does not have: run `qbheat setup`, or `python "
+    "tools/install_detectron2.py` in a checkout, which install it as pure Python; or build the "
+    "official one with `pip install --no-build-isolation "
     "'git+https://github.com/facebookresearch/detectron2.git'`"
 )
 # Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.

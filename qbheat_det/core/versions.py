@@ -9,7 +9,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """The version of this package; ``setup.py`` has it too."""
 _PACKAGES = ("torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy")
 _CODE = ("qbheat_det", "configs", "tools")
