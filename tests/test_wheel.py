@@ -246,3 +246,11 @@ def test_without_detectron2_the_error_names_the_two_ways(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"`qbheat setup`.*pip install.*git\+"):
         require_detectron2()
+
+
+def test_each_shipped_weights_file_has_its_licence_on_the_page() -> None:
+    page = (ROOT / "docs" / "licenses.md").read_text("utf-8")
+    assert not [
+        path.name for path in SHIPPED.iterdir() if f"| `{path.name}` | Apache-2.0" not in page
+    ]
+    assert {entry.licence for entry in ENTRIES} == {"Apache-2.0"}
