@@ -91,6 +91,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     )
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Marks flags in inline code, so that no line ends within one."""
+    return re.sub(
+        r"(?<=<code>)[^<]*--[^<]*(?=</code>)",
+        lambda code: re.sub(r"--[\w-]+", r'<span class="flag">\g<0></span>', code[0]),
+        html,
+    )
+
+
 def _show_requirement(mark: re.Match[str], shown: set[str]) -> str:
     """Returns the requirement of a command; empty if the page has shown it before."""
     text = "" if mark[1] in shown else f"*{mark[1][0].upper()}{mark[1][1:]}:*"
