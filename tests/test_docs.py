@@ -226,7 +226,7 @@ def test_python_beside_that_of_other_libraries_exists() -> None:
         assert isinstance(statement, ast.Assign | ast.Expr)
         _follow(statement.value, scope)
     with pytest.raises(TypeError, match="conf"):
-        _follow(ast.parse('detector.predict("a.jpg", conf=0.5)').body[0].value, scope)  # type: ignore[attr-defined]
+        _follow(ast.parse('detector.predict("a.jpg", conf=0.5)', mode="eval").body, scope)
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", PYTHON, flags=re.DOTALL)
