@@ -57,8 +57,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that have no file in docs/."""
     pages = {page: (ROOT / source).read_text("utf-8") for page, source in COPIES.items()}
     pages["index.md"] = f"---\nhide: [navigation]\n---\n{pages['index.md']}"
-    pages["config.md"] = describe_config(DEFAULTS.read_text("utf-8"))
-    pages["api.md"] = list_api()
+    behind = "---\nsearch: {boost: 0.2}\n---\n"  # the site's search shows guides first
+    pages["config.md"] = behind + describe_config(DEFAULTS.read_text("utf-8"))
+    pages["api.md"] = behind + list_api()
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
         pages[f"tutorials/{path.stem}.md"] = convert_notebook(path)
     for name, text in pages.items():
