@@ -57,8 +57,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that have no file in docs/."""
     pages = {page: (ROOT / source).read_text("utf-8") for page, source in COPIES.items()}
     pages["index.md"] = f"---\nhide: [navigation]\n---\n{pages['index.md']}"
-    pages["config.md"] = describe_config(DEFAULTS.read_text("utf-8"))
-    pages["api.md"] = list_api()
+    behind = "---\nsearch: {boost: 0.2}\n---\n"  # the site's search shows guides first
+    pages["config.md"] = behind + describe_config(DEFAULTS.read_text("utf-8"))
+    pages["api.md"] = behind + list_api()
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
         pages[f"tutorials/{path.stem}.md"] = convert_notebook(path)
     for name, text in pages.items():
@@ -88,6 +89,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         lambda mark: _show_requirement(mark, shown),
         markdown,
         flags=re.M,
+    )
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Marks flags in inline code, so that no line ends within one."""
+    return re.sub(
+        r"(?<=<code>)[^<]*--[^<]*(?=</code>)",
+        lambda code: re.sub(r"--[\w-]+", r'<span class="flag">\g<0></span>', code[0]),
+        html,
     )
 
 

@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Names, links, examples and tutorials in docs/ exist and run."""
 
+import ast
+import inspect
 import json
 import re
 import runpy
@@ -14,7 +16,11 @@ from typing import Any
 import cv2
 import pytest
 import timm
+import yaml
+from detectron2.checkpoint import DetectionCheckpointer
 
+import qbheat_det
+from qbheat_det.api import Detections, Detector
 from qbheat_det.config import defaults, get_cfg
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS
@@ -31,6 +37,7 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glo
 TEXTS = "".join(PAGES.values())
 NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXTS)))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SEARCHED = ("small objects", "out of memory", "yolo", "resume")
 INTEROP, PYTHON = PAGES["interop.md"], PAGES["python.md"]
 
 
@@ -112,6 +119,31 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "qbheat_det" in (tmp_path / "api.html").read_text("utf-8")
+    sections = json.loads((tmp_path / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    titles = [section["title"].lower() for section in sections]
+    assert all(any(words in title for title in titles) for words in SEARCHED)
+
+
+def test_what_users_search_for_is_a_heading() -> None:
+    headings = "\n".join(re.findall(r"^#+ (.*)$", TEXTS, flags=re.M)).lower()
+    assert [words for words in SEARCHED if words not in headings] == []
+
+
+def test_guides_end_with_faults() -> None:
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), yaml.SafeLoader)["nav"]
+    guides = next(part["Guides"] for part in nav if "Guides" in part)
+    assert len(guides) >= 5
+    for guide in guides:
+        (page,) = guide.values()
+        assert re.findall(r"^## (.*)$", PAGES[page], flags=re.M)[-1] == "When it goes wrong", page
+
+
+def test_pages_are_short() -> None:
+    files = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
+    lengths = {path.name: len(path.read_text("utf-8").splitlines()) for path in files}
+    assert sum(lengths.values()) <= 3300
+    assert lengths["README.md"] <= 150
+    assert lengths["results.md"] <= 210
 
 
 def test_figures_are_explained_and_listed() -> None:
@@ -127,7 +159,6 @@ def test_the_code_of_the_readme_runs() -> None:
 
 
 def test_files_and_make_targets_named_in_the_readme_exist() -> None:
-    assert len(README.splitlines()) <= 150
     for path in re.findall(r"(?:configs|tools|docs)/[\w./-]+\.\w+", README):
         assert (ROOT / path).is_file()
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -152,6 +183,50 @@ def test_the_table_of_timm_names_has_all_sizes() -> None:
         assert widths == ", ".join(str(shape.channels) for shape in maps)
         assert int(num_features) == arch.expanded + arch.token_dim
     assert {name for name, *_ in rows} <= set(timm.list_models("mobile_former*"))
+
+
+def find_ours() -> list[str]:
+    """Returns the code in the right column of ``docs/coming_from.md``."""
+    found = []
+    for table in re.split(r"\n\s*\n", PAGES["coming_from.md"]):
+        if re.match(r"\| .* \| qbheat_det \|\n", table):
+            rows = [row.rsplit(" | ", 1)[1] for row in table.splitlines()[2:]]
+            found += [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+    return found
+
+
+def _follow(node: ast.expr, scope: dict[str, Any]) -> Any:
+    """Returns what an expression names, with types for values; binds the arguments of calls."""
+    if isinstance(node, ast.Name):
+        return scope[node.id]
+    if isinstance(node, ast.Attribute):
+        owner = _follow(node.value, scope)
+        if node.attr in getattr(owner, "__dataclass_fields__", {}):
+            return object
+        return getattr(owner, node.attr)
+    assert isinstance(node, ast.Call), ast.unparse(node)
+    function = _follow(node.func, scope)
+    is_method = isinstance(node.func, ast.Attribute) and isinstance(
+        _follow(node.func.value, scope), type
+    )
+    keywords = {str(word.arg): word.value for word in node.keywords}
+    inspect.signature(function).bind(*[None] * is_method, *node.args, **keywords)
+    if isinstance(function, type):
+        return function
+    return {"load": Detector, "predict": Detections}.get(function.__name__, object)
+
+
+def test_python_beside_that_of_other_libraries_exists() -> None:
+    scope = {"qbheat_det": qbheat_det, "detector": Detector, "result": Detections, "model": None}
+    scope["DetectionCheckpointer"] = DetectionCheckpointer
+    ours = [code for code in find_ours() if not code.startswith(("qbheat ", "python "))]
+    assert len(ours) > 25
+    for code in ours:
+        (statement,) = ast.parse(code).body
+        assert isinstance(statement, ast.Assign | ast.Expr)
+        _follow(statement.value, scope)
+    with pytest.raises(TypeError, match="conf"):
+        _follow(ast.parse('detector.predict("a.jpg", conf=0.5)', mode="eval").body, scope)
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", PYTHON, flags=re.DOTALL)

@@ -23,6 +23,7 @@ import pytest
 from qbheat_det.config import get_cfg, get_config_path
 from qbheat_det.data import ToySpec, prepare_toy_set
 
+from .test_docs import find_ours
 from .tool_modules import load_tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,28 +118,40 @@ BLOCKS = find_blocks()
 TESTED = sorted({block.page for block in BLOCKS if block.mark == "tested"})
 
 
+def check_command(words: list[str]) -> None:
+    """Parses a command, and asserts that its config and the keys of its overrides exist."""
+    name, arguments = find_tool(words)
+    if not name or "…" in " ".join(words):
+        return
+    tool = load_tool(name)
+    if not hasattr(tool, "parse_args"):
+        return
+    if {"--help", "-h"} & set(arguments):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            tool.parse_args(arguments)
+        return
+    args = tool.parse_args(arguments)
+    config = getattr(args, "config_file", None) or ""
+    if config and not config.startswith(("output/", "mine/")):
+        assert (ROOT / config).is_file() or Path(get_config_path(config)).is_file()
+    opts = getattr(args, "opts", None) or []
+    for key in opts[::2]:
+        node: Any = get_cfg()
+        for part in key.split("."):
+            node = node[part]
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_command_parses_and_its_configs_and_keys_exist(block: Block) -> None:
     for words in expand(block):
-        name, arguments = find_tool(words)
-        if not name or "…" in " ".join(words):
-            continue
-        tool = load_tool(name)
-        if not hasattr(tool, "parse_args"):
-            continue
-        if {"--help", "-h"} & set(arguments):
-            with pytest.raises(SystemExit, match=r"^0$"):
-                tool.parse_args(arguments)
-            continue
-        args = tool.parse_args(arguments)
-        config = getattr(args, "config_file", None) or ""
-        if config and not config.startswith(("output/", "mine/")):
-            assert (ROOT / config).is_file() or Path(get_config_path(config)).is_file()
-        opts = getattr(args, "opts", None) or []
-        for key in opts[::2]:
-            node: Any = get_cfg()
-            for part in key.split("."):
-                node = node[part]
+        check_command(words)
+
+
+def test_commands_beside_those_of_other_libraries_parse() -> None:
+    ours = [code for code in find_ours() if COMMAND.match(code)]
+    assert len(ours) > 30
+    for words in expand(Block("coming_from.md", "", "\n".join(ours))):
+        check_command(words)
 
 
 def test_every_block_is_tested_or_has_a_reason() -> None:
