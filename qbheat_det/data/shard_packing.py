@@ -20,7 +20,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers, write_atomically
 
 from .checks import DataError
-from .datasets.coco import check_coco_file
 from .datasets.formats import DataSource, Source, with_classes
 from .datasets.image_folder import load_image_folders
 from .datasets.sources import read_annotations
@@ -96,7 +95,7 @@ def _list_images(source: Source, kind: str) -> tuple[list[dict[str, Any]], dict[
             images.append({**image, "path": path, "about": about})
         return images, {"classes": classes} if kind == "classes" else {}
     file = read_annotations(source)
-    check_coco_file(file)
+    file.check()
     lists = file.keep()
     names = dict(zip(file.category_ids, file.class_names, strict=True))
     boxes: dict[int, list[dict[str, Any]]] = {}

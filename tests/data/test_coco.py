@@ -16,8 +16,8 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import CocoFile, check_same_classes, register_coco_json
 from qbheat_det.data.datasets import register_builtin_sets
-from qbheat_det.data.datasets.coco import check_coco_file, register_coco_images
 from qbheat_det.data.datasets.coco_file import has_area, has_polygon
+from qbheat_det.data.datasets.sources import register_coco_images
 
 NAME = "qbheat_test_of_coco"
 Content = dict[str, Any]
@@ -60,7 +60,7 @@ def annotation(**fields: object) -> Change:
 
 def find_message(folder: Path, change: Change) -> str:
     with pytest.raises(UserError) as caught:
-        check_coco_file(CocoFile(*write(folder, changed(change))))
+        CocoFile(*write(folder, changed(change))).check()
     text = str(caught.value)
     assert "set.json" in text
     assert "\n" not in text

@@ -20,8 +20,7 @@ from qbheat_det.data import (
     register_source,
     split_source,
 )
-from qbheat_det.data.datasets.sources import forget_source
-from qbheat_det.data.datasets.splits import choose_val
+from qbheat_det.data.datasets.sources import choose_val, forget_source
 
 from .format_cases import (
     BOXES,
@@ -220,8 +219,8 @@ def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path: Path)
 BAD_VOC = {
     ("<name>dog</name>", ""): "object 1",
     ("<xmin>21</xmin>", "<xmin>x</xmin>"): "xmin",
-    ("<xmax>40</xmax>", "<xmax>9</xmax>"): "negative",
-    ("<xmin>21</xmin>", "<xmin>51</xmin>"): "negative|outside",
+    ("<xmax>40</xmax>", "<xmax>9</xmax>"): "edge",
+    ("<xmin>21</xmin>", "<xmin>51</xmin>"): "edge",
     ("<annotation>", ""): "XML",
     ("<annotation>", "<!DOCTYPE a [<!ENTITY b SYSTEM '/etc/passwd'>]><annotation>"): "DOCTYPE",
 }
