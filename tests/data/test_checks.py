@@ -40,7 +40,7 @@ def record(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def error_kind(one: dict[str, Any]) -> str | None:
-    errors = find_image_errors([one], num_threads=1)
+    errors = find_image_errors([one])
     if not errors:
         return None
     assert errors[0].where == f"image {one['file_name']!r} (image id 7)"
@@ -121,7 +121,7 @@ def test_all_errors_are_found_in_order_and_the_first_counts_the_others(tmp_path:
     records = [record(path, image_id=i) for i in range(50)]
     for position in (3, 20, 49):
         records[position]["width"] = 61
-    errors = find_image_errors(records, num_threads=3)
+    errors = find_image_errors(records)
     assert [error.where.split("image id ")[1] for error in errors] == ["3)", "20)", "49)"]
     assert "61 x 40 pixels, but has 60 x 40" in errors[1].reason
     with pytest.raises(UserError, match=r"image id 3\).*2 more"):

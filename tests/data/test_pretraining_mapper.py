@@ -90,7 +90,7 @@ def test_parts_from_memory_are_those_from_the_file(orientation: int, tmp_path: P
     from_file, from_memory = (PretrainingMapper(size=32, memory_gb=gb) for gb in (0, 1))
     for mapper in (from_file, from_memory):
         mapper.prepare([record(path)])
-    assert from_file._memory is None
+    assert from_file._memory == {}
     for seed in range(5):
         torch.manual_seed(seed)
         expected = from_file(record(path))

@@ -26,6 +26,7 @@ _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
 
 PathLike = str | os.PathLike[str]
 Records = list[dict[str, Any]]
+Pairs = list[tuple[str, str]]  # path and class of each image
 
 _SHOWN = 5  # classes in a message
 
@@ -40,8 +41,8 @@ def register_image_folders(
     """Registers the images of folders as one data set, which lists them when it is first loaded.
 
     A record has ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``, the
-    index of its class in ``folder_classes`` of the metadata. ``keep`` are paths relative to their
-    folder; None keeps all. Registering the same folders again does nothing; other data under the
+    index of its class in ``folder_classes`` of the metadata. ``keep`` lists paths relative to their
+    folder; None keeps all. Registering the same folders again does nothing; other folders under the
     same name raise a ``UserError``.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
@@ -119,7 +120,7 @@ def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Re
     Raises a ``UserError`` if there is only one class, or ``val_folder`` has other classes.
     """
     names = os.fspath(train_folder), os.fspath(val_folder)
-    return _label_both(_list_labelled(names[0]), _list_labelled(names[1]), names=names)
+    return _label_both([_list_labelled(name) for name in names], names)
 
 
 def list_images(folder: PathLike) -> list[str]:
@@ -160,7 +161,7 @@ def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Record
     other classes.
     """
     pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
-    return _label_both(pairs[0], pairs[1], names=(" and ".join(train), " and ".join(val)))
+    return _label_both(pairs, (" and ".join(train), " and ".join(val)))
 
 
 def _walk(root: str) -> Iterator[list[str]]:
@@ -194,8 +195,8 @@ def _walk(root: str) -> Iterator[list[str]]:
         ]
 
 
-def _list_labelled(root: str) -> list[tuple[str, str]]:
-    """Returns path and class of each image in a folder of class folders."""
+def _list_labelled(root: str) -> Pairs:
+    """Returns the images of a folder of class folders."""
     pairs = []
     for path in list_images(root):
         class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
@@ -205,8 +206,8 @@ def _list_labelled(root: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _load(name: str) -> list[tuple[str, str]]:
-    """Returns path and class of each image of a registered set."""
+def _load(name: str) -> Pairs:
+    """Returns the images of a registered set."""
     records = DatasetCatalog.get(name)
     class_names = MetadataCatalog.get(name).get("folder_classes")
     if not class_names or any("label" not in record for record in records):
@@ -218,19 +219,19 @@ def _load(name: str) -> list[tuple[str, str]]:
     return [(record["file_name"], class_names[record["label"]]) for record in records]
 
 
-def _label_both(
-    train: Sequence[tuple[str, str]], val: Sequence[tuple[str, str]], *, names: tuple[str, str]
-) -> tuple[Records, Records]:
-    class_names = sorted({class_name for _, class_name in train})
+def _label_both(parts: Sequence[Pairs], names: Sequence[str]) -> tuple[Records, Records]:
+    """Returns the records of a training and a validation set, with the classes of the first."""
+    class_names = sorted({class_name for _, class_name in parts[0]})
     if len(class_names) < 2:
         raise UserError(
             f"'{names[0]}' has images of only one class, '{class_names[0]}': its direct subfolders "
             "are the classes"
         )
-    return _label(train, class_names, names[0]), _label(val, class_names, names[1])
+    train, val = (_label(part, class_names, name) for part, name in zip(parts, names, strict=True))
+    return train, val
 
 
-def _label(pairs: Sequence[tuple[str, str]], class_names: Sequence[str], name: str) -> Records:
+def _label(pairs: Pairs, class_names: Sequence[str], name: str) -> Records:
     labels = {class_name: label for label, class_name in enumerate(class_names)}
     if unknown := sorted({class_name for _, class_name in pairs} - labels.keys()):
         raise UserError(
