@@ -2,8 +2,8 @@
 """The endless stream of training batches, which can start at any step without loading earlier ones.
 
 The images of a step and their augmentation depend on the seed alone, not on the number of processes
-or workers. The samplers are Detectron2's. Batches are formed of indices, for all processes
-together, before any image is loaded.
+or workers. The samplers are Detectron2's. Each process forms the batches of all processes from
+indices, and loads its share.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from qbheat_det.modeling.contracts import UNLABELLED
 
 from .datasets.image_folder import list_classes, load_classes
 from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
-from .shards import ShardSampler, check_window, count_images_ahead, fetch_ahead, number_shards
+from .shards import ShardSampler, fetch_ahead, plan_shards
 from .unlabelled import build_strong_views, load_unlabelled
 
 Entry = tuple[int, int]
@@ -42,7 +42,7 @@ MAX_TRIES = 1000  # images in a row that a mapper may skip
 
 
 class TrainStream(Iterable[list[dict[str, Any]]]):
-    """This process's share of every batch, without end; workers live as long as the iterator.
+    """Yields this process's share of every batch, without end.
 
     Attributes:
         start: first step of the next iterator.
@@ -71,8 +71,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         """
         Args:
             dataset: Detectron2's dicts of images.
-            mapper: maps a dict to an entry of a batch; None or an error skips the image, and
-                another one, drawn with the same seed, replaces it.
+            mapper: maps a dict to an entry of a batch. If it returns None or an error, a random
+                other image replaces the image.
             build_sampler: returns a sampler over all images for a seed; default: shuffled epochs.
             batch_size: images of one step over all processes. Shares may differ by one.
             aspect_ratio_grouping: separate batches of wide and tall images to save padding; every
@@ -239,13 +239,14 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
             batch_size=cfg.MODEL.SEMI.RATIO * cfg.SOLVER.IMS_PER_BATCH,
             **settings,
         )
+    build_sampler, images_ahead = _choose_sampler(cfg, dataset)
     return TrainStream(
         dataset,
         mapper=mapper,
-        build_sampler=_choose_sampler(cfg, dataset),
+        build_sampler=build_sampler,
         batch_size=cfg.SOLVER.IMS_PER_BATCH,
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
-        images_ahead=count_images_ahead([str(entry.get("file_name", "")) for entry in dataset]),
+        images_ahead=images_ahead,
         unlabelled=unlabelled,
         **settings,
     )
@@ -264,26 +265,27 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
     )
 
 
-def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:
-    keys, size = cfg.DATALOADER, len(dataset)
+def _choose_sampler(
+    cfg: CfgNode, dataset: Sequence[dict[str, Any]]
+) -> tuple[BuildSampler | None, int]:
+    """Returns ``build_sampler`` and ``images_ahead`` of ``TrainStream``."""
+    keys = cfg.DATALOADER
+    if keys.SAMPLER_TRAIN not in ("TrainingSampler", "RepeatFactorTrainingSampler"):
+        raise UserError(
+            f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is neither TrainingSampler nor "
+            "RepeatFactorTrainingSampler"
+        )
     names = [str(entry.get("file_name", "")) for entry in dataset]
     if keys.SAMPLER_TRAIN == "TrainingSampler":
-        shards = number_shards(names) if keys.SHUFFLE_SHARDS else None
-        if shards and max(shards) >= keys.SHUFFLE_SHARDS:
-            check_window(names, keys.SHUFFLE_SHARDS)
-            return lambda seed: ShardSampler(shards, window=keys.SHUFFLE_SHARDS, seed=seed)
-        check_window(names, 0)
-        return lambda seed: TrainingSampler(size, seed=seed)
-    if keys.SAMPLER_TRAIN == "RepeatFactorTrainingSampler":
-        check_window(names, 0)
-        factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
-            dataset, keys.REPEAT_THRESHOLD
-        )
-        return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)
-    raise UserError(
-        f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is neither TrainingSampler nor "
-        "RepeatFactorTrainingSampler"
+        shards, ahead = plan_shards(names, keys.SHUFFLE_SHARDS)
+        if not shards:
+            return None, ahead
+        return lambda seed: ShardSampler(shards, window=keys.SHUFFLE_SHARDS, seed=seed), ahead
+    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+        dataset, keys.REPEAT_THRESHOLD
     )
+    _, ahead = plan_shards(names, 0)
+    return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed), ahead
 
 
 def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:

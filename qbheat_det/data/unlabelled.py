@@ -156,8 +156,8 @@ def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
             kept.append(index)
     logger.info(
         f"{len(kept):,} of {len(unlabelled):,} unlabelled images are used: "
-        f"{counts['labelled']:,} are labelled images, {counts['validation']:,} validation images, {counts['unlabelled']:,} "
-        f"repeat others, {len(errors):,} cannot be read"
+        f"{counts['labelled']:,} are labelled images, {counts['validation']:,} validation images, "
+        f"{counts['unlabelled']:,} repeat others, {len(errors):,} cannot be read"
     )
     if errors:
         logger.warning(f"Unlabelled images are left out: {join_messages(errors)}")
