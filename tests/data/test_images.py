@@ -238,7 +238,7 @@ def test_a_cache_that_cannot_be_written_is_named_and_a_half_written_set_never_us
     assert str(tmp_path / "file") in str(caught.value)
 
     def fail_late(spec: ToySpec, folder: Path) -> None:
-        (folder / "images").mkdir()
+        (folder / "images").mkdir(parents=True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(toy, "_draw", fail_late)

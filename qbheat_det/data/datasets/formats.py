@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-import uuid
+import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -250,18 +250,18 @@ def unpack(path: str) -> str:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = get_cache_dir() / "unpacked" / f"{Path(path).stem}_{digest}"
     if not folder.is_dir():
-        partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.incomplete")
         try:
-            with zipfile.ZipFile(path) as archive:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                zipfile.ZipFile(path) as archive,
+                tempfile.TemporaryDirectory(prefix=".zip_", dir=folder.parent) as partial,
+            ):
                 size = sum(entry.file_size for entry in archive.infolist())
-                partial.mkdir(parents=True)
                 if size > min(_MOST_EXPANSION * state.st_size, shutil.disk_usage(partial).free):
                     raise UserError(f"'{path}' would unpack to {format_bytes(size)}")
-                archive.extractall(partial)  # which drops ".." and absolute paths
-            os.replace(partial, folder)
+                archive.extractall(Path(partial, "set"))  # drops ".." and absolute paths
+                os.replace(Path(partial, "set"), folder)
         except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
             raise UserError(f"'{path}' cannot be unpacked: {one_line(error)}") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     inner = [entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
     return str(inner[0] if len(inner) == 1 else folder)

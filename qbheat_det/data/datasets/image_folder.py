@@ -46,13 +46,7 @@ def register_image_folders(
     same name raise a ``UserError``.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
-    if name in DatasetCatalog:
-        known = MetadataCatalog.get(name).get("image_folders")
-        if known != paths:
-            raise UserError(
-                f"the data set name '{name}' is already registered with {list(known or ())}; "
-                f"choose another name for {list(paths)}"
-            )
+    if not is_new(name, image_folders=paths):
         return
 
     def load() -> list[dict[str, Any]]:
@@ -69,6 +63,23 @@ def register_image_folders(
     MetadataCatalog.get(name).set(
         image_folders=paths, labelled=labelled, unlabelled=True, evaluator_type="reconstruction"
     )
+
+
+def is_new(name: str, **files: object) -> bool:
+    """Returns whether no data set has a name; raises a ``UserError`` if it has other files.
+
+    ``files`` are entries of the metadata.
+    """
+    if name not in DatasetCatalog:
+        return True
+    known = MetadataCatalog.get(name)
+    other = {key: known.get(key) for key, value in files.items() if known.get(key) != value}
+    if other:
+        raise UserError(
+            f"the data set name '{name}' is already registered, with "
+            f"{', '.join(f'{key} {value}' for key, value in other.items())}: choose another name"
+        )
+    return False
 
 
 def register_shards(

@@ -25,6 +25,7 @@ from .formats import FORMATS, Source, origin_of
 from .image_folder import (
     PathLike,
     check_image_folder,
+    is_new,
     load_image_folders,
     register_image_folders,
     register_shards,
@@ -36,9 +37,9 @@ SPLIT_FILE = "split.json"
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
     """Registers an annotation file; raises a ``UserError`` if the name has other files."""
     root = str(image_root) if "://" in str(image_root) else os.path.abspath(image_root)
-    paths = os.path.abspath(json_file), root
-    if not _is_registered(name, *paths):
-        register_coco_instances(name, {}, *paths)
+    path = os.path.abspath(json_file)
+    if is_new(name, json_file=path, image_root=root, unlabelled=None):
+        register_coco_instances(name, {}, path, root)
 
 
 def register_coco_images(
@@ -54,19 +55,19 @@ def register_coco_images(
     images alone. Registering the same files again does nothing; other files under the same name
     raise a ``UserError``.
     """
-    paths = os.path.abspath(json_file), os.path.abspath(image_root)
-    if _is_registered(name, *paths, unlabelled=True):
+    path, root = os.path.abspath(json_file), os.path.abspath(image_root)
+    if not is_new(name, json_file=path, image_root=root, unlabelled=True):
         return
 
     def load() -> list[dict[str, Any]]:
         if prepare is not None:
             prepare()
-        return load_coco_images(*paths)
+        return load_coco_images(path, root)
 
     DatasetCatalog.register(name, load)
     MetadataCatalog.get(name).set(
-        json_file=paths[0],
-        image_root=paths[1],
+        json_file=path,
+        image_root=root,
         unlabelled=True,
         evaluator_type="reconstruction",
         drawn_on_first_use=prepare is not None,  # json_file may not exist before
@@ -84,23 +85,6 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
         {"file_name": os.path.join(image_root, image["file_name"]), "image_id": image["id"]}
         for image in sorted(file.images, key=lambda image: image["id"])
     ]
-
-
-def _is_registered(name: str, json_file: str, image_root: str, *, unlabelled: bool = False) -> bool:
-    """Returns whether a name has these files; raises a ``UserError`` if it has others."""
-    if name not in DatasetCatalog:
-        return False
-    known = MetadataCatalog.get(name)
-    paths = [
-        path and path if "://" in path else os.path.abspath(path)
-        for path in (known.get("json_file"), known.get("image_root"))
-    ]
-    if paths != [json_file, image_root] or known.get("unlabelled", False) != unlabelled:
-        raise UserError(
-            f"the data set name '{name}' is already registered with '{known.get('json_file')}'; "
-            f"choose another name for '{json_file}' with images in '{image_root}'"
-        )
-    return True
 
 
 def read_annotations(source: Source) -> CocoFile:
