@@ -188,24 +188,21 @@ class _SeededImages(Dataset[dict[str, Any]]):
             return [self._draw(position, index) for position, index in entries]
 
     def _draw(self, position: int, index: int) -> dict[str, Any]:
+        """Returns an entry; random other images replace one that the mapper skips."""
         errors: list[DataError] = []
+        others = None
         seed_place(self._seed, IMAGE, position)
-        for chosen in itertools.islice(self._choose(position, index), MAX_TRIES):
-            mapped = self._mapper(self._dataset[chosen])
+        for _ in range(MAX_TRIES):
+            mapped = self._mapper(self._dataset[index])
             if isinstance(mapped, DataError):
                 errors.append(mapped)
             elif mapped is not None:
                 return {**mapped, _SKIPPED: errors} if errors else mapped
+            # Random, because neighbouring files are often broken together.
+            others = others or np.random.default_rng((self._seed, position))
+            index = int(others.integers(len(self._dataset)))
         last = f"; the last error is {errors[-1].message}" if errors else ""
         raise UserError(f"the mapper skipped {MAX_TRIES} images in a row{last}")
-
-    def _choose(self, position: int, index: int) -> Iterator[int]:
-        """Yields the index of the image, then random replacements."""
-        yield index
-        # Random, because neighbouring files are often broken together.
-        others = np.random.default_rng((self._seed, position))
-        while True:
-            yield int(others.integers(len(self._dataset)))
 
 
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:

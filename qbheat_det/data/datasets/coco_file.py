@@ -27,8 +27,8 @@ def _are_keypoints(value: object) -> bool:
     return not value or (isinstance(value, list) and len(value) % 3 == 0 and are_numbers(value))
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 # Whether a value is valid, what it must be, and the default of a missing key.
@@ -45,8 +45,8 @@ _SIDE: Rule = (
     None,
 )
 _RULES: dict[str, dict[str, Rule]] = {
-    "images": {"id": _ID, "file_name": (lambda value: isinstance(value, str), "a file name", None)},
-    "categories": {"id": _ID, "name": (_is_name, "a text of whole characters", None)},
+    "images": {"id": _ID, "file_name": (_is_text, "a file name", None)},
+    "categories": {"id": _ID, "name": (_is_text, "a text", None)},
     "annotations": {
         "id": _ID,
         "iscrowd": (lambda value: value in (0, 1), "0 or 1", 0),
@@ -168,10 +168,8 @@ class CocoFile:
         if boxes and max(map(max, boxes)) <= 1 and any(value % 1 for box in boxes for value in box):
             relative = "all boxes lie between 0 and 1; bbox must be in pixels, not relative"
             self.errors.append(DataError("relative boxes", self.json_file, relative))
-        for what, is_valid in (
-            ("have no polygon", has_polygon),
-            ("have a box without area", has_area),
-        ):
+        checks = {"have no polygon": has_polygon, "have a box without area": has_area}
+        for what, is_valid in checks.items():
             if odd := [entry["id"] for entry in self.annotations if not is_valid(entry)]:
                 first = self._places.get(("annotations", odd[0])) or f"with id {odd[0]}"
                 self.warnings.append(
@@ -219,10 +217,10 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
         if missing:
             lacks = f"'{other.json_file}' lacks {join_first(map(repr, missing))}"
             raise UserError(f"the categories of {files} differ: {lacks}")
+    names, others = (join_first(map(repr, one.class_names)) for one in (train, val))
     raise UserError(
-        f"the categories of {files} have the same names in another order of ids: "
-        f"{join_first(map(repr, train.class_names))} against "
-        f"{join_first(map(repr, val.class_names))}"
+        f"the categories of {files} have the same names in another order of ids: {names} against "
+        f"{others}"
     )
 
 
