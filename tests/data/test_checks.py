@@ -48,17 +48,13 @@ def error_kind(one: dict[str, Any]) -> str | None:
     return errors[0].kind
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("a.jpg", {}),
-        ("a.jpg", {"mode": "L"}),
-        ("a.jpg", {"mode": "CMYK", "progressive": True}),
-        ("a.png", {"mode": "P"}),
-        ("a.webp", {}),
-        ("a.gif", {}),
-    ],
-)
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("a.jpg", {}), ("a.jpg", {"mode": "CMYK", "progressive": True}), ("a.png", {"mode": "P"}),
+    ("a.webp", {}), ("a.gif", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), WHOLE)
 def test_whole_files_pass_and_a_jpeg_is_not_decoded(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,5 +290,6 @@ def test_labels_of_registered_sets_follow_the_list_that_is_given(tmp_path: Path)
     first, second = load_labelled_sets([NAME], [NAME])
     assert [record["label"] for record in first] == [0, 1, 1]
     assert first == second
-    with pytest.raises(UserError, match="'qbheat_toy_val_images'"):
-        load_labelled_sets(["qbheat_toy_val_images"], [NAME])
+    register_image_folders("without_labels", [tmp_path])
+    with pytest.raises(UserError, match="'without_labels'"):
+        load_labelled_sets(["without_labels"], [NAME])
