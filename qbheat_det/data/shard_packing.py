@@ -21,7 +21,7 @@ from qbheat_det.core.text import one_line
 
 from .checks import DataError
 from .datasets.formats import DataSource, Source, with_classes
-from .datasets.image_folder import load_image_folders
+from .datasets.image_folder import list_source
 from .datasets.sources import read_annotations
 from .images import find_image_error, open_image
 from .shards import FORMAT, INDEX
@@ -81,27 +81,27 @@ def pack_source(
 def _list_images(source: Source, kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns the images with "path" and "about", their metadata in a shard; and other lists."""
     if kind != "boxes":
-        folders = source["image_folders"]
-        records, classes = load_image_folders(folders, labelled=kind == "classes")
-        base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
+        names, records, classes = list_source(source)
         images = []
-        for record in records:
+        for name, record in zip(names, records, strict=True):
             path, label = record["file_name"], record.get("label")
             about = {} if label is None else {"label": label, "class": classes[label]}
-            image = {"id": record["image_id"], "file_name": os.path.relpath(path, base), **about}
+            image = {"id": record["image_id"], "file_name": name, **about}
             images.append({**image, "path": path, "about": about})
         return images, {"classes": classes} if kind == "classes" else {}
     file = read_annotations(source)
     file.check()
     lists = file.keep()
-    names = dict(zip(file.category_ids, file.class_names, strict=True))
+    classes_by_id = dict(zip(file.category_ids, file.class_names, strict=True))
     images = [
         {**image, "path": os.path.join(file.image_root, image["file_name"]), "about": {"boxes": []}}
         for image in lists.pop("images")
     ]
     by_id = {image["id"]: image["about"]["boxes"] for image in images}
     for one in lists["annotations"]:
-        by_id[one["image_id"]].append({"bbox": one["bbox"], "class": names[one["category_id"]]})
+        by_id[one["image_id"]].append(
+            {"bbox": one["bbox"], "class": classes_by_id[one["category_id"]]}
+        )
     return images, lists
 
 

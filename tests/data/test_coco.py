@@ -67,14 +67,6 @@ def find_message(folder: Path, change: Change) -> str:
     return text
 
 
-def test_a_good_file_is_summarised(tmp_path: Path) -> None:
-    json_file, image_root = write(tmp_path, GOOD)
-    summary = CocoFile(json_file, image_root)
-    assert (summary.class_names, summary.category_ids) == (("dog", "cat"), (2, 9))
-    assert (len(summary.images), len(summary.annotations)) == (3, 3)
-    assert summary.warnings == []
-
-
 def entry(key: str, position: int, **fields: object) -> Change:
     return lambda content: content[key][position].update(fields)
 

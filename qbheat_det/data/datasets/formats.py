@@ -186,14 +186,14 @@ def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
     above, subset = json_file.parent.parent, json_file.stem.removeprefix("instances_")
     beside = [json_file.parent / "images", above / "images", json_file.parent]
     beside += [above / "images" / subset, above / subset, json_file.parent / subset]
-    folders = [*([Path(likely).absolute()] if likely else []), *beside]
+    likely_folders = [*([Path(likely).absolute()] if likely else []), *beside[:2]]
     first = "" if given else _read_first_name(json_file)
     if given or not first:  # a broken file is reported when it is read
         folders = [Path(given or json_file.parent).absolute()]
-    elif holding := [folder for folder in folders if (folder / first).is_file()]:
-        folders = holding
-    else:  # one image may be missing
-        folders = [folder for folder in folders[: len(folders) - 4] if folder.is_dir()]
+    else:
+        folders = [one for one in (*likely_folders, *beside[2:]) if (one / first).is_file()]
+        # One image may be missing.
+        folders = folders or [one for one in likely_folders if one.is_dir()]
     if not folders:
         raise UserError(
             f"the images of '{json_file}', such as '{first}', are not beside it: name their folder "
@@ -203,17 +203,12 @@ def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
 
 
 def _read_first_name(json_file: Path) -> str:
-    """Returns the first ``file_name`` without reading the whole file."""
-    text = ""
-    with open(json_file, encoding="utf-8", errors="replace") as file:
-        while chunk := file.read(1 << 20):
-            text += chunk
-            if match := _FILE_NAME.search(text):
-                try:
-                    return str(json.loads(match[1]))
-                except ValueError:
-                    return ""
-    return ""
+    """Returns the first ``file_name`` of a COCO json; "" if there is none."""
+    match = _FILE_NAME.search(json_file.read_text(encoding="utf-8", errors="replace"))
+    try:
+        return str(json.loads(match[1])) if match else ""
+    except ValueError:
+        return ""
 
 
 def with_classes(source: Source, classes: Sequence[str]) -> Source:

@@ -82,31 +82,29 @@ def is_new(name: str, **files: object) -> bool:
     return False
 
 
-def register_shards(
-    name: str, source: Mapping[str, Any], keep: Collection[str] | None = None
-) -> None:
-    """Registers the images of shards, with the labels of their classes or without any.
+def list_source(source: Mapping[str, Any]) -> tuple[list[str], Records, list[str]]:
+    """Returns the images of folders or of shards without boxes, and their class names.
 
-    ``source`` has "shards", an address, "subset", a part, and "labelled". ``keep`` are the original
-    names of images; None keeps all. Raises as ``read_part``.
+    ``source`` is that of ``--data`` or ``--images``, see ``formats``. The images are names relative
+    to the source, and records. Raises as ``read_part`` and ``load_image_folders``.
     """
-    address, labelled = source["shards"], source["labelled"]
-    part = read_part(address, source["subset"])
-    keys = ("width", "height", *(("label",) if labelled else ()))
-    records = [
-        {
-            "file_name": f"{PREFIX}{address}/{locate_image(image)}",
-            "image_id": image["id"],
-            **{key: image[key] for key in keys},
-        }
-        for image in sorted(part["images"], key=lambda image: int(image["id"]))
-        if keep is None or image["file_name"] in keep
-    ]
-    DatasetCatalog.register(name, lambda: records)
-    metadata = MetadataCatalog.get(name)
-    metadata.set(labelled=labelled, unlabelled=True, evaluator_type="reconstruction")
-    if labelled:
-        metadata.folder_classes = part["classes"]
+    if "shards" in source:
+        address, part = source["shards"], read_part(source["shards"], source["subset"])
+        images = sorted(part["images"], key=lambda image: int(image["id"]))
+        keys = ("width", "height", *(("label",) if source["labelled"] else ()))
+        records = [
+            {
+                "file_name": f"{PREFIX}{address}/{locate_image(image)}",
+                "image_id": image["id"],
+                **{key: image[key] for key in keys},
+            }
+            for image in images
+        ]
+        return [image["file_name"] for image in images], records, part.get("classes", [])
+    folders = source["image_folders"]
+    records, class_names = load_image_folders(folders, labelled=source["labelled"])
+    base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
+    return [os.path.relpath(one["file_name"], base) for one in records], records, class_names
 
 
 def load_image_folders(

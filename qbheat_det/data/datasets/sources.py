@@ -26,9 +26,8 @@ from .image_folder import (
     PathLike,
     check_image_folder,
     is_new,
-    load_image_folders,
+    list_source,
     register_image_folders,
-    register_shards,
 )
 
 SPLIT_FILE = "split.json"
@@ -132,11 +131,22 @@ def register_source(
             name, source["image_folders"], labelled=source["labelled"], keep=keep
         )
     elif "shards" in source and not has_boxes(source):
-        register_shards(name, source, keep)
+        _register_shards(name, source, keep)
     else:
         annotations = _register_annotated(name, source, keep)
     MetadataCatalog.get(name).source = source
     return annotations
+
+
+def _register_shards(name: str, source: Source, keep: Collection[str] | None) -> None:
+    names, records, classes = list_source(source)
+    pairs = zip(names, records, strict=True)
+    kept = [record for file_name, record in pairs if keep is None or file_name in keep]
+    DatasetCatalog.register(name, lambda: kept)
+    metadata = MetadataCatalog.get(name)
+    metadata.set(labelled=source["labelled"], unlabelled=True, evaluator_type="reconstruction")
+    if source["labelled"]:
+        metadata.folder_classes = classes
 
 
 def _register_annotated(name: str, source: Source, keep: Collection[str] | None) -> CocoFile | None:
@@ -179,15 +189,10 @@ def forget_source(name: str) -> None:
 
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
     """Divides the images of a source, named relative to its folder; see ``split_names``."""
-    if "image_folders" in source:
-        (folder,) = source["image_folders"]
-        records, _ = load_image_folders([folder], labelled=True)
-        names = [os.path.relpath(record["file_name"], folder) for record in records]
+    groups: list[Hashable]
+    if "image_folders" in source or ("shards" in source and not has_boxes(source)):
+        names, records, _ = list_source(source)
         groups = [record["label"] for record in records]
-    elif "shards" in source and not has_boxes(source):
-        images = read_part(source["shards"], source["subset"])["images"]
-        names = [image["file_name"] for image in images]
-        groups = [image["label"] for image in images]
     else:
         annotations = read_annotations(source)
         annotations.check()

@@ -126,7 +126,8 @@ class PretrainingMapper:
         except Exception as error:  # the type depends on the format's decoder
             if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
                 raise
-            return DataError("unreadable image", f"image {file_name!r}", one_line(error))
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            return DataError("unreadable image", f"image {file_name!r}", reason)
         is_flipped = self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
         reverse = self._reversed + (self._flipped if is_flipped else ())
         image = resize(pixels, self.size, self.size)
