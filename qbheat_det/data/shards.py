@@ -15,6 +15,7 @@ import functools
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -200,32 +201,19 @@ def read_image_bytes(file_name: str) -> bytes:
     )
 
 
-class ShardSampler:
-    """Samples endless epochs in which few shards are in use at once.
+def shuffle_shards(shards: Sequence[int], *, window: int, seed: int) -> Iterator[int]:
+    """Yields the indices of endless epochs in which few shards are in use at once.
 
     Each epoch shuffles the shards, then delays each image by a uniform share of ``window`` shards.
-    The order is a function of the seed and the position alone.
+    The order is a function of the seed and the position alone. ``shards`` (N,) has the number of
+    each image's shard.
     """
-
-    def __init__(self, shards: Sequence[int], *, window: int, seed: int) -> None:
-        """
-        Args:
-            shards: (N,), the number of each image's shard.
-            window: number of shards whose images mix.
-            seed: of all epochs.
-        """
-        self._shards = np.asarray(shards)
-        self._window = window
-        self._seed = seed
-
-    def _infinite_indices(self) -> Iterator[int]:  # as Detectron2's samplers call it
-        epoch, count = 0, int(self._shards.max()) + 1
-        while True:
-            generator = np.random.default_rng((self._seed, epoch))
-            place = generator.permutation(count)[self._shards]
-            delay = self._window * generator.random(len(self._shards))
-            yield from np.argsort(place + delay, kind="stable").tolist()
-            epoch += 1
+    numbers = np.asarray(shards)
+    for epoch in itertools.count():
+        generator = np.random.default_rng((seed, epoch))
+        place = generator.permutation(int(numbers.max()) + 1)[numbers]
+        delay = window * generator.random(len(numbers))
+        yield from np.argsort(place + delay, kind="stable").tolist()
 
 
 def plan_shards(file_names: Sequence[str], window: int) -> tuple[list[int], int]:

@@ -31,7 +31,7 @@ from qbheat_det.data import (
     split_source,
 )
 from qbheat_det.data.shard_cache import cache_folder, fetch
-from qbheat_det.data.shards import ShardSampler
+from qbheat_det.data.shards import shuffle_shards
 
 from .shard_cases import SHARD, corrupt, make_source, pack, serve
 
@@ -136,7 +136,7 @@ def test_a_shuffle_by_shards_does_not_depend_on_workers_processes_or_the_start(
 
 def test_the_shuffle_uses_few_shards_at_once_and_every_image_once_an_epoch() -> None:
     shards = [index % 20 for index in range(2000)]
-    order = [*itertools.islice(ShardSampler(shards, window=4, seed=1)._infinite_indices(), 4000)]
+    order = [*itertools.islice(shuffle_shards(shards, window=4, seed=1), 4000)]
     epochs = [order[:2000], order[2000:]]
     assert all(sorted(epoch) == list(range(2000)) for epoch in epochs)
     assert epochs[0] != epochs[1]
