@@ -23,7 +23,7 @@ from torch import nn
 
 from qbheat_det.config import load_config
 from qbheat_det.data import register_coco_json
-from qbheat_det.data.datasets.coco import register_coco_images
+from qbheat_det.data.datasets.sources import register_coco_images
 from qbheat_det.engine.setup import use_classes_of
 from qbheat_det.modeling.backbone import arch_of_rows
 from qbheat_det.solver import build_lr_scheduler, build_optimizer, resolve_schedule

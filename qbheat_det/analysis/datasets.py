@@ -27,8 +27,7 @@ from qbheat_det.core.seeding import preserved_randomness, seed_place
 from qbheat_det.core.text import join_first
 from qbheat_det.data import Source, build_mapper, forget_annotations, origin_of, read_annotations
 from qbheat_det.data.checks import DataError, find_record_errors
-from qbheat_det.data.datasets.coco import check_same_classes
-from qbheat_det.data.datasets.coco_file import CocoFile
+from qbheat_det.data.datasets.coco_file import CocoFile, check_same_classes
 from qbheat_det.data.images import find_image_errors
 from qbheat_det.engine.data_sources import open_flags
 from qbheat_det.engine.run_flags import RunFlags

@@ -6,8 +6,7 @@ Importing this package registers the built-in sets, see ``register_builtin_sets`
 
 from .checks import DataError, find_record_errors, join_messages, raise_first
 from .datasets import register_builtin_sets
-from .datasets.coco import check_same_classes, register_coco_json
-from .datasets.coco_file import CocoFile
+from .datasets.coco_file import CocoFile, check_same_classes
 from .datasets.formats import (
     DataSource,
     Source,
@@ -29,12 +28,14 @@ from .datasets.image_folder import (
     register_image_folders,
 )
 from .datasets.sources import (
+    SPLIT_FILE,
     forget_annotations,
     read_annotations,
+    read_split,
+    register_coco_json,
     register_source,
     split_source,
 )
-from .datasets.splits import SPLIT_FILE, read_split
 from .datasets.toy import ToySpec, prepare_toy_set
 from .image_batches import ImageBatches, build_class_batches, build_image_batches
 from .images import IMAGE_FORMATS, find_image_errors

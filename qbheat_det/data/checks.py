@@ -84,7 +84,7 @@ def find_record_errors(
         num_objects += len(objects)
         where = f"dataset '{name}': image id {record.get('image_id')!r} ({record['file_name']!r})"
         for number, annotation in enumerate(objects, start=1):
-            for kind, reason in find_object_errors(annotation, record, num_classes, mask_format):
+            for kind, reason in _find_object_errors(annotation, record, num_classes, mask_format):
                 errors.append(DataError(kind, f"{where}, object {number}", reason))
     if filter_empty and not num_objects:
         reason = "DATALOADER.FILTER_EMPTY_ANNOTATIONS leaves out all images: none has a box"
@@ -92,7 +92,7 @@ def find_record_errors(
     return errors
 
 
-def find_object_errors(
+def _find_object_errors(
     annotation: dict[str, Any], record: Record, num_classes: int, mask_format: MaskFormat | None
 ) -> Iterator[tuple[str, str]]:
     """Yields kind and reason of each error in one object of a record."""

@@ -1,21 +1,24 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Image files: reading a part with no more pixels than are needed, and checking whole sets.
+"""Reads parts of image files with no more pixels than are needed, and checks whole sets.
 
-The size is known from the header, so the part can be chosen first and a JPEG be decoded at 1/2, 1/4
-or 1/8 of its size (Pillow's ``draft``), which differs no more than bilinear and box resizing do. A
-small set can be decoded once and kept in memory, where forked workers share it.
+The header has the size, so a part is chosen before decoding, and a JPEG is decoded at 1/2, 1/4 or
+1/8 of its size (Pillow's ``draft``). The result differs from that of full decoding as bilinear
+resizing differs from box resizing. A small set can be decoded once and kept in memory, which forked
+workers share.
 
-A check trusts a JPEG by its header and its last bytes. What looks wrong, and any other format, is
-decoded by the function that training calls. Damage in the middle of a JPEG is not found.
+A check reads only the header and the last bytes of a JPEG. If they look wrong, and in any other
+format, it decodes the file with the function that training calls. It misses damage in the middle of
+a JPEG.
 """
 
 import logging
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -34,27 +37,28 @@ from .checks import DataError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+S = TypeVar("S")
+
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in whole pixels of the upright image, right and bottom not included."""
 
 Size = tuple[int, int]
 """Width and height in pixels."""
 
-ORIENTATION = 0x0112
-"""EXIF tag; from 5 on, width and height change places."""
+_ORIENTATION = 0x0112  # EXIF tag; from 5 on, width and height change places
 
-# What a file may be, whatever its name says (MPO opens as JPEG). Not EPS, for which Pillow starts
-# another program.
+# Formats that are opened, whatever a file's name says (MPO opens as JPEG). Pillow would start
+# another program for EPS.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 _SAMPLED = 64  # headers from which the size of a set in memory is estimated
 _REDUCTIONS: tuple[int, ...] = (8, 4, 2)
 
 
 class ImageFile:
-    """An open image file, rotated as its EXIF orientation says."""
+    """An image file that is open and not decoded, rotated as its EXIF orientation says."""
 
     def __init__(self, image: Image.Image) -> None:
-        """``image`` is opened and not decoded."""
         if image.format not in ("JPEG", "MPO"):
             image.load()  # a PNG may have its EXIF last, and a TIFF turns itself
         turned = find_orientation(image) in range(2, 9)
@@ -63,11 +67,14 @@ class ImageFile:
         self.width, self.height = self._image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """Returns the part in a box, (h, w, 3), uint8, RGB, of ``at_least`` h and w; once."""
+        """Returns the part in a box, (h, w, 3), uint8, RGB; call it only once.
+
+        ``at_least`` is the smallest h and w, if the box has as many pixels.
+        """
         side = min(box[2] - box[0], box[3] - box[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
         width, height = self._image.size
-        # Upright JPEGs alone have drafts. Pixel i is made of i * reduction and those after it.
+        # Only upright JPEGs have drafts. Pixel i comes from those at i * reduction and after it.
         drafted = reduction > 1 and self._image.draft(
             "RGB", (max(1, width // reduction), max(1, height // reduction))
         )
@@ -81,14 +88,14 @@ def open_image(path: str) -> Iterator[ImageFile]:
     with PathManager.open(path, "rb") as file:
         try:
             image = Image.open(file, formats=IMAGE_FORMATS)
-        except UnidentifiedImageError:  # its words name the open file, a temporary one at times
+        except UnidentifiedImageError:  # its message names a temporary file
             raise UnidentifiedImageError("not an image") from None
         with image:
             yield ImageFile(image)
 
 
 class ImageInMemory:
-    """A decoded image, which may have fewer pixels than its file; boxes are in the file's."""
+    """A decoded image. It may have fewer pixels than its file; boxes are in pixels of the file."""
 
     def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
         """``pixels`` is (h, w, 3), uint8, RGB; width and height are those of the upright file."""
@@ -98,7 +105,7 @@ class ImageInMemory:
         self.height = height
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """As ``ImageFile.read``; a view of all pixels that there are."""
+        """Returns a part like ``ImageFile.read``, as a view of all pixels in memory."""
         height, width = self._pixels.shape[:2]
         left, top, right, bottom = _scale(box, width / self.width, height / self.height)
         return self._pixels[top:bottom, left:right]
@@ -107,14 +114,14 @@ class ImageInMemory:
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     """Resizes (h, w, 3) to (3, height, width), uint8, bilinear and antialiased."""
     planes = pixels.permute(2, 0, 1)[None]
-    # PyTorch's own kernel for bytes takes half the time of Pillow's, and differs by rounding.
+    # PyTorch's kernel for bytes takes half the time of Pillow's, and differs by rounding.
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0]
 
 
 def find_orientation(image: Image.Image) -> int:
     """Returns EXIF's number; 1, upright, for a broken EXIF block, as in Detectron2."""
     try:
-        return int(image.getexif().get(ORIENTATION, 1))
+        return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:
         return 1
 
@@ -130,7 +137,7 @@ def _scale(box: Box, horizontally: float, vertically: float) -> Box:
 
 
 def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
-    """Converts as Detectron2 does, but scales 16 bits of grey to 8 where it would clip them."""
+    """Converts as Detectron2 does, but scales 16 bits of grey to 8 instead of clipping them."""
     if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -139,18 +146,27 @@ def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def find_image_errors(
-    dataset_dicts: Sequence[dict[str, Any]], *, num_threads: int = 8
-) -> list[DataError]:
-    """Returns what is missing, no image, cut short or of another size than annotated, in order."""
+def run_threads(
+    function: Callable[[S], T],
+    items: Sequence[S],
+    title: str,
+    *,
+    num_threads: int = 8,
+    quiet: bool = False,
+) -> Iterator[T]:
+    """Yields a function's results for all items in order, computed by threads, with a bar."""
     with ThreadPoolExecutor(num_threads) as pool:
-        found = pool.map(find_image_error, dataset_dicts)
-        bar = tqdm(found, desc="Checking image files", total=len(dataset_dicts), delay=2)
-        return [error for error in bar if error is not None]
+        yield from tqdm(pool.map(function, items), title, len(items), delay=2, disable=quiet)
+
+
+def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError]:
+    """Returns an error for each file that is missing, broken or not of the annotated size."""
+    found = run_threads(find_image_error, dataset_dicts, "Checking image files")
+    return [error for error in found if error is not None]
 
 
 def find_image_error(record: dict[str, Any]) -> DataError | None:
-    """Returns what is wrong with the file of one record, see ``find_image_errors``."""
+    """Returns the error of one record's file, see ``find_image_errors``."""
     path = record["file_name"]
     try:
         with PathManager.open(path, "rb") as file:
@@ -173,13 +189,13 @@ def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
             size = image.size[::-1] if find_orientation(image) in (5, 6, 7, 8) else image.size
             file.seek(-2, os.SEEK_END)
             is_whole = file.read() == b"\xff\xd9"
-    except Exception:  # decoders raise nearly everything on what they do not know
+    except Exception:  # decoders raise nearly every type on broken files
         return False
     return is_whole and size == (record.get("width", size[0]), record.get("height", size[1]))
 
 
 def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns kind and reason of what keeps a file from being trained on, or None."""
+    """Returns kind and reason if training cannot use a file, or None."""
     try:
         with PathManager.open(path, "rb") as file, Image.open(file) as image:
             mode = image.mode
@@ -202,11 +218,9 @@ def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | No
     return "image of another size than annotated", reason
 
 
-def read_sizes(paths: Sequence[str], *, num_threads: int = 8) -> Iterator["Size | DataError"]:
+def read_sizes(paths: Sequence[str]) -> Iterator["Size | DataError"]:
     """Yields width and height of images, upright as their EXIF orientation says, or an error."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        bar = tqdm(pool.map(_read_size, paths), "Reading image sizes", len(paths), delay=2)
-        yield from bar
+    return run_threads(_read_size, paths, "Reading image sizes")
 
 
 def _read_size(path: str) -> "Size | DataError":
@@ -218,49 +232,46 @@ def _read_size(path: str) -> "Size | DataError":
         return DataError("unreadable image", f"image {path!r}", reason)
 
 
-class DecodedImages(dict[str, ImageInMemory]):
-    """Images by file name; those that cannot be decoded are left out, which the mapper reports."""
+def decode_images(file_names: Sequence[str], *, shorter_side: int) -> dict[str, ImageInMemory]:
+    """Decodes images, and scales those with a longer shorter side down to it.
 
-    num_bytes = 0
-
-    def __init__(self, file_names: Sequence[str], *, shorter_side: int) -> None:
-        """Decodes images, and scales those with a longer shorter side down to it."""
-        super().__init__()
-        threads = max(1, (os.cpu_count() or 1) // comm.get_local_size())
-        with ThreadPoolExecutor(threads) as pool:
-            decoded = tqdm(
-                pool.map(partial(_decode, shorter_side=shorter_side), file_names),
-                desc="Decoding images into memory",
-                total=len(file_names),
-                delay=2,
-                disable=not comm.is_main_process(),
-            )
-            for file_name, image in zip(file_names, decoded, strict=True):
-                if image is not None:
-                    self[file_name] = image
-                    self.num_bytes += image.num_bytes
+    Images that cannot be decoded are left out: the mapper reports them.
+    """
+    decoded = run_threads(
+        partial(_decode, shorter_side=shorter_side),
+        file_names,
+        "Decoding images into memory",
+        num_threads=max(1, (os.cpu_count() or 1) // comm.get_local_size()),
+        quiet=not comm.is_main_process(),
+    )
+    pairs = zip(file_names, decoded, strict=True)
+    return {file_name: image for file_name, image in pairs if image is not None}
 
 
 def decode_if_small(
     records: Sequence[dict[str, Any]], *, shorter_side: int, budget: float
-) -> DecodedImages | None:
-    """Decodes images, scaled down to ``shorter_side``, if all take at most ``budget`` bytes."""
+) -> dict[str, ImageInMemory]:
+    """Decodes images, scaled down to ``shorter_side``, if all take at most ``budget`` bytes.
+
+    Otherwise, it returns an empty dict.
+    """
     if budget <= 0 or not records:
-        return None
+        return {}
     budget /= comm.get_local_size()
     sampled = records[:: -(-len(records) // _SAMPLED)]
     needed = sum(_count_bytes(record, shorter_side) for record in sampled) / len(sampled)
     if needed * len(records) <= budget:
         file_names = [record["file_name"] for record in records]
-        decoded = DecodedImages(file_names, shorter_side=shorter_side)
-        if decoded.num_bytes <= budget:
+        decoded = decode_images(file_names, shorter_side=shorter_side)
+        num_bytes = sum(image.num_bytes for image in decoded.values())
+        if num_bytes <= budget:
             logger.info(
                 f"{len(decoded):,} of {len(file_names):,} images stay decoded in memory: "
-                f"{decoded.num_bytes / 1e9:.2f} GB (INPUT.PRETRAIN.MEMORY_GB)"
+                f"{num_bytes / 1e9:.2f} GB (INPUT.PRETRAIN.MEMORY_GB)"
             )
             return decoded
-    logger.info("Images are read from their files: decoded, INPUT.PRETRAIN.MEMORY_GB is too small")
-    return None
+    logger.info("Images are not kept in memory: they need more than INPUT.PRETRAIN.MEMORY_GB")
+    return {}
 
 
 def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
@@ -268,9 +279,9 @@ def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
         with open_image(file_name) as image:
             full = image.width, image.height
             pixels = image.read((0, 0, *full), shorter_side)
-    except (MemoryError, UserError):  # a shard that cannot be had is no broken image
+    except (MemoryError, UserError):  # a missing shard is no broken image
         raise
-    except Exception:  # what a broken file raises depends on its format's decoder
+    except Exception:  # the type depends on the format's decoder
         return None
     width, height = _scale_down(full, shorter_side)
     if pixels.shape[:2] != (height, width):
@@ -279,17 +290,10 @@ def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
 
 
 def _count_bytes(record: dict[str, Any], shorter_side: int) -> int:
-    """Returns what an image takes in memory; 0 if its size is not known and cannot be read."""
-    try:
-        if "width" in record and "height" in record:
-            size = record["width"], record["height"]
-        else:
-            with PathManager.open(record["file_name"], "rb") as file, Image.open(file) as image:
-                size = image.size
-    except Exception:
-        return 0
-    width, height = _scale_down(size, shorter_side)
-    return 3 * width * height
+    """Returns the bytes of a decoded image; 0 if its size is unknown."""
+    is_known = "width" in record and "height" in record
+    size = (record["width"], record["height"]) if is_known else _read_size(record["file_name"])
+    return 0 if isinstance(size, DataError) else 3 * math.prod(_scale_down(size, shorter_side))
 
 
 def _scale_down(size: tuple[int, int], shorter_side: int) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 """The endless stream of training batches, which can start at any step without loading earlier ones.
 
 The images of a step and their augmentation depend on the seed alone, not on the number of processes
-or workers. The samplers are Detectron2's. Batches are formed of indices, for all processes
-together, before any image is loaded.
+or workers. The samplers are Detectron2's. Each process forms the batches of all processes from
+indices, and loads its share.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import os
 import signal
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,12 +30,13 @@ from qbheat_det.modeling.contracts import UNLABELLED
 
 from .datasets.image_folder import list_classes, load_classes
 from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
-from .shards import ShardSampler, check_window, count_images_ahead, fetch_ahead, number_shards
+from .shards import fetch_ahead, plan_shards, shuffle_shards
 from .unlabelled import build_strong_views, load_unlabelled
 
 Entry = tuple[int, int]
 """Position in the stream of images, and index in the dataset."""
-BuildSampler = Callable[[int], TrainingSampler | RepeatFactorTrainingSampler | ShardSampler]
+Sample = Callable[[int], Iterator[int]]
+"""Returns endless indices of images for a seed, the same in all processes."""
 T = TypeVar("T")
 
 _SKIPPED = "skipped"  # key of an entry with the errors of the images that it replaces
@@ -42,7 +44,7 @@ MAX_TRIES = 1000  # images in a row that a mapper may skip
 
 
 class TrainStream(Iterable[list[dict[str, Any]]]):
-    """This process's share of every batch, without end; workers live as long as the iterator.
+    """Yields this process's share of every batch, without end.
 
     Attributes:
         start: first step of the next iterator.
@@ -59,7 +61,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         dataset: Sequence[dict[str, Any]],
         *,
         mapper: Mapper,
-        build_sampler: BuildSampler | None = None,
+        sample: Sample | None = None,
         batch_size: int,
         aspect_ratio_grouping: bool = False,
         num_workers: int = 0,
@@ -71,9 +73,9 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         """
         Args:
             dataset: Detectron2's dicts of images.
-            mapper: maps a dict to an entry of a batch; None or an error skips the image, and
-                another one, drawn with the same seed, replaces it.
-            build_sampler: returns a sampler over all images for a seed; default: shuffled epochs.
+            mapper: maps a dict to an entry of a batch. If it returns None or an error, a random
+                other image replaces the image.
+            sample: returns the order of images for a seed; default: shuffled epochs.
             batch_size: images of one step over all processes. Shares may differ by one.
             aspect_ratio_grouping: separate batches of wide and tall images to save padding; every
                 dict then needs "width" and "height".
@@ -101,8 +103,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         # Forked workers share one serialized array instead of copying records.
         self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
         self.mapper = mapper
-        size = len(dataset)
-        self._build_sampler = build_sampler or (lambda seed: TrainingSampler(size, seed=seed))
+        self._sample = sample or partial(_shuffle, len(dataset))
         self.num_workers = num_workers
         self._pin_memory = pin_memory
         self._images_ahead = images_ahead
@@ -115,7 +116,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         # A generator starts workers with the first batch only: a resumed run sets ``start`` and
         # ``seed`` after construction.
-        shares = self._shares()
+        rank, world_size = comm.get_rank(), comm.get_world_size()
+        shares: Iterator[list[Entry]] = (cut(batch, world_size)[rank] for batch in self.batches())
         if self._images_ahead:
             shares = fetch_ahead(shares, self.dataset, images_ahead=self._images_ahead)
         loader: Iterable[list[dict[str, Any]]] = DataLoader(
@@ -150,22 +152,19 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             self.unlabelled.seed = self.seed
             yield from self.unlabelled
 
-    def _shares(self) -> Iterator[list[Entry]]:
-        """Yields this process's share of each batch."""
-        rank, world_size = comm.get_rank(), comm.get_world_size()
-        for batch in self.batches():
-            yield cut(batch, world_size)[rank]
-
     def batches(self) -> Iterator[list[Entry]]:
         """Yields the batches of all processes together, from step ``start`` on."""
-        # __iter__ of Detectron2's samplers returns only this process's part.
-        indices = self._build_sampler(self.seed)._infinite_indices()
-        entries = enumerate(indices)
+        entries = enumerate(self._sample(self.seed))
         if self._wide is None:
             groups = iter(lambda: list(itertools.islice(entries, self.batch_size)), [])
         else:
             groups = _group(entries, self._wide, self.batch_size)
         yield from itertools.islice(groups, self.start, None)
+
+
+def _shuffle(size: int, seed: int) -> Iterator[int]:
+    # __iter__ of Detectron2's samplers returns only this process's part.
+    yield from TrainingSampler(size, seed=seed)._infinite_indices()
 
 
 def _leave_signals_to_trainer(worker: int) -> None:
@@ -188,24 +187,21 @@ class _SeededImages(Dataset[dict[str, Any]]):
             return [self._draw(position, index) for position, index in entries]
 
     def _draw(self, position: int, index: int) -> dict[str, Any]:
+        """Returns an entry; random other images replace one that the mapper skips."""
         errors: list[DataError] = []
+        others = None
         seed_place(self._seed, IMAGE, position)
-        for chosen in itertools.islice(self._choose(position, index), MAX_TRIES):
-            mapped = self._mapper(self._dataset[chosen])
+        for _ in range(MAX_TRIES):
+            mapped = self._mapper(self._dataset[index])
             if isinstance(mapped, DataError):
                 errors.append(mapped)
             elif mapped is not None:
                 return {**mapped, _SKIPPED: errors} if errors else mapped
+            # Random, because neighbouring files are often broken together.
+            others = others or np.random.default_rng((self._seed, position))
+            index = int(others.integers(len(self._dataset)))
         last = f"; the last error is {errors[-1].message}" if errors else ""
         raise UserError(f"the mapper skipped {MAX_TRIES} images in a row{last}")
-
-    def _choose(self, position: int, index: int) -> Iterator[int]:
-        """Yields the index of the image, then random replacements."""
-        yield index
-        # Random, because neighbouring files are often broken together.
-        others = np.random.default_rng((self._seed, position))
-        while True:
-            yield int(others.integers(len(self._dataset)))
 
 
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:
@@ -239,13 +235,14 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
             batch_size=cfg.MODEL.SEMI.RATIO * cfg.SOLVER.IMS_PER_BATCH,
             **settings,
         )
+    sample, images_ahead = _choose_sampler(cfg, dataset)
     return TrainStream(
         dataset,
         mapper=mapper,
-        build_sampler=_choose_sampler(cfg, dataset),
+        sample=sample,
         batch_size=cfg.SOLVER.IMS_PER_BATCH,
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
-        images_ahead=count_images_ahead([str(entry.get("file_name", "")) for entry in dataset]),
+        images_ahead=images_ahead,
         unlabelled=unlabelled,
         **settings,
     )
@@ -264,26 +261,25 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
     )
 
 
-def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> BuildSampler:
-    keys, size = cfg.DATALOADER, len(dataset)
+def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> tuple[Sample | None, int]:
+    """Returns ``sample`` and ``images_ahead`` of ``TrainStream``."""
+    keys = cfg.DATALOADER
+    if keys.SAMPLER_TRAIN not in ("TrainingSampler", "RepeatFactorTrainingSampler"):
+        raise UserError(
+            f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is neither TrainingSampler nor "
+            "RepeatFactorTrainingSampler"
+        )
     names = [str(entry.get("file_name", "")) for entry in dataset]
     if keys.SAMPLER_TRAIN == "TrainingSampler":
-        shards = number_shards(names) if keys.SHUFFLE_SHARDS else None
-        if shards and max(shards) >= keys.SHUFFLE_SHARDS:
-            check_window(names, keys.SHUFFLE_SHARDS)
-            return lambda seed: ShardSampler(shards, window=keys.SHUFFLE_SHARDS, seed=seed)
-        check_window(names, 0)
-        return lambda seed: TrainingSampler(size, seed=seed)
-    if keys.SAMPLER_TRAIN == "RepeatFactorTrainingSampler":
-        check_window(names, 0)
-        factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
-            dataset, keys.REPEAT_THRESHOLD
-        )
-        return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)
-    raise UserError(
-        f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is neither TrainingSampler nor "
-        "RepeatFactorTrainingSampler"
+        shards, ahead = plan_shards(names, keys.SHUFFLE_SHARDS)
+        if not shards:
+            return None, ahead
+        return lambda seed: shuffle_shards(shards, window=keys.SHUFFLE_SHARDS, seed=seed), ahead
+    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
+        dataset, keys.REPEAT_THRESHOLD
     )
+    _, ahead = plan_shards(names, 0)
+    return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)._infinite_indices(), ahead
 
 
 def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:

@@ -11,13 +11,13 @@ import http.client
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import BinaryIO
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import file_lock, get_cache_dir
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _GB, _SECONDS = "QBHEAT_SHARDS_CACHE_GB", "QBHEAT_SHARDS_RETRY_SECONDS"
 _ADDRESS = re.compile(r"(https?|s3|gs|az)://.")
 _STALLED = 30.0  # seconds without a byte before a transfer restarts
-_LONGEST_PAUSE = 20.0  # seconds between two attempts
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds between two attempts
 _BLOCK = 1 << 20
 _GONE = {400, 401, 403, 404, 405, 410}  # HTTP errors that are not retried
 _REFUSED = 3  # exit code of ``_FROM_BUCKET`` for errors that are not retried
@@ -146,16 +146,13 @@ def _reserve(partial: Path, num_bytes: int) -> None:
 def download(address: str, target: Path, num_bytes: int | None = None) -> None:
     """Downloads into an existing file, and retries with growing pauses.
 
-    Args:
-        address: to download from.
-        target: the file to write.
-        num_bytes: the required size; None accepts any.
+    ``num_bytes`` is the required size; None accepts any.
 
     Raises:
         UserError: ``DATALOADER.RETRY_SECONDS`` are over, the file is missing or forbidden, or it
             has another size.
     """
-    patience, pause, is_told = float(os.environ.get(_SECONDS, 300)), 0.5, False
+    patience, pause, is_told = float(os.environ.get(_SECONDS, 300)), _FIRST_PAUSE, False
     end = time.monotonic() + patience
     while True:
         try:
@@ -163,7 +160,7 @@ def download(address: str, target: Path, num_bytes: int | None = None) -> None:
             break
         except _Refused as error:
             raise UserError(f"'{address}' cannot be read: {error}") from error
-        except (OSError, http.client.HTTPException, subprocess.TimeoutExpired) as error:
+        except (OSError, http.client.HTTPException) as error:
             if time.monotonic() + pause > end:
                 raise UserError(
                     f"'{address}' could not be read for {format_duration(patience)} "
@@ -192,27 +189,18 @@ def _transfer(address: str, target: Path, stalled: float) -> None:
                 urllib.request.urlopen(address, timeout=stalled) as answer,
                 target.open("r+b") as to,
             ):
-                _copy(answer, to)
+                shutil.copyfileobj(answer, to, _BLOCK)
+                copied, length = to.truncate(), answer.headers.get("Content-Length")
         except urllib.error.HTTPError as error:
             kind = _Refused if error.code in _GONE else OSError
             raise kind(f"HTTP {error.code} {error.reason}") from error
+        if length is not None and copied != int(length):
+            raise OSError(f"the answer ended after {copied:,} of {int(length):,} bytes")
         return
     arguments = [sys.executable, "-c", _FROM_BUCKET, address, str(target), f"{stalled:.1f} s"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
     if "No module named 'obstore'" in reason:
-        reason = "buckets need the extra 'shards': pip install obstore"
-        raise _Refused(reason)
+        raise _Refused("buckets need the extra 'shards': pip install obstore")
     if done.returncode:
         raise (_Refused if done.returncode == _REFUSED else OSError)(reason)
-
-
-def _copy(answer: http.client.HTTPResponse, to: BinaryIO) -> None:
-    """Copies a response's body, and checks its length against the header."""
-    length, copied = answer.headers.get("Content-Length"), 0
-    while block := answer.read(_BLOCK):
-        to.write(block)
-        copied += len(block)
-    to.truncate()
-    if length is not None and copied != int(length):
-        raise OSError(f"the answer ended after {copied:,} of {int(length):,} bytes")

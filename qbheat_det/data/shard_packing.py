@@ -5,12 +5,11 @@ import gzip
 import hashlib
 import io
 import json
-import operator
 import os
 import random
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,16 @@ from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers, write_atomically
+from qbheat_det.core.text import one_line
 
 from .checks import DataError
-from .datasets.coco import check_coco_file
 from .datasets.formats import DataSource, Source, with_classes
-from .datasets.image_folder import load_image_folders
+from .datasets.image_folder import list_source
 from .datasets.sources import read_annotations
 from .images import find_image_error, open_image
 from .shards import FORMAT, INDEX
 
-_HEADER = 512  # bytes of tar before a file with a short name
+_BLOCK = 512  # bytes of tar before a file with a short name
 _READABLE = "image of more than 8 bits"  # an error with boxes; other mappers scale such pixels
 
 
@@ -71,46 +70,38 @@ def pack_source(
             ids = {image["id"] for image in packed}
             lists["annotations"] = [one for one in lists["annotations"] if one["image_id"] in ids]
         content = gzip.compress(json.dumps({**lists, "images": packed}).encode(), mtime=0)
-        write_atomically(root / f"{part}.json.gz", operator.methodcaller("write", content))
+        write_atomically(root / f"{part}.json.gz", content)
         digest = hashlib.sha256(content).hexdigest()
         parts[part] = {"file": f"{part}.json.gz", "sha256": digest, "images": len(packed)}
     index = json.dumps({"format": FORMAT, "kind": kind, "parts": parts}, indent=1)
-    write_atomically(root / INDEX, lambda file: file.write(index.encode()))
+    write_atomically(root / INDEX, index.encode())
     return errors
 
 
 def _list_images(source: Source, kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns the images with "path" and "about", their metadata in a shard; and other lists."""
     if kind != "boxes":
-        folders = source["image_folders"]
-        records, classes = load_image_folders(folders, labelled=kind == "classes")
-        base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
+        names, records, classes = list_source(source)
         images = []
-        for record in records:
-            path = record["file_name"]
-            about: dict[str, Any] = {}
-            if kind == "classes":
-                about = {"label": record["label"], "class": classes[record["label"]]}
-            name = os.path.relpath(path, base)
+        for name, record in zip(names, records, strict=True):
+            path, label = record["file_name"], record.get("label")
+            about = {} if label is None else {"label": label, "class": classes[label]}
             image = {"id": record["image_id"], "file_name": name, **about}
             images.append({**image, "path": path, "about": about})
         return images, {"classes": classes} if kind == "classes" else {}
     file = read_annotations(source)
-    check_coco_file(file)
+    file.check()
     lists = file.keep()
-    names = dict(zip(file.category_ids, file.class_names, strict=True))
-    boxes: dict[int, list[dict[str, Any]]] = {}
-    for one in lists["annotations"]:
-        box = {"bbox": one["bbox"], "class": names[one["category_id"]]}
-        boxes.setdefault(one["image_id"], []).append(box)
+    classes_by_id = dict(zip(file.category_ids, file.class_names, strict=True))
     images = [
-        {
-            **image,
-            "path": os.path.join(file.image_root, image["file_name"]),
-            "about": {"boxes": boxes.get(image["id"], [])},
-        }
+        {**image, "path": os.path.join(file.image_root, image["file_name"]), "about": {"boxes": []}}
         for image in lists.pop("images")
     ]
+    by_id = {image["id"]: image["about"]["boxes"] for image in images}
+    for one in lists["annotations"]:
+        by_id[one["image_id"]].append(
+            {"bbox": one["bbox"], "class": classes_by_id[one["category_id"]]}
+        )
     return images, lists
 
 
@@ -128,77 +119,55 @@ def _pack(
     if part == "train":
         random.Random("shards").shuffle(order)
     packed: dict[int, dict[str, Any]] = {}
-    shard = _Shard(root)
-    for number in tqdm(order, desc=f"Packing {part}", unit="image"):
+    shard: list[tuple[int, bytes]] = []
+    num_shards = num_bytes = 0
+    for place, number in enumerate(tqdm(order, desc=f"Packing {part}", unit="image")):
         image = dict(images[number])
-        path, about = image.pop("path"), image.pop("about")
-        content = _read(path, image, errors, annotated=annotated)
-        if content is not None:
-            shard.add(number, image, content, about)
+        content = _read(image, annotated=annotated)
+        if isinstance(content, DataError):
+            errors.append(content)
+        else:
             packed[number] = image
-        if shard.size >= shard_bytes:
-            shard.close(part)
-    shard.close(part)
+            shard.append((number, content))
+            num_bytes += len(content) + 3 * _BLOCK  # two headers, and about a block of metadata
+        if shard and (num_bytes >= shard_bytes or place == len(order) - 1):
+            _write_shard(root / f"{part}-{num_shards:06d}.tar", shard, packed)
+            num_shards, num_bytes, shard = num_shards + 1, 0, []
     return [packed[number] for number in sorted(packed)]
 
 
-def _read(
-    path: str, image: dict[str, Any], errors: list[DataError], *, annotated: bool
-) -> bytes | None:
-    """Returns an image file's bytes and sets the image's size; adds an error if it is broken."""
-    sizes: dict[str, Any] = {key: image[key] for key in ("width", "height") if key in image}
-    error = find_image_error({"file_name": path, "image_id": image["id"], **sizes})
-    if error is None or (error.kind == _READABLE and not annotated):
-        try:
-            with open_image(path) as opened:
-                image.update(width=opened.width, height=opened.height)
-            return Path(path).read_bytes()
-        except Exception as reason:  # what a broken file raises depends on its format's decoder
-            error = DataError("unreadable image", f"image {path!r}", str(reason))
-    errors.append(error)
-    return None
+def _read(image: dict[str, Any], *, annotated: bool) -> bytes | DataError:
+    """Returns an image file's bytes and sets the image's size; or the error of a broken file."""
+    path = image["path"]
+    error = find_image_error({**image, "file_name": path, "image_id": image["id"]})
+    if error and (annotated or error.kind != _READABLE):
+        return error
+    try:
+        with open_image(path) as opened:
+            image.update(width=opened.width, height=opened.height)
+        return Path(path).read_bytes()
+    except Exception as reason:  # the type depends on the format's decoder
+        return DataError("unreadable image", f"image {path!r}", one_line(reason))
 
 
-class _Shard:
-    """Fills one shard after another in memory."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._counts: dict[str, int] = {}
-        self._clear()
-
-    def _clear(self) -> None:
-        self._buffer = io.BytesIO()
-        self._tar = tarfile.TarFile(fileobj=self._buffer, mode="w", format=tarfile.USTAR_FORMAT)
-        self._images: list[tuple[dict[str, Any], str]] = []
-
-    @property
-    def size(self) -> int:
-        return self._buffer.tell()
-
-    def add(self, number: int, image: dict[str, Any], content: bytes, about: Any) -> None:
-        """Appends an image and its metadata, as in WebDataset."""
-        key, suffix = f"{number:09d}", os.path.splitext(image["file_name"])[1].lower()
-        place = f"{self._buffer.tell() + _HEADER}-{len(content)}-{zlib.crc32(content):08x}"
-        self._images.append((image, place))
-        known = {name: image[name] for name in ("file_name", "width", "height")}
-        for name, data in (
-            (f"{key}{suffix or '.jpg'}", content),
-            (f"{key}.json", json.dumps({**known, **about}).encode()),
-        ):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            self._tar.addfile(info, io.BytesIO(data))
-
-    def close(self, part: str) -> None:
-        """Writes the shard, if it has images, and sets their "at"."""
-        if not self._images:
-            return
-        self._tar.close()
-        content, number = self._buffer.getvalue(), self._counts.get(part, 0)
-        self._counts[part] = number + 1
-        name = f"{part}-{number:06d}.tar"
-        write_atomically(self._root / name, lambda file: file.write(content))
-        for image, place in self._images:
-            image["at"] = f"{name}#{len(content)}-{place}"
-        self._clear()
+def _write_shard(
+    path: Path, contents: Sequence[tuple[int, bytes]], images: Mapping[int, dict[str, Any]]
+) -> None:
+    """Writes images and their metadata as WebDataset does, and sets the images' "at"."""
+    buffer, places = io.BytesIO(), {}
+    with tarfile.TarFile(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for number, content in contents:
+            image = images[number]
+            places[number] = f"{buffer.tell() + _BLOCK}-{len(content)}-{zlib.crc32(content):08x}"
+            known = {name: image[name] for name in ("file_name", "width", "height")}
+            suffix = os.path.splitext(image["file_name"])[1].lower() or ".jpg"
+            about = json.dumps({**known, **image.pop("about")}).encode()
+            for ending, data in ((suffix, content), (".json", about)):
+                info = tarfile.TarInfo(f"{number:09d}{ending}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    whole = buffer.getvalue()
+    write_atomically(path, whole)
+    for number, place in places.items():
+        images[number].pop("path")
+        images[number]["at"] = f"{path.name}#{len(whole)}-{place}"

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reads images from shards: WebDataset's tar files with an index of the images' places.
 
-With the index, images can be read in any order, from a folder, over HTTP or from a bucket, so the
-stream of batches depends on the seed alone. The ``file_name`` of a record tells any process where
-the image is, without the index::
+With the index, images can be read in any order, from a folder, over HTTP or from a bucket. The
+stream of batches therefore depends on the seed alone. The ``file_name`` of a record tells any
+process where the image is, without the index::
 
     shards://ADDRESS/train-000003.tar#BYTES-OFFSET-SIZE-CRC/NAME
 
@@ -15,6 +15,7 @@ import functools
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from detectron2.utils.file_io import PathManager
@@ -41,9 +42,20 @@ logger = logging.getLogger(__name__)
 PREFIX = "shards://"
 INDEX = "index.json"
 FORMAT = "qbheat_det shards, 1"
-_AT = re.compile(r"([\w.-]+\.tar)#(\d+)-(\d+)-(\d+)-([0-9a-f]{8})")
-AHEAD = 2  # shards' worth of images between their download and their use
+_AT = r"([\w.-]+\.tar)#(\d+)-(\d+)-(\d+)-([0-9a-f]{8})"
+_NAME = re.compile(f"{PREFIX}(.+?)/{_AT}/", re.DOTALL)
+_AHEAD = 2  # shards' worth of images between their download and their use
 _KINDS = ("boxes", "classes", "images")
+
+
+class Place(NamedTuple):
+    """The shard of an image, the shard's bytes, and the image's offset, size and CRC-32."""
+
+    shard: str
+    num_bytes: int
+    offset: int
+    size: int
+    checksum: int
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -95,29 +107,25 @@ def read_part(address: str, part: str) -> dict[str, Any]:
     if hashlib.sha256(packed).hexdigest() != entry["sha256"]:
         raise UserError(f"'{path}' does not match '{address}/{INDEX}': one of them was changed")
     content: dict[str, Any] = json.loads(gzip.decompress(packed))
-    if is_address(address):
-        limit = format_bytes(cache_limit())
-        logger.info(f"Copies of '{address}' take at most {limit} in '{cache_folder()}'")
     sizes = {}
     for image in content["images"]:
-        place = _AT.fullmatch(str(image.get("at")))
+        place = re.fullmatch(_AT, str(image.get("at")))
         if not place:
             raise UserError(f"'{path}' is broken: {image.get('at')!r} is not a place in a shard")
         sizes[place[1]] = int(place[2])
-    if not is_address(address):
-        for name, size in sizes.items():
-            _check_size(os.path.join(address, name), size)
+    if is_address(address):
+        limit = format_bytes(cache_limit())
+        logger.info(f"Copies of '{address}' take at most {limit} in '{cache_folder()}'")
+        return content
+    for name, num_bytes in sizes.items():
+        shard = Path(address, name)
+        found = shard.stat().st_size if shard.is_file() else 0
+        if found != num_bytes:
+            raise UserError(
+                f"the shard '{shard}' has {found:,} bytes, but its index says {num_bytes:,} bytes: "
+                "it is missing, truncated, or was changed after it was packed"
+            )
     return content
-
-
-def _check_size(path: str, num_bytes: int) -> None:
-    size = os.path.getsize(path) if os.path.isfile(path) else None
-    if size != num_bytes:
-        state = "does not exist" if size is None else f"has {size:,} bytes"
-        raise UserError(
-            f"the shard '{path}' {state}, but its index says {num_bytes:,} bytes: it is missing, "
-            "truncated, or was changed after it was packed"
-        )
 
 
 def _read(path: str) -> bytes:
@@ -145,9 +153,8 @@ def list_shard_images(address: str) -> list[tuple[str, str]]:
     for part in read_index(address)["parts"]:
         for image in read_part(address, part)["images"]:
             place = f"{PREFIX}{address}/{locate_image(image)}"
-            shard, _, offset, *_ = parse_name(place)
-            found.append((shard, offset, image["file_name"], place))
-    return [(name, place) for _, _, name, place in sorted(found)]
+            found.append((parse_name(place), image["file_name"], place))
+    return [(name, place) for _, name, place in sorted(found)]
 
 
 def has_boxes(source: Mapping[str, Any]) -> bool:
@@ -160,16 +167,13 @@ def is_in_shard(file_name: str) -> bool:
     return file_name.startswith(PREFIX)
 
 
-def parse_name(file_name: str) -> tuple[str, int, int, int, int]:
-    """Returns an image's shard, the shard's bytes, and the image's offset, size and CRC-32.
-
-    Raises a ``FileNotFoundError`` if the name is not that of an image in a shard.
-    """
-    address, _, rest = file_name.removeprefix(PREFIX).partition(".tar#")
-    place = rest.split("/", 1)[0].split("-")
-    if len(place) != 4:
+def parse_name(file_name: str) -> Place:
+    """Returns the place of an image; raises a ``FileNotFoundError`` for any other name."""
+    found = _NAME.match(file_name)
+    if not found:
         raise FileNotFoundError(file_name)
-    return f"{address}.tar", int(place[0]), int(place[1]), int(place[2]), int(place[3], 16)
+    address, name, num_bytes, offset, size, checksum = found.groups()
+    return Place(f"{address}/{name}", int(num_bytes), int(offset), int(size), int(checksum, 16))
 
 
 def read_image_bytes(file_name: str) -> bytes:
@@ -177,86 +181,67 @@ def read_image_bytes(file_name: str) -> bytes:
 
     Raises a ``UserError`` if the shard is not available or does not hold these bytes.
     """
-    shard, num_bytes, offset, size, checksum = parse_name(file_name)
+    place = parse_name(file_name)
+    is_remote = is_address(place.shard)
     for is_last in (False, True):
-        path = fetch(shard, num_bytes) if is_address(shard) else Path(shard)
+        path = fetch(place.shard, place.num_bytes) if is_remote else Path(place.shard)
         try:
             with open(path, "rb") as file:
-                content = os.pread(file.fileno(), size, offset)
-            os.utime(path) if is_address(shard) else None
+                content = os.pread(file.fileno(), place.size, place.offset)
+            os.utime(path) if is_remote else None
         except FileNotFoundError:  # another process freed the space
             continue
-        if zlib.crc32(content) == checksum:
+        if zlib.crc32(content) == place.checksum:
             return content
-        if is_address(shard) and not is_last:  # packed earlier
+        if is_remote and not is_last:  # the copy is of an earlier packing
             path.unlink(missing_ok=True)
     raise UserError(
-        f"the shard '{shard}' does not hold what its index says at byte {offset:,}: it is "
-        "missing, truncated, or was changed after it was packed"
+        f"the shard '{place.shard}' does not hold what its index says at byte {place.offset:,}: it "
+        "is missing, truncated, or was changed after it was packed"
     )
 
 
-class ShardSampler:
-    """Samples endless epochs in which few shards are in use at once.
+def shuffle_shards(shards: Sequence[int], *, window: int, seed: int) -> Iterator[int]:
+    """Yields the indices of endless epochs in which few shards are in use at once.
 
     Each epoch shuffles the shards, then delays each image by a uniform share of ``window`` shards.
-    The order is a function of the seed and the position alone.
+    The order is a function of the seed and the position alone. ``shards`` (N,) has the number of
+    each image's shard.
     """
-
-    def __init__(self, shards: Sequence[int], *, window: int, seed: int) -> None:
-        """
-        Args:
-            shards: (N,), the number of each image's shard.
-            window: number of shards whose images mix.
-            seed: of all epochs.
-        """
-        self._shards = np.asarray(shards)
-        self._window = window
-        self._seed = seed
-
-    def _infinite_indices(self) -> Iterator[int]:  # as Detectron2's samplers call it
-        epoch, count = 0, int(self._shards.max()) + 1
-        while True:
-            generator = np.random.default_rng((self._seed, epoch))
-            place = generator.permutation(count)[self._shards]
-            delay = self._window * generator.random(len(self._shards))
-            yield from np.argsort(place + delay, kind="stable").tolist()
-            epoch += 1
+    numbers = np.asarray(shards)
+    for epoch in itertools.count():
+        generator = np.random.default_rng((seed, epoch))
+        place = generator.permutation(int(numbers.max()) + 1)[numbers]
+        delay = window * generator.random(len(numbers))
+        yield from np.argsort(place + delay, kind="stable").tolist()
 
 
-def number_shards(file_names: Iterable[str]) -> list[int] | None:
-    """Returns the number of each image's shard; None if an image is in no shard."""
-    numbers: dict[str, int] = {}
-    found = []
-    for name in file_names:
-        if not is_in_shard(name):
-            return None
-        found.append(numbers.setdefault(parse_name(name)[0], len(numbers)))
-    return found
+def plan_shards(file_names: Sequence[str], window: int) -> tuple[list[int], int]:
+    """Returns the number of each image's shard (N,), and ``images_ahead`` for ``fetch_ahead``.
 
+    ``window`` is the number of shards whose images mix; 0 means all. If all images mix, there are
+    no numbers. If an image is in no remote shard, ``images_ahead`` is 0.
 
-def check_window(file_names: Iterable[str], window: int) -> None:
-    """Checks that the remote shards in use at once fit into the cache.
-
-    ``window`` is the number of shards whose images mix; 0 means all. Raises a ``UserError`` if they
-    do not fit, because they would be downloaded again and again.
+    Raises:
+        UserError: the cache is too small for the remote shards in use at once. They would be
+            downloaded again and again.
     """
-    places = (parse_name(name)[:2] for name in file_names if is_in_shard(name))
-    sizes = sorted({shard: size for shard, size in places if is_address(shard)}.values())
-    needed = sum(sizes[-(window + AHEAD) :] if window else sizes)
+    places = [parse_name(name) for name in file_names if is_in_shard(name)]
+    sizes = {place.shard: place.num_bytes for place in places}
+    remote = sorted(size for shard, size in sizes.items() if is_address(shard))
+    if len(places) < len(file_names) or window >= len(sizes):
+        window = 0
+    needed = sum(remote[-(window + _AHEAD) :] if window else remote)
     if needed > cache_limit():
         raise UserError(
             f"the shards in use at once take {format_bytes(needed)}, but DATALOADER.CACHE_GB "
             f"allows {format_bytes(cache_limit())}: raise it, or lower DATALOADER.SHUFFLE_SHARDS "
             f"({window or 'all'})"
         )
-
-
-def count_images_ahead(file_names: Sequence[str]) -> int:
-    """Returns ``images_ahead`` for ``fetch_ahead``; 0 if an image is in no remote shard."""
-    if not all(is_in_shard(name) and is_address(parse_name(name)[0]) for name in file_names):
-        return 0
-    return AHEAD * len(file_names) // len({parse_name(name)[0] for name in file_names})
+    numbers = {shard: number for number, shard in enumerate(sizes)}
+    shards = [numbers[place.shard] for place in places] if window else []
+    all_remote = remote and len(remote) == len(sizes) and len(places) == len(file_names)
+    return shards, _AHEAD * len(places) // len(sizes) if all_remote else 0
 
 
 def fetch_ahead(
@@ -276,7 +261,8 @@ def fetch_ahead(
     try:
         for share in shares:
             for _, index in share:
-                wanted.put(parse_name(records[index]["file_name"])[:2])
+                place = parse_name(records[index]["file_name"])
+                wanted.put((place.shard, place.num_bytes))
             waiting.append(share)
             while sum(map(len, waiting)) > images_ahead:
                 yield waiting.pop(0)

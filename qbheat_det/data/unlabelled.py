@@ -1,11 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Images without labels for a detector: which of them are used, and their strong views."""
+"""Images without labels for a detector: their strong views, and the removal of repeated images."""
 
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,13 @@ from detectron2.utils import comm
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import RandomErasing, v2
-from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.modeling.contracts import STRONG
 
 from .checks import DataError, join_messages
+from .images import run_threads
 from .mappers import Mapper
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ _GREY = 127
 
 
 class StrongColours:
-    """Changes colours, blurs and erases parts of an image (3, H, W), uint8; boxes stay valid."""
+    """Changes colours, blurs and erases parts of an image (3, H, W), uint8; nothing moves."""
 
     def __init__(
         self, *, jitter: Sequence[float], blur_sigma: Sequence[float], pixel_format: str
@@ -127,7 +126,7 @@ def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[di
     kept: list[int] = []
     if comm.is_main_process():
         tests = [record for name in cfg.DATASETS.TEST for record in DatasetCatalog.get(name)]
-        kept = _find_new(records, labelled, tests)
+        kept = _find_new({"labelled": labelled, "validation": tests, "unlabelled": records})
     kept = comm.all_gather(kept)[0]
     if not kept:
         raise UserError(
@@ -137,34 +136,28 @@ def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[di
     return [records[i] for i in kept]
 
 
-def _find_new(
-    records: Sequence[dict[str, Any]],
-    labelled: Sequence[dict[str, Any]],
-    tests: Sequence[dict[str, Any]],
-) -> list[int]:
-    """Returns the indices of the images to use, and logs the number of the others by reason."""
-    parts = {"labelled": labelled, "validation": tests, "unlabelled": records}
-    paths = [str(record["file_name"]) for part in parts.values() for record in part]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(tqdm(pool.map(hash_pixels, paths), "Comparing images", len(paths), delay=2))
-    seen: dict[str, str] = {}
-    end = 0
-    for name in ("labelled", "validation"):
-        begin, end = end, end + len(parts[name])
-        seen.update({one: name for one in found[begin:end] if isinstance(one, str)})
-    kept, counts, errors = [], dict.fromkeys(parts, 0), []
-    for index, digest in enumerate(found[end:]):
+def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
+    """Returns the indices of the unlabelled images to use; logs how many others there are."""
+    found = {}
+    for name, records in sets.items():
+        paths = [str(record["file_name"]) for record in records]
+        title, threads = f"Comparing {name} images", os.cpu_count() or 1
+        found[name] = list(run_threads(hash_pixels, paths, title, num_threads=threads))
+    unlabelled = found.pop("unlabelled")
+    known = {digest: name for name, digests in found.items() for digest in digests}
+    kept, counts, errors = [], dict.fromkeys(sets, 0), []
+    for index, digest in enumerate(unlabelled):
         if isinstance(digest, DataError):
             errors.append(digest)
-        elif digest in seen:
-            counts[seen[digest]] += 1
+        elif digest in known:
+            counts[known[digest]] += 1
         else:
-            seen[digest] = "unlabelled"
+            known[digest] = "unlabelled"
             kept.append(index)
     logger.info(
-        f"{len(kept):,} of {len(records):,} unlabelled images are used: {counts['labelled']:,} are "
-        f"labelled images, {counts['validation']:,} validation images, {counts['unlabelled']:,} "
-        f"repeat others, {len(errors):,} cannot be read"
+        f"{len(kept):,} of {len(unlabelled):,} unlabelled images are used: "
+        f"{counts['labelled']:,} are labelled images, {counts['validation']:,} validation images, "
+        f"{counts['unlabelled']:,} repeat others, {len(errors):,} cannot be read"
     )
     if errors:
         logger.warning(f"Unlabelled images are left out: {join_messages(errors)}")
@@ -177,7 +170,7 @@ def hash_pixels(path: str) -> str | DataError:
         pixels = read_image(path, "RGB")
     except (MemoryError, UserError):
         raise
-    except Exception as error:  # what a broken file raises depends on its format's decoder
+    except Exception as error:  # the type depends on the format's decoder
         return DataError("unreadable image", f"image {path!r}", one_line(error))
     digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
     digest.update(pixels.tobytes())

@@ -43,7 +43,7 @@ from qbheat_det.data import (
     load_classes,
     number_records,
 )
-from qbheat_det.data.mappers.fixed_views import VIEW_ROW, choose_view
+from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.contracts import (
     PretrainingObjective,
     get_backbone,

@@ -32,7 +32,7 @@ from qbheat_det.data import (
     build_mapper,
     number_records,
 )
-from qbheat_det.data.mappers.fixed_views import VIEW_ROW, choose_view
+from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
 from .build import AllViews, check_cache_keys, encode_images, fill, make_key, open_store

@@ -21,7 +21,7 @@ from torchvision.ops import box_iou
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data.datasets.splits import choose_val, group_by_rarest_class
+from qbheat_det.data.datasets.sources import choose_val, group_by_rarest_class
 from qbheat_det.engine import RunFlags
 from qbheat_det.export import export_backbone
 

@@ -14,6 +14,7 @@ BOXES = {  # by image of 40 x 20 pixels: class, x, y, width, height
     "b": [(1, 20, 10, 20, 10)],
     "c": [],
 }
+ROWS = [(stem, NAMES[k], *box) for stem, boxes in BOXES.items() for k, *box in boxes]
 
 
 def write(path: Path, text: str) -> Path:
@@ -92,20 +93,17 @@ def write_images(root: Path) -> None:
 
 def write_csv(root: Path) -> Path:
     write_images(root / "train")
-    lines = ["filename,width,height,class,xmin,ymin,xmax,ymax"]
-    for stem, boxes in BOXES.items():
-        lines += [f"{stem}.jpg,40,20,{NAMES[k]},{x},{y},{x + w},{y + h}" for k, x, y, w, h in boxes]
-    write(root / "train" / "_annotations.csv", "\n".join([*lines, "c.jpg,40,20,,,,,"]))
+    lines = [f"{stem}.jpg,40,20,{name},{x},{y},{x + w},{y + h}" for stem, name, x, y, w, h in ROWS]
+    lines = ["filename,width,height,class,xmin,ymin,xmax,ymax", *lines, "c.jpg,40,20,,,,,"]
+    write(root / "train" / "_annotations.csv", "\n".join(lines))
     return root
 
 
 def write_open_images(root: Path) -> Path:
     write_images(root / "images")
     lines = ["ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax"]
-    for stem, boxes in BOXES.items():
-        for k, x, y, w, h in boxes:
-            edges = f"{x / 40},{(x + w) / 40},{y / 20},{(y + h) / 20}"
-            lines.append(f"{stem},xclick,{NAMES[k]},1,{edges}")
+    for stem, name, x, y, w, h in ROWS:
+        lines.append(f"{stem},xclick,{name},1,{x / 40},{(x + w) / 40},{y / 20},{(y + h) / 20}")
     return write(root / "boxes.csv", "\n".join([*lines, "c,,,,,,,"]))
 
 

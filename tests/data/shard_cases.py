@@ -5,6 +5,7 @@ import functools
 import http.server
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), functools.partial(_Handler, directory=str(folder)))
         self.faults: dict[str, list[str]] = {}
         self.asked: list[str] = []
+        self.closing = threading.Event()
         self.address = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -51,7 +53,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
             self.wfile.write(content[: len(content) // 2])
             self.wfile.flush()
             if fault == "stall":
-                time.sleep(3)
+                self.server.closing.wait(3)
         else:
             super().do_GET()
 
@@ -72,6 +74,7 @@ def serve(folder: Path) -> Iterator[Server]:
         try:
             yield server
         finally:
+            server.closing.set()
             server.shutdown()
 
 
@@ -103,3 +106,19 @@ def corrupt(path: Path, *, at: float = 0.5) -> None:
     place = int(at * len(content))
     content[place : place + 2000] ^= 255
     content.tofile(path)
+
+
+def put(address: str, content: bytes) -> None:
+    """Writes a file to a server of buckets, once it answers."""
+    request = urllib.request.Request(
+        address, content, {"Content-Type": "application/octet-stream"}, method="PUT"
+    )
+    end = time.monotonic() + 60
+    while True:
+        try:
+            urllib.request.urlopen(request, timeout=10).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)

@@ -20,7 +20,7 @@ from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.data import images as reading
 from qbheat_det.data.datasets import toy
 from qbheat_det.data.datasets.toy import CATEGORY_IDS, Scene, trace_polygons
-from qbheat_det.data.images import DecodedImages, ImageInMemory, decode_if_small, open_image, resize
+from qbheat_det.data.images import ImageInMemory, decode_if_small, decode_images, open_image, resize
 from tests.data.pictures import draw, save
 
 WIDTH, HEIGHT = 90, 60
@@ -145,14 +145,14 @@ def _records(names: list[str]) -> list[dict[str, Any]]:
     return [{"file_name": name} for name in names]
 
 
-def whole(images: DecodedImages, name: str) -> Tensor:
+def whole(images: dict[str, ImageInMemory], name: str) -> Tensor:
     image = images[name]
     return image.read((0, 0, image.width, image.height), 1)
 
 
 def test_small_images_are_kept_as_they_are(tmp_path: Path) -> None:
     names = list(draw_set(tmp_path))
-    images = DecodedImages(names, shorter_side=1000)
+    images = decode_images(names, shorter_side=1000)
     for name in names:
         expected = torch.from_numpy(read_image(name, "RGB").copy())
         torch.testing.assert_close(whole(images, name), expected, rtol=0, atol=0)
@@ -160,21 +160,21 @@ def test_small_images_are_kept_as_they_are(tmp_path: Path) -> None:
     cut, gone, *others = draw_set(tmp_path)
     Path(cut).write_bytes(Path(cut).read_bytes()[:900])
     Path(gone).unlink()
-    assert list(DecodedImages([cut, gone, *others], shorter_side=100)) == others
+    assert list(decode_images([cut, gone, *others], shorter_side=100)) == others
 
 
 def test_the_budget_decides_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(draw_set(tmp_path))
     needed = 3 * (60 * 40 + 33 * 75 + 45 * 72 + 45 * 150)
-    assert decode_if_small(_records(names), shorter_side=45, budget=needed - 1) is None
+    assert decode_if_small(_records(names), shorter_side=45, budget=needed - 1) == {}
     images = decode_if_small(_records(names), shorter_side=45, budget=needed)
-    assert images.num_bytes == needed
+    assert sum(image.num_bytes for image in images.values()) == needed
     few = [*names[:1] * 200, names[2]]  # the sample does not see the large one
-    assert decode_if_small(_records(few), shorter_side=1000, budget=201 * 60 * 40 * 3) is None
+    assert decode_if_small(_records(few), shorter_side=1000, budget=201 * 60 * 40 * 3) == {}
 
     name = save(tmp_path / "a.jpg", draw(50, 50))
     monkeypatch.setattr(reading, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
-    assert decode_if_small(_records([name]) * 100_000, shorter_side=50, budget=1e6) is None
+    assert decode_if_small(_records([name]) * 100_000, shorter_side=50, budget=1e6) == {}
 
 
 SPEC = ToySpec(name="tiny", num_images=40, seed=3)
@@ -238,7 +238,7 @@ def test_a_cache_that_cannot_be_written_is_named_and_a_half_written_set_never_us
     assert str(tmp_path / "file") in str(caught.value)
 
     def fail_late(spec: ToySpec, folder: Path) -> None:
-        (folder / "images").mkdir()
+        (folder / "images").mkdir(parents=True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(toy, "_draw", fail_late)

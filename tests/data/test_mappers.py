@@ -12,7 +12,6 @@ import pytest
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
-from detectron2.data import transforms as T
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
@@ -26,7 +25,6 @@ from qbheat_det.data.mappers import (
     DATASET_MAPPERS,
     DetrDatasetMapper,
     TwoViewMapper,
-    build_detr_crop,
 )
 from tests.data.pictures import draw, save
 
@@ -193,29 +191,14 @@ def test_sizes_are_those_of_the_recipe(record: dict[str, Any]) -> None:
     sizes = (120, 130, 140, 150)
     mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=sizes, MAX_SIZE_TRAIN=180), True)
     short, kept = set(), 0
-    for _ in range(80):
+    for _ in range(48):
         height, width = mapper(record)["image"].shape[1:]
         assert max(height, width) <= 180
         short.add(min(height, width) if max(height, width) < 180 else 120)
         # Uncropped, the ratio is that of the image, up to a pixel.
         kept += abs(width / height - 1.25) < 0.01
     assert short == set(sizes)
-    assert 25 <= kept <= 55
-
-
-@pytest.mark.parametrize(("height", "width"), [(480, 640), (100, 900), (700, 500)])
-def test_crops_lie_in_the_given_range(height: int, width: int) -> None:
-    np.random.seed(0)
-    crop = build_detr_crop(resize_to=[400, 500, 600], crop_range=[384, 600])
-    image = np.zeros((height, width, 3), dtype=np.uint8)
-    found = []
-    for _ in range(20):
-        data = T.AugInput(image)
-        crop(data)
-        if data.image.shape != image.shape:
-            found.append(data.image.shape[:2])
-    assert 3 < len(found) < 17
-    assert all(384 <= side <= 600 for shape in found for side in shape)
+    assert 12 <= kept <= 36
 
 
 def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record: dict[str, Any]) -> None:
@@ -280,20 +263,15 @@ def test_blur_is_a_gaussian_of_that_width(sigma: float, tmp_path: Path) -> None:
         torch.testing.assert_close(view[channel].double(), expected, rtol=0, atol=1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "share"),
-    [("grey_probability", 0.2), ("jitter_probability", 0.8), ("blur_probability", 0.5)],
-)
-def test_augmentations_are_as_frequent_as_they_say(name: str, share: float, tmp_path: Path) -> None:
+def test_each_augmentation_has_its_probability(tmp_path: Path) -> None:
     pixels = draw(32, 32)
     path = save(tmp_path / "a.png", pixels)
-    mapper, same = alone(**{name: share}), torch.from_numpy(pixels).permute(2, 0, 1)
-    views = [mapped(mapper, path, seed)["image_key"] for seed in range(100)]
-    changed = sum(not torch.equal(view, same) for view in views)
-    deviation = (share * (1 - share) * 100) ** 0.5
-    # Of the narrowest blurs, one in ten leaves bytes as they were.
-    assert share * 100 - 5 * deviation - 10 * (name[0] == "b") < changed
-    assert changed < share * 100 + 5 * deviation
+    for name in NONE:
+        views = [mapped(alone(**{name: 0.5}), path, seed)["image_key"] for seed in range(24)]
+        same = [torch.equal(view, torch.from_numpy(pixels).permute(2, 0, 1)) for view in views]
+        assert 4 <= sum(same) <= 20
+        grey = [torch.equal(view[0], view[1]) and torch.equal(view[0], view[2]) for view in views]
+        assert any(grey) == (name == "grey_probability")
 
 
 def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:

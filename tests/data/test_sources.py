@@ -20,8 +20,7 @@ from qbheat_det.data import (
     register_source,
     split_source,
 )
-from qbheat_det.data.datasets.sources import forget_source
-from qbheat_det.data.datasets.splits import choose_val
+from qbheat_det.data.datasets.sources import choose_val, forget_source
 
 from .format_cases import (
     BOXES,
@@ -90,28 +89,34 @@ def test_parts_of_a_csv_have_the_classes_of_both(tmp_path: Path) -> None:
 
 
 _LABEL_STUDIO = '[{"id": 5, "data": {"image": "a.jpg"}, "annotations": [{"result": [%s]}]}]'
+_CSV = "image,label,x1,y1,x2,y2\n"
+BAD_FILES = [
+    ("a.csv", f"{_CSV}a.jpg,cat,1,2,x,4\na.jpg,cat,1,2,3,4", "line 2"),
+    ("a.csv", f"{_CSV}b.jpg,cat,1,2,3,4", "b.jpg"),
+    ("a.csv", f"{_CSV}a.jpg,,1,2,3,4\na.jpg,cat,1,2,3,4", "line 2"),
+    ("a.csv", f"{_CSV}a.jpg,,,,,", "no boxes"),
+    ("a.json", '{"_via_img_metadata": {"a": {"filename": "a.jpg"}}}', "image 'a'.*regions"),
+    ("a.json", '{"a": {"filename": "a.jpg", "regions": [{"x": {}}]}}', "region 1.*shape_attr"),
+    ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"]}}', "region 1"),
+    ("a.json", _LABEL_STUDIO % '{"value": {"rectanglelabels": ["x"]}}', "region 1.*'x'"),
+    ("a.json", "[{}]", "task 1"),
+    ("a.json", "[1]", "task 1"),
+    ("a.xml", "<annotations><track/></annotations>", "video"),
+    ("a.xml", "<!DOCTYPE x><annotations/>", "DOCTYPE"),
+    ("metadata.jsonl", '{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3]]}}', "entry 1"),
+    ("a.zip", "no archive", "a.zip"),
+    ("data.yaml", "train: nowhere\nnames: [a]", "data.yaml.*'nowhere'"),
+    ("data.yaml", "train: ./\nnames: [a]\nnc: 2", "data.yaml.*nc is 2"),
+    ("data.yaml", "train: ./\nnames: {1: a}", "data.yaml.*names"),
+    ("data.yaml", "train: ./", "data.yaml.*names"),
+    ("data.yaml", "train: 3\nnames: [a]", "data.yaml.*train"),
+    ("data.yaml", "names: [a]", "data.yaml.*'train'"),
+    ("data.yaml", "!!python/object/apply:os.system [exit]", "data.yaml.*YAML"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("a.csv", "image,label,x1,y1,x2,y2\na.jpg,cat,1,2,x,4\na.jpg,cat,1,2,3,4", "line 2"),
-        ("a.csv", "image,label,x1,y1,x2,y2\nb.jpg,cat,1,2,3,4", "b.jpg"),
-        ("a.csv", "image,label,x1,y1,x2,y2\na.jpg,,1,2,3,4\na.jpg,cat,1,2,3,4", "line 2"),
-        ("a.csv", "image,label,x1,y1,x2,y2\na.jpg,,,,,", "no boxes"),
-        ("a.json", '{"_via_img_metadata": {"a": {"filename": "a.jpg"}}}', "image 'a'.*regions"),
-        ("a.json", '{"a": {"filename": "a.jpg", "regions": [{"x": {}}]}}', "region 1.*shape_attr"),
-        ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"]}}', "region 1"),
-        ("a.json", _LABEL_STUDIO % '{"value": {"rectanglelabels": ["x"]}}', "region 1.*'x'"),
-        ("a.json", "[{}]", "task 1"),
-        ("a.json", "[1]", "task 1"),
-        ("a.xml", "<annotations><track/></annotations>", "video"),
-        ("a.xml", "<!DOCTYPE x><annotations/>", "DOCTYPE"),
-        ("metadata.jsonl", '{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3]]}}', "entry 1"),
-        ("a.zip", "no archive", "a.zip"),
-    ],
-)
-def test_a_bad_entry_of_a_label_file_is_named(
+@pytest.mark.parametrize(("name", "content", "named"), BAD_FILES)
+def test_a_bad_file_is_named_with_its_entry(
     tmp_path: Path, name: str, content: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / "cache"))
@@ -119,6 +124,63 @@ def test_a_bad_entry_of_a_label_file_is_named(
     path = write(tmp_path / name, content)
     with pytest.raises(UserError, match=named):
         register_source(NAME, open_source(str(path)).train)
+
+
+def _via(**shape: Any) -> str:
+    region = {"shape_attributes": shape, "region_attributes": {"kind": "cat"}}
+    return json.dumps({"a": {"filename": "a.jpg", "regions": {"0": region}}})
+
+
+def _task(kind: str, image: str = "a.jpg", **value: Any) -> str:
+    return json.dumps([{"image": image, "label": [{kind: ["cat"], **value}]}])  # JSON-MIN
+
+
+SHAPES = [  # each encloses the box [10, 4, 20, 12] of an image of 40 x 20 pixels
+    ("a.json", _via(name="ellipse", cx=20, cy=10, rx=10, ry=6)),
+    ("a.json", _task("ellipselabels", x=50, y=50, radiusX=25, radiusY=30)),
+    ("a.json", _task("polygonlabels", points=[[25, 50], [75, 20], [60, 80]])),
+    ("a.xml", '<ellipse label="cat" cx="20" cy="10" rx="10" ry="6"/>'),
+    ("a.xml", '<box label="cat" xtl="14" ytl="0" xbr="26" ybr="20" rotation="90"/>'),
+    ("metadata.csv", 'file_name,objects\na.jpg,"[{""bbox"": [10, 4, 20, 12], ""label"": 1}]"'),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), SHAPES)
+def test_shapes_become_their_enclosing_boxes(tmp_path: Path, name: str, content: str) -> None:
+    write_image(tmp_path / "a.jpg")
+    if name == "a.xml":
+        content = f'<annotations><image name="a.jpg">{content}<tag/></image></annotations>'
+    path = write(tmp_path / name, content)
+    (found,) = read_annotations(open_source(str(path)).train).annotations
+    assert found["bbox"] == pytest.approx([10, 4, 20, 12])
+
+
+BAD_OBJECTS = [  # of image b: what replaces what in its label, and the reason
+    (write_yolo, "$", "2 .5 .5 .1 .1", "line 3.*class 2"),
+    (write_yolo, "$", "0.5 .5 .5 .1 .1", "line 3.*class 0.5"),
+    (write_yolo, "$", "0 .5 .5 .1", "line 3.*4 numbers"),
+    (write_yolo, "$", "0 20 10 20 10", "line 3.*from 0 to 1"),
+    (write_yolo, "$", "0 nan .5 .1 .1", "line 3.*from 0 to 1"),
+    (write_yolo, "$", "cat .5 .5 .1 .1", "line 3.*numbers"),
+    (write_yolo, "$", "0 .5 .5 -.1 .1", "line 3.*from 0 to 1"),
+    (write_voc, "<name>dog</name>", "", "object 1.*class"),
+    (write_voc, "<xmin>21</xmin>", "<xmin>x</xmin>", "object 1.*xmin"),
+    (write_voc, "<xmax>40</xmax>", "<xmax>9</xmax>", "object 1.*edge"),
+    (write_voc, "<annotation>", "", "XML"),
+    (write_voc, "<annotation>", "<!DOCTYPE a [<!ENTITY b SYSTEM 'x'>]><annotation>", "DOCTYPE"),
+]
+
+
+@pytest.mark.parametrize(("make", "old", "new", "reason"), BAD_OBJECTS)
+def test_a_bad_object_is_named_by_its_file_and_place(
+    tmp_path: Path, make: Any, old: str, new: str, reason: str
+) -> None:
+    root = make(tmp_path)
+    (file,) = [*tmp_path.rglob("b.txt"), *tmp_path.rglob("b.xml")]
+    text = file.read_text()
+    file.write_text(text + new if old == "$" else text.replace(old, new))
+    with pytest.raises(UserError, match=rf"{file}.*{reason}"):
+        register_source(NAME, open_source(str(root)).train)
 
 
 def test_a_zip_writes_nothing_beside_its_folder(
@@ -155,25 +217,6 @@ def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(
     assert not (tmp_path / "run").exists()
 
 
-BAD_LABELS = {
-    "2 .5 .5 .1 .1": "class 2",
-    "0.5 .5 .5 .1 .1": "class 0.5",
-    "0 .5 .5 .1": "5 numbers|4 numbers",
-    "0 20 10 20 10": "from 0 to 1",
-    "0 nan .5 .1 .1": "from 0 to 1",
-    "cat .5 .5 .1 .1": "numbers",
-    "0 .5 .5 -.1 .1": "from 0 to 1",
-}
-
-
-@pytest.mark.parametrize(("line", "reason"), BAD_LABELS.items())
-def test_a_bad_label_is_named_by_its_file_and_line(tmp_path: Path, line: str, reason: str) -> None:
-    source = open_source(str(write_yolo(tmp_path))).train
-    write(tmp_path / "train/labels/b.txt", f"0 .5 .5 .1 .1\n{line}\n")
-    with pytest.raises(UserError, match=rf"labels/b\.txt, line 2: .*({reason})"):
-        register_source(NAME, source)
-
-
 def test_labels_of_an_image_that_is_gone_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,25 +226,6 @@ def test_labels_of_an_image_that_is_gone_are_warned_of(
     register_source(NAME, source)
     assert "train/labels: no image for the labels b.txt" in caplog.text
     assert "classes.txt" not in caplog.text
-
-
-BAD_YOLO = {
-    "train: nowhere\nnames: [a]": "'nowhere'",
-    "train: train/images\nnames: [a]\nnc: 2": "nc is 2",
-    "train: train/images\nnames: {1: a}": "names",
-    "train: train/images": "names",
-    "train: 3\nnames: [a]": "train",
-    "names: [a]": "'train'",
-    "!!python/object/apply:os.system [exit]": "YAML",
-}
-
-
-@pytest.mark.parametrize(("head", "named"), BAD_YOLO.items())
-def test_a_bad_data_yaml_is_named(tmp_path: Path, head: str, named: str) -> None:
-    file = write_yolo(tmp_path, head=head)
-    with pytest.raises(UserError, match=named) as error:
-        open_source(str(file))
-    assert "data.yaml" in str(error.value)
 
 
 def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path: Path) -> None:
@@ -215,26 +239,6 @@ def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path: Path)
     with pytest.raises(UserError, match=r"train/labels/a\.txt|b\.jpg") as error:
         register_source(NAME, source)
     assert "more" in str(error.value)
-
-
-BAD_VOC = {
-    ("<name>dog</name>", ""): "object 1",
-    ("<xmin>21</xmin>", "<xmin>x</xmin>"): "xmin",
-    ("<xmax>40</xmax>", "<xmax>9</xmax>"): "negative",
-    ("<xmin>21</xmin>", "<xmin>51</xmin>"): "negative|outside",
-    ("<annotation>", ""): "XML",
-    ("<annotation>", "<!DOCTYPE a [<!ENTITY b SYSTEM '/etc/passwd'>]><annotation>"): "DOCTYPE",
-}
-
-
-@pytest.mark.parametrize(("change", "reason"), BAD_VOC.items())
-def test_a_bad_annotation_of_voc_is_named(
-    tmp_path: Path, change: tuple[str, str], reason: str
-) -> None:
-    file = write_voc(tmp_path) / "Annotations" / "b.xml"
-    file.write_text(file.read_text().replace(*change))
-    with pytest.raises(UserError, match=rf"Annotations/b\.xml.*({reason})"):
-        register_source(NAME, open_source(str(tmp_path)).train)
 
 
 def test_lists_of_voc_are_parts_with_the_classes_of_all(tmp_path: Path) -> None:
@@ -340,11 +344,7 @@ def test_the_folders_of_an_address_choose_between_images_of_one_name(
 ) -> None:
     for folder in ("set 1", "set 2"):
         write_image(tmp_path / "photos" / folder / "a.jpg")
-    value = {"x": 25, "y": 25, "width": 50, "height": 50, "rotation": 0, "rectanglelabels": ["cat"]}
-    size = {"original_width": 40, "original_height": 20}
-    result = [{"type": "rectanglelabels", "from_name": "l", "to_name": "i", **size, "value": value}]
-    task = {"id": 1, "annotations": [{"id": 1, "result": result}], "data": {"image": address}}
-    file = write(tmp_path / "exports" / "export.json", json.dumps([task]))
+    task = _task("rectanglelabels", address, x=25, y=25, width=50, height=50)
+    file = write(tmp_path / "exports" / "export.json", task)
     content = read_annotations(open_source(str(file), str(tmp_path / "photos")).train)
     assert [image["file_name"] for image in content.images] == ["set 1/a.jpg"]
-    assert [one["bbox"] for one in content.annotations] == [[10, 5, 20, 10]]

@@ -13,7 +13,7 @@ import pytest
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.engine import transfer
 from qbheat_det.engine.resume import decide_to_resume
-from tests.data.test_shards import _put
+from tests.data.shard_cases import put
 
 from . import tiny_training
 from .test_interruption import signal_at
@@ -106,7 +106,7 @@ def test_a_run_continues_from_a_bucket(
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     with subprocess.Popen([command, "-H", "127.0.0.1", "-p", str(port)]) as server:
         try:
-            _put(f"{endpoint}/bucket", b"")
+            put(f"{endpoint}/bucket", b"")
             run_on_two_machines("s3://bucket/a/run", tiny_data, tmp_path, monkeypatch)
         finally:
             server.terminate()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from .coco import register_coco_images, register_coco_json
 from .image_folder import register_image_folders
+from .sources import register_coco_images, register_coco_json
 from .toy import TOY_SETS, prepare_toy_set, register_toy_set
 
 CELLS = Path(__file__).parent / "cells"

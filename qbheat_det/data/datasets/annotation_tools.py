@@ -1,21 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Readers of files that annotation tools export: CSV, VIA, Label Studio, CVAT, Hugging Face."""
 
-import contextlib
+import cmath
 import csv
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree.ElementTree import Element
 
-from qbheat_det.core.errors import UserError
-from qbheat_det.core.text import one_line
-from qbheat_det.data.checks import DataError, short
+from qbheat_det.data.checks import short
 
-from .voc import parse_xml
+from .conversion import LabelledImage, parse_xml, reading_record
 
 # Column names by their meaning, in lower case.
 _COLUMNS = {
@@ -27,113 +24,40 @@ _COLUMNS = {
     "ymax": ("ymax", "y_max", "y2", "bottom"),
 }
 _OPEN_IMAGES = "imageid"  # its boxes are fractions of the image's sides
-_BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 _NAME_KEYS = ("label", "class", "name", "type", "category")
+_CVAT_EDGES = ("xtl", "ytl", "xbr", "ybr")
+
+Points = list[tuple[float, float]]
 
 
-class Box(NamedTuple):
-    """A box with its class; ``xywh`` in pixels, or in fractions of the image's sides."""
-
-    place: str
-    name: str
-    xywh: Sequence[float]
-    is_relative: bool = False
-    is_crowd: bool = False
+def _corners(x: float, y: float, width: float, height: float) -> Points:
+    return [(x, y), (x + width, y + height)]
 
 
-@dataclass
-class LabelledImage:
-    """An image of a label file.
-
-    Attributes:
-        place: file and entry, for messages.
-        name: name, path or URL of the image in the file.
-        boxes: its objects; empty for an image without objects.
-        errors: entries that are invalid.
-        is_skipped: whether nobody has labelled the image.
-    """
-
-    place: str
-    name: str
-    boxes: list[Box] = field(default_factory=list)
-    errors: list[DataError] = field(default_factory=list)
-    is_skipped: bool = False
-
-    @contextlib.contextmanager
-    def reading(self, place: str) -> Iterator[None]:
-        """Turns an exception about the content of an object into an error of the image."""
-        try:
-            yield
-        except _BROKEN as error:
-            self.errors.append(DataError("wrong object", place, _describe(error)))
-
-    def add(
-        self,
-        place: str,
-        name: object,
-        points: object,
-        *,
-        is_relative: bool = False,
-        is_box: bool = False,
-    ) -> None:
-        """Adds the enclosing box of points (n, 2), or an error if they are invalid.
-
-        With ``is_box``, the points are the top left and the bottom right corner.
-        """
-        try:
-            pairs = [(float(x), float(y)) for x, y in points]  # type: ignore[attr-defined]
-            xs, ys = zip(*pairs, strict=True)
-            if not all(map(math.isfinite, (*xs, *ys))):
-                raise ValueError
-            is_ordered = not is_box or (xs[0] < xs[-1] and ys[0] < ys[-1])
-        except (TypeError, ValueError):
-            reason = f"its coordinates must be numbers, but are {short(points)}"
-            self.errors.append(DataError("wrong object", place, reason))
-            return
-        if not is_ordered:
-            reason = f"its right or bottom edge is before the left or top one: {short(points)}"
-            self.errors.append(DataError("wrong object", place, reason))
-            return
-        if name in (None, ""):
-            self.errors.append(DataError("wrong object", place, "it has no class"))
-            return
-        box = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
-        self.boxes.append(Box(place, str(name), box, is_relative))
+def _around(x: float, y: float, rx: float, ry: float) -> Points:
+    return [(x - rx, y - ry), (x + rx, y + ry)]
 
 
-@contextlib.contextmanager
-def reading_record(place: str) -> Iterator[None]:
-    """Turns an exception about the content of a record into a ``UserError`` that names it."""
-    try:
-        yield
-    except _BROKEN as error:
-        raise UserError(f"{place}: {_describe(error)}") from error
-
-
-def _describe(error: Exception) -> str:
-    is_missing = isinstance(error, KeyError)
-    return f"it has no {error}" if is_missing else f"{type(error).__name__}: {one_line(error)}"
-
-
-def rotate(x: float, y: float, width: float, height: float, degrees: float,
-           around: tuple[float, float]) -> list[tuple[float, float]]:  # fmt: skip
-    """Returns the corners of a box after a clockwise rotation around a point."""
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    corners = ((x, y), (x + width, y), (x + width, y + height), (x, y + height))
-    shifts = [(px - around[0], py - around[1]) for px, py in corners]
-    return [(around[0] + dx * cos - dy * sin, around[1] + dx * sin + dy * cos) for dx, dy in shifts]
+def _rotate(corners: Points, degrees: float, around: tuple[float, float]) -> Points:
+    """Returns four points: a box between two corners, rotated clockwise around a point."""
+    xs, ys = zip(*corners, strict=True)
+    centre, turn = complex(*around), cmath.rect(1, math.radians(degrees))
+    points = [complex(x, y) for x in xs for y in ys]
+    rotated = [(point - centre) * turn + centre for point in points]
+    return [(point.real, point.imag) for point in rotated]
 
 
 def _find_columns(header: Sequence[str]) -> dict[str, str] | None:
     """Returns the header's name of each column, or None if one is missing."""
     by_lower = {name.strip().strip('"').lower(): name for name in header}
-    found = {key: next((by_lower[n] for n in names if n in by_lower), None)
-             for key, names in _COLUMNS.items()}  # fmt: skip
-    return None if None in found.values() else found  # type: ignore[return-value]
+    known = {key: [name for name in names if name in by_lower] for key, names in _COLUMNS.items()}
+    if not all(known.values()):
+        return None
+    return {key: by_lower[names[0]] for key, names in known.items()}
 
 
 def are_columns(line: str) -> bool:
-    """Whether the first line of a CSV names the columns of image, class and box."""
+    """Returns whether the first line of a CSV names the columns of image, class and box."""
     return _find_columns(next(csv.reader([line]), [])) is not None
 
 
@@ -150,13 +74,13 @@ def read_csv(file: Path) -> Iterator[LabelledImage]:
             raise ValueError("its first line must name the columns of image, class and box")
         is_relative = columns["image"].strip().lower() == _OPEN_IMAGES
         for row in rows:
-            values = {key: (row.get(column) or "").strip() for key, column in columns.items()}
+            name, *values = ((row.get(columns[key]) or "").strip() for key in _COLUMNS)
             place = f"{file}, line {rows.line_num}"
-            name = values["image"]
             image = images.setdefault(name, LabelledImage(place, name))
-            if any(values[key] for key in ("name", "xmin", "ymin", "xmax", "ymax")):
-                corners = [(values[f"x{end}"], values[f"y{end}"]) for end in ("min", "max")]
-                image.add(place, values["name"], corners, is_relative=is_relative, is_box=True)
+            if any(values):
+                with image.reading(place):
+                    corners = values[1:3], values[3:]
+                    image.add(place, values[0], corners, is_relative=is_relative, is_box=True)
     yield from images.values()
 
 
@@ -176,18 +100,16 @@ def read_via(file: Path) -> Iterator[LabelledImage]:
         yield image
 
 
-def _via_points(shape: Mapping[str, Any]) -> object:
+def _via_points(shape: Mapping[str, Any]) -> Points:
     kind = shape.get("name")
     if kind == "rect":
-        x, y, width, height = (shape[key] for key in ("x", "y", "width", "height"))
-        return [(x, y), (x + width, y + height)]
+        return _corners(*(shape[key] for key in ("x", "y", "width", "height")))
     if kind in ("polygon", "polyline"):
         return list(zip(shape["all_points_x"], shape["all_points_y"], strict=True))
     if kind in ("circle", "ellipse"):
-        rx, ry = (shape.get(key, shape.get("r")) for key in ("rx", "ry"))
-        cx, cy = shape["cx"], shape["cy"]
-        return [(cx - rx, cy - ry), (cx + rx, cy + ry)]
-    return f"a shape {kind!r}"
+        radii = (shape.get(key, shape.get("r")) for key in ("rx", "ry"))
+        return _around(shape["cx"], shape["cy"], *radii)
+    raise ValueError(f"a shape {kind!r} has no box")
 
 
 def _choose_name(attributes: Mapping[str, Any]) -> object:
@@ -223,12 +145,11 @@ def _read_task(
     if not (found := [*named, *texts]):
         raise ValueError("it names no image")
     image = LabelledImage(f"{file}, task {task.get('id', number)}", str(found[0]))
-    done = [one for one in task.get("annotations", task.get("completions", []))
-            if not one.get("was_cancelled")]  # fmt: skip
-    is_min = "annotations" not in task and "completions" not in task
-    image.is_skipped = not (done or is_min)
-    if is_min:
+    attempts = task.get("annotations", task.get("completions"))
+    if attempts is None:  # JSON-MIN
         return image, list(task.get("label") or [])
+    done = [one for one in attempts if not one.get("was_cancelled")]
+    image.is_skipped = not done
     return image, list(done[-1]["result"] if done else [])
 
 
@@ -238,61 +159,53 @@ def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> 
     kind = next((key for key in value if key.endswith("labels")), None)
     if kind is None or kind in ("labels", "choices"):  # not about a region
         return
-    name = next(iter(value[kind]), None)
+
+    def fractions(*keys: str) -> list[float]:
+        return [value[key] / 100 for key in keys]
+
     if "points" in value and kind != "brushlabels":
         points = [(x / 100, y / 100) for x, y in value["points"]]
     elif kind == "ellipselabels":
-        x, y, rx, ry = (value[key] / 100 for key in ("x", "y", "radiusX", "radiusY"))
-        points = [(x - rx, y - ry), (x + rx, y + ry)]
+        points = _around(*fractions("x", "y", "radiusX", "radiusY"))
     elif kind == "rectanglelabels":
-        x, y, width, height = (value[key] / 100 for key in ("x", "y", "width", "height"))
+        points = _corners(*fractions("x", "y", "width", "height"))
         # A rotation is around the top left corner, in pixels.
         source = {**result, **value}
-        sides = [source.get(f"original_{side}", 1) for side in ("width", "height")]
-        left, top = x * sides[0], y * sides[1]
-        corners = rotate(left, top, width * sides[0], height * sides[1],
-                         value.get("rotation", 0), (left, top))  # fmt: skip
-        points = [(px / sides[0], py / sides[1]) for px, py in corners]
+        wide, high = (source.get(f"original_{side}", 1) for side in ("width", "height"))
+        pixels = [(x * wide, y * high) for x, y in points]
+        pixels = _rotate(pixels, value.get("rotation", 0), pixels[0])
+        points = [(x / wide, y / high) for x, y in pixels]
     else:
-        reason = f"regions of the kind '{kind}' have no box"
-        image.errors.append(DataError("wrong object", place, reason))
-        return
-    image.add(place, name, points, is_relative=True)
+        raise ValueError(f"regions of the kind '{kind}' have no box")
+    image.add(place, next(iter(value[kind]), None), points, is_relative=True)
 
 
 def read_cvat(file: Path) -> Iterator[LabelledImage]:
     """Reads CVAT's export "CVAT for images"; masks and points have no box."""
     tree = parse_xml(file)
-    if isinstance(tree, DataError):
-        raise UserError(tree.message)
     if tree.find("track") is not None:
-        raise UserError(f"'{file}' has tracks of a video: export 'CVAT for images' or COCO")
+        raise ValueError("it has tracks of a video: export 'CVAT for images' or COCO")
     for node in tree.iter("image"):
         name = node.get("name", "")
         image = LabelledImage(f"{file}, image {short(name)}", name)
         for number, shape in enumerate(node, start=1):
             with image.reading(place := f"{image.place}, shape {number}"):
-                _add_shape(image, place, shape)
+                if shape.tag != "tag":  # about the whole image
+                    image.add(place, shape.get("label"), _cvat_points(shape))
         yield image
 
 
-def _add_shape(image: LabelledImage, place: str, shape: Element) -> None:
-    label = shape.get("label")
+def _cvat_points(shape: Element) -> Points:
     if shape.tag == "box":
-        x, y, right, bottom = (float(shape.get(k, "nan")) for k in _CVAT_EDGES)
-        middle, degrees = ((x + right) / 2, (y + bottom) / 2), float(shape.get("rotation", "0"))
-        image.add(place, label, rotate(x, y, right - x, bottom - y, degrees, middle))
-    elif shape.tag in ("polygon", "polyline"):
-        pairs = shape.get("points", "").split(";")
-        image.add(place, label, [pair.split(",") for pair in pairs])
-    elif shape.tag == "ellipse":
-        cx, cy, rx, ry = (float(shape.get(k, "nan")) for k in ("cx", "cy", "rx", "ry"))
-        image.add(place, label, [(cx - rx, cy - ry), (cx + rx, cy + ry)])
-    elif shape.tag != "tag":
-        image.errors.append(DataError("wrong object", place, f"a shape '{shape.tag}' has no box"))
-
-
-_CVAT_EDGES = ("xtl", "ytl", "xbr", "ybr")
+        left, top, right, bottom = (float(shape.get(key, "nan")) for key in _CVAT_EDGES)
+        middle = (left + right) / 2, (top + bottom) / 2
+        return _rotate([(left, top), (right, bottom)], float(shape.get("rotation", "0")), middle)
+    if shape.tag in ("polygon", "polyline"):
+        pairs = (pair.split(",") for pair in shape.get("points", "").split(";"))
+        return [(float(x), float(y)) for x, y in pairs]
+    if shape.tag == "ellipse":
+        return _around(*(float(shape.get(key, "nan")) for key in ("cx", "cy", "rx", "ry")))
+    raise ValueError(f"a shape '{shape.tag}' has no box")
 
 
 def read_hugging_face(file: Path) -> Iterator[LabelledImage]:
@@ -318,6 +231,6 @@ def read_hugging_face(file: Path) -> Iterator[LabelledImage]:
         for index, thing in enumerate(objects, start=1):
             with image.reading(place := f"{image.place}, object {index}"):
                 x, y, width, height = map(float, thing["bbox"])
-                corners = [(x, y), (x + width, y + height)]
+                corners = _corners(x, y, width, height)
                 image.add(place, _choose_name(thing), corners, is_box=True)
         yield image

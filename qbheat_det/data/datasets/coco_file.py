@@ -2,13 +2,18 @@
 """Validates COCO annotations in one pass that collects all errors."""
 
 import json
+import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data.checks import DataError, are_numbers, find_box_error, short
+from qbheat_det.data.checks import DataError, are_numbers, find_box_error, raise_first, short
+
+from .conversion import MISSING_IMAGE, Converted
+
+logger = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
 Found = tuple[str, str] | None
@@ -22,8 +27,8 @@ def _are_keypoints(value: object) -> bool:
     return not value or (isinstance(value, list) and len(value) % 3 == 0 and are_numbers(value))
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 # Whether a value is valid, what it must be, and the default of a missing key.
@@ -40,8 +45,8 @@ _SIDE: Rule = (
     None,
 )
 _RULES: dict[str, dict[str, Rule]] = {
-    "images": {"id": _ID, "file_name": (lambda value: isinstance(value, str), "a file name", None)},
-    "categories": {"id": _ID, "name": (_is_name, "a text of whole characters", None)},
+    "images": {"id": _ID, "file_name": (_is_text, "a file name", None)},
+    "categories": {"id": _ID, "name": (_is_text, "a text", None)},
     "annotations": {
         "id": _ID,
         "iscrowd": (lambda value: value in (0, 1), "0 or 1", 0),
@@ -68,7 +73,7 @@ class CocoFile:
         image_root: str,
         needed: Sequence[str] = tuple(_LISTS),
         *,
-        converted: "Converted | None" = None,
+        converted: Converted | None = None,
     ) -> None:
         """Reads and checks a file. Image files must exist, but are not opened.
 
@@ -84,11 +89,10 @@ class CocoFile:
         """
         self.json_file = json_file
         self.image_root = image_root
-        self.errors: list[DataError] = list(converted.errors) if converted else []
-        self.warnings: list[str] = list(converted.warnings) if converted else []
+        converted = converted or Converted(_read(json_file, needed))
+        self.errors, self.warnings = list(converted.errors), list(converted.warnings)
         self.annotations: list[Entry] = []
-        self._places = converted.places if converted else {}
-        self._lists = converted.lists if converted else _read(json_file, needed)
+        self._lists, self._places = converted.lists, converted.places
         is_folder = "://" not in image_root
         if is_folder and not os.path.isdir(image_root):
             raise UserError(f"the image folder '{image_root}' of {json_file} does not exist")
@@ -98,7 +102,7 @@ class CocoFile:
                 return None
             name = short(entry["file_name"])
             where = f"in '{image_root}', which file_name must be relative to"
-            return "missing image file", f"there is no file {name} {where}"
+            return MISSING_IMAGE, f"there is no file {name} {where}"
 
         sizes = dict.fromkeys(("width", "height") if "annotations" in needed else (), _SIDE)
         self.images = self._validate("images", sizes | _RULES["images"], find_file)
@@ -164,10 +168,8 @@ class CocoFile:
         if boxes and max(map(max, boxes)) <= 1 and any(value % 1 for box in boxes for value in box):
             relative = "all boxes lie between 0 and 1; bbox must be in pixels, not relative"
             self.errors.append(DataError("relative boxes", self.json_file, relative))
-        for what, is_valid in (
-            ("have no polygon", has_polygon),
-            ("have a box without area", has_area),
-        ):
+        checks = {"have no polygon": has_polygon, "have a box without area": has_area}
+        for what, is_valid in checks.items():
             if odd := [entry["id"] for entry in self.annotations if not is_valid(entry)]:
                 first = self._places.get(("annotations", odd[0])) or f"with id {odd[0]}"
                 self.warnings.append(
@@ -189,6 +191,12 @@ class CocoFile:
             names = join_first(without)
             self.warnings.append(f"{self.json_file}: categories without a box: {names}")
 
+    def check(self) -> None:
+        """Logs the warnings; raises a ``UserError`` for the first error."""
+        raise_first(self.errors)
+        for warning in self.warnings:
+            logger.warning(warning)
+
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
         """Returns the lists of valid entries, for all images or for those with these names."""
         images = [
@@ -199,42 +207,21 @@ class CocoFile:
         return {"images": images, "annotations": annotations, "categories": self.categories}
 
 
-class Converted:
-    """COCO lists that a converter fills from files of another format.
-
-    Attributes:
-        lists: "images", "annotations" and "categories", with ids from 1 in the first two.
-        places: names an entry in messages, by its list and id.
-        errors: what could not be converted.
-        warnings: what may be a mistake.
-    """
-
-    def __init__(self, class_names: Iterable[str] = ()) -> None:
-        categories = [{"id": index, "name": name} for index, name in enumerate(class_names)]
-        self.lists: dict[str, list[Any]] = {
-            "images": [], "annotations": [], "categories": categories
-        }  # fmt: skip
-        self.places: dict[tuple[str, int], str] = {}
-        self.errors: list[DataError] = []
-        self.warnings: list[str] = []
-
-    def add_image(self, place: str, file_name: str, size: tuple[int, int]) -> int:
-        """Adds an image of ``size`` (width, height), and returns its id."""
-        width, height = size
-        return self._add("images", place, file_name=file_name, width=width, height=height)
-
-    def add_box(
-        self, place: str, image_id: int, class_index: int, bbox: list[float], is_crowd: bool = False
-    ) -> None:
-        """Adds an annotation; ``bbox`` is [x, y, width, height] in pixels."""
-        entry = {"image_id": image_id, "category_id": class_index, "bbox": bbox}
-        self._add("annotations", place, **entry, iscrowd=int(is_crowd))
-
-    def _add(self, key: str, place: str, **entry: Any) -> int:
-        id_ = len(self.lists[key]) + 1
-        self.lists[key].append({"id": id_, **entry})
-        self.places[key, id_] = place
-        return id_
+def check_same_classes(train: CocoFile, val: CocoFile) -> None:
+    """Raises a ``UserError`` unless two annotation files have the same classes in one order."""
+    if train.class_names == val.class_names:
+        return
+    files = f"'{train.json_file}' and '{val.json_file}'"
+    for one, other in ((train, val), (val, train)):
+        missing = [name for name in one.class_names if name not in other.class_names]
+        if missing:
+            lacks = f"'{other.json_file}' lacks {join_first(map(repr, missing))}"
+            raise UserError(f"the categories of {files} differ: {lacks}")
+    names, others = (join_first(map(repr, one.class_names)) for one in (train, val))
+    raise UserError(
+        f"the categories of {files} have the same names in another order of ids: {names} against "
+        f"{others}"
+    )
 
 
 def has_area(entry: Entry) -> bool:

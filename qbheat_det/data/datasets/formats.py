@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Recognises and opens the data sets that ``--data`` names.
 
-``FORMATS`` has one row for each format. To add a format, write its functions and a row. To add the
-export of another annotation tool, add a reader to ``label_files``.
+``FORMATS`` has the formats that are converted to COCO lists. To add one, write its functions and a
+row. To add the export of another annotation tool, add a reader to ``label_files``.
 
 A source is a dict that runs record as JSON. It has the key of its format: ``json_file`` with
 ``image_root``; ``yolo_file``, ``voc_folder``, ``labels_path`` or ``shards`` (an address) with
@@ -12,11 +12,13 @@ images, see ``split.json``.
 """
 
 import hashlib
+import json
 import os
+import re
 import shutil
-import uuid
+import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,21 +26,24 @@ from typing import Any, Literal, NamedTuple
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir
 from qbheat_det.core.text import format_bytes, one_line
-from qbheat_det.data.checks import raise_first
 from qbheat_det.data.shards import absolute, are_shards, read_index
 
-from .coco import is_coco, open_coco
-from .coco_file import Converted
-from .image_folder import IMAGE_SUFFIXES, PART_NAMES, list_images
-from .label_files import TITLES, convert_labels, find_label_files, list_labelled_images
-from .voc import convert_voc, find_voc_folders, find_voc_list
-from .yolo import convert_yolo, find_yolo_folders, list_yolo_images, read_yolo
+from .conversion import Converted
+from .image_folder import IMAGE_SUFFIXES, PART_NAMES
+from .label_files import TITLES, convert_labels, find_label_files
+from .voc import convert_voc, find_voc_parts
+from .yolo import convert_yolo, list_yolo_parts
 
 Source = dict[str, Any]
 Kind = Literal["coco", "yolo", "voc", "labels", "classes", "images"]
 
 _MOST_EXPANSION = 200  # of a zip
-_YAMLS = ("data.yaml", "data.yml", "dataset.yaml")
+_FILE_NAME = re.compile(r'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
+_COCO = {
+    "train": ("annotations/instances_train*.json", "train/_annotations.coco.json"),
+    "whole": ("annotations.json", "_annotations.coco.json"),
+    "val": ("annotations/instances_val*.json", "val*/_annotations.coco.json"),
+}
 _TAKEN = (
     "a COCO json or folder, YOLO with or without a data.yaml, Pascal VOC or LabelImg, a CSV of "
     "boxes, exports of Label Studio, CVAT or VIA, Hugging Face metadata, a zip of one of these, or "
@@ -56,120 +61,32 @@ class DataSource:
 
 
 class Format(NamedTuple):
-    """A row of ``FORMATS``: how to recognise and open a path, and how to read its sources.
+    """A row of ``FORMATS``.
 
-    ``recognise`` looks at names and the first bytes. ``convert`` returns COCO lists of a source,
-    which ``CocoFile`` checks. ``list_images`` returns the paths of a source's images.
+    ``key`` names the file or folder in a source. ``list_parts`` returns the parts of a path, "all",
+    or "train" and perhaps "val"; none if it has another format. ``convert`` returns COCO lists of a
+    source, which ``CocoFile`` checks.
     """
 
-    kind: Kind
-    key: str  # of a source, with its file or folder
-    recognise: Callable[[Path], bool]
-    open: Callable[[Path], list[Source]]
-    convert: Callable[[Source], Converted] | None = None
-    list_images: Callable[[Source], list[str]] | None = None
-
-
-def _name_subsets(source: Source, train: str, val: str | None) -> list[Source]:
-    return [{**source, "subset": subset} for subset in (train, val) if subset]
-
-
-def _is_yolo(path: Path) -> bool:
-    if path.suffix.lower() in (".yaml", ".yml"):
-        return True
-    return any((path / n).is_file() for n in _YAMLS) or bool(find_yolo_folders(path))
-
-
-def _open_yolo(path: Path) -> list[Source]:
-    files = [path] if path.is_file() else [f for n in _YAMLS if (f := path / n).is_file()]
-    file = files[0] if files else path  # a folder without a data.yaml
-    has_val = "val" in read_yolo(file).subsets
-    source = {"yolo_file": str(file), "labelled": True}
-    return _name_subsets(source, "train", "val" if has_val else None)
-
-
-def _list_yolo(source: Source) -> list[str]:
-    paths, errors = list_yolo_images(read_yolo(source["yolo_file"]), source["subset"])
-    raise_first(errors)
-    return paths
-
-
-def _is_voc(path: Path) -> bool:
-    return bool(find_voc_folders(path))
-
-
-def _open_voc(path: Path) -> list[Source]:
-    source = {"voc_folder": str(path), "labelled": True}
-    if "train" in (folders := find_voc_folders(path)):
-        return _name_subsets(source, "train", "val" if "val" in folders else None)
-    train, val = (find_voc_list(path, subset) for subset in ("train", "val"))
-    return _name_subsets(source, "train" if train else "all", "val" if train and val else None)
-
-
-def _list_voc(source: Source) -> list[str]:
-    folders, subset = find_voc_folders(source["voc_folder"]), source["subset"]
-    return list_images(folders[subset if subset in folders else "all"][1])
-
-
-def _open_labels(path: Path) -> list[Source]:
-    source = {"labels_path": str(path), "labelled": True}
-    return [{**source, "subset": part} for part in find_label_files(path)]
-
-
-def _has_class_folders(path: Path) -> bool:
-    return path.is_dir() and any(
-        entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(path)
-    )
-
-
-def _open_classes(path: Path) -> list[Source]:
-    parts = {entry.name for entry in path.iterdir() if entry.is_dir()}
-    val = next((name for name in PART_NAMES["val"] if name in parts), None)
-    folders = [path]
-    # "train" may also be a class of vehicles.
-    if val is not None and "train" in parts and not parts - {"train", *PART_NAMES["val"]}:
-        folders = [path / "train", path / val]
-    return [{"image_folders": [str(folder)], "labelled": True} for folder in folders]
+    key: str
+    list_parts: Callable[[Path], Collection[str]]
+    convert: Callable[[Source], Converted]
 
 
 # The first format that recognises a path opens it.
-FORMATS = (
-    Format(
-        "yolo", "yolo_file", _is_yolo, _open_yolo,
-        lambda source: convert_yolo(source["yolo_file"], source["subset"]), _list_yolo,
-    ),
-    Format(
-        "voc", "voc_folder", _is_voc, _open_voc,
-        lambda source: convert_voc(source["voc_folder"], source["subset"], source.get("classes")),
-        _list_voc,
-    ),
-    Format(
-        "labels", "labels_path", lambda path: bool(find_label_files(path)), _open_labels,
-        lambda source: convert_labels(
-            source["labels_path"], source["subset"],
-            image_root=source.get("image_root", ""), classes=source.get("classes", ()),
-        ),
-        lambda source: list_labelled_images(
-            source["labels_path"], source["subset"], image_root=source.get("image_root", "")
-        ),
-    ),
-    Format("coco", "json_file", is_coco, open_coco),
-    Format("classes", "image_folders", _has_class_folders, _open_classes),
-)  # fmt: skip
-
-
-def _recognise(path: str) -> Format:
-    root = Path(path).absolute()
-    if not root.exists():
-        raise UserError(f"'{path}' does not exist")
-    if row := next((row for row in FORMATS if row.recognise(root)), None):
-        return row
-    if root.is_dir() and any(file.suffix.lower() in IMAGE_SUFFIXES for file in root.iterdir()):
-        raise UserError(
-            f"'{path}' holds images without annotations: --data takes {_TAKEN}; --images takes "
-            "images without labels, for pre-training"
-        )
-    raise UserError(f"'{path}' has no format that --data takes: {_TAKEN}")
+FORMATS: dict[Kind, Format] = {
+    "yolo": Format("yolo_file", list_yolo_parts, convert_yolo),
+    "voc": Format("voc_folder", find_voc_parts, convert_voc),
+    "labels": Format("labels_path", find_label_files, convert_labels),
+}
+_TITLES = {
+    "json_file": "COCO",
+    "yolo_file": "YOLO",
+    "voc_folder": "Pascal VOC",
+    "image_folders": "image folders",
+    "shards": "shards",
+    "labels_path": "labels",
+}
 
 
 def find_kind(path: str) -> Kind:
@@ -178,7 +95,23 @@ def find_kind(path: str) -> Kind:
     if are_shards(path):
         packed: dict[str, Kind] = {"boxes": "coco", "classes": "classes", "images": "images"}
         return packed[read_index(absolute(path))["kind"]]
-    return _recognise(path).kind
+    root = Path(path).absolute()
+    if not root.exists():
+        raise UserError(f"'{path}' does not exist")
+    for kind, row in FORMATS.items():
+        if row.list_parts(root):
+            return kind
+    if root.suffix.lower() == ".json" or any(_find_json(root, part) for part in _COCO):
+        return "coco"
+    entries = list(root.iterdir()) if root.is_dir() else []
+    if any(entry.is_dir() and not entry.name.startswith(".") for entry in entries):
+        return "classes"
+    if any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries):
+        raise UserError(
+            f"'{path}' holds images without annotations: --data takes {_TAKEN}; --images takes "
+            "images without labels, for pre-training"
+        )
+    raise UserError(f"'{path}' has no format that --data takes: {_TAKEN}")
 
 
 def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
@@ -196,11 +129,16 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
             raise UserError(f"the shards at '{path}' have no labels: name them with --images")
         return _open_shards(kind, path)
     if kind == "coco":
-        return DataSource(kind, *open_coco(root, image_root, likely_root))
-    sources = next(row for row in FORMATS if row.kind == kind).open(root)
+        files = [file for part in _COCO if (file := _find_json(root, part))][:2] or [root]
+        return DataSource(kind, *(_locate_images(file, image_root, likely_root) for file in files))
+    if kind == "classes":
+        folders = _find_class_folders(root)
+        return DataSource(kind, *({"image_folders": [one], "labelled": True} for one in folders))
+    row = FORMATS[kind]
+    source = {row.key: str(root), "labelled": True}
     if kind == "labels" and (image_root or (likely_root and root.is_file())):
-        sources = [{**one, "image_root": image_root or likely_root} for one in sources]
-    return DataSource(kind, *sources)
+        source["image_root"] = image_root or likely_root
+    return DataSource(kind, *({**source, "subset": part} for part in row.list_parts(root)))
 
 
 def open_images(paths: Sequence[str]) -> DataSource:
@@ -216,8 +154,61 @@ def open_images(paths: Sequence[str]) -> DataSource:
 def _open_shards(kind: Kind, path: str) -> DataSource:
     address = absolute(path)
     source = {"shards": address, "labelled": kind != "images"}
-    has_val = "val" in read_index(address)["parts"]
-    return DataSource(kind, *_name_subsets(source, "train", "val" if has_val else None))
+    parts = [part for part in ("train", "val") if part in read_index(address)["parts"]]
+    return DataSource(kind, *({**source, "subset": part} for part in parts))
+
+
+def _find_class_folders(path: Path) -> list[str]:
+    """Returns the folder of class folders, or those of the parts to train and to evaluate on."""
+    parts = {entry.name for entry in path.iterdir() if entry.is_dir()}
+    val = next((name for name in PART_NAMES["val"] if name in parts), None)
+    # "train" may also be a class of vehicles.
+    if val is not None and "train" in parts and not parts - {"train", *PART_NAMES["val"]}:
+        return [str(path / "train"), str(path / val)]
+    return [str(path)]
+
+
+def _find_json(root: Path, part: str) -> Path | None:
+    """Returns the COCO json of a part of a folder, in one of the usual places."""
+    files = [path for pattern in _COCO[part] for path in sorted(root.glob(pattern))]
+    if len(files) > 1:
+        names = " and ".join(str(path.relative_to(root)) for path in files)
+        raise UserError(f"'{root}' has {names}: name one of them")
+    return files[0] if files else None
+
+
+def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
+    """Returns the source of a COCO json, with the folder of its first image.
+
+    ``given`` is the folder, if it is known. ``likely`` is tried before the folders beside the file.
+    Raises a ``UserError`` if no folder is found.
+    """
+    above, subset = json_file.parent.parent, json_file.stem.removeprefix("instances_")
+    beside = [json_file.parent / "images", above / "images", json_file.parent]
+    beside += [above / "images" / subset, above / subset, json_file.parent / subset]
+    likely_folders = [*([Path(likely).absolute()] if likely else []), *beside[:2]]
+    first = "" if given else _read_first_name(json_file)
+    if given or not first:  # a broken file is reported when it is read
+        folders = [Path(given or json_file.parent).absolute()]
+    else:
+        folders = [one for one in (*likely_folders, *beside[2:]) if (one / first).is_file()]
+        # One image may be missing.
+        folders = folders or [one for one in likely_folders if one.is_dir()]
+    if not folders:
+        raise UserError(
+            f"the images of '{json_file}', such as '{first}', are not beside it: name their folder "
+            "with --images, or of --val with --val-images"
+        )
+    return {"json_file": str(json_file), "image_root": str(folders[0]), "labelled": True}
+
+
+def _read_first_name(json_file: Path) -> str:
+    """Returns the first ``file_name`` of a COCO json; "" if there is none."""
+    match = _FILE_NAME.search(json_file.read_text(encoding="utf-8", errors="replace"))
+    try:
+        return str(json.loads(match[1])) if match else ""
+    except ValueError:
+        return ""
 
 
 def with_classes(source: Source, classes: Sequence[str]) -> Source:
@@ -230,17 +221,15 @@ def describe_source(source: Source) -> str:
     """Returns the name of a source's format, such as "YOLO"."""
     if "labels_path" in source:
         file = find_label_files(Path(source["labels_path"])).get(source["subset"])
-        return TITLES[file.kind] if file else "labels"
-    return next(title for key, title in _FORMAT_TITLES.items() if key in source)
+        if file:
+            return TITLES[file.kind]
+    return next(title for key, title in _TITLES.items() if key in source)
 
 
-_FORMAT_TITLES = {
-    "json_file": "COCO",
-    "yolo_file": "YOLO",
-    "voc_folder": "Pascal VOC",
-    "image_folders": "image folders",
-    "shards": "shards",
-}
+def origin_of(source: Source) -> str:
+    """Returns the file or folder of a source, for messages."""
+    found = next(source[key] for key in _TITLES if key in source)
+    return str(found if isinstance(found, str) else found[0])
 
 
 def unpack(path: str) -> str:
@@ -256,24 +245,18 @@ def unpack(path: str) -> str:
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = get_cache_dir() / "unpacked" / f"{Path(path).stem}_{digest}"
     if not folder.is_dir():
-        partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.incomplete")
         try:
-            with zipfile.ZipFile(path) as archive:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                zipfile.ZipFile(path) as archive,
+                tempfile.TemporaryDirectory(prefix=".zip_", dir=folder.parent) as partial,
+            ):
                 size = sum(entry.file_size for entry in archive.infolist())
-                partial.mkdir(parents=True)
                 if size > min(_MOST_EXPANSION * state.st_size, shutil.disk_usage(partial).free):
                     raise UserError(f"'{path}' would unpack to {format_bytes(size)}")
-                archive.extractall(partial)  # which drops ".." and absolute paths
-            os.replace(partial, folder)
+                archive.extractall(Path(partial, "set"))  # drops ".." and absolute paths
+                os.replace(Path(partial, "set"), folder)
         except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
             raise UserError(f"'{path}' cannot be unpacked: {one_line(error)}") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     inner = [entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
     return str(inner[0] if len(inner) == 1 else folder)
-
-
-def origin_of(source: Source) -> str:
-    """Returns the file or folder of a source, for messages."""
-    found = next(source[key] for key in (*(row.key for row in FORMATS), "shards") if key in source)
-    return str(found if isinstance(found, str) else found[0])

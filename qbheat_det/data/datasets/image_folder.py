@@ -26,6 +26,7 @@ _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
 
 PathLike = str | os.PathLike[str]
 Records = list[dict[str, Any]]
+Pairs = list[tuple[str, str]]  # path and class of each image
 
 _SHOWN = 5  # classes in a message
 
@@ -40,18 +41,12 @@ def register_image_folders(
     """Registers the images of folders as one data set, which lists them when it is first loaded.
 
     A record has ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``, the
-    index of its class in ``folder_classes`` of the metadata. ``keep`` are paths relative to their
-    folder; None keeps all. Registering the same folders again does nothing; other data under the
+    index of its class in ``folder_classes`` of the metadata. ``keep`` lists paths relative to their
+    folder; None keeps all. Registering the same folders again does nothing; other folders under the
     same name raise a ``UserError``.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
-    if name in DatasetCatalog:
-        known = MetadataCatalog.get(name).get("image_folders")
-        if known != paths:
-            raise UserError(
-                f"the data set name '{name}' is already registered with {list(known or ())}; "
-                f"choose another name for {list(paths)}"
-            )
+    if not is_new(name, image_folders=paths):
         return
 
     def load() -> list[dict[str, Any]]:
@@ -70,31 +65,46 @@ def register_image_folders(
     )
 
 
-def register_shards(
-    name: str, source: Mapping[str, Any], keep: Collection[str] | None = None
-) -> None:
-    """Registers the images of shards, with the labels of their classes or without any.
+def is_new(name: str, **files: object) -> bool:
+    """Returns whether no data set has a name; raises a ``UserError`` if it has other files.
 
-    ``source`` has "shards", an address, "subset", a part, and "labelled". ``keep`` are the original
-    names of images; None keeps all. Raises as ``read_part``.
+    ``files`` are entries of the metadata.
     """
-    address, labelled = source["shards"], source["labelled"]
-    part = read_part(address, source["subset"])
-    keys = ("width", "height", *(("label",) if labelled else ()))
-    records = [
-        {
-            "file_name": f"{PREFIX}{address}/{locate_image(image)}",
-            "image_id": image["id"],
-            **{key: image[key] for key in keys},
-        }
-        for image in sorted(part["images"], key=lambda image: int(image["id"]))
-        if keep is None or image["file_name"] in keep
-    ]
-    DatasetCatalog.register(name, lambda: records)
-    metadata = MetadataCatalog.get(name)
-    metadata.set(labelled=labelled, unlabelled=True, evaluator_type="reconstruction")
-    if labelled:
-        metadata.folder_classes = part["classes"]
+    if name not in DatasetCatalog:
+        return True
+    known = MetadataCatalog.get(name)
+    other = {key: known.get(key) for key, value in files.items() if known.get(key) != value}
+    if other:
+        raise UserError(
+            f"the data set name '{name}' is already registered, with "
+            f"{', '.join(f'{key} {value}' for key, value in other.items())}: choose another name"
+        )
+    return False
+
+
+def list_source(source: Mapping[str, Any]) -> tuple[list[str], Records, list[str]]:
+    """Returns the images of folders or of shards without boxes, and their class names.
+
+    ``source`` is that of ``--data`` or ``--images``, see ``formats``. The images are names relative
+    to the source, and records. Raises as ``read_part`` and ``load_image_folders``.
+    """
+    if "shards" in source:
+        address, part = source["shards"], read_part(source["shards"], source["subset"])
+        images = sorted(part["images"], key=lambda image: int(image["id"]))
+        keys = ("width", "height", *(("label",) if source["labelled"] else ()))
+        records = [
+            {
+                "file_name": f"{PREFIX}{address}/{locate_image(image)}",
+                "image_id": image["id"],
+                **{key: image[key] for key in keys},
+            }
+            for image in images
+        ]
+        return [image["file_name"] for image in images], records, part.get("classes", [])
+    folders = source["image_folders"]
+    records, class_names = load_image_folders(folders, labelled=source["labelled"])
+    base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
+    return [os.path.relpath(one["file_name"], base) for one in records], records, class_names
 
 
 def load_image_folders(
@@ -119,7 +129,7 @@ def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Re
     Raises a ``UserError`` if there is only one class, or ``val_folder`` has other classes.
     """
     names = os.fspath(train_folder), os.fspath(val_folder)
-    return _label_both(_list_labelled(names[0]), _list_labelled(names[1]), names=names)
+    return _label_both([_list_labelled(name) for name in names], names)
 
 
 def list_images(folder: PathLike) -> list[str]:
@@ -160,7 +170,7 @@ def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Record
     other classes.
     """
     pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
-    return _label_both(pairs[0], pairs[1], names=(" and ".join(train), " and ".join(val)))
+    return _label_both(pairs, (" and ".join(train), " and ".join(val)))
 
 
 def _walk(root: str) -> Iterator[list[str]]:
@@ -194,8 +204,8 @@ def _walk(root: str) -> Iterator[list[str]]:
         ]
 
 
-def _list_labelled(root: str) -> list[tuple[str, str]]:
-    """Returns path and class of each image in a folder of class folders."""
+def _list_labelled(root: str) -> Pairs:
+    """Returns the images of a folder of class folders."""
     pairs = []
     for path in list_images(root):
         class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
@@ -205,8 +215,8 @@ def _list_labelled(root: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _load(name: str) -> list[tuple[str, str]]:
-    """Returns path and class of each image of a registered set."""
+def _load(name: str) -> Pairs:
+    """Returns the images of a registered set."""
     records = DatasetCatalog.get(name)
     class_names = MetadataCatalog.get(name).get("folder_classes")
     if not class_names or any("label" not in record for record in records):
@@ -218,19 +228,19 @@ def _load(name: str) -> list[tuple[str, str]]:
     return [(record["file_name"], class_names[record["label"]]) for record in records]
 
 
-def _label_both(
-    train: Sequence[tuple[str, str]], val: Sequence[tuple[str, str]], *, names: tuple[str, str]
-) -> tuple[Records, Records]:
-    class_names = sorted({class_name for _, class_name in train})
+def _label_both(parts: Sequence[Pairs], names: Sequence[str]) -> tuple[Records, Records]:
+    """Returns the records of a training and a validation set, with the classes of the first."""
+    class_names = sorted({class_name for _, class_name in parts[0]})
     if len(class_names) < 2:
         raise UserError(
             f"'{names[0]}' has images of only one class, '{class_names[0]}': its direct subfolders "
             "are the classes"
         )
-    return _label(train, class_names, names[0]), _label(val, class_names, names[1])
+    train, val = (_label(part, class_names, name) for part, name in zip(parts, names, strict=True))
+    return train, val
 
 
-def _label(pairs: Sequence[tuple[str, str]], class_names: Sequence[str], name: str) -> Records:
+def _label(pairs: Pairs, class_names: Sequence[str], name: str) -> Records:
     labels = {class_name: label for label, class_name in enumerate(class_names)}
     if unknown := sorted({class_name for _, class_name in pairs} - labels.keys()):
         raise UserError(

@@ -1,25 +1,24 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Converts boxes from exports of annotation tools: one reader for each kind of file.
 
-A reader yields ``LabelledImage``s. ``convert_labels`` finds the image files and makes COCO lists.
-Polygons, ellipses and rotated boxes become their enclosing boxes.
+``convert_labels`` finds the image files and makes COCO lists. Polygons, ellipses and rotated boxes
+become their enclosing boxes.
 """
 
 import csv
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first, one_line
 from qbheat_det.data.checks import DataError, raise_first, short
-from qbheat_det.data.images import read_sizes
 
 from . import annotation_tools as tools
-from .coco_file import Converted
+from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert
 from .image_folder import PART_NAMES, list_images
 
 _LARGEST = 500_000_000  # bytes of a file
@@ -88,7 +87,7 @@ def _find_kind(file: Path) -> str:
     return "via" if '"_via_' in head or ('"regions"' in head and '"filename"' in head) else ""
 
 
-def read_labels(file: LabelFile) -> Iterator[tools.LabelledImage]:
+def read_labels(file: LabelFile) -> Iterator[LabelledImage]:
     """Yields the images of a label file.
 
     Raises:
@@ -103,7 +102,7 @@ def read_labels(file: LabelFile) -> Iterator[tools.LabelledImage]:
         raise UserError(f"'{file.path}' is not a file of {TITLES[file.kind]} ({reason})") from error
 
 
-READERS: dict[str, Callable[[Path], Iterator[tools.LabelledImage]]] = {
+READERS: dict[str, Callable[[Path], Iterator[LabelledImage]]] = {
     "csv": tools.read_csv,
     "via": tools.read_via,
     "label_studio": tools.read_label_studio,
@@ -119,104 +118,57 @@ TITLES = {
 }
 
 
-def convert_labels(
-    path: str, subset: str, *, image_root: str = "", classes: Sequence[str] = ()
-) -> Converted:
-    """Returns a subset as COCO lists; file names are relative to ``image_root`` or to the path.
+def convert_labels(source: Mapping[str, Any]) -> Converted:
+    """Returns a subset as COCO lists; file names are relative to the folder of the images.
 
-    Args:
-        path: a label file, or a folder with one or with a part "train".
-        subset: "train", "val" or "all", see ``find_label_files``.
-        image_root: folder of the images.
-        classes: class names in order; by default the sorted names of all parts.
+    ``source`` has "labels_path", a label file or a folder with some, and "subset", see
+    ``find_label_files``. "image_root" is the folder of the images, by default that of the path.
+    "classes" are the class names in order, by default the sorted names of all parts.
 
     Raises:
         UserError: a file cannot be read, or no image has a box.
     """
-    parts = {part: list(read_labels(file)) for part, file in find_label_files(Path(path)).items()}
+    path, subset = source["labels_path"], source["subset"]
+    files = find_label_files(Path(path))
+    parts = {part: list(read_labels(file)) for part, file in files.items()}
     if subset not in parts:
         raise UserError(f"'{path}' has no labels of the part '{subset}'")
-    used = {box.name for entries in parts.values() for entry in entries for box in entry.boxes}
-    if not used:
-        raise_first([error for entries in parts.values() for entry in entries
-                     for error in entry.errors])  # fmt: skip
+    entries = [entry for part in parts.values() for entry in part]
+    names = source.get("classes") or sorted({box.name for one in entries for box in one.boxes})
+    if not names:
+        raise_first([error for entry in entries for error in entry.errors])
         raise UserError(f"'{path}' has no boxes")
-    names = list(classes) or sorted(used)
-    converted, ids = Converted(names), {name: index for index, name in enumerate(names)}
-    root = Path(image_root or (path if os.path.isdir(path) else os.path.dirname(path)))
-    found = _locate(parts[subset], root, find_label_files(Path(path))[subset].path)
-    files = [str(file) for file in found if isinstance(file, Path)]
-    sizes = dict(zip(files, read_sizes(files), strict=True))
-    skipped = [entry.place for entry in parts[subset] if entry.is_skipped]
-    if skipped:
-        converted.warnings.append(f"{len(skipped):,} tasks have no labels: {join_first(skipped)}")
-    for entry, file in zip(parts[subset], found, strict=True):
-        converted.errors += entry.errors
-        if entry.is_skipped:
-            continue
-        if isinstance(file, DataError):
-            converted.errors.append(file)
-            continue
-        size = sizes[str(file)]
-        if isinstance(size, DataError):
-            converted.errors.append(size)
-            continue
-        id_ = converted.add_image(entry.place, os.path.relpath(file, root), size)
-        for box in entry.boxes:
-            scale = size * 2 if box.is_relative else (1, 1, 1, 1)
-            if box.name not in ids:
-                reason = f"its name {short(box.name)} is none of the classes {short(names)}"
-                converted.errors.append(DataError("wrong object", box.place, reason))
-                continue
-            bbox = [value * side for value, side in zip(box.xywh, scale, strict=True)]
-            converted.add_box(box.place, id_, ids[box.name], bbox, box.is_crowd)
-    return converted
+    root = Path(source.get("image_root") or (path if os.path.isdir(path) else Path(path).parent))
+    _locate(parts[subset], root, files[subset].path.parent)
+    return convert(parts[subset], names, root)
 
 
-def list_labelled_images(path: str, subset: str, *, image_root: str = "") -> list[str]:
-    """Returns the paths of a subset's images."""
-    converted = convert_labels(path, subset, image_root=image_root)
-    root = image_root or (path if os.path.isdir(path) else os.path.dirname(path))
-    return [os.path.join(root, image["file_name"]) for image in converted.lists["images"]]
-
-
-def _locate(
-    entries: Sequence[tools.LabelledImage], root: Path, file: Path
-) -> list[Path | DataError]:
-    """Returns the file of each image, which is searched beside the labels and below the root."""
+def _locate(entries: Sequence[LabelledImage], root: Path, folder: Path) -> None:
+    """Sets the file of each image, which is searched beside the labels and below the root."""
     by_name: dict[str, list[Path]] = {}
     for path in map(Path, list_images(root)):
         for key in {path.name, path.stem}:
             by_name.setdefault(key, []).append(path)
-    folder = file.parent
-
-    def find(entry: tools.LabelledImage) -> Path | DataError:
+    for entry in entries:
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(entry.name).query)
         address = urllib.parse.urlsplit(entry.name).path if "://" in entry.name else entry.name
         name = urllib.parse.unquote(query["d"][0] if "d" in query else address)
         name = name.replace("\\", "/").lstrip("/")
         last = name.rpartition("/")[2]
-        for tried in (folder / name, root / name, folder / last):
-            if tried.is_file() and _is_below(tried, root):
-                return tried
-        found: list[Path] = []
+        tried = (folder / name, root / name, folder / last)
+        found = [path for path in tried if path.is_file() and _is_below(path, root)][:1]
         for key in (last, _UPLOADED.sub("", last)):
             found = found or by_name.get(key, [])
         # Of several images with this name, those beside the labels come first.
         found = [path for path in found if _is_below(path, folder)] or found
-        for start in range(
-            1, name.count("/") + 1
-        ):  # the folders before the name may tell them apart
+        for start in range(1, name.count("/") + 1):  # the folders before it may tell them apart
             tail = "/".join(["", *name.split("/")[start:]])
             found = [path for path in found if path.as_posix().endswith(tail)] or found
-        if len(found) == 1:
-            return found[0]
         reason = f"there is no image {short(last)} below '{root}'"
-        if found:
+        if len(found) > 1:
             reason = f"{len(found)} images have the name {short(last)}: {join_first(found, 2)}"
-        return DataError("missing image file", entry.place, reason)
-
-    return [find(entry) for entry in entries]
+        missing = DataError(MISSING_IMAGE, entry.place, reason)
+        entry.file = str(found[0]) if len(found) == 1 else missing
 
 
 def _is_below(path: Path, folder: Path) -> bool:

@@ -1,29 +1,89 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads the annotations of sources, and registers sources with Detectron2."""
+"""Reads the annotations of sources, splits them, and registers data sets with Detectron2."""
 
 import functools
 import json
 import os
+import random
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances
 
+from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import raise_first
 from qbheat_det.data.shards import PREFIX, has_boxes, locate_image, read_part
 
-from .coco import check_coco_file, load_coco_images, register_coco_images, register_coco_json
-from .coco_file import CocoFile, Converted
+from .coco_file import CocoFile
+from .conversion import MISSING_IMAGE, Converted
 from .formats import FORMATS, Source, origin_of
 from .image_folder import (
+    PathLike,
     check_image_folder,
-    load_image_folders,
+    is_new,
+    list_source,
     register_image_folders,
-    register_shards,
 )
-from .splits import group_by_rarest_class, read_split, split_names
+
+SPLIT_FILE = "split.json"
+
+
+def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
+    """Registers an annotation file; raises a ``UserError`` if the name has other files."""
+    root = str(image_root) if "://" in str(image_root) else os.path.abspath(image_root)
+    path = os.path.abspath(json_file)
+    if is_new(name, json_file=path, image_root=root, unlabelled=None):
+        register_coco_instances(name, {}, path, root)
+
+
+def register_coco_images(
+    name: str,
+    json_file: PathLike,
+    image_root: PathLike,
+    *,
+    prepare: Callable[[], object] | None = None,
+) -> None:
+    """Registers the images of an annotation file without their annotations, for pre-training.
+
+    The file is read when the set is first loaded, after ``prepare`` has created it. It may list
+    images alone. Registering the same files again does nothing; other files under the same name
+    raise a ``UserError``.
+    """
+    path, root = os.path.abspath(json_file), os.path.abspath(image_root)
+    if not is_new(name, json_file=path, image_root=root, unlabelled=True):
+        return
+
+    def load() -> list[dict[str, Any]]:
+        if prepare is not None:
+            prepare()
+        return load_coco_images(path, root)
+
+    DatasetCatalog.register(name, load)
+    MetadataCatalog.get(name).set(
+        json_file=path,
+        image_root=root,
+        unlabelled=True,
+        evaluator_type="reconstruction",
+        drawn_on_first_use=prepare is not None,  # json_file may not exist before
+    )
+
+
+def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
+    """Returns ``file_name`` and ``image_id`` of every image, sorted by id.
+
+    Raises a ``UserError`` if the file is not in COCO's format, ids repeat, or a file is missing.
+    """
+    file = CocoFile(str(json_file), str(image_root), needed=("images",))
+    raise_first(file.errors)
+    return [
+        {"file_name": os.path.join(image_root, image["file_name"]), "image_id": image["id"]}
+        for image in sorted(file.images, key=lambda image: image["id"])
+    ]
 
 
 def read_annotations(source: Source) -> CocoFile:
@@ -40,13 +100,9 @@ def _read_annotations(key: str) -> CocoFile:
     if "shards" in source:
         part = read_part(file, source["subset"])
         lists = {key: part[key] for key in ("images", "annotations", "categories")}
-        converted = Converted()
-        converted.lists = lists
-        return CocoFile(file, f"{PREFIX}{file}", converted=converted)
-    convert = next(row.convert for row in FORMATS if row.key in source)
-    assert convert is not None, source
-    converted = convert(source)
+        return CocoFile(file, f"{PREFIX}{file}", converted=Converted(lists))
     root = source.get("image_root") or (file if os.path.isdir(file) else os.path.dirname(file))
+    converted = next(row.convert(source) for row in FORMATS.values() if row.key in source)
     return CocoFile(file, root, converted=converted)
 
 
@@ -75,11 +131,22 @@ def register_source(
             name, source["image_folders"], labelled=source["labelled"], keep=keep
         )
     elif "shards" in source and not has_boxes(source):
-        register_shards(name, source, keep)
+        _register_shards(name, source, keep)
     else:
         annotations = _register_annotated(name, source, keep)
     MetadataCatalog.get(name).source = source
     return annotations
+
+
+def _register_shards(name: str, source: Source, keep: Collection[str] | None) -> None:
+    names, records, classes = list_source(source)
+    pairs = zip(names, records, strict=True)
+    kept = [record for file_name, record in pairs if keep is None or file_name in keep]
+    DatasetCatalog.register(name, lambda: kept)
+    metadata = MetadataCatalog.get(name)
+    metadata.set(labelled=source["labelled"], unlabelled=True, evaluator_type="reconstruction")
+    if source["labelled"]:
+        metadata.folder_classes = classes
 
 
 def _register_annotated(name: str, source: Source, keep: Collection[str] | None) -> CocoFile | None:
@@ -88,16 +155,15 @@ def _register_annotated(name: str, source: Source, keep: Collection[str] | None)
         if "json_file" in source:
             files = origin, source["image_root"]
         else:
-            find_images = next(row.list_images for row in FORMATS if row.key in source)
-            assert find_images is not None, source
-            paths = find_images(source)
-            images = [{"id": i, "file_name": path} for i, path in enumerate(paths, start=1)]
-            files = _write_json(name, origin, {"images": images}), os.sep
+            annotations = read_annotations(source)
+            raise_first([one for one in annotations.errors if one.kind == MISSING_IMAGE])
+            images = {"images": annotations.images}
+            files = _write_json(name, origin, images), annotations.image_root
         load_coco_images(*files)  # raises any error now
         register_coco_images(name, *files)
         return None
     annotations = read_annotations(source)
-    check_coco_file(annotations)
+    annotations.check()
     files = origin, annotations.image_root
     if keep is not None or "json_file" not in source:
         lists = annotations.keep(keep)
@@ -123,18 +189,13 @@ def forget_source(name: str) -> None:
 
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
     """Divides the images of a source, named relative to its folder; see ``split_names``."""
-    if "image_folders" in source:
-        (folder,) = source["image_folders"]
-        records, _ = load_image_folders([folder], labelled=True)
-        names = [os.path.relpath(record["file_name"], folder) for record in records]
+    groups: list[Hashable]
+    if "image_folders" in source or ("shards" in source and not has_boxes(source)):
+        names, records, _ = list_source(source)
         groups = [record["label"] for record in records]
-    elif "shards" in source and not has_boxes(source):
-        images = read_part(source["shards"], source["subset"])["images"]
-        names = [image["file_name"] for image in images]
-        groups = [image["label"] for image in images]
     else:
         annotations = read_annotations(source)
-        check_coco_file(annotations)
+        annotations.check()
         names = [image["file_name"] for image in annotations.images]
         groups = group_by_rarest_class(annotations)
     return split_names(names, groups, fraction=fraction, seed=seed)
@@ -151,3 +212,69 @@ def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
     path = Path(_temporary_folder().name) / f"{words[-100:]}.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     return str(path)
+
+
+def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:
+    """Returns the indices of the images to hold out, which depend on the seed alone.
+
+    ``groups`` (N,) has the group of each image. Each group's share is within one image of
+    ``fraction``, in (0, 1). The only image of a group is never held out.
+    """
+    generator = random.Random(f"{seed} hold out")
+    sizes = Counter(groups)
+    order = sorted(
+        (repr(group), generator.random(), index)
+        for index, group in enumerate(groups)
+        if sizes[group] > 1
+    )
+    start = max(generator.random(), 1 - len(order) * fraction)  # at least one, if there are two
+    # For a fraction of 1/5: every fifth image in the order of groups, from a random start.
+    return {
+        index
+        for place, (_, _, index) in enumerate(order)
+        if int((place + 1) * fraction + start) > int(place * fraction + start)
+    }
+
+
+def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
+    """Returns each image's rarest class, counted in images; None without boxes."""
+    classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
+    for entry in annotations.annotations:
+        if not entry.get("iscrowd", 0):
+            classes[entry["image_id"]].add(entry["category_id"])
+    counts = Counter(class_id for own in classes.values() for class_id in own)
+    return [
+        min(own, key=lambda class_id: (counts[class_id], class_id)) if own else None
+        for own in classes.values()
+    ]
+
+
+def split_names(
+    names: Sequence[str], groups: Sequence[Hashable], *, fraction: float, seed: int
+) -> dict[str, Any]:
+    """Returns the content of ``split.json``: "seed", "fraction", names in "train" and "val".
+
+    Raises a ``UserError`` if there are too few images.
+    """
+    chosen = choose_val(groups, fraction=fraction, seed=seed)
+    if not chosen or len(chosen) == len(names):
+        raise UserError(
+            f"a share of {fraction:g} of {len(names)} images cannot be held out: name a set to "
+            "evaluate on with --val, or set DATASETS.VAL_FRACTION 0 to evaluate on none"
+        )
+    parts: dict[str, list[str]] = {"train": [], "val": []}
+    for index, name in enumerate(names):
+        parts["val" if index in chosen else "train"].append(name)
+    return {"seed": seed, "fraction": fraction, **parts}
+
+
+def read_split(path: str | Path) -> dict[str, Any]:
+    """Returns the content of a ``split.json``, or raises a ``UserError``."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        parts = [content["train"], content["val"]]
+        if all(isinstance(name, str) for part in parts for name in part):
+            return dict(content)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f'\'{path}\' does not list the images of a split by "train" and "val"')

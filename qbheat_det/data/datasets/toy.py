@@ -12,7 +12,6 @@ visible pixels, ``area`` counts them, and ``segmentation`` rasterises to these p
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,16 +32,15 @@ ByteArray = NDArray[np.uint8]
 FloatArray = NDArray[np.float64]
 Shape = Callable[[FloatArray, FloatArray], BoolArray]
 
-ANNOTATION_FILE = "annotations.json"
 # Raise this number with every change of the images or annotations, so that old caches are unused.
 _GENERATOR_VERSION = 2
 _JPEG_QUALITY = 95
 # An object is painted only if this share of it stays visible, within the image and in front of
 # later objects. Every object of a class therefore has an annotation.
-MIN_VISIBLE = 0.5
-MIN_PIXELS = 24
-SIZE_RANGE = (0.11, 0.55)  # diameter of an object relative to the side of the image
-MAX_TILT = 0.5  # radians; a square never becomes a diamond
+_MIN_VISIBLE = 0.5
+_MIN_PIXELS = 24
+_SIZE_RANGE = (0.11, 0.55)  # diameter of an object relative to the side of the image
+_MAX_TILT = 0.5  # radians; a square never becomes a diamond
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ TOY_SETS = {
 def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder of a toy set, and draws the set if the cache lacks it.
 
-    The set appears under its name only when it is complete. Other processes wait meanwhile.
+    The folder appears when it is complete. Other processes wait meanwhile.
 
     Raises:
         UserError: the cache cannot be written.
@@ -82,13 +80,9 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
     try:
         with file_lock(f"{folder}.lock"):
             if not folder.is_dir():
-                partial = Path(tempfile.mkdtemp(prefix=f".{spec.folder_name}.", dir=cache))
-                try:
-                    _draw(spec, partial)
-                    partial.chmod(0o755)  # mkdtemp gives access to the owner alone
-                    os.replace(partial, folder)
-                finally:
-                    shutil.rmtree(partial, ignore_errors=True)
+                with tempfile.TemporaryDirectory(prefix=".toy_", dir=cache) as partial:
+                    _draw(spec, Path(partial, "set"))
+                    os.replace(Path(partial, "set"), folder)
     except OSError as error:
         raise UserError(f"cannot write to '{cache}' (QBHEAT_CACHE): {error}") from error
     return folder
@@ -98,7 +92,7 @@ def register_toy_set(name: str, spec: ToySpec) -> None:
     """Registers a toy set with Detectron2; the first load draws it."""
     cache = get_cache_dir()
     folder = cache / spec.folder_name
-    json_file, image_root = str(folder / ANNOTATION_FILE), str(folder / "images")
+    json_file, image_root = str(folder / "annotations.json"), str(folder / "images")
 
     def load() -> list[dict[str, Any]]:
         prepare_toy_set(spec, cache)
@@ -116,7 +110,7 @@ def register_toy_set(name: str, spec: ToySpec) -> None:
 
 
 def _draw(spec: ToySpec, folder: Path) -> None:
-    (folder / "images").mkdir()
+    (folder / "images").mkdir(parents=True)
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for image_id, scene in enumerate(sample_scenes(spec), start=1):
@@ -130,7 +124,7 @@ def _draw(spec: ToySpec, folder: Path) -> None:
         {"id": id_, "name": name} for id_, name in zip(CATEGORY_IDS, CLASS_NAMES, strict=True)
     ]
     content = {"images": images, "annotations": annotations, "categories": categories}
-    (folder / ANNOTATION_FILE).write_text(json.dumps(content), encoding="utf-8")
+    (folder / "annotations.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def sample_scenes(spec: ToySpec) -> Iterator["Scene"]:
@@ -206,10 +200,10 @@ class Scene:
         Size, aspect, rotation and texture are random. Returns whether the shape was painted.
         """
         rng, size = self._rng, len(self.owner)
-        low, high = SIZE_RANGE
+        low, high = _SIZE_RANGE
         diameter = size * low * (high / low) ** rng.beta(1.7, 1.5)
         side = int(np.ceil(diameter * 1.15)) + 2
-        angle, aspect = rng.uniform(-MAX_TILT, MAX_TILT), rng.uniform(0.87, 1.15)
+        angle, aspect = rng.uniform(-_MAX_TILT, _MAX_TILT), rng.uniform(0.87, 1.15)
         axis = (np.arange(side) - (side - 1) / 2) / (diameter / 2)
         x, y = axis[None, :], axis[:, None]
         u = (x * np.cos(angle) + y * np.sin(angle)) / aspect
@@ -237,7 +231,7 @@ class Scene:
 
 
 def _is_visible(pixels: int, area: int) -> bool:
-    return pixels >= max(MIN_PIXELS, MIN_VISIBLE * area)
+    return pixels >= max(_MIN_PIXELS, _MIN_VISIBLE * area)
 
 
 def _sample_texture(rng: np.random.Generator, side: int, behind: ByteArray) -> ByteArray:

@@ -10,7 +10,7 @@ An image without a label file has no objects.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ import yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first, one_line
 from qbheat_det.data.checks import DataError, short
-from qbheat_det.data.images import read_sizes
 
-from .coco_file import Converted
+from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert, read_lines
 from .image_folder import PART_NAMES, list_images
 
+_YAMLS = ("data.yaml", "data.yml", "dataset.yaml")
 _TOLERANCE = 0.01  # coordinates may lie outside the image by this much
 _LARGEST = 10_000_000  # bytes of a data.yaml
 
@@ -36,13 +36,11 @@ class YoloConfig:
     file: Path
     names: list[str]
     subsets: dict[str, list[Path]]
-    has_keypoints: bool
+    has_keypoints: bool = False
     warnings: tuple[str, ...] = ()
 
 
-def read_data_yaml(file: str | Path) -> YoloConfig:
-    """Reads a ``data.yaml``; raises a ``UserError`` if its names or folders are not valid."""
-    file = Path(file).absolute()
+def _read_data_yaml(file: Path) -> YoloConfig:
     try:
         if file.stat().st_size > _LARGEST:
             raise UserError(f"'{file}' is too large for a data.yaml")
@@ -58,153 +56,144 @@ def read_data_yaml(file: str | Path) -> YoloConfig:
     return YoloConfig(file, names, subsets, bool(content.get("kpt_shape")))
 
 
-def find_yolo_folders(root: Path) -> dict[str, list[Path]]:
+def list_yolo_parts(path: Path) -> list[str]:
+    """Returns "train" and perhaps "val" of a data.yaml or a folder; [] for another path."""
+    is_yolo = path.suffix.lower() in (".yaml", ".yml") or any(
+        (path / name).is_file() for name in _YAMLS
+    )
+    return list(read_yolo(path).subsets if is_yolo else _find_folders(path))
+
+
+def _find_folders(root: Path) -> dict[str, list[Path]]:
     """Returns the folders of images with labels, "train" and perhaps "val", or none."""
     found = {
         subset: [folder]
         for subset, names in PART_NAMES.items()
-        for folder in [
-            f for name in names for f in (root / name / "images", root / "images" / name)
-        ]
-        if list_labels(folder)
+        for name in names
+        for folder in (root / name / "images", root / "images" / name)
+        if _list_labels(folder)
     }
-    whole = {"train": [root / "images"]} if list_labels(root / "images") else {}
+    whole = {"train": [root / "images"]} if _list_labels(root / "images") else {}
     return found if "train" in found else whole
 
 
-def list_labels(images: Path) -> list[Path]:
+def _list_labels(images: Path) -> list[Path]:
     """Returns the sorted label files of a folder of images."""
-    labels = find_label_file(str(images / "any")).parent
+    labels = find_label_file(images / "any").parent
     return sorted(set(labels.rglob("*.txt")) - {labels / "classes.txt"}) if images.is_dir() else []
 
 
 def read_yolo(path: str | Path) -> YoloConfig:
-    """Reads a ``data.yaml``, or a folder without one; raises as ``read_data_yaml``."""
+    """Reads a ``data.yaml``, or a folder with or without one.
+
+    Raises a ``UserError`` if the names or folders of a ``data.yaml`` are not valid.
+    """
     root = Path(path).absolute()
     if not root.is_dir():
-        return read_data_yaml(root)
-    subsets = find_yolo_folders(root)
+        return _read_data_yaml(root)
+    if file := next((root / name for name in _YAMLS if (root / name).is_file()), None):
+        return _read_data_yaml(file)
+    subsets = _find_folders(root)
     folders = [folder for listed in subsets.values() for folder in listed]
-    beside = [find_label_file(str(folder / "any")).parent for folder in folders]
+    beside = [find_label_file(folder / "any").parent for folder in folders]
     files = [place / "classes.txt" for place in (root, root / "labels", *beside)]
     if file := next((file for file in files if file.is_file()), None):
-        names = [line.strip() for line in _read_lines(file) if line.strip()]
-        return YoloConfig(
-            file if file.parent == root else root / "classes.txt", names, subsets, False
-        )
-    labels = [label for folder in folders for label in list_labels(folder)]
-    first = [line.split()[0] for label in labels for line in _read_lines(label) if line.strip()]
-    count = max((int(word) + 1 for word in first if word.isdecimal() and len(word) < 4), default=1)
+        return YoloConfig(root / "classes.txt", [name for _, name in read_lines(file)], subsets)
+    labels = [label for folder in folders for label in _list_labels(folder)]
+    words = [line.split()[0] for label in labels for _, line in read_lines(label)]
+    count = max((int(word) + 1 for word in words if word.isdecimal() and len(word) < 4), default=1)
     reason = f"{root}: no classes.txt names the classes, so that they are named 0 to {count - 1}"
     names = [str(number) for number in range(count)]
-    return YoloConfig(root / "classes.txt", names, subsets, False, (reason,))
+    return YoloConfig(root / "classes.txt", names, subsets, warnings=(reason,))
 
 
-def list_yolo_images(config: YoloConfig, subset: str) -> tuple[list[str], list[DataError]]:
-    """Returns the paths of a subset's images without repetitions, and errors of missing images.
+def _list_images(config: YoloConfig, subset: str) -> list[LabelledImage]:
+    """Returns the images of a subset without repetitions.
 
     Raises a ``UserError`` if a folder has no image, or a list cannot be read.
     """
-    paths: dict[str, None] = {}
-    errors = []
-    for place in config.subsets[subset]:
-        if place.is_dir():
-            paths.update(dict.fromkeys(list_images(place)))
+    images: dict[str, LabelledImage] = {}
+    for source in config.subsets[subset]:
+        if source.is_dir():
+            images.update({path: LabelledImage(path, file=path) for path in list_images(source)})
             continue
-        for number, line in enumerate(_read_lines(place), start=1):
-            if not (name := line.strip()):
-                continue
-            near = (place.parent / name, config.file.parent / name)
+        for place, name in read_lines(source):
+            near = (source.parent / name, config.file.parent / name)
             if found := next((path for path in near if path.is_file()), None):
-                paths[os.path.normpath(found)] = None
+                path = os.path.normpath(found)
+                images[path] = LabelledImage(path, file=path)
             else:
-                reason = f"there is no image '{name}'"
-                errors.append(DataError("missing image file", f"{place}, line {number}", reason))
-    return list(paths), errors
+                missing = DataError(MISSING_IMAGE, place, f"there is no image '{name}'")
+                images[place] = LabelledImage(place, file=missing)
+    return list(images.values())
 
 
-def convert_yolo(file: str, subset: str) -> Converted:
+def convert_yolo(source: Mapping[str, Any]) -> Converted:
     """Returns a subset as COCO lists; file names are relative to the data.yaml.
 
-    ``file`` is a data.yaml or a folder without one.
+    ``source`` has "yolo_file", a data.yaml or its folder, and "subset", "train" or "val".
     """
-    config = read_yolo(file)
-    converted = Converted(config.names)
-    paths, converted.errors = list_yolo_images(config, subset)
-    converted.warnings = [*config.warnings, *_find_orphans(config, subset, paths)]
-    any_label = False
-    for path, size in zip(paths, read_sizes(paths), strict=True):
-        label = find_label_file(path)
-        lines = _read_lines(label) if label.is_file() else []
-        any_label |= label.is_file()
-        if isinstance(size, DataError):
-            converted.errors.append(size)
-            continue
-        width, height = size
-        image_id = converted.add_image(path, os.path.relpath(path, config.file.parent), size)
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where, found = f"{label}, line {number}", _parse(line, config)
-            if isinstance(found, str):
-                converted.errors.append(DataError("wrong label", where, found))
-                continue
-            class_id, (left, top, right, bottom) = found
-            box = [left * width, top * height, (right - left) * width, (bottom - top) * height]
-            converted.add_box(where, image_id, class_id, box)
-    if paths and not any_label:
-        reason = f"no image of '{subset}' has a label file, such as '{find_label_file(paths[0])}'"
+    config, subset = read_yolo(source["yolo_file"]), source["subset"]
+    images = _list_images(config, subset)
+    paths = [image.file for image in images if isinstance(image.file, str)]
+    labels = {path: find_label_file(path) for path in paths}
+    found = {path for path, file in labels.items() if file.is_file()}
+    for image in images:
+        if image.place in found:
+            for place, line in read_lines(labels[image.place]):
+                with image.reading(place):
+                    _add_label(image, place, line, config)
+    converted = convert(images, config.names, config.file.parent, by_index=True)
+    converted.warnings += [*config.warnings, *_find_orphans(config, subset, set(labels.values()))]
+    if paths and not found:
+        reason = f"no image of '{subset}' has a label file, such as '{labels[paths[0]]}'"
         converted.errors.append(DataError("no labels", str(config.file), reason))
     return converted
 
 
-def _find_orphans(config: YoloConfig, subset: str, paths: Sequence[str]) -> list[str]:
-    """Returns a warning for each folder "labels" of a subset with files that lack an image."""
-    known = {find_label_file(path) for path in paths}
-    warnings = []
+def _find_orphans(config: YoloConfig, subset: str, known: set[Path]) -> Iterator[str]:
+    """Yields a warning for each folder "labels" of a subset with files that lack an image."""
     for folder in filter(Path.is_dir, config.subsets[subset]):
-        labels = find_label_file(str(folder / "any")).parent
-        orphans = sorted(set(labels.rglob("*.txt")) - known - {labels / "classes.txt"})
+        labels = find_label_file(folder / "any").parent
+        orphans = [file for file in _list_labels(folder) if file not in known]
         if orphans and labels != folder:  # else other text may lie among the images
             names = join_first(file.relative_to(labels) for file in orphans)
-            warnings.append(f"{labels}: no image for the labels {names}")
-    return warnings
+            yield f"{labels}: no image for the labels {names}"
 
 
-def find_label_file(image: str) -> Path:
+def find_label_file(image: str | Path) -> Path:
     """Returns the label file of an image; "labels" replaces the last "images" in its path."""
-    folder, name = os.path.split(image)
-    parts = folder.split(os.sep)
-    if "images" in parts:
-        last = len(parts) - 1 - parts[::-1].index("images")
-        parts[last] = "labels"
-    return Path(os.sep.join(parts), name).with_suffix(".txt")
+    path = Path(image).with_suffix(".txt")
+    parts = list(path.parts)
+    folders = [index for index, part in enumerate(parts[:-1]) if part == "images"]
+    if folders:
+        parts[folders[-1]] = "labels"
+    return Path(*parts)
 
 
-def _parse(line: str, config: YoloConfig) -> tuple[int, list[float]] | str:
-    """Returns class and box (left, top, right, bottom; in fractions), or the error."""
+def _add_label(image: LabelledImage, place: str, line: str, config: YoloConfig) -> None:
     try:
         number, *values = map(float, line.split())
     except ValueError:
-        return f"must be numbers, class, x, y, width and height, but is {short(line)}"
+        must = "must be numbers, class, x, y, width and height"
+        raise ValueError(f"{must}, but is {short(line)}") from None
     count = len(config.names)
     if number not in range(count):
-        return f"class {line.split()[0]} is none of the {count} in names, which count from 0"
+        known = f"none of the {count} in names, which count from 0"
+        raise ValueError(f"class {line.split()[0]} is {known}")
     values = values[:4] if config.has_keypoints else values
     if len(values) < 4 or len(values) % 2:
-        return (
-            "must be class, x, y, width and height, or class and a polygon, but has "
-            f"{len(values) + 1} numbers"
-        )
+        must = "must be class, x, y, width and height, or class and a polygon"
+        raise ValueError(f"{must}, but has {len(values) + 1} numbers")
     if not all(-_TOLERANCE <= value <= 1 + _TOLERANCE for value in values):
-        return f"must be fractions of the image's sides, from 0 to 1, but is {short(line)}"
+        must = "must be fractions of the image's sides, from 0 to 1"
+        raise ValueError(f"{must}, but is {short(line)}")
     if len(values) == 4:
         x, y, width, height = values
-        box = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
-    else:
-        xs, ys = values[::2], values[1::2]
-        box = [min(xs), min(ys), max(xs), max(ys)]
-    return int(number), [min(max(value, 0.0), 1.0) for value in box]
+        values = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
+    values = [min(max(value, 0.0), 1.0) for value in values]
+    points = zip(values[::2], values[1::2], strict=True)
+    image.add(place, int(number), points, is_relative=True)
 
 
 def _read_names(file: Path, content: dict[str, Any]) -> list[str]:
@@ -235,10 +224,3 @@ def _resolve(file: Path, content: dict[str, Any], key: str) -> Iterator[Path]:
                 f"(.txt) in '{file.parent / root}'"
             )
         yield Path(os.path.normpath(found))
-
-
-def _read_lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise UserError(f"'{file}' cannot be read: {error.strerror}") from error

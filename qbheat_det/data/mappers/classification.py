@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The mapper of classification: the random part of pre-training, then the usual augmentation.
+"""The mapper of classification: the random part of pre-training, RandAugment, random erasing.
 
-"RandAugment", arXiv:1909.13719, and "Random Erasing", arXiv:1708.04896, both timm's: torchvision's
-RandAugment has no standard deviation of the magnitude, which the QB-Heat paper's recipes name.
+"RandAugment", arXiv:1909.13719, and "Random Erasing", arXiv:1708.04896, are timm's. The QB-Heat
+paper's recipes have a standard deviation of the magnitude, which torchvision's RandAugment lacks.
 """
 
 import random
@@ -22,17 +22,15 @@ from qbheat_det.data.checks import DataError, check_input_keys
 from .pretraining import PretrainingMapper
 
 _LARGEST_MAGNITUDE = 10  # timm's scale
-# At the very end of it no bit of a posterised image would be left, which Pillow refuses.
-_LARGEST_DRAWN = 9.99
-_TRANSLATION = 0.45  # of the side, the farthest that RandAugment shifts, as timm's recipes have it
+_LARGEST_DRAWN = 9.99  # at 10, posterising would leave no bit of an image, which Pillow refuses
+_TRANSLATION = 0.45  # largest shift relative to the side, as in timm's recipes
 
 
 class ClassificationMapper:
-    """From a record with ``file_name`` and ``label`` to an image of the size that the model sees.
+    """Maps a record with ``file_name`` and ``label`` to a square image.
 
-    Returns what ``PretrainingMapper`` returns, ``label`` with it. In training, RandAugment and
-    random erasing follow its part and flip; in inference the part is a square in the middle, and
-    nothing else is done. An image that cannot be read is a ``DataError``.
+    Returns the entry of ``PretrainingMapper``, or its ``DataError``. In training, RandAugment and
+    random erasing follow the part and the flip.
     """
 
     @configurable
@@ -47,16 +45,15 @@ class ClassificationMapper:
     ) -> None:
         """
         Args:
-            crop: draws the part and the flip; images are augmented where it is that of training.
-            rand_augment: magnitude, a whole number from 0 to 10, and its standard deviation;
-                none if empty.
-            random_erasing: probability that a rectangle becomes noise, in [0, 1]. The noise is
-                normal, of mean ``pixel_mean`` and deviation ``pixel_std``, clipped to bytes.
-            pixel_mean: of the three channels, in the order of the crop's pixel format.
-            pixel_std: as ``pixel_mean``.
+            crop: draws the part and the flip. If it is for inference, nothing else is done.
+            rand_augment: magnitude, a whole number from 0 to 10, and its standard deviation; or
+                empty.
+            random_erasing: probability of a rectangle of normal noise, clipped to bytes.
+            pixel_mean: of the noise, for the channels of the crop's pixel format.
+            pixel_std: of the noise.
 
         Raises:
-            UserError: a value makes no sense.
+            UserError: a value is invalid.
         """
         magnitude, deviation = rand_augment if len(rand_augment) == 2 else (-1, -1)
         is_pair = magnitude in range(_LARGEST_MAGNITUDE + 1) and deviation >= 0
@@ -107,13 +104,13 @@ class ClassificationMapper:
             return entry
         if self._augment is not None:
             entry["image"] = self._rand_augment(entry["image"])
-        # Drawn here, so that images which are not erased are not normalised in vain.
+        # Drawn here, so that only erased images are normalised.
         if self._erasing is not None and random.random() < self._erasing[0]:
             entry["image"] = self._erase(entry["image"])
         return entry
 
     def _rand_augment(self, image: Tensor) -> Tensor:
-        """From (3, S, S), uint8, to the same."""
+        """Maps (3, S, S), uint8, to the same."""
         assert self._augment is not None
         rgb = image.flip(0) if self._is_bgr else image
         picture = self._augment(Image.fromarray(rgb.permute(1, 2, 0).numpy()))
@@ -121,7 +118,7 @@ class ClassificationMapper:
         return (pixels.flip(0) if self._is_bgr else pixels).contiguous()
 
     def _erase(self, image: Tensor) -> Tensor:
-        """From (3, S, S), uint8, to the same; what is not erased comes back as it was."""
+        """Maps (3, S, S), uint8, to the same; pixels outside the rectangle stay equal."""
         assert self._erasing is not None
         normalised = (image.float() - self._mean) / self._std
         erased = self._erasing[1](normalised) * self._std + self._mean

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The mappers of pre-training: a random part of an image, resized to a square, or two of them.
+"""The mappers of pre-training: one or two random parts of an image, resized to a square.
 
-"Going deeper with convolutions", arXiv:1409.4842, as torchvision's ``RandomResizedCrop`` draws it.
-The augmentations of contrastive pre-training are MoCo-v2's, arXiv:2003.04297: a random part and a
-flip, colour jitter, grey, blur. What differs: the colours are torchvision's on bytes, and the
-blur's kernel ends at three standard deviations.
+The random part is that of "Going deeper with convolutions", arXiv:1409.4842, as torchvision's
+``RandomResizedCrop`` draws it. Contrastive pre-training has MoCo-v2's augmentations,
+arXiv:2003.04297: a random part, a flip, colour jitter, grey, blur. Two details differ: torchvision
+changes colours on bytes, and the blur's kernel ends at three standard deviations.
 """
 
 import errno
@@ -20,23 +20,24 @@ from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
-from qbheat_det.data.images import Box, DecodedImages, decode_if_small, open_image, resize
+from qbheat_det.data.images import Box, ImageInMemory, decode_if_small, open_image, resize
 
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
-_REACH = 3.0  # standard deviations that a blur looks to each side
+_REACH = 3.0  # radius of a blur's kernel, in standard deviations
 _KEPT = ("file_name", "image_id", "label", "place")
-_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that say nothing of a file
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors of no particular file
 
 
 class PretrainingMapper:
-    """From a record with ``file_name`` to an image of the size that the model sees.
+    """Maps a record with ``file_name`` to a square image.
 
-    Returns the record's ``file_name``, ``image_id``, ``label`` and ``place`` (of the quarter that
-    is to be visible), as far as it has them, and ``image`` (3, S, S), uint8, in the channel order
-    of ``INPUT.FORMAT``. In training, the part, the flip and nothing else are drawn, from torch's
-    global generator; in inference the part is the largest square in the middle, or a share of it.
-    An image that cannot be read is a ``DataError``; too many open files are an ``OSError``.
+    Returns ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``, and the record's
+    ``file_name``, ``image_id``, ``label`` and ``place`` (of the visible quarter), if it has them.
+    Training draws a part and a flip from torch's global generator. Inference takes the largest
+    square in the middle, or a share of it. Returns a ``DataError`` for an image that cannot be
+    read, and raises an ``OSError`` for too many open files.
     """
 
     @configurable
@@ -57,14 +58,14 @@ class PretrainingMapper:
             size: side S of the result, in pixels.
             scale: smallest and largest share of the image's area.
             ratio: smallest and largest width over height, drawn uniformly in its logarithm.
-            flip: "none", or "horizontal" or "vertical" for one in two images.
+            flip: "none", or "horizontal" or "vertical" for half of the images.
             pixel_format: "RGB" or "BGR".
-            memory_gb: images that take less than this when decoded stay in memory, in GB.
+            memory_gb: a set that takes less than this when decoded stays in memory, in GB.
             test_crop: in inference, side of the square relative to the image's shorter side.
             is_train: whether parts are random.
 
         Raises:
-            UserError: a value makes no sense.
+            UserError: a value is invalid.
         """
         is_scale = len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1
         is_ratio = len(ratio) == 2 and 0 < ratio[0] <= ratio[1]
@@ -86,13 +87,12 @@ class PretrainingMapper:
         self._flipped = _FLIPS[flip]
         self._reversed = (0,) if pixel_format == "BGR" else ()
         self._memory_gb = memory_gb
-        self._memory: DecodedImages | None = None
+        self._memory: dict[str, ImageInMemory] = {}
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         keys = cfg.INPUT.PRETRAIN
-        # Images in memory may be scaled down, where there is room for them: a view that is drawn
-        # once is to be the same on every machine, in any number of processes.
+        # Images in memory may be scaled down, but fixed views must be equal on every machine.
         is_fixed = cfg.INPUT.FIXED_VIEWS.COUNT > 0
         return {
             "size": keys.SIZE,
@@ -105,8 +105,8 @@ class PretrainingMapper:
         }
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Decodes all images if they are to stay in memory; called once, before workers start."""
-        # The smallest part that can be drawn still has as many pixels as the model sees.
+        """Decodes all images if they fit into memory; called once, before workers start."""
+        # Even the smallest part has at least S pixels.
         smallest = math.sqrt(self.scale[0] * min(self.ratio[0], 1 / self.ratio[1]))
         self._memory = decode_if_small(
             dataset_dicts,
@@ -117,16 +117,16 @@ class PretrainingMapper:
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         file_name = dataset_dict["file_name"]
         try:
-            kept_image = self._memory.get(file_name) if self._memory is not None else None
-            with nullcontext(kept_image) if kept_image else open_image(file_name) as picture:
+            decoded = self._memory.get(file_name)
+            with nullcontext(decoded) if decoded else open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
                 pixels = picture.read(box, self.size)
-        except (MemoryError, UserError):  # a shard that cannot be had is no broken image
+        except (MemoryError, UserError):  # a missing shard is no broken image
             raise
-        except Exception as error:  # what a broken file raises depends on its format's decoder
+        except Exception as error:  # the type depends on the format's decoder
             if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = f"{type(error).__name__}: {one_line(error)}"
             return DataError("unreadable image", f"image {file_name!r}", reason)
         is_flipped = self.is_train and bool(self._flipped) and bool(torch.rand(()) < 0.5)
         reverse = self._reversed + (self._flipped if is_flipped else ())
@@ -148,11 +148,10 @@ class PretrainingMapper:
 
 
 class TwoViewMapper:
-    """From a record with ``file_name`` to two views of the image.
+    """Maps a record with ``file_name`` to two views of the image.
 
-    Returns what ``PretrainingMapper`` returns, and in training a second view, ``image_key`` (3, S,
-    S), uint8, drawn independently from torch's global generator. In inference there is one square
-    in the middle.
+    Returns the entry of ``PretrainingMapper``. In training it also has a second view, ``image_key``
+    (3, S, S), uint8, drawn independently from torch's global generator.
     """
 
     @configurable
@@ -168,16 +167,15 @@ class TwoViewMapper:
     ) -> None:
         """
         Args:
-            crop: draws the part and the flip of a view; whether it is that of training decides
-                whether there are two views, and anything is drawn.
-            jitter: how far brightness, contrast, saturation (factors) and hue (circle) may go.
-            jitter_probability: that a view's colours are changed.
-            grey_probability: that a view loses its colours.
+            crop: draws the part and the flip of a view. If it is for inference, there is one view.
+            jitter: largest change of brightness, contrast, saturation (factors) and hue (circle).
+            jitter_probability: of a change of colours.
+            grey_probability: of a loss of colours.
             blur_sigma: smallest and largest standard deviation, in pixels.
-            blur_probability: that a view is blurred.
+            blur_probability: of a blur.
 
         Raises:
-            UserError: a value makes no sense.
+            UserError: a value is invalid.
         """
         is_jitter = len(jitter) == 4 and min(jitter) >= 0 and max(*jitter[:3], 2 * jitter[3]) <= 1
         is_sigma = len(blur_sigma) == 2 and 0 < blur_sigma[0] <= blur_sigma[1]
@@ -240,6 +238,6 @@ class TwoViewMapper:
 
     def _blur(self, image: Tensor) -> Tensor:
         sigma = float(torch.empty(()).uniform_(*self._sigma))
-        # The time of a blur grows with the square of this; no farther than a mirror image reaches.
+        # The time of a blur grows with the square of the radius, which the image's side limits.
         radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
         return F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
