@@ -179,14 +179,13 @@ def test_an_archive_alone_says_how_to_get_detectron2_and_then_predicts(
         assert "`qbheat setup`" in run(bin_folder / "python", "-c", "import qbheat_det").stderr
         setup = run(bin_folder / "qbheat", "setup")
         assert setup.returncode == 0, setup.stderr
-        image, out = ROOT / "docs" / "cells.jpg", tmp_path / "out"
+        image = ROOT / "docs" / "cells.jpg"
         predicted = run(
             *(bin_folder / "qbheat", "predict", "--weights", "retinanet/285M_bccd"),
-            *("--images", image, "--output", out),
+            *("--images", image, "--json", tmp_path / "boxes.json"),
         )
         assert predicted.returncode == 0, predicted.stderr
-        (boxes,) = out.glob("*.json")
-        assert json.loads(boxes.read_text())
+        assert json.loads((tmp_path / "boxes.json").read_text())
         assert run(bin_folder / "qbheat", "doctor").returncode == 0
     finally:
         shutil.rmtree(tmp_path / "venv", ignore_errors=True)  # 6 GB
