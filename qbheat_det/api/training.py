@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training as ``tools/train_net.py`` does it, from Python."""
+"""Trains and evaluates from Python, with the steps of ``tools/train_net.py``."""
 
+import itertools
 import logging
 import shlex
 import sys
@@ -30,10 +31,15 @@ _NUM_PICTURES = 12  # in a report
 
 
 def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) -> dict[str, Any]:
-    """Trains in each process, records the run, and writes its report; see ``build_config``.
+    """Trains, records the run, and writes its report.
 
-    With ``allow_partial``, part of ``MODEL.WEIGHTS`` may fit nowhere; ``resume`` continues the run
-    in ``OUTPUT_DIR``. Returns the results of the last evaluation.
+    Args:
+        cfg: a result of ``build_config``.
+        resume: continue the run in ``OUTPUT_DIR``.
+        allow_partial: allow tensors in ``MODEL.WEIGHTS`` that the model does not have.
+
+    Returns:
+        The results of the last evaluation.
     """
     load_figures()
     trainer = Trainer(cfg, allow_partial=allow_partial)
@@ -55,9 +61,9 @@ def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) ->
 
 
 def write_run_report(cfg: CfgNode, seconds: float | None = None) -> Path:
-    """Writes ``report.html`` of a finished run into its folder, and returns the page.
+    """Writes ``report.html`` into the folder of a finished run, and returns its path.
 
-    ``seconds`` is the duration of the training, if it is known.
+    ``seconds`` is the duration of the training, if known.
     """
     folder, model = Path(cfg.OUTPUT_DIR), cfg.MODEL
     page = folder / "report.html"
@@ -93,7 +99,7 @@ def train_detector(
     """Trains from the weights of a config on other data, see ``Detector.train``."""
     folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
     if output is not None and (folder / "config.yaml").exists():
-        raise UserError(f"'{folder}' holds a run: name another folder, or resume by qbheat train")
+        raise UserError(f"'{folder}' has a run: name another folder, or use qbheat train --resume")
     values = {
         "SOLVER.EPOCHS": epochs,
         "MODEL.DEVICE": cfg.MODEL.DEVICE,
@@ -131,5 +137,8 @@ def evaluate_detector(cfg: CfgNode, data: str, images: str) -> dict[str, float]:
 
 def _find_free(folder: Path) -> Path:
     """Returns ``folder``/train, or the first of train-2, train-3, … that does not exist."""
-    names = (folder / ("train" if number == 1 else f"train-{number}") for number in range(1, 10**6))
-    return next(path for path in names if not path.exists())
+    path = folder / "train"
+    numbers = itertools.count(2)
+    while path.exists():
+        path = folder / f"train-{next(numbers)}"
+    return path

@@ -16,8 +16,8 @@ import qbheat_det
 from qbheat_det.api import Detections, Detector, Encoder, predict_files, save_annotations
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.inference import pictures
-from qbheat_det.inference.pictures import read_rgb
+from qbheat_det.inference import images as images_module
+from qbheat_det.inference.images import read_rgb
 from tests.export.tiny_models import save as save_tiny
 
 
@@ -123,7 +123,7 @@ def test_an_address_that_gives_no_image_is_refused(
     path: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "0.png":
-        monkeypatch.setattr(pictures, "MAX_DOWNLOAD", 100)
+        monkeypatch.setattr(images_module, "MAX_DOWNLOAD", 100)
     with pytest.raises(UserError, match=path):
         read_rgb(f"{address}/{path}")
 

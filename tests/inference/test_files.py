@@ -15,14 +15,10 @@ from PIL import Image
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.predict import (
-    Predictions,
-    build_predictor,
-    find_inputs,
-    get_category_id,
-    name_outputs,
-    predict_images,
-)
+from qbheat_det.inference.files import name_outputs, predict_images
+from qbheat_det.inference.images import find_inputs
+from qbheat_det.inference.predict import build_predictor
+from qbheat_det.inference.results import Detections, Predictions
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 
 RED = (255, 0, 0)
@@ -53,10 +49,9 @@ def _run(
     return predict_images(
         build_predictor(cfg),
         find_inputs([str(path) for path in inputs]),
-        cfg=cfg,
+        cfg,
         score_threshold=score_threshold,
         output_dir=output,
-        draw=lambda image, instances: image,
     )
 
 
@@ -87,7 +82,7 @@ def test_each_frame_of_a_video_is_an_image_of_its_own(
     assert frames == [(1, None), (2, 0), (3, 1)]
     assert [name for name, _ in found.skipped] == [str(tmp_path / "text.mp4")]
     written = cv2.VideoCapture(str(tmp_path / "out" / "v.mp4"))
-    assert [written.read()[1].shape for _ in range(2)] == [(32, 48, 3)] * 2
+    assert [written.read()[1].shape for _ in range(2)] == [(384, 576, 3)] * 2
     assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
 
@@ -117,7 +112,7 @@ def test_an_image_is_turned_upright_as_its_exif_says(
     Image.new("RGB", (200, 100), RED).save(tmp_path / "turned.jpg", exif=exif)
     found = _run(*probe, [tmp_path / "turned.jpg"], tmp_path / "out")
     assert found.results[0]["bbox"] == [0.0, 0.0, 50.0, 200.0]
-    assert Image.open(tmp_path / "out" / "turned.jpg").size == (100, 200)
+    assert Image.open(tmp_path / "out" / "turned.jpg").size == (384, 768)
 
 
 def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_path: Path) -> None:
@@ -170,12 +165,8 @@ def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(
     red = np.full((100, 200, 3), (0, 0, 255), np.uint8)  # BGR, where the model wants RGB
     found = build_predictor(cfg)(red)["instances"]
     assert found.scores.item() == pytest.approx(1)
-    assert get_category_id(cfg, int(found.pred_classes)) == 9
-
-    cfg = make_probe_config()
-    assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
-    cfg.MODEL.CATEGORY_IDS = []
-    assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
+    for ids, expected in ((cfg.MODEL.CATEGORY_IDS, 9), ([], 2)):
+        assert Detections(found, ["square", "disc"], ids, red).label_ids == [expected]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A tiny detector, a few photos, and a server of files."""
+
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import cv2
+import pytest
+
+import qbheat_det
+from qbheat_det.api import Detector
+from tests.data.pictures import draw, save
+from tests.export.tiny_models import save as save_tiny
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("api") / "run", "two_maps")
+
+
+@pytest.fixture(scope="session")
+def detector(weights: str) -> Detector:
+    return qbheat_det.load(weights, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four images of three sizes, a video of three frames, and a file that is none."""
+    folder = tmp_path_factory.mktemp("photos")
+    for index, size in enumerate([(120, 90), (90, 120), (120, 90), (70, 70)]):
+        save(folder / f"{index}.png", draw(*size, seed=index))
+    writer = cv2.VideoWriter(str(folder / "v.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 5, (96, 64))
+    for index in range(3):
+        writer.write(draw(96, 64, seed=index))
+    writer.release()
+    (folder / "broken.jpg").write_bytes(b"no image")
+    return folder
+
+
+class _Server(SimpleHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path.startswith("/redirect"):
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/hostname")
+            self.end_headers()
+        else:
+            super().do_GET()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def address(photos: Path) -> Iterator[str]:
+    """The address of a server of ``photos``; "/redirect" leads to a local file."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Server, directory=str(photos)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
