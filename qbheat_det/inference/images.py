@@ -199,7 +199,7 @@ def read_bgr(path: str | Path) -> Image:
     return read_rgb(path)[:, :, ::-1]
 
 
-def group_by_shape(images: Sequence[Image] | Sequence[Tensor]) -> list[list[int]]:
+def group_by_shape(images: Sequence[Image | Tensor]) -> list[list[int]]:
     """Returns the indices of arrays or tensors in groups of one shape."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, image in enumerate(images):

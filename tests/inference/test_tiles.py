@@ -2,7 +2,6 @@
 """Tiles find each small object once, keep large ones whole, and leave small images alone."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -10,8 +9,6 @@ import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 
-from qbheat_det.api import Detector, predict_files
-from qbheat_det.core.errors import UserError
 from qbheat_det.inference.images import Image
 from qbheat_det.inference.predict import OVERLAP, TiledPredictor, tile_starts
 
@@ -88,14 +85,3 @@ def test_an_image_of_one_tile_is_predicted_once() -> None:
     plain = Components()
     TiledPredictor(plain, TILE).predict_batch([np.zeros((TILE, 90, 3), dtype=np.uint8)])
     assert plain.sizes == [(TILE, 90)]
-
-
-def test_the_tool_and_the_detector_agree(detector: Detector, weights: str, photos: Path) -> None:
-    path = photos / "0.png"
-    options = {"score_threshold": 0.0, "device": "cpu"}
-    expected = predict_files(weights, [str(path)], tile=64, **options).results
-    found = detector.predict(path, threshold=0, tile=64).to_coco()
-    assert found == [{k: v for k, v in box.items() if k != "file_name"} for box in expected]
-    assert found != detector.predict(path, threshold=0).to_coco()
-    with pytest.raises(UserError, match="tile"):
-        detector.predict(path, tile=0)
