@@ -2,6 +2,8 @@
 """``Detector``: a trained detector as an object that is called with images."""
 
 import copy
+import itertools
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -12,8 +14,12 @@ from torch import Tensor
 
 from qbheat_det.analysis.run import Run
 from qbheat_det.checkpoint import load_run_config
+from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy
+from qbheat_det.engine import build_config, evaluate, setup
+from qbheat_det.engine.console import removes_empty_run
+from qbheat_det.engine.run_flags import RunFlags
 from qbheat_det.inference.images import Image, Picture, is_collection, is_video, open_images
 from qbheat_det.inference.predict import (
     BatchPredictor,
@@ -25,7 +31,7 @@ from qbheat_det.inference.predict import (
 from qbheat_det.inference.results import Detections
 
 from .encoder import Trained, names_mistakes
-from .training import evaluate_detector, train_detector
+from .training import train
 
 _PREDICT_MISTAKES = {
     "conf": "threshold",
@@ -181,7 +187,17 @@ class Detector(Trained):
                 deployed.
         """
         self._require_weights("evaluate", deployed=False)
-        return evaluate_detector(self.cfg, str(data), str(images))
+        with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
+            flags = RunFlags(
+                data=str(data),
+                images=str(images) or (),
+                weights=self.weights,
+                output=folder,
+                eval_only=True,
+                opts=["MODEL.DEVICE", self.cfg.MODEL.DEVICE],
+            )
+            metrics: dict[str, float] = evaluate(build_config(flags))["bbox"]
+        return metrics
 
     @names_mistakes(_TRAIN_MISTAKES)
     def train(
@@ -210,9 +226,29 @@ class Detector(Trained):
             UserError: the data or an override are invalid, or the detector is exported or deployed.
         """
         self._require_weights("train", deployed=False)
-        run = train_detector(
-            self.cfg, str(data), epochs=epochs, output=output, overrides=overrides or {}, **flags
-        )
+        folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
+        if output is not None and (folder / "config.yaml").exists():
+            raise UserError(
+                f"'{folder}' has a run: name another folder, or use qbheat train --resume"
+            )
+        values = {
+            "SOLVER.EPOCHS": epochs,
+            "MODEL.DEVICE": self.cfg.MODEL.DEVICE,
+            "MODEL.DEPLOY.ENABLED": False,
+            **(overrides or {}),
+        }
+        opts = [text for key, value in values.items() for text in (key, str(value))]
+        try:
+            asked = RunFlags(
+                data=str(data), weights=self.weights, output=str(folder), opts=opts, **flags
+            )
+        except TypeError as error:
+            raise UserError(f"Detector.train: {error}") from error
+        own = build_config(asked)
+        setup(own, asked)
+        with removes_empty_run(folder):
+            train(own)
+        run = Run.open(folder, device=self.cfg.MODEL.DEVICE)
         cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
         self._predictor, self.cfg = build_predictor(cfg), cfg
         self.model = self._predictor.model
@@ -221,3 +257,12 @@ class Detector(Trained):
     def embed(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises a ``UserError``: only encoders compute vectors."""
         raise UserError(f"'{self.weights}' is a detector, not an encoder, and has no embeddings")
+
+
+def _find_free(folder: Path) -> Path:
+    """Returns ``folder``/train, or the first of train-2, train-3, … that does not exist."""
+    path = folder / "train"
+    numbers = itertools.count(2)
+    while path.exists():
+        path = folder / f"train-{next(numbers)}"
+    return path

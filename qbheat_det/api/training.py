@@ -1,13 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trains and evaluates from Python, with the steps of ``tools/train_net.py``."""
+"""Trains, records the run and writes its report."""
 
-import itertools
 import logging
 import shlex
 import sys
-import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,8 @@ from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import Run
-from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration, join_first
-from qbheat_det.engine import Trainer, build_config, evaluate, setup, write_run_record
-from qbheat_det.engine.console import removes_empty_run
-from qbheat_det.engine.run_flags import RunFlags
+from qbheat_det.engine import Trainer, write_run_record
 
 logger = logging.getLogger(__name__)
 _FIGURES = {"detector": ("detections",), "classifier": ("classes",)}
@@ -85,60 +78,3 @@ def write_run_report(cfg: CfgNode, seconds: float | None = None) -> Path:
         f"{duration}{weights}.",
     )
     return page
-
-
-def train_detector(
-    cfg: CfgNode,
-    data: str,
-    *,
-    epochs: float,
-    output: str | Path | None,
-    overrides: Mapping[str, Any],
-    **flags: Any,
-) -> Run:
-    """Trains from the weights of a config on other data, see ``Detector.train``."""
-    folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
-    if output is not None and (folder / "config.yaml").exists():
-        raise UserError(f"'{folder}' has a run: name another folder, or use qbheat train --resume")
-    values = {
-        "SOLVER.EPOCHS": epochs,
-        "MODEL.DEVICE": cfg.MODEL.DEVICE,
-        "MODEL.DEPLOY.ENABLED": False,
-        **overrides,
-    }
-    opts = [text for key, value in values.items() for text in (key, str(value))]
-    try:
-        asked = RunFlags(
-            data=data, weights=cfg.MODEL.WEIGHTS, output=str(folder), opts=opts, **flags
-        )
-    except TypeError as error:
-        raise UserError(f"Detector.train: {error}") from error
-    own = build_config(asked)
-    setup(own, asked)
-    with removes_empty_run(folder):
-        train(own)
-    return Run.open(folder, device=cfg.MODEL.DEVICE)
-
-
-def evaluate_detector(cfg: CfgNode, data: str, images: str) -> dict[str, float]:
-    """Evaluates the weights of a config on other data, see ``Detector.evaluate``."""
-    with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
-        asked = RunFlags(
-            data=data,
-            images=images or (),
-            weights=cfg.MODEL.WEIGHTS,
-            output=folder,
-            eval_only=True,
-            opts=["MODEL.DEVICE", cfg.MODEL.DEVICE],
-        )
-        results: dict[str, float] = evaluate(build_config(asked))["bbox"]
-    return results
-
-
-def _find_free(folder: Path) -> Path:
-    """Returns ``folder``/train, or the first of train-2, train-3, … that does not exist."""
-    path = folder / "train"
-    numbers = itertools.count(2)
-    while path.exists():
-        path = folder / f"train-{next(numbers)}"
-    return path

@@ -64,17 +64,7 @@ class _Headers:
 
 
 def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None:
-    """Serves the page until the process is interrupted.
-
-    Args:
-        models: visitors choose among them.
-        folder: for temporary files.
-        host: address to listen on.
-        port: None for the first free one.
-
-    Raises:
-        UserError: the port is taken.
-    """
+    """Serves the page until the process is interrupted, with temporary files in a folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from Gradio's dependencies
         page = build_page(models, folder)

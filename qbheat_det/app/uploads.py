@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import time
-import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +28,9 @@ from qbheat_det.inference.images import (
     VIDEO_SUFFIXES,
     Image,
     UnreadableImage,
+    decode_image,
     open_frames,
     open_video,
-    read_rgb,
 )
 from qbheat_det.inference.results import Predictions
 from qbheat_det.model_zoo.api import get_address
@@ -71,33 +70,16 @@ class Found:
 
 
 def open_image(path: Path) -> Image:
-    """Reads an uploaded image: (H, W, 3), RGB, upright.
-
-    Raises:
-        UnreadableImage: the format is not allowed, or the image is too large or broken.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-            image = PIL.Image.open(path, formats=_FORMATS)
-        with image:
-            if image.width * image.height > MAX_PIXELS:
-                raise UnreadableImage(path, f"more than {MAX_PIXELS // 10**6} million pixels")
-            return read_rgb(image)
-    except PIL.UnidentifiedImageError as error:
-        raise UnreadableImage(path, "not an image") from error
-    except UnreadableImage:
-        raise
-    except Exception as error:  # what a broken file raises depends on its format's decoder
-        raise UnreadableImage(path, "a broken image") from error
+    """Reads an uploaded image (H, W, 3), RGB, upright; raises ``UnreadableImage``."""
+    with path.open("rb") as file:
+        return decode_image(file, path, formats=_FORMATS, max_pixels=MAX_PIXELS)
 
 
 def read_upload(path: Path) -> tuple[Iterator[Image], float]:
     """Returns the image of an upload, or the first frames of a video, and frames per second or 0.
 
-    Raises:
-        UnreadableImage: the file is neither, or its content differs from its suffix; later, if
-            frames are too large.
+    Raises ``UnreadableImage`` if the file is neither, or its content differs from its suffix; later,
+    if frames are too large.
     """
     suffix = path.suffix.lower()
     if suffix in IMAGE_SUFFIXES:
@@ -180,11 +162,7 @@ def render(
 
 
 def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
-    """Draws attention and reconstructions of an upload; returns images and their captions.
-
-    Raises:
-        UserError: the file is not an image, or the model has nothing to draw.
-    """
+    """Draws attention and reconstructions of an upload; returns images and their captions."""
     images = folder / "input"
     images.mkdir()
     try:
@@ -229,14 +207,7 @@ class Models:
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
-        """
-        Args:
-            weights: files, folders of runs or names in the zoo, besides all of the zoo's entries.
-            device: "cpu" or "cuda"; by default cuda where there is a GPU.
-
-        Raises:
-            UserError: one of the weights does not exist.
-        """
+        """``weights`` are files, folders of runs or names in the zoo; see ``serve``."""
         self.kinds: dict[str, Kind] = {}
         self._places: dict[str, str] = {}
         self._device = device

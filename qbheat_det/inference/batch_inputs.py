@@ -121,10 +121,7 @@ def _list_table(path: Path, column: str) -> Iterator[Item]:
 def cut_chunks(items: Sequence[Item], size: int, done: Collection[tuple[str, str]]) -> list[Chunk]:
     """Cuts images into chunks of a size, at places that do not depend on ``done``.
 
-    Args:
-        items: all images.
-        size: number of images per chunk.
-        done: source and file of the images to leave out.
+    ``done`` are source and file of the images to leave out.
     """
     chunks = []
     for number, start in enumerate(range(0, len(items), size)):
@@ -137,11 +134,7 @@ def cut_chunks(items: Sequence[Item], size: int, done: Collection[tuple[str, str
 
 @contextlib.contextmanager
 def open_items(items: Sequence[Item]) -> Iterator[list[str]]:
-    """Yields a path for each image; images inside tables are unpacked into temporary files.
-
-    Raises:
-        UserError: a table is missing.
-    """
+    """Yields a path for each image; images inside tables are unpacked into temporary files."""
     paths = [item.path for item in items]
     tables: dict[tuple[str, str], dict[int, int]] = {}  # by row, the place in items
     for place, item in enumerate(items):

@@ -20,7 +20,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record
 from qbheat_det.core.text import one_line
 
-from .images import Image, group_by_shape, read_rgb
+from .images import Image, read_rgb, run_by_shape
 
 Images = npt.NDArray[np.uint8]
 Outputs = dict[str, npt.NDArray[Any]]
@@ -205,20 +205,13 @@ class ExportedPredictor:
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
         """Predicts on images (H, W, 3), RGB; those of one size are one batch."""
-        found: list[Any] = [None] * len(images)
-        for group in group_by_shape(images):
-            batch = self._run(np.stack([images[index] for index in group]))
-            for index, instances in zip(group, batch, strict=True):
-                found[index] = instances
-        return found
+        return run_by_shape(
+            images, lambda group: self._run(np.stack(group)), lambda image: image.shape
+        )
 
 
 def build_exported_scorer(model: ExportedModel) -> Callable[[str | Path], npt.NDArray[Any]]:
-    """Returns an exported classifier as a function like that of ``build_scorer``.
-
-    Raises:
-        UserError: the model is not a classifier.
-    """
+    """Returns an exported classifier as a function like that of ``build_scorer``."""
     run = _take_rgb(model, "classification")
     return lambda path: run(read_rgb(path)[None])[0]
 

@@ -127,11 +127,7 @@ def open_weights(
 
 
 def get_predictor(exported: ExportedModel | None, cfg: CfgNode) -> Predictor:
-    """Returns the detector that ``open_weights`` opened.
-
-    Raises:
-        UserError: the weights are not a detector's, or do not fit the config.
-    """
+    """Returns the detector that ``open_weights`` opened, or raises a ``UserError``."""
     if exported:
         return ExportedPredictor(exported)
     predictor = build_detector(cfg)
@@ -157,14 +153,9 @@ def predict_images(
     score_threshold: float,
     output_dir: Path | None = None,
 ) -> Predictions:
-    """Predicts on files, and skips files that cannot be read.
+    """Predicts on images and videos, and draws into a folder if there is one.
 
-    Args:
-        predictor: the detector.
-        files: images and videos; images and frames are numbered from 1.
-        cfg: the detector's config.
-        score_threshold: lowest score of the boxes.
-        output_dir: folder for the drawn images and videos; None to draw nothing.
+    Files that cannot be read are skipped. Images and frames are numbered from 1.
     """
     found = Predictions()
     pairs = zip(files, name_outputs(files), strict=True)
@@ -237,10 +228,7 @@ def classify_images(
 
 
 def find_likeliest(scores: Scores, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns "name" and "score" of the five likeliest classes, from scores (K,).
-
-    Without names, numbers replace them.
-    """
+    """Returns "name" (or number) and "score" of the five likeliest classes, from scores (K,)."""
     return [
         {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
         for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()

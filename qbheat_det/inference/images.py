@@ -8,12 +8,14 @@ import contextlib
 import glob
 import http.client
 import io
+import itertools
 import logging
+import math
 import os
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import cv2
 import numpy as np
@@ -30,6 +32,8 @@ from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+R = TypeVar("R")
 Image = npt.NDArray[np.uint8]
 Picture = str | Path | PIL.Image.Image | Image | Tensor
 """A file, an address http(s)://…, a PIL image, an array (H, W, 3) of uint8, or a tensor (3, H, W)
@@ -50,23 +54,16 @@ class UnreadableImage(UserError):
 
 
 class NamedImage(NamedTuple):
-    """An image and its origin.
-
-    ``file`` is where it can be read again, None if it is not a local image file. ``name`` is the
-    path, the address or "image 3". ``frame`` counts the frames of a video from 0.
-    """
+    """An image, a local file to read it again, a name, and the number of a video's frame."""
 
     image: Image
     file: Path | None
-    name: str
-    frame: int | None = None
+    name: str  # the path, the address or "image 3"
+    frame: int | None = None  # from 0
 
 
 class InputFile(NamedTuple):
-    """A file to predict on.
-
-    ``name`` is the path below the input folder with forward slashes, or the file's own name.
-    """
+    """A file to predict on, with its path below the input folder, or else its own name."""
 
     path: Path
     name: str
@@ -75,6 +72,11 @@ class InputFile(NamedTuple):
     def is_video(self) -> bool:
         """Whether its suffix is that of a video."""
         return is_video(self.path)
+
+
+def is_video(self) -> bool:
+    """Whether its suffix is that of a video."""
+    return is_video(self.path)
 
 
 def is_video(source: object) -> bool:
@@ -93,14 +95,10 @@ def is_collection(source: object) -> bool:
 
 
 def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
-    """Lists files, and the images and videos in folders, searched recursively.
+    """Lists files of any suffix, and the images and videos in folders, searched recursively.
 
-    Args:
-        inputs: files of any suffix, and folders.
-        exclude: a folder to leave out, such as that of earlier results.
-
-    Raises:
-        UserError: an input does not exist, or there are no images and videos.
+    ``exclude`` is a folder to leave out, such as that of earlier results. Raises a ``UserError`` if
+    an input does not exist, or there are no images and videos.
     """
     own, suffixes = exclude and exclude.resolve(), IMAGE_SUFFIXES | VIDEO_SUFFIXES
     found: dict[Path, InputFile] = {}  # keyed by real path: a file named twice counts once
@@ -122,15 +120,10 @@ def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
 
 
 def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
-    """Opens the images of a source one by one.
+    """Opens one image, a list of images, a folder, a pattern, or a video, image by image.
 
-    Args:
-        source: an image, a list of images, a folder (searched recursively), a pattern, or a video.
-            Of folders and patterns, unreadable files are skipped with a warning, and videos are
-            left out.
-
-    Raises:
-        UserError: the source has no images; later, if one of a list cannot be read.
+    In folders and patterns, unreadable files are skipped with a warning, and videos are left out.
+    Raises a ``UserError`` if there are no images; later, if one of a list cannot be read.
     """
     if is_video(source):
         path = Path(str(source))
@@ -166,13 +159,10 @@ def _open_readable(files: Sequence[InputFile]) -> Iterator[NamedImage]:
 
 
 def read_rgb(picture: Picture) -> Image:
-    """Returns an image as an array (H, W, 3).
+    """Returns an image (H, W, 3); Detectron2's path manager opens files, also inside shards.
 
-    Files are opened by Detectron2's path manager, so a path may be one inside a shard.
-
-    Raises:
-        UserError: a file does not exist or is not an image, an address gives none, or an array or
-            tensor has another shape or type.
+    Raises a ``UserError`` if a file or an address gives no image, or an array or tensor has another
+    shape or type.
     """
     if isinstance(picture, PIL.Image.Image):
         return _to_array(picture, "the image")
@@ -180,13 +170,13 @@ def read_rgb(picture: Picture) -> Image:
         return _from_tensor(picture)
     if isinstance(picture, str | Path):
         if str(picture).startswith(_WEB):
-            return _decode(io.BytesIO(_download(str(picture))), picture)
+            return decode_image(io.BytesIO(_download(str(picture))), picture)
         try:
             file = PathManager.open(str(picture), "rb")
         except OSError as error:
             raise UnreadableImage(picture, one_line(error)) from error
         with file:
-            return _decode(file, picture)
+            return decode_image(file, picture)
     is_array = isinstance(picture, np.ndarray) and picture.dtype == np.uint8
     if not (is_array and picture.ndim == 3 and picture.shape[2] == 3 and picture.size):
         found = getattr(picture, "dtype", type(picture).__name__), getattr(picture, "shape", "")
@@ -199,17 +189,34 @@ def read_bgr(path: str | Path) -> Image:
     return read_rgb(path)[:, :, ::-1]
 
 
-def group_by_shape(images: Sequence[Image | Tensor]) -> list[list[int]]:
-    """Returns the indices of arrays or tensors in groups of one shape."""
+def run_by_shape(
+    items: Sequence[T], run: Callable[[list[T]], Sequence[R]], key: Callable[[T], Sequence[int]]
+) -> list[R]:
+    """Runs a function on groups of items that have one shape; returns the results in order."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for index, image in enumerate(images):
-        groups.setdefault(tuple(image.shape), []).append(index)
-    return list(groups.values())
+    for index, item in enumerate(items):
+        groups.setdefault(tuple(key(item)), []).append(index)
+    found: dict[int, R] = {}
+    for group in groups.values():
+        found.update(zip(group, run([items[index] for index in group]), strict=True))
+    return [found[index] for index in range(len(items))]
 
 
-def _decode(file: BinaryIO, name: str | Path) -> Image:
+def decode_image(
+    file: BinaryIO,
+    name: str | Path,
+    *,
+    formats: Sequence[str] = IMAGE_FORMATS,
+    max_pixels: float = math.inf,
+) -> Image:
+    """Decodes an open file of one of Pillow's formats to (H, W, 3).
+
+    Raises ``UnreadableImage`` if it is another format, broken, or too large by its header.
+    """
     try:
-        with PIL.Image.open(file, formats=IMAGE_FORMATS) as image:
+        with PIL.Image.open(file, formats=list(formats)) as image:
+            if image.width * image.height > max_pixels:
+                raise UnreadableImage(name, f"more than {max_pixels / 10**6:.0f} million pixels")
             return _to_array(image, name)
     except (MemoryError, UserError):
         raise
@@ -253,14 +260,10 @@ def _from_tensor(tensor: Tensor) -> Image:
 
 
 def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int | None]:
-    """Opens a video with OpenCV.
+    """Opens a video with OpenCV, or raises ``UnreadableImage`` if it finds no frame.
 
-    Returns:
-        Its frames one by one; frames per second, 25 if the file does not say; and an estimate of
-        the number of frames, None if there is none.
-
-    Raises:
-        UnreadableImage: OpenCV finds no frame.
+    Returns the frames one by one, frames per second (25 if unknown), and an estimate of the number
+    of frames, or None.
     """
     capture = cv2.VideoCapture(str(path))
     found, first = capture.read()
@@ -268,12 +271,13 @@ def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int
         raise UnreadableImage(path, "not a video: no frame could be decoded")
 
     def read_frames() -> Iterator[NamedImage]:
-        frame, found, index = first, True, 0
-        while found:
+        frame = first
+        for index in itertools.count():
             yield NamedImage(np.ascontiguousarray(frame[:, :, ::-1]), None, name, index)
             found, frame = capture.read()
-            index += 1
-        capture.release()
+            if not found:
+                capture.release()
+                return
 
     fps, count = capture.get(cv2.CAP_PROP_FPS), int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     return read_frames(), fps if 0 < fps < 1000 else 25.0, count if count > 0 else None
@@ -284,10 +288,7 @@ def open_video(path: Path, fps: float) -> Iterator[Callable[[Image], None]]:
     """Yields a function that appends a frame to an MP4, which gets its name when complete.
 
     All frames have one size. MPEG-4 has even sizes only: OpenCV drops an odd last row or column.
-    The folder is made.
-
-    Raises:
-        UserError: OpenCV on this machine cannot write MP4 there.
+    Raises a ``UserError`` if OpenCV on this machine cannot write MP4 there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")

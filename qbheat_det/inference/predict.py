@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Runs models on images: boxes of whole images and of tiles, scores of classes.
 
-All predictions of boxes go through ``find_boxes``: from Python, from files, of millions of images
-and in the browser.
+Every prediction of boxes goes through ``find_boxes``.
 """
 
 import itertools
@@ -26,7 +25,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper
 from qbheat_det.deployment import deploy_by_config
 
-from .images import Image, NamedImage, UnreadableImage, group_by_shape
+from .images import Image, NamedImage, UnreadableImage, run_by_shape
 from .results import Detections
 
 Scores = npt.NDArray[np.floating[Any]]
@@ -53,27 +52,22 @@ class BatchPredictor(DefaultPredictor):
         Images that are resized to one size go through the model together, so there is no padding,
         and the results equal those of single images up to rounding.
         """
-        inputs = []
+        inputs: list[dict[str, Any]] = []
         for image in images:
             resized = self.aug.get_transform(image).apply_image(image)
             resized = resized[:, :, ::-1] if self.input_format == "BGR" else resized
             pixels = torch.from_numpy(resized.astype("float32").transpose(2, 0, 1))
             height, width = image.shape[:2]
             inputs.append({"image": pixels, "height": height, "width": width})
-        found: list[Any] = [None] * len(inputs)
-        for group in group_by_shape([entry["image"] for entry in inputs]):
-            with torch.no_grad():
-                outputs = self.model([inputs[index] for index in group])
-            for index, output in zip(group, outputs, strict=True):
-                found[index] = output["instances"].to("cpu")
-        return found
+        with torch.no_grad():
+            outputs = run_by_shape(inputs, self.model, lambda entry: entry["image"].shape)
+        return [output["instances"].to("cpu") for output in outputs]
 
 
 def build_predictor(cfg: CfgNode) -> BatchPredictor:
     """Returns a predictor whose model has exactly the tensors of ``MODEL.WEIGHTS``.
 
-    Raises:
-        UserError: the weights cannot be read, or do not fit the model of the config.
+    Raises a ``UserError`` if the weights cannot be read, or do not fit the model of the config.
     """
     refuse_encoder(cfg.MODEL.WEIGHTS)
     unloaded = with_values(cfg, {"MODEL.WEIGHTS": "", "MODEL.DEPLOY.ENABLED": False})
@@ -86,8 +80,7 @@ def build_predictor(cfg: CfgNode) -> BatchPredictor:
 def build_detector(cfg: CfgNode) -> BatchPredictor:
     """Returns a detector or classifier, in its deployed form if ``MODEL.DEPLOY.ENABLED``.
 
-    Raises:
-        UserError: the weights are of a pre-training, or do not fit the config.
+    Raises a ``UserError`` if the weights are of a pre-training, or do not fit the config.
     """
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
         raise UserError(
@@ -108,17 +101,10 @@ def find_boxes(
     threshold: float = 0.0,
     batch_size: int = 1,
 ) -> Iterator[Detections]:
-    """Yields the boxes of one image after another.
+    """Yields the boxes with at least the score ``threshold`` of one image after another.
 
-    Args:
-        predictor: the detector.
-        images: is read one batch ahead.
-        cfg: the detector's config, which has names and ids of its classes.
-        threshold: lowest score of the boxes.
-        batch_size: number of images that the predictor gets at once.
-
-    Raises:
-        UnreadableImage: an image is too elongated.
+    ``batch_size`` images are read and predicted at once. ``cfg`` has names and ids of the classes.
+    Raises ``UnreadableImage`` if an image is too elongated.
     """
     names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
     images = iter(images)
@@ -161,21 +147,13 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Score
 
 
 class TiledPredictor:
-    """Predicts on overlapping tiles and on the whole image, and merges the boxes.
+    """Predicts on overlapping square tiles and on the whole image, and merges the boxes.
 
-    This finds objects that are small in large images. The slicers of supervision and SAHI send one
-    tile at a time through the model.
+    Own code, because the slicers of supervision and SAHI predict one tile at a time.
     """
 
     def __init__(self, predictor: Predictor, tile: int) -> None:
-        """
-        Args:
-            predictor: a detector.
-            tile: side of a square tile in pixels of the image; tiles overlap by ``OVERLAP``.
-
-        Raises:
-            UserError: tile is less than 32.
-        """
+        """``tile`` is the side in pixels of the image, 32 or more, or else a ``UserError``."""
         if tile < 32:
             raise UserError(f"tile is {tile}, expected at least 32 pixels")
         self._predictor = predictor
