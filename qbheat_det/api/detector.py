@@ -196,8 +196,7 @@ class Detector(Trained):
                 eval_only=True,
                 opts=["MODEL.DEVICE", self.cfg.MODEL.DEVICE],
             )
-            metrics: dict[str, float] = evaluate(build_config(flags))["bbox"]
-        return metrics
+            return evaluate(build_config(flags))["bbox"]
 
     @names_mistakes(_TRAIN_MISTAKES)
     def train(

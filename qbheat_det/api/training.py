@@ -46,7 +46,7 @@ def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) ->
             seed=trainer.seed,
         )
     start = time.monotonic()
-    results: dict[str, Any] = trainer.train()
+    results = trainer.train()
     if comm.is_main_process():
         seconds = None if trainer.start_iter else time.monotonic() - start
         logger.info(f"Report: '{write_run_report(trainer.cfg, seconds)}'")

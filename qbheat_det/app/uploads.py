@@ -78,8 +78,7 @@ def open_image(path: Path) -> Image:
 def read_upload(path: Path) -> tuple[Iterator[Image], float]:
     """Returns the image of an upload, or the first frames of a video, and frames per second or 0.
 
-    Raises ``UnreadableImage`` if the file is neither, or its content differs from its suffix; later,
-    if frames are too large.
+    Raises ``UnreadableImage`` if the file is neither, or its content differs from its suffix.
     """
     suffix = path.suffix.lower()
     if suffix in IMAGE_SUFFIXES:

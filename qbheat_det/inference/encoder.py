@@ -98,5 +98,4 @@ def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tenso
         pixels = pixels.flip(0) if is_bgr else pixels
         tensors.append(normalise_pixels(pixels, node.PIXEL_MEAN, node.PIXEL_STD))
     batch = ImageList.from_tensors(tensors, model.size_divisibility).tensor
-    outputs: dict[str, Tensor] = model(batch)
-    return outputs
+    return model(batch)

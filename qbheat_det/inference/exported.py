@@ -79,7 +79,7 @@ class ExportInfo:
             content = json.loads(text)
             if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
                 raise ValueError
-            info: ExportInfo = parse_record(cls, content, f"'{where}'")
+            info = parse_record(cls, content, f"'{where}'")
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"'{where}' has no valid description of its outputs: export the weights again"

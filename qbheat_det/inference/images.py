@@ -74,11 +74,6 @@ class InputFile(NamedTuple):
         return is_video(self.path)
 
 
-def is_video(self) -> bool:
-    """Whether its suffix is that of a video."""
-    return is_video(self.path)
-
-
 def is_video(source: object) -> bool:
     """Returns whether a path has the suffix of a video."""
     return isinstance(source, str | Path) and Path(source).suffix.lower() in VIDEO_SUFFIXES

@@ -140,8 +140,7 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Score
         entry = mapper({"file_name": str(path), "image_id": 0})
         if not isinstance(entry, dict):
             raise UnreadableImage(path, "not an image" if entry is None else entry.reason)
-        scores: Scores = model([entry])[0]["scores"].float().cpu().numpy()
-        return scores
+        return model([entry])[0]["scores"].float().cpu().numpy()
 
     return score
 

@@ -76,10 +76,9 @@ class Detections:
         return f"Detections({self.file_name}{frame}, {width}x{height}: {found})"
 
     def __iter__(self) -> Iterator[DetectedBox]:
-        classes = self.instances.pred_classes.tolist()
-        rows = zip(self.boxes.tolist(), self.scores.tolist(), self.labels, classes, strict=True)
-        for xyxy, score, name, index in rows:
-            yield DetectedBox(tuple(xyxy), score, name, index)
+        columns = self.scores.tolist(), self.labels, self.instances.pred_classes.tolist()
+        for xyxy, *row in zip(self.boxes.tolist(), *columns, strict=True):
+            yield DetectedBox(tuple(xyxy), *row)
 
     @property
     def image(self) -> Image:
@@ -89,14 +88,12 @@ class Detections:
     @property
     def boxes(self) -> Tensor:
         """Boxes (N, 4), XYXY in pixels of the image."""
-        boxes: Tensor = self.instances.pred_boxes.tensor
-        return boxes
+        return self.instances.pred_boxes.tensor
 
     @property
     def scores(self) -> Tensor:
         """Scores (N,) in [0, 1]."""
-        scores: Tensor = self.instances.scores
-        return scores
+        return self.instances.scores
 
     @property
     def labels(self) -> list[str]:
@@ -143,11 +140,7 @@ class Detections:
         return [{**box, "category_id": id_} for box, id_ in zip(found, self.label_ids, strict=True)]
 
     def to_supervision(self) -> "supervision.Detections":
-        """Returns Roboflow's object, with "class_name" among its data.
-
-        Raises:
-            UserError: supervision is not installed.
-        """
+        """Returns Roboflow's object, with "class_name" among its data."""
         try:
             import supervision
         except ImportError as error:
@@ -160,11 +153,7 @@ class Detections:
         )
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Returns a row for each box: "label", "score", "x1", "y1", "x2", "y2" in pixels.
-
-        Raises:
-            UserError: pandas is not installed.
-        """
+        """Returns a row for each box: "label", "score", "x1", "y1", "x2", "y2" in pixels."""
         try:
             import pandas
         except ImportError as error:
