@@ -4,6 +4,10 @@
 import contextlib
 import io
 import json
+import os
+import pydoc
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,3 +303,27 @@ def test_what_cannot_be_trained_is_named(
     with pytest.raises(UserError, match=named):
         detector.train(**{"data": toy, "output": tmp_path / "run", **arguments})
     assert not (tmp_path / "run").exists()
+
+
+def test_help_shows_the_functions_of_the_package() -> None:
+    assert {*qbheat_det.__all__} <= {*dir(qbheat_det)}
+    shown = pydoc.plain(pydoc.render_doc(qbheat_det))
+    assert all(f"    {name}(" in shown for name in ("deploy", "get_cfg", "load", "select"))
+
+
+@pytest.mark.slow
+def test_a_users_script_passes_mypy_strictly(tmp_path: Path) -> None:
+    """As at a user's, without this project's settings; with them, `make lint` checks it too."""
+    pytest.importorskip("mypy")
+    script = Path(__file__).with_name("user_script.py")
+    words = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", str(script)]
+    root = str(Path(qbheat_det.__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

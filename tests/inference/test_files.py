@@ -104,17 +104,6 @@ def test_a_result_has_the_annotation_files_ids_and_pixels_of_the_input(
     }
 
 
-def test_an_image_is_turned_upright_as_its_exif_says(
-    probe: tuple[CfgNode, str], tmp_path: Path
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held a quarter turn to the side
-    Image.new("RGB", (200, 100), RED).save(tmp_path / "turned.jpg", exif=exif)
-    found = _run(*probe, [tmp_path / "turned.jpg"], tmp_path / "out")
-    assert found.results[0]["bbox"] == [0.0, 0.0, 50.0, 200.0]
-    assert Image.open(tmp_path / "out" / "turned.jpg").size == (384, 768)
-
-
 def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_path: Path) -> None:
     folder = tmp_path / "in"
     whole = _save_image(folder / "whole.jpg", size=(64, 64)).read_bytes()
@@ -185,9 +174,8 @@ def test_a_strangers_config_inside_weights_is_read_with_care(
     tmp_path: Path, config: str, named: str
 ) -> None:
     weights = _save_alone(tmp_path / "w.safetensors", make_probe_config(), config)
-    with pytest.raises(UserError, match=named) as caught:
+    with pytest.raises(UserError, match=f"{weights}.*{named}"):
         load_run_config(weights)
-    assert weights in str(caught.value)
 
 
 def test_a_config_beside_weights_makes_nothing_unpickled_unless_it_is_asked_for(
