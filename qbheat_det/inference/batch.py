@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -198,7 +197,7 @@ def run_batch(
         images: files, folders, shards and Parquet files, see ``list_items``.
         folder: folder for the Parquet files.
         json_file: is written with boxes or classes, as by ``predict_files``.
-        engine: "ray" for actors on Ray's cluster, if Ray is installed; "local" for this process.
+        engine: "ray" for actors on Ray's cluster; "local" for this process.
         workers: number of actors; 0 for one per GPU of the cluster, or else one per CPU.
         part_size: number of images per file.
         column: column of Parquet files, see ``list_items``.
@@ -211,18 +210,13 @@ def run_batch(
         UserError: weights, inputs or arguments do not fit each other, or the folder has results.
     """
     parquet = import_parquet()
+    if engine == "ray" and not importlib.util.find_spec("ray"):
+        raise UserError("--engine ray needs Ray: pip install 'qbheat_det[ray]', or use local")
     if json_file:
         check_writable(json_file)
     _limit_cache(load_config(None, list(job.opts)))  # of shards, whose index comes first
     items = list_items(images, column, exclude=folder)
     chunks = cut_chunks(items, part_size, _open_folder(folder, job, resume))
-    if engine == "ray" and not importlib.util.find_spec("ray"):
-        print(
-            "Ray is not installed, so this process does everything: pip install 'qbheat_det[ray]' "
-            "to use all cores and machines",
-            file=sys.stderr,
-        )
-        engine = "local"
     run = _run_on_ray(job, chunks, workers) if engine == "ray" else _run_here(job, chunks)
     sizes = {chunk.name: len(chunk.items) for chunk in chunks}
     left = sum(sizes.values())

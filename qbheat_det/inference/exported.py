@@ -114,7 +114,17 @@ class ExportedModel:
             raise UserError(f"'{path}' is not an exported file: its name must end in .onnx")
         if device not in (None, "cpu", "cuda"):
             raise UserError(f"an exported file runs on the device cpu or cuda, not '{device}'")
-        return _open_onnx(Path(path), device)
+        path = Path(path)
+        session, info, encoder_hash = _open_session(path, device)
+        if encoder_hash:
+            if path.name == ENCODER:
+                raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx beside it")
+            heads = SharedEncoderModel(path.parent, device=device).heads
+            return heads[path.stem.removeprefix(HEAD_PREFIX)]
+        names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
+        if names != ["images", *info.outputs]:
+            raise UserError(f"'{path}' does not have the outputs it describes: export it again")
+        return cls(path, info, lambda images: _run_session(session, {"images": images}))
 
     def __call__(self, images: Images) -> Any:
         """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
@@ -249,19 +259,6 @@ def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
     if info.task == "detection":
         return to_instances(outputs, (images.shape[1], images.shape[2]))
     return outputs["scores"] if info.task == "classification" else outputs
-
-
-def _open_onnx(path: Path, device: str | None) -> ExportedModel:
-    session, info, encoder_hash = _open_session(path, device)
-    if encoder_hash:
-        if path.name == ENCODER:
-            raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx beside it")
-        heads = SharedEncoderModel(path.parent, device=device).heads
-        return heads[path.stem.removeprefix(HEAD_PREFIX)]
-    names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
-    if names != ["images", *info.outputs]:
-        raise UserError(f"'{path}' does not have the outputs it describes: export it again")
-    return ExportedModel(path, info, lambda images: _run_session(session, {"images": images}))
 
 
 def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:

@@ -228,19 +228,13 @@ def test_a_classifier_gives_classes(tmp_path: Path) -> None:
         assert scores[0] == pytest.approx(scores[1], rel=1e-6)
 
 
-def test_without_ray_one_process_does_the_same_and_says_so(
-    photos: Path,
-    detector: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_ray_that_is_not_installed_is_named(
+    photos: Path, detector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "ray" and find(name))
-    for engine in ("local", "ray"):
-        run_batch(job(detector), [str(photos)], tmp_path / engine, engine=engine, part_size=2)
-        assert ("qbheat_det[ray]" in capsys.readouterr().err) == (engine == "ray")
-    assert contents(tmp_path / "local") == contents(tmp_path / "ray")
+    with pytest.raises(UserError, match=r"qbheat_det\[ray\]"):
+        run_batch(job(detector), [str(photos)], tmp_path, engine="ray")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
