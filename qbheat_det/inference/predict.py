@@ -113,7 +113,7 @@ def find_boxes(
             check_elongation(each, cfg)
         found = predictor.predict_batch([each.image for each in batch])
         for each, boxes in zip(batch, found, strict=True):
-            kept = boxes[boxes.scores >= threshold]
+            kept = boxes[boxes.scores >= threshold] if threshold else boxes
             source = each.image if each.file is None else each.file
             yield Detections(kept, names, ids, source, each.name, each.frame)
 
