@@ -40,7 +40,7 @@ MAX_FILES, MAX_BYTES, MAX_PIXELS, MAX_FRAMES = 20, 50 * 2**20, 50_000_000, 300
 LOWEST_SCORE = 0.05
 """Lowest score that the slider can show; it filters boxes without predicting again."""
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-_FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
+FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
 _SHOWN_FRAMES = 6  # of a video, in the gallery
 _ENCODER_CAPTIONS = {
     "attention_to_former_1": "**Where each token looks:** bright places get more attention. The "
@@ -72,7 +72,7 @@ class Found:
 def open_image(path: Path) -> Image:
     """Reads an uploaded image (H, W, 3), RGB, upright; raises ``UnreadableImage``."""
     with path.open("rb") as file:
-        return decode_image(file, path, formats=_FORMATS, max_pixels=MAX_PIXELS)
+        return decode_image(file, path, formats=FORMATS, max_pixels=MAX_PIXELS)
 
 
 def read_upload(path: Path) -> tuple[Iterator[Image], float]:

@@ -211,14 +211,14 @@ def decode_image(
     try:
         with PIL.Image.open(file, formats=list(formats)) as image:
             if image.width * image.height > max_pixels:
-                raise UnreadableImage(name, f"more than {max_pixels / 10**6:.0f} million pixels")
+                raise UnreadableImage(name, f"more than {max_pixels / 1e6:g} million pixels")
             return _to_array(image, name)
     except (MemoryError, UserError):
         raise
     except PIL.UnidentifiedImageError as error:
         raise UnreadableImage(name, "not an image") from error
     except Exception as error:  # what a broken file raises depends on its format's decoder
-        raise UnreadableImage(name, one_line(error)) from error
+        raise UnreadableImage(name, f"a broken image: {one_line(error)}") from error
 
 
 def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
