@@ -4,7 +4,6 @@
 import base64
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -45,17 +44,6 @@ def test_a_zoo_name_is_a_detector_or_an_encoder_and_says_what_it_is(
     assert "MobileFormer" in repr(encoder)
     with pytest.raises(UserError, match="is an encoder"):
         encoder.predict("photo.jpg")
-
-
-def test_of_a_run_the_best_weights_are_taken_or_else_the_final_ones(
-    weights: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=str(tmp_path)):
-        qbheat_det.load(tmp_path)
-    for name in ("model_final", "model_best"):
-        shutil.copy(weights, tmp_path / f"{name}.safetensors")
-        detector = qbheat_det.load(tmp_path, device="cpu")
-        assert Path(detector.weights) == tmp_path / f"{name}.safetensors"
 
 
 def test_timms_networks_are_encoders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
