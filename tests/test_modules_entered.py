@@ -22,7 +22,7 @@ from qbheat_det.data import build_mapper
 
 from .tool_modules import load_tool
 
-OF_PREDICT = 24
+OF_PREDICT = 26
 
 
 @contextmanager

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Serve a page in the browser: boxes on dropped images and videos, and what an encoder sees.
+"""Serve a page in the browser: boxes on images and videos, and figures of encoders.
 
 examples:
   # the models of the zoo, on http://127.0.0.1:7860
   qbheat app
 
-  # a run of your own as well; it comes first
+  # your own run comes first
   qbheat app --weights output/run
 
-  # for other machines of a network that you trust; there is no log-in
+  # open the page to other machines of a trusted network; there is no log-in
   qbheat app --host 0.0.0.0 --port 8080
 """
 
@@ -19,23 +19,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import hide_foreign_warnings
+from arguments import hide_foreign_warnings, make_parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--weights",
         nargs="+",
         default=[],
         metavar="FILE",
-        help="own models beside those of the zoo: files, folders of runs, or names in the zoo",
+        help="models besides those of the zoo: files, folders of runs, or names in the zoo",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, help="by default the first free one from 7860")
-    parser.add_argument("--device", help="cpu or cuda; by default the GPU if there is one")
+    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is a GPU)")
     return parser.parse_args(argv)
 
 

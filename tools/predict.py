@@ -3,34 +3,26 @@
 """Predict on images, videos and folders with trained weights: boxes, or classes of images.
 
 examples:
-  # the weights of a run hold the config and the names of the classes
-  qbheat predict --weights output/demo/training/model_final.safetensors \\
-      --images photo.jpg --output output/pictures
+  # draw the boxes on all images in a folder, and write them as COCO results
+  qbheat predict --weights output/run --images photos/ --output drawn/ --json boxes.json
 
-  # a folder, searched recursively; boxes as a COCO results file, too
-  qbheat predict --weights output/run/model_final.pth \\
-      --images photos/ --output output/pictures --json output/boxes.json
+  # override config keys: here, larger test images
+  qbheat predict --weights output/run --images photo.jpg INPUT.MIN_SIZE_TEST 1000
 
-  # config keys can be overridden: here, larger test images
-  qbheat predict --weights output/run/model_final.pth --images photo.jpg \\
-      --output output/pictures INPUT.MIN_SIZE_TEST 1000
+  # use the fastest equivalent form; MODEL.DEPLOY.IMAGE_SIZES [[H,W]] at the end compiles for a size
+  qbheat predict --weights output/run --images photos/ --json boxes.json --fast
 
-  # the fastest equal form; MODEL.DEPLOY.IMAGE_SIZES [[H,W]] at the end compiles for that size
-  qbheat predict --weights output/run/model_final.pth --images photos/ \\
-      --json output/boxes.json --fast
+  # run a classifier: the five likeliest classes of each image
+  qbheat predict --weights output/classifier --images photos/ --json classes.json
 
-  # with the weights of a classifier: the five likeliest classes of each image
-  qbheat predict --weights output/run/model_final.pth --images photos/ \\
-      --json output/classes.json
+  # run an ONNX file of qbheat export in onnxruntime
+  qbheat predict --weights detector.onnx --images photos/
 
-  # an ONNX file of qbheat export, in onnxruntime
-  qbheat predict --weights output/model.onnx --images photos/ --output output/pictures
+  # predict on millions of images with a Ray cluster, into Parquet files
+  qbheat predict --weights output/run --images s3://bucket/shards --parquet results/ \\
+      --engine ray --fast --resume
 
-  # millions: results as Parquet files, by all cores and machines of a cluster of Ray
-  qbheat predict --weights output/run/model_final.pth --images s3://bucket/shards \\
-      --parquet results/ --engine ray --fast --resume
-
-exit code: 0; 1 if a file could not be used and was skipped; 2 if nothing could be done.
+exit code: 0; 1 if a file was skipped; 2 if there are no results.
 """
 
 import argparse
@@ -50,7 +42,7 @@ from arguments import (
 )
 
 if TYPE_CHECKING:  # imported by main, after the arguments were parsed
-    from qbheat_det.inference.predict import Predictions
+    from qbheat_det.inference.results import Predictions
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -63,23 +55,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder for the drawn images, small ones enlarged (default: output/predict)",
+        help="folder for the drawn images and videos (default: output/predict)",
     )
-    add(
-        "--json", type=Path, metavar="FILE", help="write boxes in COCO's results format, or classes"
-    )
+    add("--json", type=Path, metavar="FILE", help="write boxes as COCO results, or classes")
     add(
         "--format",
         choices=["coco", "cvat", "label-studio"],
         default="coco",
-        help="of --json: COCO's results (default), or boxes that CVAT or Label Studio import",
+        help="format of --json: COCO results (default), or for import into CVAT or Label Studio",
     )
-    add("--threshold", type=float, default=0.3, help="leave out boxes below (default 0.3)")
+    add("--threshold", type=float, default=0.3, help="lowest score of boxes (default: 0.3)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     add(
         "--fast",
         action="store_true",
-        help="predict by the model's fastest equal form on this device (MODEL.DEPLOY.ENABLED)",
+        help="use the model's fastest equivalent form on this device (MODEL.DEPLOY.ENABLED)",
     )
     add(
         "--tile",
@@ -98,7 +88,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.parquet and (args.output or args.format != "coco" or args.tile):
         parser.error("--parquet goes without --output, --format and --tile")
     if not 0 <= args.threshold <= 1:
-        parser.error("--threshold is a probability: from 0 to 1")
+        parser.error("--threshold is a score: from 0 to 1")
     return args
 
 

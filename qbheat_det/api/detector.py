@@ -2,37 +2,38 @@
 """``Detector``: a trained detector as an object that is called with images."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from itertools import islice
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, overload
 
-import numpy as np
 import PIL.Image
 from detectron2.config import CfgNode
 from torch import Tensor
 
 from qbheat_det.analysis.run import Run
 from qbheat_det.checkpoint import load_run_config
+from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.deployment import DeployedModel, deploy
-from qbheat_det.inference.pictures import (
-    NamedImage,
-    Picture,
-    is_collection,
-    is_video,
-    open_images,
+from qbheat_det.deployment import deploy
+from qbheat_det.engine import build_config, evaluate, setup
+from qbheat_det.engine.console import removes_empty_run
+from qbheat_det.engine.run_flags import RunFlags
+from qbheat_det.inference.images import Image, Picture, is_collection, is_video, open_images
+from qbheat_det.inference.predict import (
+    BatchPredictor,
+    Predictor,
+    TiledPredictor,
+    build_predictor,
+    find_boxes,
 )
-from qbheat_det.inference.predict import Predictor, build_predictor, check_elongation
 from qbheat_det.inference.results import Detections
-from qbheat_det.inference.tiles import TiledPredictor
-from qbheat_det.inference.video import Image, UnreadableImage
 
-from .trained import Trained, names_mistakes
-from .training import evaluate_detector, train_detector
+from .encoder import Trained, names_mistakes
+from .training import train
 
-T = TypeVar("T")
-PREDICT_MISTAKES = {
+_PREDICT_MISTAKES = {
     "conf": "threshold",
     "confidence": "threshold",
     "score_threshold": "threshold",
@@ -44,7 +45,7 @@ PREDICT_MISTAKES = {
     "save": "Detections.save",
     "stream": "Detector.stream",
 }
-TRAIN_MISTAKES = {
+_TRAIN_MISTAKES = {
     "batch": 'overrides={"SOLVER.IMS_PER_BATCH": …}',
     "batch_size": 'overrides={"SOLVER.IMS_PER_BATCH": …}',
     "imgsz": 'overrides={"INPUT.MIN_SIZE_TRAIN": (…,)}',
@@ -57,17 +58,19 @@ TRAIN_MISTAKES = {
 
 
 class Detector(Trained):
-    """A trained detector; ``model`` is its module, or None if it is an exported file."""
+    """A trained detector."""
+
+    _is_detector = True
 
     def __init__(self, predictor: Predictor, cfg: CfgNode) -> None:
-        """``cfg`` is the model's own; its ``MODEL.WEIGHTS`` names the weights."""
+        """``cfg`` is the model's own config; its ``MODEL.WEIGHTS`` names the weights."""
         self._predictor = predictor
         self.cfg = cfg
-        self.model = getattr(predictor, "model", None)
+        self.model = predictor.model if isinstance(predictor, BatchPredictor) else None
 
     @property
     def class_names(self) -> list[str]:
-        """Class names in the order of their indices."""
+        """Names of the classes, by index."""
         return list(self.cfg.MODEL.CLASS_NAMES)
 
     @overload
@@ -80,6 +83,15 @@ class Detector(Trained):
         tile: int | None = ...,
     ) -> Detections: ...
     @overload
+    def predict(  # type: ignore[overload-overlap]  # a text is a path, not a sequence of paths
+        self,
+        images: str | Path,
+        *,
+        threshold: float = ...,
+        batch_size: int = ...,
+        tile: int | None = ...,
+    ) -> Detections | Any: ...
+    @overload
     def predict(
         self,
         images: Sequence[Picture],
@@ -88,17 +100,8 @@ class Detector(Trained):
         batch_size: int = ...,
         tile: int | None = ...,
     ) -> list[Detections]: ...
-    @overload
-    def predict(
-        self,
-        images: str | Path,
-        *,
-        threshold: float = ...,
-        batch_size: int = ...,
-        tile: int | None = ...,
-    ) -> Any: ...
 
-    @names_mistakes(PREDICT_MISTAKES)
+    @names_mistakes(_PREDICT_MISTAKES)
     def predict(
         self, images: Any, *, threshold: float = 0.3, batch_size: int = 8, tile: int | None = None
     ) -> Any:
@@ -108,17 +111,18 @@ class Detector(Trained):
             images: one image (a file, a URL, a PIL image, an array (H, W, 3) of uint8, a tensor
                 (3, H, W) of uint8 or of floats in [0, 1]; RGB), a list of images, a folder, a
                 pattern such as "photos/*.jpg", or a video.
-            threshold: lowest score of the detections.
+            threshold: lowest score of the boxes, in [0, 1].
             batch_size: number of images of one size that the model processes together.
-            tile: side in pixels of overlapping square tiles that are predicted one by one as well
-                as the whole image, for objects that are small in large images.
+            tile: side in pixels of overlapping square tiles, which are predicted one by one
+                besides the whole image, for objects that are small in large images.
 
         Returns:
             ``Detections`` for one image, a list for several images, or an iterator over the frames
-            of a video.
+            of a video. Type checkers take a path for that of one image; ``stream`` has the same
+            type for every source.
 
         Raises:
-            UserError: a file is missing or not an image, or the threshold is not in [0, 1].
+            UserError: a file is missing or not an image, or an argument is out of range.
         """
         found = self.stream(images, threshold=threshold, batch_size=batch_size, tile=tile)
         if is_video(images):
@@ -141,23 +145,9 @@ class Detector(Trained):
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, expected at least 1")
         predictor = self._predictor if tile is None else TiledPredictor(self._predictor, tile)
-        batches = _cut(open_images(images), batch_size)
-        return (one for batch in batches for one in self._find(batch, threshold, predictor))
-
-    def _find(
-        self, batch: Sequence[NamedImage], threshold: float, predictor: Predictor
-    ) -> Iterator[Detections]:
-        for each in batch:
-            try:
-                check_elongation(each.image, self.cfg)
-            except UnreadableImage as error:
-                raise UserError(f"'{each.name}': {error}") from error
-        bgr = [np.ascontiguousarray(each.image[:, :, ::-1]) for each in batch]
-        ids = list(self.cfg.MODEL.CATEGORY_IDS)
-        for each, found in zip(batch, predictor.predict_batch(bgr), strict=True):
-            kept = found[found.scores >= threshold]
-            source = each.image if each.file is None else each.file
-            yield Detections(kept, self.class_names, ids, source, each.name, each.frame)
+        return find_boxes(
+            predictor, open_images(images), self.cfg, threshold=threshold, batch_size=batch_size
+        )
 
     def deploy(
         self,
@@ -176,11 +166,10 @@ class Detector(Trained):
         Raises:
             UserError: an argument is invalid, or the detector is exported or deployed already.
         """
-        if self.model is None:
-            raise UserError(f"'{self.weights}' is exported: deploy its weights")
+        self._require_weights("deploy")
         predictor: Any = copy.copy(self._predictor)
         predictor.model = deploy(
-            self.model, precision=precision, compile=compile, image_sizes=image_sizes
+            predictor.model, precision=precision, compile=compile, image_sizes=image_sizes
         )
         return Detector(predictor, self.cfg)
 
@@ -189,25 +178,34 @@ class Detector(Trained):
         """Returns COCO's metrics of boxes on annotated images, like ``qbheat evaluate``.
 
         Args:
-            data: images with boxes, in any format of ``--data``, of which the validation part is
-                used if there is one.
+            data: images with boxes, in any format of ``--data``; their validation part if they
+                have one.
             images: folder of the images of a COCO json, if they are not beside the file.
 
         Raises:
-            UserError: the data are invalid or have other classes, or the detector is exported.
+            UserError: the data are invalid or have other classes, or the detector is exported or
+                deployed.
         """
-        if self.model is None or isinstance(self.model, DeployedModel):
-            raise UserError(f"'{self.weights}' is exported or deployed: evaluate its weights")
-        return evaluate_detector(self.cfg, str(data), str(images))
+        self._require_weights("evaluate", deployed=False)
+        with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
+            flags = RunFlags(
+                data=str(data),
+                images=str(images) or (),
+                weights=self.weights,
+                output=folder,
+                eval_only=True,
+                opts=["MODEL.DEVICE", self.cfg.MODEL.DEVICE],
+            )
+            return evaluate(build_config(flags))["bbox"]
 
-    @names_mistakes(TRAIN_MISTAKES)
+    @names_mistakes(_TRAIN_MISTAKES)
     def train(
         self,
         data: str | Path,
         *,
         epochs: float = 20,
         output: str | Path | None = None,
-        overrides: dict[str, Any] | None = None,
+        overrides: Mapping[str, Any] | None = None,
         **flags: Any,
     ) -> Run:
         """Trains from these weights, and loads the trained weights.
@@ -224,19 +222,46 @@ class Detector(Trained):
             The run: ``folder``, ``metrics``, ``weights``, and figures by ``analysis``.
 
         Raises:
-            UserError: the data or an override are invalid, or the detector is exported.
+            UserError: the data or an override are invalid, or the detector is exported or deployed.
         """
-        if self.model is None or isinstance(self.model, DeployedModel):
-            raise UserError(f"'{self.weights}' is exported or deployed: train its weights")
-        run = train_detector(
-            self.cfg, str(data), epochs=epochs, output=output, overrides=overrides or {}, **flags
-        )
-        self.cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
-        self._predictor = build_predictor(self.cfg)
+        self._require_weights("train", deployed=False)
+        folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
+        if output is not None and (folder / "config.yaml").exists():
+            raise UserError(
+                f"'{folder}' has a run: name another folder, or use qbheat train --resume"
+            )
+        values = {
+            "SOLVER.EPOCHS": epochs,
+            "MODEL.DEVICE": self.cfg.MODEL.DEVICE,
+            "MODEL.DEPLOY.ENABLED": False,
+            **(overrides or {}),
+        }
+        opts = [text for key, value in values.items() for text in (key, str(value))]
+        try:
+            asked = RunFlags(
+                data=str(data), weights=self.weights, output=str(folder), opts=opts, **flags
+            )
+        except TypeError as error:
+            raise UserError(f"Detector.train: {error}") from error
+        own = build_config(asked)
+        setup(own, asked)
+        with removes_empty_run(folder):
+            train(own)
+        run = Run.open(folder, device=self.cfg.MODEL.DEVICE)
+        cfg = load_run_config(str(run.path), device=self.cfg.MODEL.DEVICE)
+        self._predictor, self.cfg = build_predictor(cfg), cfg
         self.model = self._predictor.model
         return run
 
+    def embed(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises a ``UserError``: only encoders compute vectors."""
+        raise UserError(f"'{self.weights}' is a detector, not an encoder, and has no embeddings")
 
-def _cut(items: Iterator[T], size: int) -> Iterator[list[T]]:
-    while batch := list(islice(items, size)):
-        yield batch
+
+def _find_free(folder: Path) -> Path:
+    """Returns ``folder``/train, or the first of train-2, train-3, … that does not exist."""
+    path = folder / "train"
+    numbers = itertools.count(2)
+    while path.exists():
+        path = folder / f"train-{next(numbers)}"
+    return path

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The page of ``qbheat app``, which needs Gradio (the extra ``app``).
 
-Visitors choose among the models that the command line names and those of the zoo, so that the
-page never opens a path that somebody typed.
+Visitors choose among the models of the command line and of the zoo. The page never opens a path
+that a visitor typed.
 """
 
 import os
@@ -26,22 +26,22 @@ def serve(
     port: int | None = None,
     device: str | None = None,
 ) -> None:
-    """Serves the page until the process is interrupted; temporary files are removed then.
+    """Serves the page until the process is interrupted, and removes temporary files then.
 
     Args:
-        weights: own models beside those of the zoo: files, folders of runs, or names.
+        weights: models besides those of the zoo: files, folders of runs, or names.
         host: address to listen on.
-        port: None takes the first free one from 7860.
-        device: "cpu" or "cuda"; None takes the GPU if there is one.
+        port: by default the first free one from 7860.
+        device: "cpu" or "cuda"; by default cuda where there is a GPU.
 
     Raises:
         UserError: Gradio is not installed, a model does not exist, or the port is taken.
     """
     models = Models(weights, device=device)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # else the folder would stay
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # to remove the folder
     with tempfile.TemporaryDirectory(prefix="qbheat_app_") as folder:
-        # Gradio reads these when it is imported: uploads go to the folder, and no statistics of
-        # use are sent anywhere.
+        # Gradio reads these when it is imported. Uploads go to the folder, and no usage statistics
+        # are sent.
         os.environ["GRADIO_TEMP_DIR"] = folder
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

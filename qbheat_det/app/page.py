@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The page itself, by Gradio: two tabs, limits of uploads, and nothing from other hosts."""
+"""The page in Gradio: two tabs, and a policy that allows no content of other hosts."""
 
 import contextlib
 import tempfile
@@ -13,7 +13,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.video import VIDEO_SUFFIXES
+from qbheat_det.inference.images import VIDEO_SUFFIXES
 
 from .uploads import (
     IMAGE_SUFFIXES,
@@ -32,14 +32,14 @@ from .uploads import (
 _TITLE = "qbheat_det"
 _HEIGHT = "min(560px, 100vw)"  # of the pictures; phones are narrow
 _FIGURES = 3  # two directions of attention, and reconstructions
-_KEPT, _INTERVAL = 3600, 60  # seconds that uploads and results are kept, and between looks
+_KEPT, _INTERVAL = 3600, 60  # seconds that uploads and results are kept, and between checks
 _FONTS = ("system-ui", "sans-serif")
 _CSS = (
     "footer {display: none !important} .gradio-container {max-width: 1280px !important} "
-    # White on white otherwise, in the light theme.
+    # Otherwise the thumb is white on white in the light theme.
     "input[type=range]::-webkit-slider-thumb {border: 2px solid var(--slider-color) !important}"
 )
-# Gradio's page would load fonts and scripts from elsewhere; a browser obeys this instead.
+# Without it, Gradio's page loads fonts and scripts from other hosts.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
     "base-uri 'self'; form-action 'self'"
@@ -64,13 +64,9 @@ class _Headers:
 
 
 def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None:
-    """Serves the page until it is interrupted; a ``UserError`` if the port is taken.
-
-    ``models`` are what visitors may choose; ``folder`` is for temporary files; ``port`` None takes
-    a free one.
-    """
+    """Serves the page until the process is interrupted, with temporary files in a folder."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Gradio's own dependencies
+        warnings.simplefilter("ignore")  # from Gradio's dependencies
         page = build_page(models, folder)
     try:
         _, url, _ = page.launch(
@@ -90,13 +86,13 @@ def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None
         raise UserError(f"cannot listen on {host}:{port or 7860}: {error}") from error
     print(f"The page is at {url} until Ctrl-C", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        while True:  # Gradio's `delete_cache` would remove uploads and not what is written here
+        while True:  # Gradio's `delete_cache` removes uploads, but not our results
             time.sleep(_INTERVAL)
             remove_old_files(folder, _KEPT)
 
 
 def build_page(models: Models, folder: Path) -> gr.Blocks:
-    """Returns the page; one job at a time, a queue of sixteen."""
+    """Returns the page, which runs one job at a time and queues sixteen."""
     with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         gr.Markdown("# qbheat_det\nBoxes on your images, and what the encoder sees in them.")
         with gr.Tab("Detect"):
@@ -132,7 +128,7 @@ def _build_detection(models: Models, folder: Path) -> None:
 
     def show(found: list[Found], least: float, names: list[str]) -> tuple[Any, ...]:
         drawn, rows, archive = render(found, _make_folder(folder), threshold=least, classes=names)
-        # A picture alone would be cut off in the grid of small ones.
+        # The grid would crop a single picture.
         pictures = gr.Gallery(drawn, selected_index=0 if drawn else None)
         return pictures, rows, gr.DownloadButton(value=archive, interactive=bool(found))
 
@@ -215,7 +211,7 @@ def _make_folder(parent: Path) -> Path:
 
 
 def _with_messages(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Shows a ``UserError`` in the page; of other errors, visitors see that there was one."""
+    """Shows the message of a ``UserError`` in the page; other errors stay in the log."""
 
     def call(*arguments: Any) -> Any:
         try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import uvicorn
+from detectron2.config import CfgNode
 from fastapi import FastAPI, HTTPException, Query, Request
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
@@ -26,10 +27,10 @@ from starlette.requests import ClientDisconnect
 
 from qbheat_det.api import Detections, Detector, load
 from qbheat_det.core.errors import UserError
+from qbheat_det.inference.images import Image, NamedImage, UnreadableImage, decode_image
 from qbheat_det.inference.predict import check_elongation
-from qbheat_det.inference.video import Image, UnreadableImage
 
-from .uploads import open_image
+from .uploads import FORMATS
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Limits:
 
 
 class Box(BaseModel):
-    """A detection: ``xyxy`` in pixels of the upright image, a score in [0, 1], and its class."""
+    """A box: corners in pixels of the upright image, a score in [0, 1], and its class."""
 
     xyxy: tuple[float, float, float, float]
     score: float
@@ -65,7 +66,7 @@ class Box(BaseModel):
 
 
 class Boxes(BaseModel):
-    """The detections on an image of this size in pixels, the highest score first."""
+    """The boxes in an image of this size in pixels, the highest score first."""
 
     width: int
     height: int
@@ -80,7 +81,7 @@ class ModelInfo(BaseModel):
 
 
 class BatchQueue:
-    """Predicts on images in one thread, together on all that wait, up to ``size``."""
+    """Predicts in one thread, on all waiting images together, but at most ``size``."""
 
     def __init__(
         self,
@@ -100,11 +101,11 @@ class BatchQueue:
 
     def _run(self) -> None:
         batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
-        if not batch:  # an earlier call took all
+        if not batch:  # an earlier call took all images
             return
         try:
             results = self._predict([image for image, _ in batch])
-        except Exception as error:  # such as a lack of memory; the server goes on
+        except Exception as error:  # such as too little memory; the server continues
             logger.exception("the model failed")
             for _, future in batch:
                 future.set_exception(error)
@@ -120,10 +121,10 @@ def build_server(
     batch_size: int = 8,
     limits: Limits | None = None,
 ) -> FastAPI:
-    """Returns the ASGI application that serves a detector, which predicts in ``thread`` alone.
+    """Returns an ASGI application that serves a detector, which predicts only in ``thread``.
 
-    ``POST /predict`` takes an image as the body or as a file of a form, ``GET /health`` answers
-    when the model is loaded, ``GET /model`` names the classes, and ``/docs`` describes them.
+    ``POST /predict`` takes an image as the body or in a form, ``GET /health`` answers when the
+    model is loaded, ``GET /model`` names the classes, and ``/docs`` describes all of these.
     """
     limits = limits or Limits()
     app = FastAPI(title="qbheat_det", description="Boxes on images, by one detector.")
@@ -134,11 +135,6 @@ def build_server(
     batches = BatchQueue(predict, batch_size, thread)
     slots = asyncio.Semaphore(2 * batch_size)  # decoded images at a time
     active = 0
-
-    def decode(body: bytes) -> Image:
-        image = open_image(io.BytesIO(body), max_pixels=round(limits.megapixels * 1e6))
-        check_elongation(image, detector.cfg)
-        return image
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -160,7 +156,7 @@ def build_server(
     async def predict_image(
         request: Request, threshold: float = Query(0.3, ge=LOWEST_SCORE, le=1)
     ) -> Boxes:
-        """Detects objects on an image: JPEG, PNG, WebP or BMP."""
+        """Detects objects in an image: JPEG, PNG, WebP or BMP."""
         nonlocal active
         if active >= limits.waiting:
             raise HTTPException(503, "busy: try again later", {"Retry-After": "1"})
@@ -168,10 +164,10 @@ def build_server(
         try:
             body = await _read_image_bytes(request, limits)
             async with slots:
-                image = await asyncio.to_thread(decode, body)
+                image = await asyncio.to_thread(_decode, body, limits, detector.cfg)
                 found = await asyncio.wrap_future(batches.submit(image))
         except UnreadableImage as error:
-            raise HTTPException(422, str(error)) from error
+            raise HTTPException(422, error.reason) from error
         finally:
             active -= 1
         height, width = image.shape[:2]
@@ -179,6 +175,13 @@ def build_server(
         return Boxes(width=width, height=height, boxes=boxes)
 
     return app
+
+
+def _decode(body: bytes, limits: Limits, cfg: CfgNode) -> Image:
+    max_pixels = limits.megapixels * 1e6
+    image = decode_image(io.BytesIO(body), "the image", formats=FORMATS, max_pixels=max_pixels)
+    check_elongation(NamedImage(image, None, "the image"), cfg)
+    return image
 
 
 async def _read_image_bytes(request: Request, limits: Limits) -> bytes:
@@ -230,14 +233,14 @@ def serve(
     Args:
         weights: a name of the zoo, a file, a run's folder, or an exported ``.onnx`` file.
         host: address to listen on. There is no log-in.
-        port: 0 takes a free one.
-        device: "cpu" or "cuda"; None takes the GPU if there is one.
+        port: 0 for a free one.
+        device: "cpu" or "cuda"; by default cuda where there is a GPU.
         fast: serve the deployed form, see ``Detector.deploy``.
         batch_size: largest number of images that the model processes together.
         limits: of requests.
 
     Raises:
-        UserError: the weights are not those of a detector, or the port is taken.
+        UserError: the weights are not a detector's, or the port is taken.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="model")
     detector = thread.submit(_load, weights, device, fast).result()
@@ -252,7 +255,7 @@ def serve(
 def _load(weights: str, device: str | None, fast: bool) -> Detector:
     detector = load(weights, device=device)
     if not isinstance(detector, Detector):
-        raise UserError(f"'{weights}' is no detector: qbheat serve takes detectors")
+        raise UserError(f"'{weights}' is not a detector: qbheat serve takes detectors")
     detector = detector.deploy() if fast else detector
     detector.predict(np.zeros((480, 640, 3), np.uint8))  # the first image is slow
     return detector
@@ -263,7 +266,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(128)  # connections wait from here on
+        listener.listen(128)  # connections wait until the server starts
     except (OSError, OverflowError) as error:
         listener.close()
         raise UserError(f"cannot listen on {host}:{port}: {error}") from error

@@ -1,27 +1,22 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What the page does: models, checks of uploads, boxes, and pictures of what an encoder sees.
+"""The functions behind the page: models, checks of uploads, boxes, and figures of an encoder.
 
-The models are those of the command line and of the zoo, and no others.
-
-Uploads are checked before a decoder sees them: images are of four formats, and videos begin as
-their container does. Other formats can run programs (EPS) or name files to read (playlists).
+Uploads are checked before a decoder opens them: images have one of four formats, and videos begin
+like their container. Other formats can run programs (EPS) or name files to read (playlists).
 """
 
 import contextlib
 import functools
 import json
 import time
-import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import PIL.Image
-import PIL.ImageOps
 
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.figure import FigureOptions
@@ -29,31 +24,33 @@ from qbheat_det.analysis.run import Kind, Run
 from qbheat_det.api import Detections, Detector, load
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
-from qbheat_det.inference.video import (
+from qbheat_det.inference.images import (
     VIDEO_SUFFIXES,
     Image,
     UnreadableImage,
+    decode_image,
+    open_frames,
     open_video,
-    read_video,
 )
+from qbheat_det.inference.results import Predictions
 from qbheat_det.model_zoo.api import get_address
 from qbheat_det.model_zoo.index import find_entry, list_entries
 
 MAX_FILES, MAX_BYTES, MAX_PIXELS, MAX_FRAMES = 20, 50 * 2**20, 50_000_000, 300
 LOWEST_SCORE = 0.05
-"""Boxes below it are never shown; the slider filters what is above without predicting again."""
+"""Lowest score that the slider can show; it filters boxes without predicting again."""
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-_FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
+FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
 _SHOWN_FRAMES = 6  # of a video, in the gallery
 _ENCODER_CAPTIONS = {
-    "attention_to_former_1": "**Where each token looks:** the brighter, the more attention a place "
-    "of the image gets; 1 is what it would get if all got the same. Tokens alike look alike.",
-    "attention_to_mobile_1": "**Which tokens each place reads:** the brighter, the more of its "
-    "attention goes to the token; the shares of all tokens add up to 1.",
-    "reconstructions_grid_1": "**What a part tells of the rest:** the model sees only what is not "
-    "grey, and predicts what is.",
+    "attention_to_former_1": "**Where each token looks:** bright places get more attention. The "
+    "value is 1 where attention is even.",
+    "attention_to_mobile_1": "**Which tokens each place reads:** bright places read more from the "
+    "token. The shares of all tokens add up to 1.",
+    "reconstructions_grid_1": "**What a part tells of the rest:** the model does not see the grey "
+    "part, and predicts it.",
 }
-"""Of this page, by figure and image; those of a report speak of its several images and runs."""
+"""By figure and image; a report has other captions, for several images and runs."""
 _VIDEO_STARTS = {
     ".mp4": (4, b"ftyp"),
     ".mov": (4, b"ftyp"),
@@ -65,142 +62,112 @@ _VIDEO_STARTS = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a detector found in one upload: an entry for each image, or frame of a video."""
+    """The detections in one upload: one entry for an image, or one per frame of a video."""
 
     name: str
     detections: Sequence[Detections]
     fps: float = 0.0  # 0 for an image
 
 
-def open_image(source: Path | BinaryIO, max_pixels: int = MAX_PIXELS) -> Image:
-    """Reads an uploaded image: (H, W, 3), RGB, upright.
+def open_image(path: Path) -> Image:
+    """Reads an uploaded image (H, W, 3), RGB, upright; raises ``UnreadableImage``."""
+    with path.open("rb") as file:
+        return decode_image(file, path, formats=FORMATS, max_pixels=MAX_PIXELS)
 
-    Raises:
-        UnreadableImage: it is none of the allowed formats, too large, or broken.
+
+def read_upload(path: Path) -> tuple[Iterator[Image], float]:
+    """Returns the image of an upload, or the first frames of a video, and frames per second or 0.
+
+    Raises ``UnreadableImage`` if the file is neither, or its content differs from its suffix.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-            image = PIL.Image.open(source, formats=_FORMATS)
-        with image:
-            if image.width * image.height > max_pixels:
-                raise UnreadableImage(f"more than {max_pixels / 1e6:g} million pixels")
-            return np.array(PIL.ImageOps.exif_transpose(image).convert("RGB"))
-    except PIL.UnidentifiedImageError as error:
-        raise UnreadableImage("not an image") from error
-    except UnreadableImage:
-        raise
-    except Exception as error:  # what a broken file raises depends on its format's decoder
-        raise UnreadableImage("a broken image") from error
-
-
-def open_frames(path: Path) -> tuple[Iterator[Image], float]:
-    """Opens an uploaded video: its first ``MAX_FRAMES`` frames, RGB, and frames per second.
-
-    Raises ``UnreadableImage`` for other content than its suffix says, or too large frames.
-    """
-    start, expected = _VIDEO_STARTS[path.suffix.lower()]
+    suffix = path.suffix.lower()
+    if suffix in IMAGE_SUFFIXES:
+        return iter([open_image(path)]), 0.0
+    if suffix not in VIDEO_SUFFIXES:
+        raise UnreadableImage(path, "neither an image nor a video")
+    start, expected = _VIDEO_STARTS[suffix]
     with path.open("rb") as stream:
         if not stream.read(16)[start:].startswith(expected):
-            raise UnreadableImage("not a video")
-    frames, fps, _ = read_video(path)
+            raise UnreadableImage(path, "not a video")
+    frames, fps, _ = open_frames(path, path.name)
 
-    def convert() -> Iterator[Image]:
+    def check() -> Iterator[Image]:
         for frame in islice(frames, MAX_FRAMES):
-            if frame.shape[0] * frame.shape[1] > MAX_PIXELS // 5:
-                raise UnreadableImage("frames too large")
-            yield np.ascontiguousarray(frame[:, :, ::-1])
+            if frame.image.shape[0] * frame.image.shape[1] > MAX_PIXELS // 5:
+                raise UnreadableImage(path, "frames too large")
+            yield frame.image
 
-    return convert(), fps
+    return check(), fps
 
 
 def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Found], list[str]]:
-    """Predicts on uploads; returns what was found, and a sentence for each that was left out."""
+    """Predicts on uploads; returns the results, and a message for each file that is left out."""
     found, skipped = [], [f"`{p.name}`: more than {MAX_FILES} files" for p in paths[MAX_FILES:]]
     for path in paths[:MAX_FILES]:
         try:
-            if path.suffix.lower() in VIDEO_SUFFIXES:
-                frames, fps = open_frames(path)
-                results = [_predict(detector, frame) for frame in frames]
-            elif path.suffix.lower() in IMAGE_SUFFIXES:
-                fps, results = 0.0, [_predict(detector, open_image(path))]
-            else:
-                raise UnreadableImage("neither an image nor a video")
+            images, fps = read_upload(path)
+            results = [
+                replace(
+                    detector.predict(image, threshold=LOWEST_SCORE),
+                    file_name=path.name,
+                    frame=index if fps else None,
+                )
+                for index, image in enumerate(images)
+            ]
             found.append(Found(path.name, results, fps))
-        except (UnreadableImage, UserError) as error:
-            skipped.append(f"`{path.name}`: {error}")
+        except UserError as error:
+            reason = error.reason if isinstance(error, UnreadableImage) else error
+            skipped.append(f"`{path.name}`: {reason}")
     return found, skipped
-
-
-def _predict(detector: Detector, image: Image) -> Detections:
-    found = detector.predict(image, threshold=LOWEST_SCORE)
-    assert isinstance(found, Detections)
-    return found
-
-
-def select(detections: Detections, threshold: float, classes: Sequence[str]) -> Detections:
-    """Returns the boxes at or above a score, of some classes; of all where none is named."""
-    keep = [
-        score >= threshold and (not classes or label in classes)
-        for score, label in zip(detections.scores.tolist(), detections.labels, strict=True)
-    ]
-    return replace(detections, instances=detections.instances[np.flatnonzero(keep)])
 
 
 def render(
     found: Sequence[Found], folder: Path, *, threshold: float, classes: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[list[Any]], str]:
-    """Draws the boxes of what ``detect`` found, and writes them into a folder.
+    """Draws the boxes with at least a score, of some classes or else of all, into a folder.
 
-    Those of at least the score ``threshold`` and of ``classes``; of all where none are named.
-    Returns drawn images with captions; rows of the table; the archive with ``boxes.json`` in COCO's
-    results format and the drawn files.
+    Returns:
+        Drawn images with captions; rows of the table of boxes; an archive with ``boxes.json`` in
+        COCO's results format and the drawn files.
     """
-    gallery, rows, boxes, files = [], [], [], []
-    image_id = 0
+    gallery, rows, files, every = [], [], [], Predictions()
     for index, one in enumerate(found, start=1):
         stem = f"{index}-{Path(one.name).stem}"
         video, step = folder / f"{stem}.mp4", max(1, -(-len(one.detections) // _SHOWN_FRAMES))
         with open_video(video, one.fps) if one.fps else contextlib.nullcontext() as append:
-            for frame, every in enumerate(one.detections):
-                image_id += 1
-                shown = select(every, threshold, classes)
-                drawn = shown.draw()
-                place = {"file_name": one.name, **({"frame": frame} if one.fps else {})}
-                boxes += [{**box, **place} for box in shown.to_coco(image_id)]
+            for number, detections in enumerate(one.detections):
+                shown = detections.select(threshold, classes)
+                every.add(shown)
+                frame = number if one.fps else ""
                 rows += [
-                    [one.name, frame if one.fps else "", label, round(score, 3), *map(round, box)]
-                    for label, score, box in zip(
-                        shown.labels, shown.scores.tolist(), shown.boxes.tolist(), strict=True
-                    )
+                    [one.name, frame, box.class_name, round(box.score, 3), *map(round, box.xyxy)]
+                    for box in shown
                 ]
+                drawn = shown.draw()
                 if append is not None:
-                    append(np.ascontiguousarray(drawn[:, :, ::-1]))
-                if frame % step == 0:
-                    files.append(folder / f"{stem}{f'-{frame}' if one.fps else ''}.jpg")
+                    append(drawn)
+                if number % step == 0:
+                    files.append(folder / f"{stem}{f'-{number}' if one.fps else ''}.jpg")
                     PIL.Image.fromarray(drawn).save(files[-1], quality=92)
-                    at = f", frame {frame}" if one.fps else ""
+                    at = f", frame {number}" if one.fps else ""
                     gallery.append((str(files[-1]), f"{one.name}{at}: {len(shown)} boxes"))
         files += [video] if one.fps else []
     archive = folder / "qbheat.zip"
     with zipfile.ZipFile(archive, "w") as stream:
-        stream.writestr("boxes.json", json.dumps(boxes))
+        stream.writestr("boxes.json", json.dumps(every.results))
         for file in files:
             stream.write(file, file.name)
     return gallery, rows, str(archive)
 
 
 def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
-    """Draws attention and reconstructions of an upload; returns images and their captions.
-
-    Raises a ``UserError`` if the file is no image, or the model has nothing to draw.
-    """
+    """Draws attention and reconstructions of an upload; returns images and their captions."""
     images = folder / "input"
     images.mkdir()
     try:
         PIL.Image.fromarray(open_image(path)).save(images / "image.png")
     except UnreadableImage as error:
-        raise UserError(f"`{path.name}`: {error}") from error
+        raise UserError(f"`{path.name}`: {error.reason}") from error
     gallery, figures = [], load_figures()
     for name in ("attention", "reconstructions"):
         try:
@@ -217,14 +184,14 @@ def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
 
 
 def remove_old_files(folder: Path, age: float) -> None:
-    """Removes what is below a folder and has not changed for ``age`` seconds."""
+    """Removes files and folders below a folder that have not changed for ``age`` seconds."""
     limit, old = time.time() - age, []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             if path.lstat().st_ctime <= limit:  # not mtime, which copies take from their source
                 old.append(path)
-    for path in sorted(old, reverse=True):  # files before the folder that they lie in
-        with contextlib.suppress(OSError):  # a folder with files that are younger
+    for path in sorted(old, reverse=True):  # files before their folder
+        with contextlib.suppress(OSError):  # a folder with younger files
             path.rmdir() if path.is_dir() else path.unlink()
 
 
@@ -232,16 +199,14 @@ _KINDS: dict[str, Kind] = {"detection": "detector", "pretraining": "pretraining"
 
 
 class Models:
-    """The models of the page, opened when first used; the last two of each kind are kept.
+    """The models of the command line and of the zoo; the page opens no others.
 
-    ``kinds`` is by label, the user's own models first.
+    ``kinds`` is by label, the user's own models first. A model is opened at its first use, and the
+    last two of each kind stay open.
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
-        """Takes files, folders of runs or names in the zoo, beside all of the zoo's entries.
-
-        Raises a ``UserError`` if one does not exist. ``device`` None takes the GPU if there is one.
-        """
+        """``weights`` are files, folders of runs or names in the zoo; see ``serve``."""
         self.kinds: dict[str, Kind] = {}
         self._places: dict[str, str] = {}
         self._device = device
@@ -251,7 +216,7 @@ class Models:
                 self._add(run.label, str(run.weights), run.kind)
             else:
                 self._add_entry(name)
-        # QB-Heat first: only it reconstructs. Of timm's encoders there is nothing to draw.
+        # QB-Heat first, because only it reconstructs. No figure shows timm's encoders.
         for entry in sorted(list_entries(), key=lambda entry: "qb_heat" not in entry.config):
             if entry.distribution is None:
                 self._add_entry(entry.name)
@@ -259,7 +224,7 @@ class Models:
         self.open_run = functools.lru_cache(maxsize=2)(self._open_run)
 
     def list_detectors(self) -> list[str]:
-        """Returns the labels of the models that find boxes."""
+        """Returns the labels of the detectors."""
         return [label for label, kind in self.kinds.items() if kind == "detector"]
 
     def _add_entry(self, name: str) -> None:

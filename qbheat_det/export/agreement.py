@@ -22,8 +22,7 @@ from PIL.Image import fromarray as to_pillow
 from scipy.optimize import linear_sum_assignment
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.export_info import Task
-from qbheat_det.inference.exported import ExportedModel, Images, Outputs, to_instances
+from qbheat_det.inference.exported import ExportedModel, Images, Outputs, Task, to_instances
 
 logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 8)

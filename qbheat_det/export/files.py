@@ -32,10 +32,9 @@ from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import load_image_folders
-from qbheat_det.inference.export_info import METADATA_KEY
-from qbheat_det.inference.exported import ExportedModel, Images
-from qbheat_det.inference.predict import build_predictor, find_inputs, read_bgr
-from qbheat_det.inference.video import UnreadableImage
+from qbheat_det.inference.exported import METADATA_KEY, ExportedModel, Images
+from qbheat_det.inference.images import UnreadableImage, find_inputs, read_bgr
+from qbheat_det.inference.predict import build_predictor
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.features import read_whole_images, recalibrate_bn, training_records
 
@@ -131,7 +130,7 @@ def read_images(
         try:
             images.append(read_bgr(file))
         except UnreadableImage as error:
-            logger.warning("Skipping '%s': %s", file, error)
+            logger.warning("Skipping '%s': %s", file, error.reason)
     if not images:
         raise UserError(f"no image of {source} can be read: name others with --images")
     if cfg.INPUT.FORMAT == "RGB":

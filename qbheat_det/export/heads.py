@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_convert, nms
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.export_info import TASK_OUTPUTS, Task
+from qbheat_det.inference.exported import TASK_OUTPUTS, Task
 from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.classification import ImageClassifier
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone

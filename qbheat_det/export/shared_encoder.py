@@ -22,8 +22,14 @@ from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, hash_tensors, write_atomically
 from qbheat_det.core.text import join_first
-from qbheat_det.inference.export_info import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo
-from qbheat_det.inference.exported import ENCODER, HEAD_PREFIX, SharedEncoderModel
+from qbheat_det.inference.exported import (
+    ENCODER,
+    HEAD_PREFIX,
+    METADATA_KEY,
+    SHARED_ENCODER_KEY,
+    ExportInfo,
+    SharedEncoderModel,
+)
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.modeling.contracts import get_encoder
 

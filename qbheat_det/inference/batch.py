@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Results of millions of images as Parquet files, by this process or by Ray's actors.
+"""Writes results of millions of images as Parquet files, with this process or Ray's actors.
 
-Each chunk of images becomes one file, written whole or not at all by this process alone, under a
-name that its images decide. So whatever is killed, no image is lost or there twice.
+Each chunk of images becomes one file, whose name depends on its images. Only the main process
+writes it, completely or not at all. So no image is lost or repeated, whichever process is killed.
 """
 
 import importlib.util
@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,31 +29,14 @@ from qbheat_det.data import DataError, PretrainingMapper, configure_cache
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.probing import cache_features, find_feature
 
-from .batch_inputs import (
-    Chunk,
-    Item,
-    cut_chunks,
-    import_parquet,
-    list_items,
-    open_items,
-)
+from .batch_inputs import Chunk, Item, cut_chunks, import_parquet, list_items, open_items
 from .encoder import encode, locate_weights, open_encoder
-from .exported import ExportedPredictor, build_exported_scorer
-from .files import build_detector, open_weights
-from .predict import (
-    Predictor,
-    Scores,
-    build_scorer,
-    check_elongation,
-    find_likeliest,
-    get_category_id,
-    is_classifier,
-    read_bgr,
-)
-from .video import Image, UnreadableImage
+from .files import find_likeliest, get_predictor, get_scorer, open_weights
+from .images import NamedImage, UnreadableImage, read_rgb
+from .predict import Predictor, Scores, check_elongation, find_boxes, is_classifier
 
 Row = dict[str, Any]
-Read = Callable[[str], Any]  # from what the path manager opens; raises UnreadableImage
+Read = Callable[[str], Any]  # of a path that the path manager opens; raises UnreadableImage
 Run = Callable[[list[Any]], list[Row]]
 _SETTINGS = "_settings.json"  # readers of Parquet leave out names that begin so
 _PARTS = "part-*.parquet"
@@ -62,13 +44,13 @@ _PARTS = "part-*.parquet"
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker computes; ``predict_files`` describes the first five.
+    """The task of every worker; ``predict_files`` describes the first five attributes.
 
     Attributes:
-        threshold: boxes of a lower score are left out.
-        batch_size: images that go through the model together, if they have one size.
-        features: whether an encoder's features are computed, of the square in the middle.
-        size: of that square as the encoder gets it, in pixels; 0 for ``INPUT.PRETRAIN.SIZE``.
+        threshold: lowest score of the boxes.
+        batch_size: number of images of one size that the model processes together.
+        features: compute an encoder's features of the central square instead of boxes.
+        size: side of this square in pixels; 0 for ``INPUT.PRETRAIN.SIZE``.
     """
 
     weights: str
@@ -83,10 +65,10 @@ class Job:
 
 
 class Worker:
-    """Holds a model, and turns chunks into Parquet files, each a function of its chunk alone."""
+    """Holds a model, and returns the Parquet file of a chunk, which depends only on the chunk."""
 
     def __init__(self, job: Job) -> None:
-        """Raises a ``UserError`` if the weights cannot be read, or are of something else."""
+        """Raises a ``UserError`` if the weights cannot be read, or are of another kind."""
         import pyarrow as pa
 
         self._batch_size = job.batch_size
@@ -102,10 +84,10 @@ class Worker:
         self._make_table = partial(pa.Table.from_pylist, schema=pa.schema(columns))
 
     def __call__(self, chunk: Chunk) -> bytes:
-        """Returns a row for each image; of one that cannot be read, with "error" alone.
+        """Returns a row for each image; the row of an unreadable image has only an "error".
 
         Raises:
-            UserError: a shard or a table cannot be had.
+            UserError: a shard or a table cannot be read.
         """
         rows: list[Row] = [dict(zip(("source", "file"), i.names, strict=True)) for i in chunk.items]
         with open_items(chunk.items) as paths:
@@ -115,7 +97,7 @@ class Worker:
                     try:
                         images[number] = self._read(paths[number])
                     except UnreadableImage as error:
-                        rows[number]["error"] = str(error).encode(errors="replace").decode()
+                        rows[number]["error"] = error.reason.encode(errors="replace").decode()
                 found = self._run(list(images.values())) if images else []
                 for number, row in zip(images, found, strict=True):
                     rows[number].update(row)
@@ -129,32 +111,35 @@ def _open_predictor(job: Job) -> tuple[Read, Run]:
         job.weights, job.config_file, device=job.device, fast=job.fast, opts=job.opts
     )
     _limit_cache(cfg)
-    if exported and is_classifier(cfg):
-        return build_exported_scorer(exported), partial(_classify, exported.info.class_names)
-    predictor: Any = ExportedPredictor(exported) if exported else build_detector(job.weights, cfg)
     if is_classifier(cfg):
-        return build_scorer(predictor.model, cfg), partial(_classify, cfg.MODEL.CLASS_NAMES)
+        return get_scorer(exported, cfg), partial(_classify, cfg.MODEL.CLASS_NAMES)
 
-    def read(path: str) -> Image:
-        image = read_bgr(path)
+    def read(path: str) -> NamedImage:
+        image = NamedImage(read_rgb(path), None, path)
         check_elongation(image, cfg)
         return image
 
-    return read, partial(_detect, predictor, cfg, job.threshold)
+    return read, partial(_detect, get_predictor(exported, cfg), cfg, job)
 
 
 def _detect(
-    predictor: Predictor, cfg: CfgNode, threshold: float, images: Sequence[Image]
+    predictor: Predictor, cfg: CfgNode, job: Job, images: Sequence[NamedImage]
 ) -> list[Row]:
-    rows, names = [], cfg.MODEL.CLASS_NAMES
-    for found in predictor.predict_batch(images):
-        kept = found[found.scores >= threshold]
-        indices = kept.pred_classes.tolist()
-        ids = [get_category_id(cfg, index) for index in indices]
-        row = {"boxes": kept.pred_boxes.tensor.tolist(), "scores": kept.scores.tolist()}
-        row["classes"] = [names[index] for index in indices] if names else [str(i) for i in ids]
-        height, width = kept.image_size
-        rows.append({**row, "category_ids": ids, "width": width, "height": height})
+    rows = []
+    for found in find_boxes(
+        predictor, images, cfg, threshold=job.threshold, batch_size=job.batch_size
+    ):
+        height, width = found.instances.image_size
+        rows.append(
+            {
+                "boxes": found.boxes.tolist(),
+                "scores": found.scores.tolist(),
+                "classes": found.labels if found.class_names else list(map(str, found.label_ids)),
+                "category_ids": found.label_ids,
+                "width": width,
+                "height": height,
+            }
+        )
     return rows
 
 
@@ -175,7 +160,7 @@ def _open_encoder(job: Job) -> tuple[Read, Run]:
     def read(path: str) -> Row:
         entry = mapper({"file_name": path, "label": 0})
         if isinstance(entry, DataError):
-            raise UnreadableImage(entry.reason)
+            raise UnreadableImage(path, entry.reason)
         return entry
 
     def describe(batch: list[Row]) -> dict[str, Tensor]:
@@ -208,31 +193,30 @@ def run_batch(
     """Predicts on images, or computes their features, see docs/predict.md.
 
     Args:
-        job: what to compute.
-        images: see ``list_items``, and ``column`` too.
-        folder: for the Parquet files.
-        json_file: is written with boxes or classes, as ``predict_files`` does.
-        engine: "ray" for actors on Ray's cluster, if Ray is installed; "local" for this process.
-        workers: actors; 0 for one on each GPU of the cluster, or else on each CPU.
-        part_size: images in a file.
-        resume: whether ``folder`` may have results; images that are in them are left out.
+        job: the task of the workers.
+        images: files, folders, shards and Parquet files, see ``list_items``.
+        folder: folder for the Parquet files.
+        json_file: is written with boxes or classes, as by ``predict_files``.
+        engine: "ray" for actors on Ray's cluster; "local" for this process.
+        workers: number of actors; 0 for one per GPU of the cluster, or else one per CPU.
+        part_size: number of images per file.
+        column: column of Parquet files, see ``list_items``.
+        resume: skip images that have results in ``folder``, which must be empty otherwise.
 
     Returns:
-        The number of images in the folder, and of those among them that could not be read.
+        The number of images in the folder, and how many of them are unreadable.
 
     Raises:
         UserError: weights, inputs or arguments do not fit each other, or the folder has results.
     """
     parquet = import_parquet()
+    if engine == "ray" and not importlib.util.find_spec("ray"):
+        raise UserError("--engine ray needs Ray: pip install 'qbheat_det[ray]', or use local")
     if json_file:
         check_writable(json_file)
     _limit_cache(load_config(None, list(job.opts)))  # of shards, whose index comes first
     items = list_items(images, column, exclude=folder)
     chunks = cut_chunks(items, part_size, _open_folder(folder, job, resume))
-    if engine == "ray" and not importlib.util.find_spec("ray"):
-        print("Ray is not installed, so that one process does all: pip install 'qbheat_det[ray]' "
-              "takes it to all cores and machines", file=sys.stderr)  # fmt: skip
-        engine = "local"
     run = _run_on_ray(job, chunks, workers) if engine == "ray" else _run_here(job, chunks)
     sizes = {chunk.name: len(chunk.items) for chunk in chunks}
     left = sum(sizes.values())
@@ -247,7 +231,7 @@ def run_batch(
 
 
 def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
-    """Returns source and file of the images that have results; notes the settings in the folder."""
+    """Writes the settings into the folder; returns source and file of images with results."""
     weights = local_weights(locate_weights(job.weights))
     settings = {**asdict(replace(job, device=None)), "opts": list(job.opts)}  # on any device
     settings["weights"] = hash_file(weights) if Path(weights).is_file() else job.weights
@@ -256,7 +240,7 @@ def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
         write_atomically(folder / _SETTINGS, json.dumps(settings, indent=1).encode())
         return set()
     if not resume:
-        raise UserError(f"'{folder}' has results: --resume goes on, or name another folder")
+        raise UserError(f"'{folder}' has results: add --resume, or name another folder")
     remove_leftovers(folder)
     try:
         found = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
@@ -265,18 +249,20 @@ def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
     except (AttributeError, OSError, ValueError) as error:  # pyarrow's errors are the last two
         raise UserError(f"'{folder}': {_SETTINGS} or a part is damaged: {error}") from error
     if changed:
-        raise UserError(f"'{folder}' is of other settings ({', '.join(changed)}): name another one")
+        raise UserError(
+            f"'{folder}' has results of other settings ({', '.join(changed)}): name another folder"
+        )
     return {tuple(row.values()) for table in tables for row in table.to_pylist()}
 
 
 def _run_here(job: Job, chunks: Sequence[Chunk]) -> Iterator[tuple[str, bytes]]:
-    """Yields name and content of each file, done by this process."""
+    """Yields name and content of each file."""
     worker = Worker(job)
     yield from ((chunk.name, worker(chunk)) for chunk in chunks)
 
 
 class _Actor(Worker):
-    """A worker as Ray Data calls it."""
+    """A worker with the signature that Ray Data calls."""
 
     def __call__(self, batch: Any) -> Any:
         (text,) = batch["chunk"]
@@ -286,7 +272,7 @@ class _Actor(Worker):
 
 
 def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[str, bytes]]:
-    """As ``_run_here``, in any order, by actors; what was with one that dies goes to another."""
+    """Yields files in any order, computed by actors; Ray repeats the chunks of a dead actor."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     import ray.data
@@ -294,7 +280,7 @@ def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tup
     Worker(replace(job, device="cpu", fast=False))  # raises what each actor would
     if is_ours := not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level="WARNING")
-    ray.data.DataContext.get_current().enable_progress_bars = False  # there is one of images
+    ray.data.DataContext.get_current().enable_progress_bars = False  # there is a bar of images
     for name in ("_internal.execution.streaming_executor", "_internal.progress", "exceptions"):
         logging.getLogger(f"ray.data.{name}").setLevel(logging.CRITICAL)
     cluster = ray.cluster_resources()
@@ -312,7 +298,7 @@ def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tup
         )
         for row in found.iter_rows():
             yield row["name"], row["content"]
-    except Exception as error:  # Ray's own, with the traceback of the actor as its text
+    except Exception as error:  # Ray's error, whose text is the traceback of the actor
         if sentence := find_user_message(str(error)):
             raise UserError(sentence) from error
         raise
@@ -322,7 +308,7 @@ def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tup
 
 
 def _write_json(folder: Path, file: BinaryIO) -> None:
-    """Writes what ``predict_files`` writes, one result after another; images count from 1."""
+    """Writes the JSON of ``predict_files`` from the Parquet files, one result after another."""
     separator, image_id = b"[", 0
     for path in sorted(folder.glob(_PARTS)):
         for row in import_parquet().read_table(path).to_pylist():

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Many images by name, in chunks: of files and folders, of shards, and of Parquet tables."""
+"""Lists millions of images of folders, shards and Parquet tables, and cuts them into chunks."""
 
 import contextlib
 import hashlib
@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import absolute, are_shards, list_shard_images
 
-from .predict import find_inputs
+from .images import find_inputs
 
 _COLUMNS = ("image", "bytes", "path", "file", "file_name")
 # Arrow's names of types; the struct is that of data sets of Hugging Face.
 _OF_FILES = re.compile(r"(dictionary<values=)?\w*binary|struct<.*\bbytes: \w*binary")
 _OF_PATHS = re.compile(r"(dictionary<values=)?\w*string")
-_ROWS = 64  # of a table that are in memory at a time
+_ROWS = 64  # of a table in memory at a time
 
 
 class Item(NamedTuple):
-    """An image: ``file`` in ``source``, a folder, an address of shards or a table (by row).
+    """An image: ``file`` in ``source``, which is a folder, an address of shards or a table.
 
-    ``path`` is what Detectron2's path manager opens; empty for a file inside a table's column.
+    Detectron2's path manager opens ``path``, which is empty for images inside a table. Their
+    ``file`` is the number of the row.
     """
 
     source: str
@@ -35,12 +36,16 @@ class Item(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Source and file as results have them: bytes of a file's name that are no text escaped."""
-        return escape(self.source), escape(self.file)
+        """Source and file as in the results: bytes that are not UTF-8 are escaped."""
+        return _escape(self.source), _escape(self.file)
+
+
+def _escape(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 class Chunk(NamedTuple):
-    """What a worker gets at a time, and what one file of results, ``name``, holds."""
+    """The images of one file of results, which is called ``name``."""
 
     name: str
     items: list[Item]
@@ -60,9 +65,9 @@ def list_items(images: Sequence[str], column: str = "", exclude: Path | None = N
 
     Args:
         images: files, folders (searched recursively), folders and addresses of shards, Parquet
-            files, and folders with such files, of which nothing else is read.
-        column: of tables, with paths below the table's folder, or with the files themselves; by
-            default the first of ``_COLUMNS``.
+            files, and folders of Parquet files.
+        column: column of the tables with paths below the table's folder, or with the contents of
+            the images; by default the first of ``_COLUMNS``.
         exclude: a folder to leave out.
 
     Raises:
@@ -114,10 +119,9 @@ def _list_table(path: Path, column: str) -> Iterator[Item]:
 
 
 def cut_chunks(items: Sequence[Item], size: int, done: Collection[tuple[str, str]]) -> list[Chunk]:
-    """Cuts images into chunks of a size, at the same places whatever is done.
+    """Cuts images into chunks of a size, at places that do not depend on ``done``.
 
-    The name of a chunk is a function of its place and its images. ``done`` are source and file of
-    images to leave out.
+    ``done`` are source and file of the images to leave out.
     """
     chunks = []
     for number, start in enumerate(range(0, len(items), size)):
@@ -128,18 +132,9 @@ def cut_chunks(items: Sequence[Item], size: int, done: Collection[tuple[str, str
     return chunks
 
 
-def escape(text: str) -> str:
-    """Returns a text without what UTF-8 cannot write, such as bytes of a name that are no text."""
-    return text.encode(errors="backslashreplace").decode()
-
-
 @contextlib.contextmanager
 def open_items(items: Sequence[Item]) -> Iterator[list[str]]:
-    """Yields what the path manager opens for each image; those in tables are unpacked.
-
-    Raises:
-        UserError: a table is not there any more.
-    """
+    """Yields a path for each image; images inside tables are unpacked into temporary files."""
     paths = [item.path for item in items]
     tables: dict[tuple[str, str], dict[int, int]] = {}  # by row, the place in items
     for place, item in enumerate(items):

@@ -27,13 +27,13 @@ from qbheat_det.modeling.backbone.timm_backbone import list_outputs
 from qbheat_det.modeling.contracts import get_backbone, normalise_pixels
 
 from .exported import EXPORTED_SUFFIXES
-from .video import Image
+from .images import Image
 
 _TIMM = "timm://"
 
 
 def locate_weights(weights: str) -> str:
-    """Returns a local path or an address of the weights that ``load`` is given."""
+    """Returns the local path or address of weights, which may be an entry of the zoo or a run."""
     return download(weights) if weights.startswith(HUB_PREFIX) else find_weights(weights)
 
 
@@ -41,7 +41,7 @@ def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNo
     """Opens the backbone of a pre-training, a classifier, an encoder file or a timm network.
 
     Args:
-        name: as ``locate_weights`` returns it.
+        name: a result of ``locate_weights``.
         device: "cpu" or "cuda"; by default cuda where there is a GPU.
 
     Raises:
@@ -63,12 +63,12 @@ def is_encoder(name: str, cfg: CfgNode) -> bool:
 
 
 def is_timm(name: str) -> bool:
-    """Returns whether weights are those of a timm network, which have no config of their own."""
+    """Returns whether weights are those of a timm network, which have no config."""
     return name.startswith(_TIMM)
 
 
 def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
-    """Returns a network of timm with all of its maps, pixels normalised as in its training."""
+    """Returns a network of timm with all of its maps, and its pixel statistics in the config."""
     model_name = address.removeprefix(_TIMM).partition(".")[0]
     info = info_of(local_weights(address))
     cfg: CfgNode = get_cfg()
@@ -97,7 +97,5 @@ def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tenso
         pixels = torch.from_numpy(image).to(node.DEVICE).permute(2, 0, 1)
         pixels = pixels.flip(0) if is_bgr else pixels
         tensors.append(normalise_pixels(pixels, node.PIXEL_MEAN, node.PIXEL_STD))
-    outputs: dict[str, Tensor] = model(
-        ImageList.from_tensors(tensors, model.size_divisibility).tensor
-    )
-    return outputs
+    batch = ImageList.from_tensors(tensors, model.size_divisibility).tensor
+    return model(batch)

@@ -1,10 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs exported files without the code of their model; ONNX files hold no code of their own."""
+"""Runs exported ONNX files, which contain no Python code, and describes their outputs."""
 
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +17,10 @@ from detectron2.structures import Boxes, Instances
 
 from qbheat_det.checkpoint import load_embedded_config
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import parse_record
 from qbheat_det.core.text import one_line
 
-from .export_info import METADATA_KEY, SHARED_ENCODER_KEY, ExportInfo, Task
-from .predict import Scores, group_by_shape, read_bgr
-from .video import Image
+from .images import Image, read_rgb, run_by_shape
 
 Images = npt.NDArray[np.uint8]
 Outputs = dict[str, npt.NDArray[Any]]
@@ -26,53 +28,124 @@ EXPORTED_SUFFIXES = (".onnx",)
 ENCODER = "encoder.onnx"
 HEAD_PREFIX = "head_"
 _PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+Task = Literal["detection", "classification", "features"]
+METADATA_KEY = "qbheat_det"
+"""The entry of ONNX's ``metadata_props`` that holds the description, as JSON."""
+SHARED_ENCODER_KEY = f"{METADATA_KEY}_shared_encoder"
+"""A second entry in the files of a shared-encoder export: the hash of the encoder."""
+TASK_OUTPUTS: dict[Task, tuple[str, ...]] = {
+    "detection": ("boxes", "scores", "labels", "counts"),
+    "classification": ("scores",),
+}
+"""Names of the outputs by task; those of "features" are the backbone's."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ExportInfo:
+    """The description of an exported file.
+
+    The input "images" is (N, H, W, 3), uint8, of any N, H and W, or one image of ``image_size`` if
+    there is one. Channels are in the order of ``pixel_format``. The file resizes, normalises and
+    pads.
+    Outputs by ``task``:
+
+    - "detection": "boxes" (N, R, 4), XYXY in pixels of the input image, "scores" (N, R) in [0, 1],
+      in descending order, "labels" (N, R), from 0, and "counts" (N,). The first ``counts[n]`` of
+      the R rows of image n are detections, the others are empty;
+    - "classification": "scores" (N, K), which sum to one;
+    - "features": the backbone's maps (N, C, H', W') and tokens (N, M, D), by its own names.
+    """
+
+    task: Task
+    outputs: tuple[str, ...]  # their names, in the file's order
+    pixel_format: Literal["RGB", "BGR"]
+    class_names: tuple[str, ...] = ()  # in the order of the labels; empty if unknown
+    category_ids: tuple[int, ...] = ()  # the annotation file's id of each label
+    image_size: tuple[int, ...] = ()  # (H, W) of all images, one at a time; empty if any size
+    score_threshold: float = 0.0  # detections with this score or less are left out in the file
+    model: str = ""  # name of the meta-architecture
+    config: str = ""  # the whole config, YAML
+    version: str = ""  # of the package that exported it
+
+    def to_json(self) -> str:
+        """Returns what ``from_json`` reads."""
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> "ExportInfo":
+        """Reads a description from ``where``, an untrusted file, or raises a ``UserError``."""
+        try:
+            content = json.loads(text)
+            if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+                raise ValueError
+            info = parse_record(cls, content, f"'{where}'")
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"'{where}' has no valid description of its outputs: export the weights again"
+            ) from error
+        if info.outputs != TASK_OUTPUTS.get(info.task, info.outputs):
+            raise UserError(f"'{where}' does not have the outputs of its task: export it again")
+        return info
 
 
 class ExportedModel:
     """An exported file at ``path``, opened for inference; ``info`` is its description."""
 
     def __init__(self, path: Path, info: ExportInfo, run: Callable[[Images], Outputs]) -> None:
-        # ``run``: from images (N, H, W, 3), uint8, contiguous, to the outputs by name.
         self.path = path
         self.info = info
         self._run = run
 
     @classmethod
     def open(cls, path: str | Path, *, device: str | None = None) -> "ExportedModel":
-        """Opens ``.onnx`` in onnxruntime.
+        """Opens an ``.onnx`` file in onnxruntime.
 
-        A ``head_NAME.onnx`` of a shared-encoder export needs its encoder beside it. ``device`` is
-        "cpu" or "cuda", by default the GPU if onnxruntime has one.
+        Args:
+            path: the file; a ``head_NAME.onnx`` of a shared-encoder export needs its encoder
+                beside it.
+            device: "cpu" or "cuda"; by default the GPU if onnxruntime has one.
 
         Raises:
-            UserError: the file is missing, damaged or not an export, or its runtime is not
+            UserError: the file is missing, damaged or not an export, or onnxruntime is not
                 installed or does not have the device.
         """
         if Path(path).suffix.lower() not in EXPORTED_SUFFIXES:
             raise UserError(f"'{path}' is not an exported file: its name must end in .onnx")
         if device not in (None, "cpu", "cuda"):
             raise UserError(f"an exported file runs on the device cpu or cuda, not '{device}'")
-        return _open_onnx(Path(path), device)
+        path = Path(path)
+        session, info, encoder_hash = _open_session(path, device)
+        if encoder_hash:
+            if path.name == ENCODER:
+                raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx beside it")
+            heads = SharedEncoderModel(path.parent, device=device).heads
+            return heads[path.stem.removeprefix(HEAD_PREFIX)]
+        names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
+        if names != ["images", *info.outputs]:
+            raise UserError(f"'{path}' does not have the outputs it describes: export it again")
+        return cls(path, info, lambda images: _run_session(session, {"images": images}))
 
     def __call__(self, images: Images) -> Any:
         """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
 
-        Returns of a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
-        pixels of the image), ``scores`` and ``pred_classes``, the best first; of a classifier
-        scores (N, K); of a backbone its maps and tokens by name. Other images are a ``ValueError``.
+        Returns:
+            For a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
+            pixels of the image), ``scores`` and ``pred_classes``, the best first; for a classifier
+            scores (N, K); for a backbone its maps and tokens by name.
+
+        Raises:
+            ValueError: the images have another shape or type.
+            UserError: the images are not of ``info.image_size``, or the file fails on them.
         """
         return _format(self.run(images), self.info, images)
 
     def run(self, images: Images) -> Outputs:
-        """As ``__call__``, to the file's own outputs by name; see ``ExportInfo``.
-
-        Raises a ``ValueError`` for images of another shape or type, a ``UserError`` if the program
-        fails.
-        """
+        """Like ``__call__``, but returns the file's outputs by name, see ``ExportInfo``."""
         contiguous = _check_images(images)
         if self.info.image_size not in ((), images.shape[1:3]):
             height, width = self.info.image_size
-            raise UserError(f"'{self.path}' takes images of {height} x {width} pixels alone")
+            raise UserError(f"'{self.path}' takes images of {height} x {width} pixels only")
         try:
             if not self.info.image_size or len(images) == 1:
                 return self._run(contiguous)
@@ -84,8 +157,9 @@ class ExportedModel:
             ) from error
 
     def load_config(self) -> CfgNode:
-        """Returns the config of the model, with the classes that the file names."""
+        """Returns the config of the model, with the file's classes and path."""
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
+        cfg.MODEL.WEIGHTS = str(self.path)
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
         cfg.MODEL.CATEGORY_IDS = list(self.info.category_ids)
         return cfg
@@ -94,7 +168,9 @@ class ExportedModel:
 class SharedEncoderModel:
     """A folder of a shared-encoder export: the encoder runs once per batch, then every head.
 
-    ``info`` describes the encoder; ``heads`` are by name the encoder and one head as one model.
+    Attributes:
+        info: description of the encoder.
+        heads: by name, a model of the encoder and one head.
     """
 
     def __init__(self, folder: str | Path, *, device: str | None = None) -> None:
@@ -131,39 +207,31 @@ class SharedEncoderModel:
 
 
 class ExportedPredictor:
-    """Replaces Detectron2's ``DefaultPredictor``: from a BGR image to its instances."""
+    """Finds boxes with an exported detector, like ``BatchPredictor``."""
 
     def __init__(self, model: ExportedModel) -> None:
         """Raises a ``UserError`` if the model is not a detector."""
-        self._run = _on_bgr(model, "detection")
-
-    def __call__(self, image: Image) -> dict[str, Instances]:
-        """From (H, W, 3), uint8, always BGR, to {"instances"}, XYXY in pixels of the image."""
-        return {"instances": self._run(image[None])[0]}
+        self._run = _take_rgb(model, "detection")
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """As ``BatchPredictor``'s: images of one size are one batch."""
-        found: list[Any] = [None] * len(images)
-        for group in group_by_shape(images):
-            batch = self._run(np.stack([images[index] for index in group]))
-            for index, instances in zip(group, batch, strict=True):
-                found[index] = instances
-        return found
+        """Predicts on images (H, W, 3), RGB; those of one size are one batch."""
+        return run_by_shape(
+            images, lambda group: self._run(np.stack(group)), lambda image: image.shape
+        )
 
 
-def build_exported_scorer(model: ExportedModel) -> Callable[[str | Path], Scores]:
-    """As ``build_scorer``, with an exported classifier; a ``UserError`` if it is none."""
-    run = _on_bgr(model, "classification")
-    return lambda path: run(read_bgr(path)[None])[0]
+def build_exported_scorer(model: ExportedModel) -> Callable[[str | Path], npt.NDArray[Any]]:
+    """Returns an exported classifier as a function like that of ``build_scorer``."""
+    run = _take_rgb(model, "classification")
+    return lambda path: run(read_rgb(path)[None])[0]
 
 
-def _on_bgr(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
-    """Returns a model of a task as a function of images (N, H, W, 3), uint8, always BGR."""
+def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
+    """Returns a model of a task as a function of images (N, H, W, 3), uint8, RGB."""
     if model.info.task != task:
         raise UserError(f"'{model.path}' was exported for {model.info.task}, not for {task}")
-    step = -1 if model.info.pixel_format == "RGB" else 1
-    # Pillow's arrays may be read-only, and PyTorch warns of it.
-    return lambda images: model(images[..., ::step].copy())
+    step = -1 if model.info.pixel_format == "BGR" else 1
+    return lambda images: model(images[..., ::step])
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
@@ -193,19 +261,6 @@ def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
     return outputs["scores"] if info.task == "classification" else outputs
 
 
-def _open_onnx(path: Path, device: str | None) -> ExportedModel:
-    session, info, encoder_hash = _open_session(path, device)
-    if encoder_hash:
-        if path.name == ENCODER:
-            raise UserError(f"'{path}' has no head: name a {HEAD_PREFIX}NAME.onnx beside it")
-        heads = SharedEncoderModel(path.parent, device=device).heads
-        return heads[path.stem.removeprefix(HEAD_PREFIX)]
-    names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
-    if names != ["images", *info.outputs]:
-        raise UserError(f"'{path}' does not have the outputs it describes: export it again")
-    return ExportedModel(path, info, lambda images: _run_session(session, {"images": images}))
-
-
 def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:
     """Returns an ``onnxruntime.InferenceSession``, the description, and the encoder's hash."""
     try:
@@ -219,7 +274,9 @@ def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]
     try:
         session = onnxruntime.InferenceSession(str(path), providers=providers)
     except Exception as error:  # onnxruntime's errors have no common base
-        raise _damaged(path, error) from error
+        raise UserError(
+            f"'{path}' cannot be opened (missing, truncated or of another kind): {one_line(error)}"
+        ) from error
     metadata = session.get_modelmeta().custom_metadata_map
     info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))
     return session, info, metadata.get(SHARED_ENCODER_KEY, "")
@@ -229,9 +286,3 @@ def _run_session(session: Any, values: Outputs) -> Outputs:
     names = [output.name for output in session.get_outputs()]
     inputs = {one.name: values[one.name] for one in session.get_inputs()}
     return dict(zip(names, session.run(names, inputs), strict=True))
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"'{path}' cannot be opened (missing, truncated or of another kind): {one_line(error)}"
-    )

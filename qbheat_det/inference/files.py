@@ -1,42 +1,43 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Prediction from files to files, as ``tools/predict.py`` does it."""
+"""Predicts from files to files, for ``qbheat predict``."""
 
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from detectron2.config import CfgNode
-from detectron2.structures import Instances
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
-from qbheat_det.data import MAPPERS_OF_IMAGES
-from qbheat_det.deployment import deploy_by_config
 
-from .drawing import draw_instances
-from .exported import (
-    EXPORTED_SUFFIXES,
-    ExportedModel,
-    ExportedPredictor,
-    build_exported_scorer,
+from .exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor, build_exported_scorer
+from .images import (
+    InputFile,
+    NamedImage,
+    UnreadableImage,
+    find_inputs,
+    open_frames,
+    open_video,
+    read_rgb,
 )
 from .predict import (
-    BatchPredictor,
-    Predictions,
-    build_predictor,
+    Predictor,
+    Scores,
+    TiledPredictor,
+    build_detector,
     build_scorer,
-    classify_images,
-    find_inputs,
+    find_boxes,
     is_classifier,
-    predict_images,
 )
-from .results import Format, render_annotations
-from .tiles import TiledPredictor
-from .video import Image
+from .results import Format, Predictions, render_annotations
+
+_TOP_CLASSES = 5
 
 
 def predict_files(
@@ -53,23 +54,23 @@ def predict_files(
     tile: int | None = None,
     opts: Sequence[str] = (),
 ) -> Predictions:
-    """Predicts boxes, or with a classifier classes, on image files and folders.
+    """Predicts boxes, or classes with a classifier, on files and folders.
 
     Args:
         weights: trained weights (.safetensors, .pth, qbheat://NAME) or an exported file.
-        inputs: images, and folders that are searched recursively.
-        output: folder for the drawn images.
-        json_file: is written with boxes, or of a classifier with classes.
-        json_format: of boxes, see ``render_annotations``.
-        score_threshold: boxes below it are left out, in [0, 1].
-        config_file: YAML of the model; by default the one inside the weights, or beside them.
+        inputs: images, videos, and folders, which are searched recursively.
+        output: folder for the drawn images and videos.
+        json_file: is written with all boxes, or with the classes of each image.
+        json_format: format of the boxes, see ``render_annotations``.
+        score_threshold: lowest score of the boxes, in [0, 1].
+        config_file: YAML of the model; by default the config inside the weights, or beside them.
         device: "cpu" or "cuda"; by default cuda where there is a GPU.
-        fast: predict with the deployed form of the model, as ``MODEL.DEPLOY`` describes it.
-        tile: side in pixels of overlapping tiles that are predicted beside the whole image.
+        fast: use the deployed form of the model, as ``MODEL.DEPLOY`` describes it.
+        tile: side in pixels of overlapping tiles, see ``TiledPredictor``.
         opts: overrides of the config, ``KEY VALUE``.
 
     Returns:
-        What was found, and the files that were skipped.
+        The results, and the files that were skipped.
 
     Raises:
         UserError: weights, inputs or arguments do not fit each other.
@@ -81,49 +82,38 @@ def predict_files(
     if json_format != "coco" and (is_classifier(cfg) or any(file.is_video for file in files)):
         raise UserError(f"the format '{json_format}' is for boxes on images: use coco")
     if is_classifier(cfg):
-        if tile is not None:
-            raise UserError(f"'{weights}' is a classifier: --tile is for boxes")
-        if output or not json_file:
+        if output or tile is not None or not json_file:
             raise UserError(
-                f"'{weights}' is a classifier, which finds no boxes: leave out --output, and name "
-                "--json FILE for the classes"
+                f"'{weights}' is a classifier and finds no boxes: leave out --output and --tile, "
+                "and name --json FILE for the classes"
             )
-        if exported:
-            score, names = build_exported_scorer(exported), exported.info.class_names
-        else:
-            model, names = build_detector(weights, cfg).model, cfg.MODEL.CLASS_NAMES
-            score = build_scorer(model, cfg)
-        found = classify_images(score, files, names)
-    else:
-        predictor = ExportedPredictor(exported) if exported else build_detector(weights, cfg)
-        found = predict_images(
-            predictor if tile is None else TiledPredictor(predictor, tile),
-            files,
-            cfg=cfg,
-            score_threshold=score_threshold,
-            output_dir=output,
-            draw=lambda image, instances: _draw(image, instances, cfg.MODEL.CLASS_NAMES),
-        )
-    content: Any = found.results
-    if json_file and not is_classifier(cfg):
+        found = classify_images(get_scorer(exported, cfg), files, cfg.MODEL.CLASS_NAMES)
+        write_atomically(json_file, json.dumps(found.results).encode())
+        return found
+    predictor = get_predictor(exported, cfg)
+    if tile is not None:
+        predictor = TiledPredictor(predictor, tile)
+    found = predict_images(
+        predictor, files, cfg, score_threshold=score_threshold, output_dir=output
+    )
+    if json_file:
         names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
         if not ids:
             print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
         content = render_annotations(found.results, found.images, names, ids, json_format)
-    if json_file:
         write_atomically(json_file, json.dumps(content).encode())
     return found
 
 
 def open_weights(
     weights: str,
-    config_file: str | None,
+    config_file: str | None = None,
     *,
-    device: str | None,
-    fast: bool,
-    opts: Sequence[str],
+    device: str | None = None,
+    fast: bool = False,
+    opts: Sequence[str] = (),
 ) -> tuple[ExportedModel | None, CfgNode]:
-    """Returns the exported model, if the file is one, and the config; for arguments as above."""
+    """Returns the exported model, if the file is one, and the config; see ``predict_files``."""
     if not weights.lower().endswith(EXPORTED_SUFFIXES):
         wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
         return None, load_run_config(weights, config_file, device=device, opts=wanted)
@@ -136,24 +126,110 @@ def open_weights(
     return exported, exported.load_config()
 
 
-def build_detector(weights: str, cfg: CfgNode) -> BatchPredictor:
-    """Returns a detector or classifier, deployed if ``MODEL.DEPLOY.ENABLED``.
-
-    Raises a ``UserError`` if the weights are of a pre-training, or do not fit the config.
-    """
-    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
-        raise UserError(
-            f"'{weights}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), which "
-            "predict neither boxes nor classes: train a detector or a classifier on them"
-        )
-    if not cfg.MODEL.DEPLOY.ENABLED:
-        return build_predictor(cfg)
-    predictor = build_predictor(cfg, lambda model: deploy_by_config(model, cfg.MODEL.DEPLOY))
-    print(predictor.model.report, file=sys.stderr)
+def get_predictor(exported: ExportedModel | None, cfg: CfgNode) -> Predictor:
+    """Returns the detector that ``open_weights`` opened, or raises a ``UserError``."""
+    if exported:
+        return ExportedPredictor(exported)
+    predictor = build_detector(cfg)
+    if cfg.MODEL.DEPLOY.ENABLED:
+        print(predictor.model.report, file=sys.stderr)
     return predictor
 
 
-def _draw(image: Image, instances: Instances, class_names: Sequence[str]) -> Image:
-    """Draws boxes on an image (H, W, 3), BGR."""
-    drawn = draw_instances(image[:, :, ::-1], instances, class_names)
-    return np.ascontiguousarray(drawn[:, :, ::-1])
+def get_scorer(exported: ExportedModel | None, cfg: CfgNode) -> Callable[[str | Path], Scores]:
+    """Returns the classifier that ``open_weights`` opened, see ``build_scorer``."""
+    return (
+        build_exported_scorer(exported)
+        if exported
+        else build_scorer(build_detector(cfg).model, cfg)
+    )
+
+
+def predict_images(
+    predictor: Predictor,
+    files: Sequence[InputFile],
+    cfg: CfgNode,
+    *,
+    score_threshold: float,
+    output_dir: Path | None = None,
+) -> Predictions:
+    """Predicts on images and videos, and draws into a folder if there is one.
+
+    Files that cannot be read are skipped. Images and frames are numbered from 1.
+    """
+    found = Predictions()
+    pairs = zip(files, name_outputs(files), strict=True)
+    for file, name in tqdm(pairs, total=len(files), unit="file", desc="predicting", disable=None):
+        with _skip_unreadable(found, file):
+            output = output_dir and output_dir / name
+            frames, fps = _open_file(file)
+            with contextlib.ExitStack() as stack:
+                append = stack.enter_context(open_video(output, fps)) if output and fps else None
+                for every in find_boxes(predictor, frames, cfg):
+                    found.best_score = max(found.best_score, *every.scores.tolist(), 0.0)
+                    kept = every.select(score_threshold)
+                    found.add(kept)
+                    if append:
+                        append(kept.draw())
+                    elif output:
+                        kept.save(output)
+    return found
+
+
+def _open_file(file: InputFile) -> tuple[Iterator[NamedImage], float]:
+    """Opens an image or the frames of a video, and returns the frames per second, 0 for images."""
+    if not file.is_video:
+        return iter([NamedImage(read_rgb(file.path), None, file.name)]), 0.0
+    frames, fps, count = open_frames(file.path, file.name)
+    return tqdm(frames, total=count, unit="frame", desc=file.name, leave=False, disable=None), fps
+
+
+@contextlib.contextmanager
+def _skip_unreadable(found: Predictions, file: InputFile) -> Iterator[None]:
+    """Counts a file, or notes the reason why it cannot be read."""
+    try:
+        yield
+        found.num_images += 1
+    except UnreadableImage as error:
+        found.skipped.append((str(file.path), error.reason))
+
+
+def name_outputs(files: Sequence[InputFile]) -> list[Path]:
+    """Returns distinct relative paths of the drawn images and videos.
+
+    JPEG stays JPEG, other images become PNG, videos MP4. After ``a.png``, ``a.bmp`` is ``a-2.png``.
+    """
+    taken: set[str] = set()
+    outputs = []
+    for file in files:
+        suffix = ".jpg" if file.path.suffix.lower() in {".jpg", ".jpeg"} else ".png"
+        wanted = Path(file.name).with_suffix(".mp4" if file.is_video else suffix)
+        path, count = wanted, 1
+        while str(path).lower() in taken:  # a.png and A.png are one file on some file systems
+            count += 1
+            path = wanted.with_name(f"{wanted.stem}-{count}{wanted.suffix}")
+        taken.add(str(path).lower())
+        outputs.append(path)
+    return outputs
+
+
+def classify_images(
+    score: Callable[[str | Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
+) -> Predictions:
+    """Classifies images, and skips files that cannot be read."""
+    found = Predictions()
+    for file in tqdm(files, unit="image", desc="classifying", disable=None):
+        with _skip_unreadable(found, file):
+            if file.is_video:
+                raise UnreadableImage(file.path, "a classifier takes images, not videos")
+            classes = find_likeliest(score(file.path), class_names)
+            found.results.append({"file_name": file.name, "classes": classes})
+    return found
+
+
+def find_likeliest(scores: Scores, class_names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns "name" (or number) and "score" of the five likeliest classes, from scores (K,)."""
+    return [
+        {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
+        for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
+    ]

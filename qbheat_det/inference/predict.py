@@ -1,334 +1,216 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Prediction on images and videos with trained weights: boxes, or classes of images."""
+"""Runs models on images: boxes of whole images and of tiles, scores of classes.
 
-import contextlib
+Every prediction of boxes goes through ``find_boxes``.
+"""
+
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import PIL.Image
 import torch
 from detectron2.config import CfgNode
-from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
 from detectron2.engine import DefaultPredictor
-from detectron2.evaluation.coco_evaluation import instances_to_coco_json
-from detectron2.structures import Instances
-from detectron2.utils.file_io import PathManager
-from torch import nn
-from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+from detectron2.layers import batched_nms
+from detectron2.structures import Boxes, Instances, pairwise_ioa
+from torch import Tensor, nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, refuse_encoder
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.text import one_line
-from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES, MAPPERS_OF_CLASSES, build_mapper
+from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper
+from qbheat_det.deployment import deploy_by_config
 
-from .video import VIDEO_SUFFIXES, Image, UnreadableImage, open_video, read_video
+from .images import Image, NamedImage, UnreadableImage, run_by_shape
+from .results import Detections
 
-_TOP_CLASSES = 5
 Scores = npt.NDArray[np.floating[Any]]
-
-
-class InputFile(NamedTuple):
-    """A file to predict on.
-
-    ``name`` is the path below the input folder with forward slashes, or the file's own name.
-    """
-
-    path: Path
-    name: str
-
-    @property
-    def is_video(self) -> bool:
-        """Whether its suffix is that of a video."""
-        return self.path.suffix.lower() in VIDEO_SUFFIXES
-
-
-@dataclass
-class Predictions:
-    """What a model found on files.
-
-    Attributes:
-        results: for each box "image_id", "file_name", "category_id", "bbox" (XYWH, pixels of the
-            upright input image) and "score"; "segmentation" (RLE) where the model predicts masks;
-            "frame" (from 0) in videos, where each frame has an image id of its own. Of a
-            classifier, for each image "file_name" and "classes": the likeliest first, each with
-            "name" and "score" in [0, 1].
-        images: of a detector, each image and frame as COCO has it, with "id", "file_name",
-            "height" and "width" in pixels, "frame" in videos.
-        num_images: images and videos that were predicted on.
-        best_score: the highest of all boxes, also of those below the threshold.
-        skipped: path of each file that was not, and the reason.
-    """
-
-    results: list[dict[str, Any]] = field(default_factory=list)
-    images: list[dict[str, Any]] = field(default_factory=list)
-    num_images: int = 0
-    best_score: float = 0.0
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def skip_unreadable(self, file: InputFile) -> Iterator[None]:
-        """Counts a file, or notes why it cannot be read instead of raising ``UnreadableImage``."""
-        try:
-            yield
-            self.num_images += 1
-        except UnreadableImage as error:
-            self.skipped.append((str(file.path), str(error)))
-
-
-def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
-    """Lists the files named by ``inputs`` and the images and videos in its folders, recursively.
-
-    Files are taken whatever their suffix; the folder ``exclude`` is left out, so that earlier
-    results are not taken for inputs. Raises a ``UserError`` if an input does not exist, or there is
-    nothing.
-    """
-    own, suffixes = exclude and exclude.resolve(), IMAGE_SUFFIXES | VIDEO_SUFFIXES
-    found: dict[Path, InputFile] = {}  # keyed by real path: a file named twice counts once
-    for name in inputs:
-        root = Path(name)
-        if root.is_file():
-            found.setdefault(root.resolve(), InputFile(root, root.name))
-        elif root.is_dir():
-            for path in sorted(p for p in root.rglob("*") if p.suffix.lower() in suffixes):
-                is_broken = not path.exists()  # a link to nothing, or to itself
-                real = path if is_broken else path.resolve()
-                if (path.is_file() or is_broken) and not (own and real.is_relative_to(own)):
-                    found.setdefault(real, InputFile(path, path.relative_to(root).as_posix()))
-        else:
-            raise UserError(f"input '{name}' does not exist (config overrides go last)")
-    if not found:
-        raise UserError(f"no images or videos in {', '.join(inputs)}")
-    return list(found.values())
-
-
-def name_outputs(files: Sequence[InputFile]) -> list[Path]:
-    """Returns distinct relative paths of the drawn images and videos.
-
-    JPEG stays JPEG, other images become PNG, videos MP4. After ``a.png``, ``a.bmp`` is ``a-2.png``.
-    """
-    taken: set[str] = set()
-    outputs = []
-    for file in files:
-        suffix = ".jpg" if file.path.suffix.lower() in {".jpg", ".jpeg"} else ".png"
-        wanted = Path(file.name).with_suffix(".mp4" if file.is_video else suffix)
-        path, count = wanted, 1
-        while str(path).lower() in taken:  # some file systems do not tell a.png from A.png
-            count += 1
-            path = wanted.with_name(f"{wanted.stem}-{count}{wanted.suffix}")
-        taken.add(str(path).lower())
-        outputs.append(path)
-    return outputs
-
-
-def read_bgr(path: str | Path) -> Image:
-    """Reads an image of Detectron2's path manager, upright by its EXIF orientation: (H, W, 3), BGR.
-
-    Raises ``UnreadableImage`` if it cannot be decoded, a ``UserError`` if its shard cannot be had.
-    """
-    try:
-        with (
-            PathManager.open(str(path), "rb") as file,
-            PIL.Image.open(file, formats=IMAGE_FORMATS) as opened,
-        ):
-            is_16_bit = opened.mode.startswith("I")
-            # As Detectron2's read_image, which would open files of any format.
-            image: Image = convert_PIL_to_numpy(_apply_exif_orientation(opened), "BGR")
-    except (MemoryError, UserError):
-        raise
-    except PIL.UnidentifiedImageError as error:
-        raise UnreadableImage("not an image") from error
-    except Exception as error:  # what a broken file raises depends on its format's decoder
-        raise UnreadableImage(one_line(error)) from error
-    if is_16_bit:  # Pillow turns all values above 255 into white
-        raise UnreadableImage("16 bits of grey: convert it to 8 first")
-    return image
-
-
-def write_image(path: Path, image: Image) -> None:
-    """Writes a (H, W, 3) BGR image, or raises a ``UserError``; its folder is made."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        PIL.Image.fromarray(image[:, :, ::-1]).save(path, quality=92)
-    except OSError as error:
-        raise UserError(f"cannot write '{path}': {error.strerror or error}") from error
-
-
-def group_by_shape(images: Sequence[Any]) -> list[list[int]]:
-    """Returns the indices of arrays or tensors in groups of one shape."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, image in enumerate(images):
-        groups.setdefault(tuple(image.shape), []).append(index)
-    return list(groups.values())
+OVERLAP = 0.2  # of a tile
+_EDGE = 2  # pixels: a box this close to the edge of a tile is cut
+_BATCH = 8  # tiles
+_NMS_IOU = 0.5
+_COVERED = 0.5  # share of a cut box inside a whole one of its class
 
 
 class Predictor(Protocol):
-    """What finds boxes: Detectron2's predictor, or an exported file."""
+    """Finds boxes, with PyTorch, an exported file, or tiles."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """From BGR images (H, W, 3) of any sizes to instances on the CPU."""
+        """Predicts on RGB images (H, W, 3) of any sizes; returns instances on the CPU."""
 
 
 class BatchPredictor(DefaultPredictor):
-    """Detectron2's predictor, which also takes several images at once."""
+    """Detectron2's predictor, which can also process several images at once."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on images (H, W, 3), BGR, of any sizes; returns instances on the CPU.
+        """Predicts on images (H, W, 3), RGB, of any sizes; returns instances on the CPU.
 
-        Those that are resized to one size go through the model together, and so without padding:
-        results are those of one by one, to the tolerance of floats.
+        Images that are resized to one size go through the model together, so there is no padding,
+        and the results equal those of single images up to rounding.
         """
-        inputs = []
+        inputs: list[dict[str, Any]] = []
         for image in images:
             resized = self.aug.get_transform(image).apply_image(image)
-            resized = resized[:, :, ::-1] if self.input_format == "RGB" else resized
+            resized = resized[:, :, ::-1] if self.input_format == "BGR" else resized
             pixels = torch.from_numpy(resized.astype("float32").transpose(2, 0, 1))
             height, width = image.shape[:2]
             inputs.append({"image": pixels, "height": height, "width": width})
-        found: list[Any] = [None] * len(inputs)
-        for group in group_by_shape([entry["image"] for entry in inputs]):
-            with torch.no_grad():
-                outputs = self.model([inputs[index] for index in group])
-            for index, output in zip(group, outputs, strict=True):
-                found[index] = output["instances"].to("cpu")
-        return found
+        with torch.no_grad():
+            outputs = run_by_shape(inputs, self.model, lambda entry: entry["image"].shape)
+        return [output["instances"].to("cpu") for output in outputs]
 
 
-def check_elongation(image: Image, cfg: CfgNode) -> None:
-    """Raises ``UnreadableImage`` if resizing would leave no row of an elongated image (H, W, 3)."""
-    short, long = sorted(image.shape[:2])
-    if short * cfg.INPUT.MAX_SIZE_TEST < long:
-        raise UnreadableImage(f"{long} x {short} pixels is too elongated to be resized")
+def build_predictor(cfg: CfgNode) -> BatchPredictor:
+    """Returns a predictor whose model has exactly the tensors of ``MODEL.WEIGHTS``.
 
-
-def build_predictor(
-    cfg: CfgNode, prepare: Callable[[nn.Module], nn.Module] | None = None
-) -> BatchPredictor:
-    """Returns Detectron2's predictor, its model holding exactly the tensors of the weights file.
-
-    ``prepare`` goes from the model with its weights to the one that predicts, such as its deployed
-    form. Raises a ``UserError`` if the weights cannot be read, or do not fit the model of the
-    config.
+    Raises a ``UserError`` if the weights cannot be read, or do not fit the model of the config.
     """
     refuse_encoder(cfg.MODEL.WEIGHTS)
-    # The weights come first.
     unloaded = with_values(cfg, {"MODEL.WEIGHTS": "", "MODEL.DEPLOY.ENABLED": False})
     predictor = BatchPredictor(unloaded)
     checkpointer = ExactCheckpointer(predictor.model, class_names=cfg.MODEL.CLASS_NAMES)
     checkpointer.load(cfg.MODEL.WEIGHTS)
-    if prepare is not None:
-        predictor.model = prepare(predictor.model)
     return predictor
 
 
-def get_category_id(cfg: CfgNode, class_index: int) -> int:
-    """Returns the annotation file's id of a contiguous class, or ``class_index + 1`` if unknown."""
-    return int(cfg.MODEL.CATEGORY_IDS[class_index]) if cfg.MODEL.CATEGORY_IDS else class_index + 1
+def build_detector(cfg: CfgNode) -> BatchPredictor:
+    """Returns a detector or classifier, in its deployed form if ``MODEL.DEPLOY.ENABLED``.
 
-
-def predict_images(
-    predictor: Callable[[Image], Mapping[str, Instances]],
-    files: Sequence[InputFile],
-    *,
-    cfg: CfgNode,
-    score_threshold: float,
-    output_dir: Path | None,
-    draw: Callable[[Image, Instances], Image],
-) -> Predictions:
-    """Predicts on files and draws the boxes; files that cannot be read are skipped.
-
-    Args:
-        predictor: from a BGR image (H, W, 3), whatever ``cfg.INPUT.FORMAT``, to {"instances"}.
-        files: as of ``find_inputs``; images and frames are numbered from 1.
-        cfg: ``MODEL.CATEGORY_IDS`` and ``INPUT.MAX_SIZE_TEST`` are read.
-        score_threshold: boxes below it are neither drawn nor returned.
-        output_dir: folder for the drawn images; nothing is drawn if None.
-        draw: from a BGR image and its instances to the drawn image, also BGR.
+    Raises a ``UserError`` if the weights are of a pre-training, or do not fit the config.
     """
-    found = Predictions()
-    image_ids = itertools.count(1)
+    if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
+        raise UserError(
+            f"'{cfg.MODEL.WEIGHTS}' are weights of pre-training ({cfg.MODEL.META_ARCHITECTURE}), "
+            "which predict neither boxes nor classes: train a detector or a classifier on them"
+        )
+    predictor = build_predictor(cfg)
+    if cfg.MODEL.DEPLOY.ENABLED:
+        predictor.model = deploy_by_config(predictor.model, cfg.MODEL.DEPLOY)
+    return predictor
 
-    def predict(image: Image, **origin: object) -> Instances:
-        instances = predictor(image)["instances"].to("cpu")
-        found.best_score = max(found.best_score, *instances.scores.tolist(), 0.0)
-        instances = instances[instances.scores >= score_threshold]
-        image_id, (height, width) = next(image_ids), image.shape[:2]
-        found.images.append({"id": image_id, **origin, "height": height, "width": width})
-        for box in instances_to_coco_json(instances, image_id):
-            category_id = get_category_id(cfg, box["category_id"])
-            found.results.append({**box, **origin, "category_id": category_id})
-        return instances
 
-    def predict_image(file: InputFile, output: Path | None) -> None:
-        image = read_bgr(file.path)
-        check_elongation(image, cfg)
-        instances = predict(image, file_name=file.name)
-        if output is not None:
-            write_image(output, draw(image, instances))
+def find_boxes(
+    predictor: Predictor,
+    images: Iterable[NamedImage],
+    cfg: CfgNode,
+    *,
+    threshold: float = 0.0,
+    batch_size: int = 1,
+) -> Iterator[Detections]:
+    """Yields the boxes with at least the score ``threshold`` of one image after another.
 
-    def predict_video(file: InputFile, output: Path | None) -> None:
-        frames, fps, count = read_video(file.path)
-        bar = tqdm(frames, total=count, unit="frame", desc=file.name, leave=False, disable=None)
-        with contextlib.nullcontext() if output is None else open_video(output, fps) as append:
-            for index, frame in enumerate(bar):
-                instances = predict(frame, file_name=file.name, frame=index)
-                if append is not None:
-                    append(draw(frame, instances))
+    ``batch_size`` images are read and predicted at once. ``cfg`` has names and ids of the classes.
+    Raises ``UnreadableImage`` if an image is too elongated.
+    """
+    names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
+    images = iter(images)
+    while batch := list(itertools.islice(images, batch_size)):
+        for each in batch:
+            check_elongation(each, cfg)
+        found = predictor.predict_batch([each.image for each in batch])
+        for each, boxes in zip(batch, found, strict=True):
+            kept = boxes[boxes.scores >= threshold] if threshold else boxes
+            source = each.image if each.file is None else each.file
+            yield Detections(kept, names, ids, source, each.name, each.frame)
 
-    pairs = zip(files, name_outputs(files), strict=True)
-    for file, name in tqdm(pairs, total=len(files), unit="file", desc="predicting", disable=None):
-        with found.skip_unreadable(file):
-            output = output_dir and output_dir / name
-            predict_video(file, output) if file.is_video else predict_image(file, output)
-    return found
+
+def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
+    """Raises ``UnreadableImage`` if an image is so elongated that resizing would leave no row."""
+    short, long = sorted(image.image.shape[:2])
+    if short * cfg.INPUT.MAX_SIZE_TEST < long:
+        reason = f"{long} x {short} pixels is too elongated to be resized"
+        raise UnreadableImage(image.name, reason)
 
 
 def is_classifier(cfg: CfgNode) -> bool:
-    """Whether the config is that of a classifier of images."""
+    """Returns whether a config is that of an image classifier."""
     return cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
 
 
-def classify_images(
-    score: Callable[[str | Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
-) -> Predictions:
-    """Classifies images; files that cannot be read are skipped.
-
-    ``score`` goes from an image's path to the scores (K,) of its classes, such as
-    ``build_scorer``'s. Without ``class_names``, numbers replace them.
-    """
-    found = Predictions()
-    for file in tqdm(files, unit="image", desc="classifying", disable=None):
-        with found.skip_unreadable(file):
-            if file.is_video:
-                raise UnreadableImage("a classifier takes images, not videos")
-            classes = find_likeliest(score(file.path), class_names)
-            found.results.append({"file_name": file.name, "classes": classes})
-    return found
-
-
-def find_likeliest(scores: Scores, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns "name" and "score" of the five likeliest of the classes, from scores (K,)."""
-    return [
-        {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
-        for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
-    ]
-
-
 def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
-    """Returns a function from an image's path to its scores (K,), as in evaluation."""
+    """Returns a function from an image's path to its class scores (K,), as in evaluation."""
     mapper = build_mapper(cfg, is_train=False)
 
     @torch.no_grad()
     def score(path: str | Path) -> Scores:
         entry = mapper({"file_name": str(path), "image_id": 0})
         if not isinstance(entry, dict):
-            raise UnreadableImage("not an image" if entry is None else entry.reason)
-        scores: Scores = model([entry])[0]["scores"].float().cpu().numpy()
-        return scores
+            raise UnreadableImage(path, "not an image" if entry is None else entry.reason)
+        return model([entry])[0]["scores"].float().cpu().numpy()
 
     return score
+
+
+class TiledPredictor:
+    """Predicts on overlapping square tiles and on the whole image, and merges the boxes.
+
+    Own code, because the slicers of supervision and SAHI predict one tile at a time.
+    """
+
+    def __init__(self, predictor: Predictor, tile: int) -> None:
+        """``tile`` is the side in pixels of the image, 32 or more, or else a ``UserError``."""
+        if tile < 32:
+            raise UserError(f"tile is {tile}, expected at least 32 pixels")
+        self._predictor = predictor
+        self._tile = tile
+
+    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+        """Predicts on images (H, W, 3) of any sizes; returns instances on the CPU."""
+        return [self._predict(image) for image in images]
+
+    def _predict(self, image: Image) -> Instances:
+        height, width = image.shape[:2]
+        (whole,) = self._predictor.predict_batch([image])
+        corners = list(
+            itertools.product(tile_starts(height, self._tile), tile_starts(width, self._tile))
+        )
+        if len(corners) == 1:
+            return whole
+        found, is_cut = [whole], [torch.zeros(len(whole), dtype=torch.bool)]
+        for first in range(0, len(corners), _BATCH):
+            chunk = corners[first : first + _BATCH]
+            crops = [image[y : y + self._tile, x : x + self._tile] for y, x in chunk]
+            tiles = self._predictor.predict_batch([np.ascontiguousarray(crop) for crop in crops])
+            for (y, x), instances in zip(chunk, tiles, strict=True):
+                boxes = instances.pred_boxes.tensor + torch.tensor([x, y, x, y])
+                tile = (x, y, min(x + self._tile, width), min(y + self._tile, height))
+                is_cut.append(_touches_inner_edge(boxes, tile, (height, width)))
+                moved = Instances((height, width), **instances.get_fields())
+                moved.pred_boxes = Boxes(boxes)
+                found.append(moved)
+        return _merge(Instances.cat(found), torch.cat(is_cut))
+
+
+def tile_starts(size: int, tile: int) -> list[int]:
+    """Returns where tiles start along an axis: evenly, from edge to edge, ``OVERLAP`` or more."""
+    if size <= tile:
+        return [0]
+    overlap = OVERLAP * tile
+    number = math.ceil((size - overlap) / (tile - overlap))
+    return [round(index * (size - tile) / (number - 1)) for index in range(number)]
+
+
+def _touches_inner_edge(
+    boxes: Tensor, tile: tuple[int, int, int, int], size: tuple[int, int]
+) -> Tensor:
+    """Returns which boxes (N, 4) a tile cuts, at an edge that is not the image's: (N,), bool."""
+    start, end = boxes[:, :2], boxes[:, 2:]
+    first, last = torch.tensor(tile).split(2)
+    limit = torch.tensor(size[::-1])
+    is_cut = (start < first + _EDGE) & (first > 0) | (end > last - _EDGE) & (last < limit)
+    return is_cut.any(dim=1)
+
+
+def _merge(found: Instances, is_cut: Tensor) -> Instances:
+    """Returns the boxes that neither a whole box of their class covers nor NMS removes."""
+    whole, cut = found[~is_cut], found[is_cut]
+    covered = pairwise_ioa(whole.pred_boxes, cut.pred_boxes) > _COVERED  # (whole, cut)
+    covered &= whole.pred_classes[:, None] == cut.pred_classes
+    # A weak whole box does not remove a stronger cut one.
+    covered &= whole.scores[:, None] >= 0.5 * cut.scores
+    left = Instances.cat([whole, cut[~covered.any(dim=0)]])
+    return left[batched_nms(left.pred_boxes.tensor, left.scores, left.pred_classes, _NMS_IOU)]

@@ -18,9 +18,9 @@ from torch import Tensor
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import open_source
 from qbheat_det.data.datasets.sources import forget_source, register_source
-from qbheat_det.inference.exported import ExportedPredictor
-from qbheat_det.inference.files import build_detector, open_weights
-from qbheat_det.inference.predict import InputFile, find_inputs, is_classifier, predict_images
+from qbheat_det.inference.files import get_predictor, open_weights, predict_images
+from qbheat_det.inference.images import InputFile, find_inputs
+from qbheat_det.inference.predict import is_classifier
 
 from .coverage import find_duplicates, k_center, prob_cover, typiclust, unit_vectors
 from .embeddings import embed_images
@@ -216,16 +216,14 @@ def predict_boxes(files: Sequence[str], weights: str, device: str | None) -> Poo
     Raises:
         UserError: the weights are not a detector's, or cannot be read.
     """
-    exported, cfg = open_weights(weights, None, device=device, fast=False, opts=())
+    exported, cfg = open_weights(weights, device=device)
     if is_classifier(cfg):
         raise UserError(f"'{weights}' is a classifier: --weights takes a detector")
     found = predict_images(
-        ExportedPredictor(exported) if exported else build_detector(weights, cfg),
+        get_predictor(exported, cfg),
         [InputFile(Path(path), path) for path in files],
-        cfg=cfg,
+        cfg,
         score_threshold=_LEAST_SCORE,
-        output_dir=None,
-        draw=lambda image, _: image,
     )
     scores: dict[str, list[float]] = {path: [] for path in files}
     for box in found.results:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A tiny detector, a few photos, and a server of files."""
+"""A tiny detector, the zoo's smallest encoder, a few photos, and a server of files."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ import cv2
 import pytest
 
 import qbheat_det
-from qbheat_det.api import Detector
+from qbheat_det.api import Detector, Encoder
 from tests.data.pictures import draw, save
 from tests.export.tiny_models import save as save_tiny
 
@@ -25,6 +25,11 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def detector(weights: str) -> Detector:
     return qbheat_det.load(weights, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def encoder() -> Encoder:
+    return qbheat_det.load("qbheat://qb_heat/285M_caltech101", device="cpu")
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +59,10 @@ class _Server(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def address(photos: Path) -> Iterator[str]:
     """The address of a server of ``photos``; "/redirect" leads to a local file."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Server, directory=str(photos)))
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -1,7 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``Detector`` and ``Encoder``: the same for every image and batch; results; training."""
+"""``Detector``: the same boxes for every kind of image and batch; evaluation, training, exports."""
 
+import contextlib
+import io
 import json
+import os
+import pydoc
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +16,15 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from detectron2.structures import Boxes, Instances
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 import qbheat_det
-from qbheat_det.api import Detections, Detector, Encoder, predict_files, save_annotations
+from qbheat_det.api import Detections, Detector, predict_files
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.inference import pictures
-from qbheat_det.inference.pictures import read_rgb
+from qbheat_det.inference import images
+from qbheat_det.inference.images import read_rgb
 from tests.export.tiny_models import save as save_tiny
 
 
@@ -36,18 +43,33 @@ SINGLE: dict[str, Callable[[Path, str], Any]] = {
 }
 
 
+def _predict_by_the_tool(weights: str, path: Path, **options: Any) -> list[dict[str, Any]]:
+    found = predict_files(weights, [str(path)], device="cpu", **options).results
+    return [{key: value for key, value in box.items() if key != "file_name"} for box in found]
+
+
+@pytest.fixture(scope="module")
+def expected(weights: str, photos: Path) -> list[dict[str, Any]]:
+    """Boxes of the tool on the first photo."""
+    return _predict_by_the_tool(weights, photos / "0.png")
+
+
 @pytest.mark.parametrize("kind", SINGLE)
 def test_boxes_are_those_of_the_tool_for_every_kind_of_image(
-    kind: str, detector: Detector, weights: str, photos: Path, address: str
+    kind: str, detector: Detector, photos: Path, address: str, expected: list[dict[str, Any]]
 ) -> None:
     path = photos / "0.png"
-    expected = predict_files(weights, [str(path)], score_threshold=0.3, device="cpu").results
-    found = detector.predict(SINGLE[kind](path, address))
+    found = detector(SINGLE[kind](path, address))
     assert expected
-    assert found.to_coco() == [
-        {key: value for key, value in box.items() if key != "file_name"} for box in expected
-    ]
+    assert found.to_coco() == expected
     np.testing.assert_array_equal(found.image, _pixels(path))
+
+
+def test_tiles_are_those_of_the_tool(detector: Detector, weights: str, photos: Path) -> None:
+    path = photos / "0.png"
+    found = detector.predict(path, threshold=0, tile=64).to_coco()
+    assert found == _predict_by_the_tool(weights, path, tile=64, score_threshold=0.0)
+    assert found != detector.predict(path, threshold=0).to_coco()
 
 
 def _assert_same(found: list[Detections], expected: list[Detections]) -> None:
@@ -123,15 +145,15 @@ def test_an_address_that_gives_no_image_is_refused(
     path: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "0.png":
-        monkeypatch.setattr(pictures, "MAX_DOWNLOAD", 100)
+        monkeypatch.setattr(images, "MAX_DOWNLOAD", 100)
     with pytest.raises(UserError, match=path):
         read_rgb(f"{address}/{path}")
 
 
 def test_arguments_that_make_no_sense_are_refused(detector: Detector, photos: Path) -> None:
-    for arguments in ({"threshold": 50}, {"batch_size": 0}):
+    for arguments in ({"threshold": 50}, {"batch_size": 0}, {"tile": 0}):
         with pytest.raises(UserError, match=next(iter(arguments))):
-            detector.predict(photos / "0.png", **arguments)  # type: ignore[arg-type]
+            detector.predict(photos / "0.png", **arguments)
 
 
 def test_a_turned_photo_is_upright_however_it_is_given(tmp_path: Path) -> None:
@@ -153,19 +175,57 @@ def test_the_deployed_form_finds_the_same(detector: Detector, photos: Path) -> N
             action()
 
 
-def test_an_encoders_maps_are_its_backbones(tmp_path: Path, photos: Path) -> None:
-    encoder = qbheat_det.load(save_tiny(tmp_path / "run", "qb_heat"), device="cpu")
-    assert isinstance(encoder, Encoder)
-    outputs = encoder(photos / "0.png")
-    mean, std = (torch.tensor(encoder.cfg.MODEL[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))
-    with torch.no_grad():
-        pixels = torch.from_numpy(_pixels(photos / "0.png").copy())
-        expected = encoder.model(((pixels - mean) / std).permute(2, 0, 1)[None])
-    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
-    both = encoder([photos / "0.png", photos / "2.png"])
-    assert {len(output) for output in both.values()} == {2}
-    with pytest.raises(UserError, match="empty"):
-        encoder([])
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        (lambda detector: detector("a.jpg", conf=0.5), "threshold"),
+        (lambda detector: detector.predict(source="a.jpg"), "images"),
+        (lambda detector: detector.export("a.onnx", format="onnx"), "suffix"),
+        (lambda detector: detector.train("data.yaml", imgsz=640), "INPUT.MIN_SIZE_TRAIN"),
+        (lambda detector: detector.evaluate(source="data.yaml"), "data"),
+        (lambda detector: detector.embed("a.jpg"), "not an encoder"),
+    ],
+)
+def test_keywords_and_methods_of_others_name_the_right_one(
+    detector: Detector, call: Callable[[Any], object], right: str
+) -> None:
+    with pytest.raises((TypeError, UserError), match=right):
+        call(detector)
+
+
+def test_evaluation_is_that_of_pycocotools_on_the_predictions(
+    detector: Detector, photos: Path, tmp_path: Path
+) -> None:
+    ids, names = detector.cfg.MODEL.CATEGORY_IDS, detector.class_names
+    images, truth, found = [], [], []
+    for number in range(1, 5):
+        one = detector(photos / f"{number - 1}.png", threshold=0.0)
+        height, width = one.instances.image_size
+        images.append(
+            {"id": number, "file_name": f"{number - 1}.png", "width": width, "height": height}
+        )
+        boxes = one.to_coco(number)
+        found += boxes
+        for box in boxes[1::4]:  # some of the boxes are right
+            w, h = box["bbox"][2:]
+            if w > 1 and h > 1:
+                entry = {"id": len(truth) + 1, "image_id": number, "iscrowd": 0}
+                entry |= {"category_id": box["category_id"], "bbox": box["bbox"], "area": w * h}
+                truth.append(entry)
+    categories = [{"id": id_, "name": name} for id_, name in zip(ids, names, strict=True)]
+    content = {"images": images, "annotations": truth, "categories": categories}
+    path = tmp_path / "truth.json"
+    path.write_text(json.dumps(content))
+    metrics = detector.evaluate(path, images=photos)
+    with contextlib.redirect_stdout(io.StringIO()):
+        evaluator = COCOeval(COCO(str(path)), COCO(str(path)).loadRes(found), "bbox")
+        evaluator.evaluate()
+        evaluator.accumulate()
+        evaluator.summarize()
+    assert metrics["AP50"] > 0
+    assert metrics["AP50"] == pytest.approx(100 * evaluator.stats[1], abs=1e-3)
+    with pytest.raises(UserError, match="nowhere"):
+        detector.evaluate("nowhere")
 
 
 @pytest.mark.slow
@@ -181,9 +241,8 @@ def test_an_exported_file_gives_the_same(kind: str, tmp_path: Path, photos: Path
         _assert_same(exported.predict(files), original.predict(files))
     else:
         assert {*exported(files[:1])} == {*original(files[0])}
-    for action in (exported.deploy, exported.save_pretrained) if kind == "two_maps" else ():
-        with pytest.raises(UserError, match="exported"):
-            action(*([tmp_path] if action == exported.save_pretrained else []))
+    with pytest.raises(UserError, match="exported"):
+        exported.save_pretrained(tmp_path)
 
 
 QUICK = {
@@ -245,93 +304,25 @@ def test_what_cannot_be_trained_is_named(
     assert not (tmp_path / "run").exists()
 
 
-BOXES = [[10.0, 20.0, 40.0, 60.0], [0.0, 0.0, 100.0, 80.0]]
+def test_help_shows_the_functions_of_the_package() -> None:
+    assert {*qbheat_det.__all__} <= {*dir(qbheat_det)}
+    shown = pydoc.plain(pydoc.render_doc(qbheat_det))
+    assert all(f"    {name}(" in shown for name in ("deploy", "get_cfg", "load", "select"))
 
 
-def _make(**changes: Any) -> Detections:
-    instances = Instances(
-        (80, 100),
-        pred_boxes=Boxes(torch.tensor(BOXES)),
-        scores=torch.tensor([0.75, 0.5]),
-        pred_classes=torch.tensor([1, 0]),
+@pytest.mark.slow
+def test_a_users_script_passes_mypy_strictly(tmp_path: Path) -> None:
+    """As at a user's, without this project's settings; with them, `make lint` checks it too."""
+    pytest.importorskip("mypy")
+    script = Path(__file__).with_name("user_script.py")
+    words = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", str(script)]
+    root = str(Path(qbheat_det.__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, "-m", "mypy", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    image = np.zeros((80, 100, 3), np.uint8)
-    own = {"file_name": "a b.jpg", **changes}
-    return Detections(instances, ["cat", "dog"], [17, 18], image, **own)
-
-
-def test_boxes_classes_and_scores_survive_every_conversion(tmp_path: Path) -> None:
-    found = _make()
-    assert len(found) == 2
-    assert found.labels == ["dog", "cat"]
-    assert repr(found) == "Detections(a b.jpg, 100x80: 1 dog, 1 cat)"
-    assert found.to_coco(7) == [
-        {"image_id": 7, "category_id": 18, "bbox": [10.0, 20.0, 30.0, 40.0], "score": 0.75},
-        {"image_id": 7, "category_id": 17, "bbox": [0.0, 0.0, 100.0, 80.0], "score": 0.5},
-    ]
-    found.save(tmp_path / "new" / "drawn.png")
-    with PIL.Image.open(tmp_path / "new" / "drawn.png") as drawn:
-        assert drawn.width / drawn.height == pytest.approx(100 / 80, rel=0.02)
-    with pytest.raises(UserError, match=r"x\.unknown"):
-        found.save(tmp_path / "x.unknown")
-
-
-def test_supervision_and_pandas() -> None:
-    found = _make()
-    pandas = pytest.importorskip("pandas")
-    table = found.to_pandas()
-    assert isinstance(table, pandas.DataFrame)
-    assert table[["x1", "y1", "x2", "y2"]].to_numpy().tolist() == BOXES
-    assert table["label"].tolist() == ["dog", "cat"]
-    pytest.importorskip("supervision")
-    converted = found.to_supervision()
-    assert converted.xyxy.tolist() == BOXES
-    assert converted.confidence.tolist() == [0.75, 0.5]
-    assert converted.class_id.tolist() == [1, 0]
-    assert converted.data["class_name"].tolist() == ["dog", "cat"]
-    empty = found.instances[torch.zeros(2, dtype=torch.bool)]
-    assert len(Detections(empty, ["cat"], [1], found.image).to_supervision()) == 0
-
-
-def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path: Path) -> None:
-    none = _make(file_name="none.jpg").instances[torch.zeros(2, dtype=torch.bool)]
-    empty = Detections(none, ["cat", "dog"], [17, 18], np.zeros((80, 100, 3), np.uint8), "n.jpg")
-    save_annotations([_make(), empty], tmp_path / "tasks.json", "label-studio")
-    first, second = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
-    assert first["data"] == {"image": "/data/local-files/?d=a%20b.jpg"}
-    (prediction,) = first["predictions"]
-    shape = prediction["result"][0]
-    assert (shape["from_name"], shape["to_name"]) == ("label", "image")
-    assert (shape["original_width"], shape["original_height"]) == (100, 80)
-    assert shape["value"] == {
-        "x": 10.0, "y": 25.0, "width": 30.0, "height": 50.0, "rotation": 0,
-        "rectanglelabels": ["dog"],
-    }  # fmt: skip
-    assert second["predictions"][0]["result"] == []
-
-
-def test_coco_results_name_the_classes(tmp_path: Path) -> None:
-    save_annotations([_make()], tmp_path / "boxes.json", "coco")
-    found = json.loads((tmp_path / "boxes.json").read_text())
-    assert [(box["category_id"], box["category_name"]) for box in found] == [
-        (18, "dog"),
-        (17, "cat"),
-    ]
-
-
-def test_cvat_gets_a_file_that_pycocotools_reads(tmp_path: Path) -> None:
-    from pycocotools.coco import COCO
-
-    save_annotations([_make(), _make(file_name="c.jpg")], tmp_path / "cvat.json", "cvat")
-    dataset = COCO(str(tmp_path / "cvat.json"))
-    assert [image["file_name"] for image in dataset.loadImgs([1, 2])] == ["a b.jpg", "c.jpg"]
-    assert {c["id"]: c["name"] for c in dataset.loadCats([17, 18])} == {17: "cat", 18: "dog"}
-    (dog,) = dataset.loadAnns(dataset.getAnnIds(imgIds=[2], catIds=[18]))
-    assert (dog["bbox"], dog["area"], dog["iscrowd"]) == ([10.0, 20.0, 30.0, 40.0], 1200.0, 0)
-
-
-@pytest.mark.parametrize("format", ["cvat", "label-studio", "yolo"])
-def test_frames_and_unknown_formats_are_refused(tmp_path: Path, format: Any) -> None:
-    with pytest.raises(UserError, match=format):
-        save_annotations([_make(frame=3)], tmp_path / "x.json", format)
-    assert not (tmp_path / "x.json").exists()
+    assert run.returncode == 0, run.stdout + run.stderr

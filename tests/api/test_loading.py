@@ -4,7 +4,6 @@
 import base64
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,36 +11,39 @@ from threading import Thread
 from typing import Any
 
 import huggingface_hub.constants
+import numpy as np
+import PIL.Image
 import pytest
 import timm
 import torch
 import yaml
+from detectron2.structures import ImageList
 
 import qbheat_det
 from qbheat_det.api import Detector, Encoder
 from qbheat_det.core.errors import UserError
 
+NAME, REPO = "retinanet/285M_bccd", "someone/cells"
 
-def test_a_zoo_name_is_a_detector_or_an_encoder_and_says_what_it_is() -> None:
-    detector = qbheat_det.load("retinanet/285M_bccd", device="cpu")
+
+@pytest.fixture(scope="module")
+def cells() -> Any:
+    """The zoo's detector of blood cells."""
+    return qbheat_det.load(NAME, device="cpu")
+
+
+def test_a_zoo_name_is_a_detector_or_an_encoder_and_says_what_it_is(
+    cells: Detector, encoder: Encoder
+) -> None:
+    detector = cells
     assert isinstance(detector, Detector)
     assert detector.weights == "qbheat://retinanet/285M_bccd"
     for word in ("SyncRetinaNet", "RBC, WBC, Platelets", "5.2 M", "cpu", detector.weights):
         assert word in repr(detector)
-    encoder = qbheat_det.load("qbheat://qb_heat/285M_caltech101", device="cpu")
     assert isinstance(encoder, Encoder)
     assert "MobileFormer" in repr(encoder)
-
-
-def test_of_a_run_the_best_weights_are_taken_or_else_the_final_ones(
-    weights: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=str(tmp_path)):
-        qbheat_det.load(tmp_path)
-    for name in ("model_final", "model_best"):
-        shutil.copy(weights, tmp_path / f"{name}.safetensors")
-        detector = qbheat_det.load(tmp_path, device="cpu")
-        assert Path(detector.weights) == tmp_path / f"{name}.safetensors"
+    with pytest.raises(UserError, match="is an encoder"):
+        encoder.predict("photo.jpg")
 
 
 def test_timms_networks_are_encoders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,7 +92,6 @@ def test_a_device_that_is_not_there_is_named(
         qbheat_det.load(weights, device=device)
 
 
-NAME, REPO = "retinanet/285M_bccd", "someone/cells"
 FILES: dict[str, bytes] = {}
 
 
@@ -140,7 +141,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -153,22 +154,19 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     server.shutdown()
 
 
-def test_a_detector_comes_back_from_the_hub(hub: None) -> None:
-    detector = qbheat_det.load(NAME, device="cpu")
-    assert detector.push_to_hub(REPO, token="hf_x").endswith(f"{REPO}/commit/1")
+def test_a_detector_comes_back_from_the_hub(hub: None, cells: Detector) -> None:
+    assert cells.push_to_hub(REPO, token="hf_x").endswith(f"{REPO}/commit/1")
     assert set(FILES) == {"README.md", "model.safetensors"}
     _, header, body = FILES["README.md"].decode().split("---\n", 2)
     assert yaml.safe_load(header)["pipeline_tag"] == "object-detection"
     assert f'qbheat_det.load("hf://{REPO}")' in body
     assert "RBC, WBC, Platelets" in body
-    for back in (
-        qbheat_det.load(f"hf://{REPO}", device="cpu"),
-        qbheat_det.load(f"hf://{REPO}@v1", device="cpu"),
-    ):
+    for name in (f"hf://{REPO}", f"hf://{REPO}@v1"):
+        back = qbheat_det.load(name, device="cpu")
         assert isinstance(back, Detector)
         assert back.class_names == ["RBC", "WBC", "Platelets"]
         torch.testing.assert_close(
-            back.model.state_dict(), detector.model.state_dict(), rtol=0, atol=0
+            back.model.state_dict(), cells.model.state_dict(), rtol=0, atol=0
         )
     with pytest.raises(UserError, match=f"{REPO}@v2"):
         qbheat_det.load(f"hf://{REPO}@v2", device="cpu")
@@ -180,10 +178,33 @@ def test_what_the_hub_does_not_have_is_named(hub: None, address: str) -> None:
         qbheat_det.load(address, device="cpu")
 
 
-def test_a_saved_encoder_is_opened_again(tmp_path: Path) -> None:
-    encoder = qbheat_det.load("qb_heat/285M_caltech101", device="cpu")
+def test_a_saved_encoder_is_opened_again(encoder: Encoder, tmp_path: Path) -> None:
     encoder.save_pretrained(tmp_path)
     image = torch.rand(3, 64, 96)
     again = qbheat_det.load(tmp_path, device="cpu")
     torch.testing.assert_close(again(image), encoder(image), rtol=0, atol=0)
     assert "image-feature-extraction" in (tmp_path / "README.md").read_text("utf-8")
+
+
+def test_maps_are_the_backbones_and_an_embedding_the_mean_of_the_coarsest(
+    encoder: Encoder, photos: Path
+) -> None:
+    path = photos / "0.png"
+    pixels = torch.from_numpy(np.array(PIL.Image.open(path).convert("RGB")))
+    mean, std = (torch.tensor(encoder.cfg.MODEL[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))
+    divisor = encoder.model.size_divisibility
+    batch = ImageList.from_tensors([((pixels - mean) / std).permute(2, 0, 1)], divisor)
+    with torch.no_grad():
+        expected = encoder.model(batch.tensor)
+    torch.testing.assert_close(encoder(path), expected, rtol=1e-5, atol=1e-5)
+    assert {len(output) for output in encoder([path, photos / "2.png"]).values()} == {2}
+
+    images = [torch.rand(3, 64, 96), path]
+    for vector, image in zip(encoder.embed(images), images, strict=True):
+        maps = [x for x in encoder(image).values() if x.dim() == 4]
+        coarsest = min(maps, key=lambda x: x.shape[-1])
+        torch.testing.assert_close(vector, coarsest.mean(dim=(2, 3))[0], rtol=0, atol=0)
+    with pytest.raises(UserError, match="empty"):
+        encoder([])
+    with pytest.raises(UserError, match="video"):
+        encoder.embed(photos / "v.avi")

@@ -26,7 +26,8 @@ from qbheat_det.export import export_model
 from qbheat_det.export.agreement import Agreement, compare_detections
 from qbheat_det.export.files import read_images, write_model
 from qbheat_det.inference.exported import ExportedModel
-from qbheat_det.inference.predict import build_predictor, find_inputs, read_bgr
+from qbheat_det.inference.images import find_inputs, read_bgr
+from qbheat_det.inference.predict import build_predictor
 from tests.engine.gradient_cases import MF_DETR, RETINANET, on_timm
 from tests.export.tiny_models import make_config, save, save_model, save_photos
 from tests.tool_modules import load_tool, refuse

@@ -34,8 +34,15 @@ from qbheat_det.export.graph import (
     trace_images,
 )
 from qbheat_det.export.heads import EMPTY, suppress_overlaps
-from qbheat_det.inference.export_info import TASK_OUTPUTS, ExportInfo, Task
-from qbheat_det.inference.exported import ExportedModel, Images, Outputs, to_instances
+from qbheat_det.inference.exported import (
+    TASK_OUTPUTS,
+    ExportedModel,
+    ExportInfo,
+    Images,
+    Outputs,
+    Task,
+    to_instances,
+)
 from qbheat_det.inference.predict import build_predictor
 from tests.export.tiny_models import TwoMaps, build, make_config, save_model
 

@@ -12,14 +12,15 @@ from PIL import Image
 
 from qbheat_det.config import dump_config, get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.export_info import (
+from qbheat_det.inference.exported import (
     METADATA_KEY,
     SHARED_ENCODER_KEY,
     TASK_OUTPUTS,
+    ExportedModel,
     ExportInfo,
+    SharedEncoderModel,
     Task,
 )
-from qbheat_det.inference.exported import ExportedModel, SharedEncoderModel
 from tests.tool_modules import load_tool, refuse
 
 onnx = pytest.importorskip("onnx")

@@ -2,7 +2,6 @@
 """Tiles find each small object once, keep large ones whole, and leave small images alone."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -10,10 +9,8 @@ import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 
-from qbheat_det.api import Detector, predict_files
-from qbheat_det.core.errors import UserError
-from qbheat_det.inference.tiles import OVERLAP, TiledPredictor, tile_starts
-from qbheat_det.inference.video import Image
+from qbheat_det.inference.images import Image
+from qbheat_det.inference.predict import OVERLAP, TiledPredictor, tile_starts
 
 TILE = 160
 
@@ -55,7 +52,7 @@ def test_each_object_is_found_once_whole_and_in_its_place() -> None:
             expected.add((x, y, x + 20, y + 23, index))
     plain = Components()
     (missed,) = plain.predict_batch([image])
-    found = TiledPredictor(plain, TILE)(image)["instances"]
+    found = TiledPredictor(plain, TILE).predict_batch([image])[0]
     boxes = found.pred_boxes.tensor.int().tolist()
     rows = [(*box, int(c)) for box, c in zip(boxes, found.pred_classes, strict=True)]
     assert len(missed) == 1
@@ -70,7 +67,7 @@ def test_an_object_that_no_tile_holds_whole_is_kept() -> None:
     assert second < first + TILE
     cv2.rectangle(image, (second - 20, 40), (first + TILE + 19, 60), (100,) * 3, -1)
     assert len(Components().predict_batch([image])[0]) == 0
-    assert len(TiledPredictor(Components(), TILE)(image)["instances"]) == 2
+    assert len(TiledPredictor(Components(), TILE).predict_batch([image])[0]) == 2
 
 
 @pytest.mark.parametrize("size", [1, 159, 160, 161, 288, 289, 1000, 4001])
@@ -86,16 +83,5 @@ def test_tiles_reach_from_edge_to_edge_and_overlap(size: int) -> None:
 
 def test_an_image_of_one_tile_is_predicted_once() -> None:
     plain = Components()
-    TiledPredictor(plain, TILE)(np.zeros((TILE, 90, 3), dtype=np.uint8))
+    TiledPredictor(plain, TILE).predict_batch([np.zeros((TILE, 90, 3), dtype=np.uint8)])
     assert plain.sizes == [(TILE, 90)]
-
-
-def test_the_tool_and_the_detector_agree(detector: Detector, weights: str, photos: Path) -> None:
-    path = photos / "0.png"
-    options = {"score_threshold": 0.0, "device": "cpu"}
-    expected = predict_files(weights, [str(path)], tile=64, **options).results
-    found = detector.predict(path, threshold=0, tile=64).to_coco()
-    assert found == [{k: v for k, v in box.items() if k != "file_name"} for box in expected]
-    assert found != detector.predict(path, threshold=0).to_coco()
-    with pytest.raises(UserError, match="tile"):
-        detector.predict(path, tile=0)

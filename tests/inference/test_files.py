@@ -2,7 +2,9 @@
 """Prediction: weights that fit or are refused, pixels in the right order, results as COCO's."""
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -11,19 +13,20 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from PIL import Image
+from pycocotools.coco import COCO
 
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, save_weights
-from qbheat_det.config import get_cfg
+from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.predict import (
-    Predictions,
-    build_predictor,
-    find_inputs,
-    get_category_id,
-    name_outputs,
-    predict_images,
-)
+from qbheat_det.data import build_mapper
+from qbheat_det.inference.files import name_outputs, predict_images
+from qbheat_det.inference.images import find_inputs
+from qbheat_det.inference.predict import build_predictor
+from qbheat_det.inference.results import Detections, Predictions
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
+from tests.engine.tiny_pretraining import OPTS, RECIPE
+from tests.inference.conftest import NAMES, SIZES
+from tests.tool_modules import load_tool, refuse
 
 RED = (255, 0, 0)
 
@@ -53,10 +56,9 @@ def _run(
     return predict_images(
         build_predictor(cfg),
         find_inputs([str(path) for path in inputs]),
-        cfg=cfg,
+        cfg,
         score_threshold=score_threshold,
         output_dir=output,
-        draw=lambda image, instances: image,
     )
 
 
@@ -87,7 +89,7 @@ def test_each_frame_of_a_video_is_an_image_of_its_own(
     assert frames == [(1, None), (2, 0), (3, 1)]
     assert [name for name, _ in found.skipped] == [str(tmp_path / "text.mp4")]
     written = cv2.VideoCapture(str(tmp_path / "out" / "v.mp4"))
-    assert [written.read()[1].shape for _ in range(2)] == [(32, 48, 3)] * 2
+    assert [written.read()[1].shape for _ in range(2)] == [(384, 576, 3)] * 2
     assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
 
@@ -107,17 +109,6 @@ def test_a_result_has_the_annotation_files_ids_and_pixels_of_the_input(
         "bbox": [0.0, 0.0, 100.0, 100.0],
         "score": pytest.approx(1.0),
     }
-
-
-def test_an_image_is_turned_upright_as_its_exif_says(
-    probe: tuple[CfgNode, str], tmp_path: Path
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held a quarter turn to the side
-    Image.new("RGB", (200, 100), RED).save(tmp_path / "turned.jpg", exif=exif)
-    found = _run(*probe, [tmp_path / "turned.jpg"], tmp_path / "out")
-    assert found.results[0]["bbox"] == [0.0, 0.0, 50.0, 200.0]
-    assert Image.open(tmp_path / "out" / "turned.jpg").size == (100, 200)
 
 
 def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_path: Path) -> None:
@@ -170,12 +161,8 @@ def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(
     red = np.full((100, 200, 3), (0, 0, 255), np.uint8)  # BGR, where the model wants RGB
     found = build_predictor(cfg)(red)["instances"]
     assert found.scores.item() == pytest.approx(1)
-    assert get_category_id(cfg, int(found.pred_classes)) == 9
-
-    cfg = make_probe_config()
-    assert [get_category_id(cfg, i) for i in (0, 1)] == [4, 9]
-    cfg.MODEL.CATEGORY_IDS = []
-    assert [get_category_id(cfg, i) for i in (0, 1)] == [1, 2]
+    for ids, expected in ((cfg.MODEL.CATEGORY_IDS, 9), ([], 2)):
+        assert Detections(found, ["square", "disc"], ids, red).label_ids == [expected]
 
 
 @pytest.mark.parametrize(
@@ -194,9 +181,8 @@ def test_a_strangers_config_inside_weights_is_read_with_care(
     tmp_path: Path, config: str, named: str
 ) -> None:
     weights = _save_alone(tmp_path / "w.safetensors", make_probe_config(), config)
-    with pytest.raises(UserError, match=named) as caught:
+    with pytest.raises(UserError, match=f"{weights}.*{named}"):
         load_run_config(weights)
-    assert weights in str(caught.value)
 
 
 def test_a_config_beside_weights_makes_nothing_unpickled_unless_it_is_asked_for(
@@ -223,3 +209,85 @@ def test_weights_of_other_classes_than_the_configs_do_not_predict(tmp_path: Path
     cfg.MODEL.CLASS_NAMES = ["a", "c", "b"]
     with pytest.raises(UserError, match=r"\['a', 'b', 'c'\]"):
         build_predictor(cfg)
+
+
+PREDICT = load_tool("predict")
+
+
+def _predict(words: str, json_file: Path) -> Any:
+    """Runs the tool on the CPU; returns its exit code and what it wrote."""
+    opts = ["INPUT.MIN_SIZE_TEST", "48", "MODEL.DEPLOY.COMPILE", "off"]
+    code = PREDICT.main([*words.split(), "--json", str(json_file), "--device", "cpu", *opts])
+    return code, json.loads(json_file.read_text())
+
+
+def test_a_folder_becomes_images_and_results_that_pycocotools_reads_fast_or_not(
+    photos: Path, detector: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--weights {detector} --images {photos} --threshold 0"
+    code, results = _predict(f"{words} --output {tmp_path / 'out'}", tmp_path / "boxes.json")
+    assert code == 1  # one is no image
+    drawn = tmp_path / "out"
+    assert {p.relative_to(drawn).as_posix() for p in drawn.rglob("*.*")} == {*SIZES}
+    assert Image.open(drawn / "a.png").size == (512, 384)  # enlarged for the labels
+    assert {result["image_id"] for result in results} == {1, 2, 3, 4}
+    assert "MODEL.CATEGORY_IDS" in capsys.readouterr().out
+    truth = COCO()
+    ids = [{"id": i} for i in (1, 2, 3, 4)]
+    truth.dataset = {"info": {}, "images": ids, "categories": ids}
+    truth.createIndex()
+    assert len(truth.loadRes(results).anns) == len(results) > 0
+
+    _, fast = _predict(f"{words} --fast", tmp_path / "fast.json")
+    assert "fold" in capsys.readouterr().err
+    for one, other in zip(results, fast, strict=True):
+        assert one["category_id"] == other["category_id"]
+        assert one["score"] == pytest.approx(other["score"], abs=1e-4)
+        assert one["bbox"] == pytest.approx(other["bbox"], abs=0.05)
+
+
+def test_each_image_gets_its_five_likeliest_classes_and_the_rest_is_named(
+    classifier: tuple[str, Any, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, cfg, weights = classifier
+    code, results = _predict(f"--weights {weights} --images {root}", tmp_path / "classes.json")
+    assert (code, len(results)) == (1, 6)
+    said = capsys.readouterr().err
+    assert "x.jpg" in said
+    torch.manual_seed(4)
+    model, mapper = build_model(cfg).eval(), build_mapper(cfg, is_train=False)
+    for entry in results:
+        record = {"file_name": f"{root}/{entry['file_name']}", "image_id": 0}
+        with torch.no_grad():
+            scores = model([mapper(record)])[0]["scores"]
+        order = sorted(range(6), key=lambda k: -float(scores[k]))[:5]
+        assert [found["name"] for found in entry["classes"]] == [NAMES[k] for k in order]
+        found = torch.tensor([found["score"] for found in entry["classes"]])
+        torch.testing.assert_close(found, scores[order], rtol=1e-4, atol=1e-6)
+
+
+def test_bad_arguments_are_named_with_exit_code_2(
+    photos: Path,
+    detector: str,
+    classifier: tuple[str, Any, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    probe = save_run(make_probe_config(), tmp_path / "run")
+    pretrained = save_run(load_config(RECIPE, [w for p in OPTS.items() for w in p]), tmp_path / "p")
+    out = f"--output {tmp_path / 'out'}"
+    (tmp_path / "m.onnx").touch()
+    for words, named in (
+        (f"--weights none.pth --images {photos} {out}", "'none.pth'"),
+        (f"--weights {probe} --images nowhere {out}", "'nowhere'"),
+        (f"--weights {probe} --images {photos} --output a.jpg", "'a.jpg'"),
+        (f"--weights {probe} --images {photos} --json {tmp_path}", str(tmp_path)),
+        (f"--weights {probe} --images {photos} {out} --threshold 2", "--threshold"),
+        (f"--weights {probe} --images {photos} {out} A.B 1", "A.B"),
+        (f"--weights {tmp_path}/m.onnx --images {photos} --json y --fast", "--fast"),
+        (f"--weights {pretrained} --images {photos} {out}", "QBHeat"),
+        (f"--weights {classifier[2]} --images {photos} {out}", "--output"),
+        (f"--weights {classifier[2]} --images {photos} --json y --tile 64", "--tile"),
+    ):
+        arguments = [*words.split()[:4], "--device", "cpu", *words.split()[4:]]
+        assert named in refuse(PREDICT.main, arguments, capsys)

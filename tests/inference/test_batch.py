@@ -20,33 +20,13 @@ from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import open_images, pack_source
 from qbheat_det.inference import batch
-from tests.engine.classifier_cases import configure, make_classes
-from tests.engine.tiny_detectors import make_retinanet_config, save_run
+from tests.engine.tiny_detectors import save_run
 from tests.engine.tiny_pretraining import OPTS, RECIPE
+from tests.inference.conftest import SIZES
 from tests.tool_modules import load_tool, refuse
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
-SIZES = {"a.png": (80, 60), "b.jpg": (60, 80), "deep/a.png": (80, 60), "e.png": (64, 64)}
-
-
-@pytest.fixture(scope="module")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights of a RetinaNet."""
-    return save_run(make_retinanet_config(), tmp_path_factory.mktemp("detector"))
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of four images and, in the middle of them, a file that is none."""
-    folder = tmp_path_factory.mktemp("batch") / "photos"
-    rng = np.random.default_rng(0)
-    for name, size in SIZES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        noise = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        noise.resize(size).save(folder / name)
-    (folder / "c.png").write_text("no image")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +193,11 @@ def test_features_are_the_mean_of_the_map_and_the_first_token(tmp_path: Path) ->
         torch.testing.assert_close(found, torch.cat(wanted, dim=1), rtol=1e-3, atol=1e-4)
 
 
-def test_a_classifier_gives_classes(tmp_path: Path) -> None:
-    root = Path(make_classes(tmp_path / "train", {"ape": 1, "bee": 2}))
-    cfg, _ = configure({"DATASETS.VAL_FRACTION": "0"}, "--data", str(root))
-    (root / "bee" / "x.jpg").write_text("no image")
-    weights, file = save_run(cfg, tmp_path / "run"), tmp_path / "classes.json"
-    predict_files(weights, [str(root)], json_file=file, device="cpu")
-    own = tmp_path / "own.json"
-    assert run_batch(job(weights), [str(root)], tmp_path / "out", json_file=own) == (4, 1)
+def test_a_classifier_gives_classes(classifier: tuple[str, Any, str], tmp_path: Path) -> None:
+    root, _, weights = classifier
+    own, file = tmp_path / "own.json", tmp_path / "classes.json"
+    predict_files(weights, [root], json_file=file, device="cpu")
+    assert run_batch(job(weights), [root], tmp_path / "out", json_file=own) == (7, 1)
     for one, other in zip(json.loads(own.read_text()), json.loads(file.read_text()), strict=True):
         assert one["file_name"] == other["file_name"]
         assert [c["name"] for c in one["classes"]] == [c["name"] for c in other["classes"]]
@@ -228,19 +205,13 @@ def test_a_classifier_gives_classes(tmp_path: Path) -> None:
         assert scores[0] == pytest.approx(scores[1], rel=1e-6)
 
 
-def test_without_ray_one_process_does_the_same_and_says_so(
-    photos: Path,
-    detector: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_ray_that_is_not_installed_is_named(
+    photos: Path, detector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "ray" and find(name))
-    for engine in ("local", "ray"):
-        run_batch(job(detector), [str(photos)], tmp_path / engine, engine=engine, part_size=2)
-        assert ("qbheat_det[ray]" in capsys.readouterr().err) == (engine == "ray")
-    assert contents(tmp_path / "local") == contents(tmp_path / "ray")
+    with pytest.raises(UserError, match=r"qbheat_det\[ray\]"):
+        run_batch(job(detector), [str(photos)], tmp_path, engine="ray")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

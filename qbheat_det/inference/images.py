@@ -1,0 +1,306 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Opens images in any form: files, URLs, folders, patterns, videos, Pillow, arrays, tensors.
+
+Images are (H, W, 3) uint8 RGB, turned upright by their EXIF orientation.
+"""
+
+import contextlib
+import glob
+import http.client
+import io
+import itertools
+import logging
+import math
+import os
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeVar
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+import torch
+from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
+from detectron2.utils.file_io import PathManager
+from torch import Tensor
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import format_bytes, one_line
+from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+Image = npt.NDArray[np.uint8]
+Picture = str | Path | PIL.Image.Image | Image | Tensor
+"""A file, an address http(s)://…, a PIL image, an array (H, W, 3) of uint8, or a tensor (3, H, W)
+of uint8 or of floats in [0, 1]; RGB."""
+
+VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
+MAX_DOWNLOAD = 64 * 2**20  # bytes
+_TIMEOUT = 20.0  # seconds without an answer
+_WEB = ("http://", "https://")
+
+
+class UnreadableImage(UserError):
+    """A file that cannot be read as an image or a video, and the reason."""
+
+    def __init__(self, name: str | Path, reason: str) -> None:
+        super().__init__(f"'{name}' cannot be read: {reason}")
+        self.reason = reason
+
+
+class NamedImage(NamedTuple):
+    """An image, a local file to read it again, a name, and the number of a video's frame."""
+
+    image: Image
+    file: Path | None
+    name: str  # the path, the address or "image 3"
+    frame: int | None = None  # from 0
+
+
+class InputFile(NamedTuple):
+    """A file to predict on, with its path below the input folder, or else its own name."""
+
+    path: Path
+    name: str
+
+    @property
+    def is_video(self) -> bool:
+        """Whether its suffix is that of a video."""
+        return is_video(self.path)
+
+
+def is_video(source: object) -> bool:
+    """Returns whether a path has the suffix of a video."""
+    return isinstance(source, str | Path) and Path(source).suffix.lower() in VIDEO_SUFFIXES
+
+
+def is_collection(source: object) -> bool:
+    """Returns whether a source is a list, a folder or a pattern such as "photos/*.jpg"."""
+    if isinstance(source, str | Path):
+        path = str(source)
+        return not path.startswith(_WEB) and (
+            Path(path).is_dir() or (glob.has_magic(path) and not Path(path).exists())
+        )
+    return isinstance(source, list | tuple)
+
+
+def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
+    """Lists files of any suffix, and the images and videos in folders, searched recursively.
+
+    ``exclude`` is a folder to leave out, such as that of earlier results. Raises a ``UserError`` if
+    an input does not exist, or there are no images and videos.
+    """
+    own, suffixes = exclude and exclude.resolve(), IMAGE_SUFFIXES | VIDEO_SUFFIXES
+    found: dict[Path, InputFile] = {}  # keyed by real path: a file named twice counts once
+    for name in inputs:
+        root = Path(name)
+        if root.is_file():
+            found.setdefault(root.resolve(), InputFile(root, root.name))
+        elif root.is_dir():
+            for path in sorted(p for p in root.rglob("*") if p.suffix.lower() in suffixes):
+                is_broken = not path.exists()  # a link to nothing, or to itself
+                real = path if is_broken else path.resolve()
+                if (path.is_file() or is_broken) and not (own and real.is_relative_to(own)):
+                    found.setdefault(real, InputFile(path, path.relative_to(root).as_posix()))
+        else:
+            raise UserError(f"input '{name}' does not exist (config overrides go last)")
+    if not found:
+        raise UserError(f"no images or videos in {', '.join(inputs)}")
+    return list(found.values())
+
+
+def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
+    """Opens one image, a list of images, a folder, a pattern, or a video, image by image.
+
+    In folders and patterns, unreadable files are skipped with a warning, and videos are left out.
+    Raises a ``UserError`` if there are no images; later, if one of a list cannot be read.
+    """
+    if is_video(source):
+        path = Path(str(source))
+        return open_frames(path, str(path))[0]
+    if not is_collection(source):
+        return iter([_open(source, "image")])  # type: ignore[arg-type]  # one picture
+    if isinstance(source, list | tuple):
+        if not source:
+            raise UserError("the list of images is empty")
+        return (_open(each, f"image {index}") for index, each in enumerate(source))
+    paths = [str(source)] if Path(str(source)).is_dir() else sorted(glob.glob(str(source)))
+    files = [file for file in find_inputs(paths or [str(source)]) if not file.is_video]
+    if not files:
+        raise UserError(f"'{source}' has no images; name videos one by one")
+    return _open_readable(files)
+
+
+def _open(picture: Picture, name: str) -> NamedImage:
+    if not isinstance(picture, str | Path):
+        return NamedImage(read_rgb(picture), None, name)
+    if is_video(picture) or is_collection(picture):
+        raise UserError(f"'{picture}' is not an image but is in a list of images: name it alone")
+    is_local = not str(picture).startswith(_WEB)
+    return NamedImage(read_rgb(picture), Path(picture) if is_local else None, str(picture))
+
+
+def _open_readable(files: Sequence[InputFile]) -> Iterator[NamedImage]:
+    for file in files:
+        try:
+            yield _open(file.path, file.name)
+        except UserError as error:
+            logger.warning("Left out: %s", error)
+
+
+def read_rgb(picture: Picture) -> Image:
+    """Returns an image (H, W, 3); Detectron2's path manager opens files, also inside shards.
+
+    Raises a ``UserError`` if a file or an address gives no image, or an array or tensor has another
+    shape or type.
+    """
+    if isinstance(picture, PIL.Image.Image):
+        return _to_array(picture, "the image")
+    if isinstance(picture, Tensor):
+        return _from_tensor(picture)
+    if isinstance(picture, str | Path):
+        if str(picture).startswith(_WEB):
+            return decode_image(io.BytesIO(_download(str(picture))), picture)
+        try:
+            file = PathManager.open(str(picture), "rb")
+        except OSError as error:
+            raise UnreadableImage(picture, one_line(error)) from error
+        with file:
+            return decode_image(file, picture)
+    is_array = isinstance(picture, np.ndarray) and picture.dtype == np.uint8
+    if not (is_array and picture.ndim == 3 and picture.shape[2] == 3 and picture.size):
+        found = getattr(picture, "dtype", type(picture).__name__), getattr(picture, "shape", "")
+        raise UserError(f"an image is an array (H, W, 3) of uint8, RGB, not {found}")
+    return np.array(picture)
+
+
+def read_bgr(path: str | Path) -> Image:
+    """Reads an image like ``read_rgb``, with channels in Detectron2's order: BGR."""
+    return read_rgb(path)[:, :, ::-1]
+
+
+def run_by_shape(
+    items: Sequence[T], run: Callable[[list[T]], Sequence[R]], key: Callable[[T], Sequence[int]]
+) -> list[R]:
+    """Runs a function on groups of items that have one shape; returns the results in order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, item in enumerate(items):
+        groups.setdefault(tuple(key(item)), []).append(index)
+    found: dict[int, R] = {}
+    for group in groups.values():
+        found.update(zip(group, run([items[index] for index in group]), strict=True))
+    return [found[index] for index in range(len(items))]
+
+
+def decode_image(
+    file: BinaryIO,
+    name: str | Path,
+    *,
+    formats: Sequence[str] = IMAGE_FORMATS,
+    max_pixels: float = math.inf,
+) -> Image:
+    """Decodes an open file of one of Pillow's formats to (H, W, 3).
+
+    Raises ``UnreadableImage`` if it is another format, broken, or too large by its header.
+    """
+    try:
+        with PIL.Image.open(file, formats=list(formats)) as image:
+            if image.width * image.height > max_pixels:
+                raise UnreadableImage(name, f"more than {max_pixels / 1e6:g} million pixels")
+            return _to_array(image, name)
+    except (MemoryError, UserError):
+        raise
+    except PIL.UnidentifiedImageError as error:
+        raise UnreadableImage(name, "not an image") from error
+    except Exception as error:  # what a broken file raises depends on its format's decoder
+        raise UnreadableImage(name, f"a broken image: {one_line(error)}") from error
+
+
+def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
+    if image.mode.startswith("I"):  # Pillow turns all values above 255 into white
+        raise UnreadableImage(name, "16 bits of grey: convert it to 8 first")
+    # Detectron2's read_image does the same, but opens files of any format.
+    return np.array(convert_PIL_to_numpy(_apply_exif_orientation(image), "RGB"))
+
+
+def _download(url: str) -> bytes:
+    # urllib follows redirections to http(s) and ftp only, so none reads a local file.
+    request = urllib.request.Request(url, headers={"User-Agent": "qbheat_det"})
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+            content: bytes = answer.read(MAX_DOWNLOAD + 1)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UserError(f"'{url}' cannot be downloaded: {one_line(error)}") from error
+    if len(content) > MAX_DOWNLOAD:
+        raise UserError(f"'{url}' is refused: it has more than {format_bytes(MAX_DOWNLOAD)}")
+    return content
+
+
+def _from_tensor(tensor: Tensor) -> Image:
+    pixels = tensor.detach().cpu()
+    if pixels.ndim != 3 or len(pixels) != 3 or not pixels.numel():
+        raise UserError(f"an image is a tensor (3, H, W), not {tuple(pixels.shape)}")
+    if pixels.is_floating_point():
+        if not (0 <= pixels.min() and pixels.max() <= 1):  # also refuses NaN
+            raise UserError("an image of floats has values in [0, 1], RGB, not normalised")
+        pixels = (pixels.float() * 255).round().to(torch.uint8)
+    if pixels.dtype != torch.uint8:
+        raise UserError(f"an image is a tensor of uint8 or floats, not {pixels.dtype}")
+    return np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
+
+
+def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int | None]:
+    """Opens a video with OpenCV, or raises ``UnreadableImage`` if it finds no frame.
+
+    Returns the frames one by one, frames per second (25 if unknown), and an estimate of the number
+    of frames, or None.
+    """
+    capture = cv2.VideoCapture(str(path))
+    found, first = capture.read()
+    if not found:
+        raise UnreadableImage(path, "not a video: no frame could be decoded")
+
+    def read_frames() -> Iterator[NamedImage]:
+        frame = first
+        for index in itertools.count():
+            yield NamedImage(np.ascontiguousarray(frame[:, :, ::-1]), None, name, index)
+            found, frame = capture.read()
+            if not found:
+                capture.release()
+                return
+
+    fps, count = capture.get(cv2.CAP_PROP_FPS), int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+    return read_frames(), fps if 0 < fps < 1000 else 25.0, count if count > 0 else None
+
+
+@contextlib.contextmanager
+def open_video(path: Path, fps: float) -> Iterator[Callable[[Image], None]]:
+    """Yields a function that appends a frame to an MP4, which gets its name when complete.
+
+    All frames have one size. MPEG-4 has even sizes only: OpenCV drops an odd last row or column.
+    Raises a ``UserError`` if OpenCV on this machine cannot write MP4 there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+    writer = cv2.VideoWriter()
+
+    def append(frame: Image) -> None:
+        if not writer.isOpened():
+            height, width = frame.shape[:2]
+            fourcc = cv2.VideoWriter.fourcc(*"mp4v")
+            if not writer.open(str(partial), fourcc, fps, (width, height)):
+                raise UserError(f"OpenCV cannot write the video '{path}' on this machine")
+        writer.write(np.ascontiguousarray(frame[:, :, ::-1]))
+
+    try:
+        yield append
+        writer.release()
+        os.replace(partial, path)
+    finally:
+        writer.release()
+        partial.unlink(missing_ok=True)
