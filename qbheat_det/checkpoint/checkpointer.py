@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's checkpointer, restricted to tensors, with atomic files and a strict account.
+"""Detectron2's checkpointer for files of tensors alone, written atomically and matched strictly.
 
-Pickles, which can run code, are refused; what does not fit is an error unless partial loading is
-requested.
+Pickles, which can run code, are refused. Tensors that do not fit are an error unless partial
+loading is requested.
 """
 
 import os
@@ -27,7 +27,7 @@ from qbheat_det.modeling.contracts import (
     train_only_modules,
 )
 
-from .matching import fit_weights, has_same_shapes, without_children
+from .matching import fit_weights, without_children
 from .report import LoadReport, check_complete, check_exact
 from .weights_file import (
     WeightsFile,
@@ -272,9 +272,11 @@ class ExactCheckpointer(SafeCheckpointer):
     """
 
     def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
-        own = self.model.state_dict()
-        children = train_only_modules(self.model)
-        return [child for child in children if not has_same_shapes(child, own, stored)]
+        def shapes(state: Mapping[str, Tensor], child: str) -> dict[str, torch.Size]:
+            return {k: tensor.shape for k, tensor in state.items() if k.startswith(f"{child}.")}
+
+        own, children = self.model.state_dict(), train_only_modules(self.model)
+        return [child for child in children if shapes(own, child) != shapes(stored, child)]
 
     def _check(self, report: LoadReport) -> None:
         check_exact(report, "use the config.yaml that was written beside the weights")
