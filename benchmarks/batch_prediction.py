@@ -31,14 +31,7 @@ Stamp = tuple[float, float, int]  # when a chunk was done, the worker's CPU seco
 def run(
     *, quick: bool, threads: int = 2, rounds: int | None = None, clock: str = "wall"
 ) -> list[Result]:
-    """Measures all in turns; returns actors beside as many processes, and two beside one.
-
-    Args:
-        quick: few images, to see that everything runs.
-        threads: is not used.
-        rounds: timed turns of each; by default 3.
-        clock: "wall", or "cpu" for images a CPU second of the workers, times their number.
-    """
+    """Measures all in turns; returns actors beside as many processes, and two beside one."""
     import ray
 
     parts, size, rounds = (16, 2, 1) if quick else (24, 8, rounds or 3)

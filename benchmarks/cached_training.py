@@ -69,15 +69,7 @@ def run(
     rounds: int = _ROUNDS,
     clock: str = "wall",
 ) -> list[Result]:
-    """Measures, prints a table as it goes, and returns two rows a case.
-
-    Args:
-        quick: two cases, two small images, one round, to see that everything runs.
-        threads: CPU threads.
-        cases: names of ``CASES``; all by default.
-        rounds: timed turns of each trainer.
-        clock: "wall", or "cpu" for a machine that is shared: of several threads it adds up.
-    """
+    """Measures, prints a table as it goes, and returns two rows a case."""
     set_threads(threads)
     rows: list[Result] = []
     for name in cases or (QUICK if quick else CASES):
@@ -93,14 +85,7 @@ def run(
 def measure_case(
     case: Case, *, rounds: int, dtype: str = "float16", clock: Clock = time.perf_counter
 ) -> Figures:
-    """Trains both ways in turns, on images drawn for it in a folder that is removed.
-
-    Args:
-        case: what to train.
-        rounds: timed turns of each.
-        dtype: of the cache.
-        clock: seconds.
-    """
+    """Trains both ways in turns, on images drawn for it in a folder that is removed."""
     with tempfile.TemporaryDirectory() as folder:
         cfg = make_config(case, Path(folder), num_images=2 * case.batch)
         steps = {ONLINE: Steps(cfg, clock), CACHED: Steps(cached(cfg, dtype), clock)}

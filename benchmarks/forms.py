@@ -49,16 +49,9 @@ def build(
     dtype: torch.dtype = torch.float32,
     image_sizes: tuple[tuple[int, int], ...] = (),
 ) -> Forward:
-    """Builds a detector in a form; one process builds each once, for compiling takes minutes.
+    """Builds one of ``DETECTORS`` in a form, once in a process: compiling takes minutes.
 
-    Args:
-        name: of ``DETECTORS``.
-        form: one of those above.
-        quick: nothing is compiled by a C++ compiler.
-        device: where it runs.
-        dtype: of weights and images, unless the form names it.
-        image_sizes: (height, width) of the images to come, for which a deployed detector is
-            compiled.
+    A quick one calls no C++ compiler. ``image_sizes`` are (height, width) to compile for.
     """
     if form in (COMPILED_BF16, DEPLOYED_BF16):
         form, dtype = form.removesuffix("_bf16"), torch.bfloat16
@@ -85,13 +78,7 @@ def build(
 
 
 def compile_peer(model: nn.Module, *, frozen: bool = False, quick: bool = False) -> nn.Module:
-    """Returns a model compiled for images of one size.
-
-    Args:
-        model: in evaluation mode, on its device.
-        frozen: whether weights are constants of the graph.
-        quick: no C++ compiler is called.
-    """
+    """Returns a model compiled for images of one size."""
     model = model.to(memory_format=torch.channels_last)
     on_gpu = next(model.parameters()).is_cuda
     backend = "eager" if quick else "inductor"
@@ -109,15 +96,7 @@ def report_of(forward: Forward) -> str:
 
 
 class Forwards:
-    """Forward passes of detectors, each in a process of its own that is ready.
-
-    Args:
-        contenders: detectors and their forms.
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        threads: CPU threads of each.
-        quick: nothing is compiled.
-    """
+    """Forward passes of detectors and their forms, each in a process of its own that is ready."""
 
     def __init__(
         self,

@@ -47,12 +47,7 @@ AT_640: list[tuple[Contender, Contender]] = [
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Times all detectors in turns, each in a process of its own.
-
-    Args:
-        quick: small images, two rounds and nothing compiled, to see that everything runs.
-        threads: CPU threads.
-    """
+    """Times all detectors in turns, each in a process of its own."""
     height, width, side = HEIGHT, WIDTH, RT_DETR_SIDE
     if quick:
         height, width, side = height // 4, width // 4, side // 4
@@ -70,16 +65,7 @@ def compare(
     quick: bool,
     where: str = "",
 ) -> list[Result]:
-    """Times what ``pairs`` name, in turns, on images of one size; a row for each pair.
-
-    Args:
-        pairs: ours and the peer.
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        threads: CPU threads of each.
-        quick: two rounds and nothing compiled.
-        where: added to the detector in the rows' names.
-    """
+    """Times what ``pairs`` name, in turns, on images of one size; a row for each pair."""
     contenders = list(dict.fromkeys(each for pair in pairs for each in pair))
     # Which compiled form is faster depends on the machine: the rows take that one.
     contenders += [(name, FROZEN) for name, form in contenders if form == COMPILED and not quick]

@@ -144,15 +144,7 @@ def prepare(
     device: torch.device,
     encoder_batch: int | None = None,
 ) -> Calls:
-    """Builds a model on ``device`` and returns what of it is timed, in bfloat16 on a GPU.
-
-    Args:
-        contender: the model.
-        setting: its sizes.
-        batch: images of a step.
-        device: where it runs.
-        encoder_batch: images of the encoder's part; None for those of a step.
-    """
+    """Builds a model on ``device`` and returns what of it is timed, in bfloat16 on a GPU."""
     from qbheat_det.solver import build_optimizer
 
     layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format

@@ -19,11 +19,7 @@ class LeftOut(Exception):
 
 
 class Worker:
-    """A process that answers.
-
-    Args:
-        command: arguments after the Python interpreter.
-    """
+    """A process of Python that answers."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -35,11 +31,7 @@ class Worker:
         )
 
     def wait(self) -> dict[str, Any]:
-        """Returns its next answer.
-
-        Raises:
-            LeftOut: it has ended, or says that it cannot go on.
-        """
+        """Returns its next answer; raises ``LeftOut`` if it has ended or cannot go on."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
@@ -48,11 +40,7 @@ class Worker:
         return answer
 
     def __call__(self, steps: int = 1) -> dict[str, Any]:
-        """Lets it go on for so many steps and returns what it says of them.
-
-        Raises:
-            LeftOut: as ``wait``.
-        """
+        """Lets it go on for so many steps and returns its answer, as ``wait``."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{steps}\n")
@@ -72,11 +60,7 @@ class Worker:
 
 @contextmanager
 def started(command: Sequence[str]) -> Iterator[tuple[Worker, dict[str, Any]]]:
-    """Yields a worker that is ready and its first answer, and ends it.
-
-    Raises:
-        LeftOut: it cannot do the job.
-    """
+    """Yields a worker that is ready and its first answer, and ends it."""
     worker = Worker(command)
     try:
         yield worker, worker.wait()

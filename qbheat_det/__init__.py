@@ -9,8 +9,7 @@ happens.
 import warnings
 from typing import TYPE_CHECKING
 
-from qbheat_det.core.environment import import_own_modules, require_detectron2
-from qbheat_det.core.versions import VERSION
+from qbheat_det.core.environment import VERSION, import_own_modules, require_detectron2
 
 require_detectron2()  # a sentence that says how to get it, before the imports that need it
 

@@ -209,12 +209,14 @@ def run_add(args: argparse.Namespace) -> int:
             metrics.append(Metric(name, float(value), unit, data, sign + spread))
         except ValueError as error:
             raise UserError(f"--metric {name}: '{number}' is no number") from error
-    names = ("name", "summary", "config", "data", "data_licence", "licence", "commit", "date")
+    names = ("name", "summary", "config", "data", "data_licence", "licence")
     description = {name: getattr(args, name) for name in names}
     entry = add_entry(
         args.weights,
         {**description, "command": args.trained_by},
         metrics=metrics,
+        commit=args.commit,
+        date=args.date,
         encoder=args.encoder,
         output=args.output,
         replace=args.replace,

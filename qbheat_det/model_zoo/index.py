@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record
 
@@ -250,6 +251,21 @@ def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
                 )
     found = sorted((entry for entry, _ in entries.values()), key=lambda entry: entry.name)
     return tuple(entry for entry in found if fnmatch.fnmatchcase(entry.name, pattern))
+
+
+def list_names(pattern: str = "*") -> list[str]:
+    """Returns the names that match a shell pattern such as ``"retinanet/*"``, sorted."""
+    return [entry.name for entry in list_entries(pattern)]
+
+
+def get_config_file(name: str) -> str:
+    """Returns the path of the YAML that trained an entry; downloads nothing."""
+    return get_config_path(find_entry(name).config)
+
+
+def get_address(name: str) -> str:
+    """Returns the value for ``MODEL.WEIGHTS``; downloads nothing."""
+    return PREFIX + find_entry(name).name
 
 
 def find_entry(name: str) -> ZooEntry:

@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Finds the weights of an entry, or downloads them, from the first source that has them:
+"""Finds or downloads the weights of an entry, and builds its model.
 
-the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, and the address
-``$QBHEAT_ZOO_URL`` or, for some entries, a package of Python's package index.
+The first source that has the file is used: the folders in ``$QBHEAT_ZOO``, the package, earlier
+downloads in ``$FVCORE_CACHE``, and the address ``$QBHEAT_ZOO_URL`` or, for some entries, a package
+of Python's package index. A file must have the SHA-256 of the index; any other is an error.
 
-Of entries that share a frozen encoder, the *part* is looked for, a file of a few MB whose tensors
-of the encoder are empty; joined with the encoder's file in the folder of downloads, it is the whole
-file, always with the same bytes. Only a file with the SHA-256 of the index is used; one of the same
-name with another content is an error and not skipped. Importing this module lets Detectron2's path
-manager resolve ``qbheat://NAME``.
+An entry on another entry's frozen encoder is stored as a *part*, whose tensors of the encoder are
+empty. Joined with the encoder's file, it gives the whole file, always with the same bytes.
+
+Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``.
 """
 
 import functools
@@ -20,25 +20,96 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
-from torch import Tensor
+from torch import Tensor, nn
 
-from qbheat_det.checkpoint import WeightsInfo, bare_backbone, read_weights, save_weights
+from qbheat_det.checkpoint import (
+    ExactCheckpointer,
+    LoadReport,
+    WeightsInfo,
+    bare_backbone,
+    holds_backbone_alone,
+    load_run_config,
+    read_weights,
+    save_weights,
+)
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.matching import BELOW_FPN
 from qbheat_det.checkpoint.weights_file import BACKBONE_NAMES
+from qbheat_det.config import load_config, refuse_bad_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, file_lock, hash_file, write_atomically
 from qbheat_det.core.text import format_bytes, one_line
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
-from .index import PREFIX, Distribution, ZooEntry, find_entry, zoo_folders
+from .index import (
+    PREFIX,
+    Distribution,
+    ZooEntry,
+    find_entry,
+    get_address,
+    get_config_file,
+    zoo_folders,
+)
 
 SHIPPED = Path(__file__).with_name("weights")
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model or bare backbone in evaluation mode, filled from a file if there is a ``report``."""
+
+    model: nn.Module
+    cfg: CfgNode
+    report: LoadReport | None
+
+
+def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
+    """Builds the model of an entry from the config inside its weights, in evaluation mode.
+
+    If the file holds a backbone only, the model is the backbone. Without ``trained``, it keeps its
+    random initialisation. A ``UserError`` if there is no such entry or device, or a download fails.
+    """
+    return open_trained(get_checkpoint(name), trained=trained, device=device).model
+
+
+def get_config(name: str, *, trained: bool = True) -> CfgNode:
+    """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to them.
+
+    Without ``trained``, the recipe as shipped, without what the entry's command overrides. Raises a
+    ``UserError`` if there is no such entry, or its weights cannot be downloaded.
+    """
+    return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
+
+
+def get_checkpoint(name: str) -> str:
+    """Returns the path of an entry's ``.safetensors``, downloaded if necessary, hash checked."""
+    return str(fetch(find_entry(name)))
+
+
+def open_trained(weights: str, *, trained: bool = True, device: str | None = None) -> TrainedModel:
+    """Builds the model of a file or address from its config, and fills it exactly.
+
+    ``device`` is by default the GPU if there is one. Raises a ``UserError`` if the file or its
+    config is not valid, or they do not fit each other.
+    """
+    cfg = load_run_config(weights, device=device)
+    is_bare = holds_backbone_alone(weights)
+    with refuse_bad_values(f"the config of '{weights}'"):
+        model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
+    model.to(torch.device(cfg.MODEL.DEVICE))
+    checkpointer = ExactCheckpointer(model, class_names=() if is_bare else cfg.MODEL.CLASS_NAMES)
+    if trained:
+        checkpointer.load(weights)
+    return TrainedModel(model.eval(), cfg, checkpointer.report)
 
 
 def cache_folder(entry: ZooEntry) -> Path:
@@ -66,9 +137,9 @@ def fetch(entry: ZooEntry) -> Path:
         try:
             if entry.distribution:
                 _convert_distribution(entry.distribution, target)
-                return check_hash(target, entry)
-            if entry.encoder:
+            elif entry.encoder:
                 write_whole(fetch(entry.stored), fetch(find_encoder(entry.encoder.name)), target)
+            if entry.distribution or entry.encoder:
                 return check_hash(target, entry)
             if not url:
                 raise OSError("$QBHEAT_ZOO_URL is not set")

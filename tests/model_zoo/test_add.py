@@ -25,8 +25,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation.complexity import CountingRule, count_madds
 from qbheat_det.model_zoo import Metric, ZooEntry, index
 from qbheat_det.model_zoo.add import add_entry, halve_precision, remove_machine_paths
-from qbheat_det.model_zoo.api import TrainedModel
-from qbheat_det.model_zoo.sources import cache_folder, describe_source
+from qbheat_det.model_zoo.sources import TrainedModel, cache_folder, describe_source
 from qbheat_det.model_zoo.verify import compute_fingerprint, verify_entry
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
@@ -48,7 +47,7 @@ def add(backbone: Trained) -> MakeEntry:
     """Adds the tiny backbone."""
 
     def add_tiny(weights: object = None, **more: Any) -> ZooEntry:
-        origin = {key: more.pop(key) for key in [*ORIGIN, "commit", "date"] if key in more}
+        origin = {key: more.pop(key) for key in ORIGIN if key in more}
         return add_entry(str(weights or backbone.path), {**ORIGIN, **origin}, **more)
 
     return add_tiny
