@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights: read without running code, matched with a model, accounted for, written atomically."""
+"""Reads weights without running code, matches them with a model, and writes checkpoints."""
 
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
 from .convert import TimmWeights

