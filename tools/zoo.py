@@ -35,8 +35,7 @@ examples:
   qbheat zoo table
 
 sources of weights, in this order: the folders in $QBHEAT_ZOO, the files shipped with the package,
-earlier downloads, Python's package index for some networks of timm, and $QBHEAT_ZOO_URL; see
-docs/zoo.md.
+earlier downloads, and Python's package index for some networks of timm; see docs/zoo.md.
 
 exit code: 0; 1 if an entry is not verified; 2 if something cannot be found, downloaded or written.
 """

