@@ -31,7 +31,7 @@ _UNNAMED = "the file does not name its classes: their rows are taken in order wh
 
 @dataclass(frozen=True)
 class _Layout:
-    """Rows of a layer: (anchors, K, per_class) in this order, then ``trailing`` of no class."""
+    """Rows of a layer: (anchors, K, per_class) in this order, then ``trailing`` without a class."""
 
     path: str  # of the layer, or its end
     per_class: int = 1
@@ -114,11 +114,10 @@ def match_names(
     file: str,
     private: Collection[str] = (),
 ) -> dict[str, str]:
-    """Maps each name in a file to a name in the model, or to one that the model does not have.
+    """Maps each name in a file to a name that the model may have.
 
     File names may have prefixes of wrappers. Children in ``private``, such as a copy of the
-    backbone, must be named in full. Raises a ``UserError`` if a file fits in two parts of the
-    model.
+    backbone, must be named in full. Raises a ``UserError`` if a file fits two parts of the model.
     """
     model = set(model_names)
     short = strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
@@ -211,7 +210,7 @@ def _is_of(child: str, name: str) -> bool:
 
 
 def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
-    """Maps names in a file to those without prefixes of wrappers that all have and no model's."""
+    """Removes prefixes of wrappers that all names in a file have and no name of the model."""
     short = {name: name for name in names}
     for _ in _WRAPPERS:  # wrappers may be nested in any order
         for wrapper in _WRAPPERS:
@@ -222,7 +221,7 @@ def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, 
 
 
 def _longest_agreement(longer: Collection[str], shorter: Collection[str]) -> list[str]:
-    """The prefixes before a name of ``shorter`` that most of ``longer`` have."""
+    """The most frequent prefixes of ``longer`` names whose rest is in ``shorter``."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")
@@ -262,11 +261,11 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
 
 
 def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChange) -> Tensor | None:
-    """Returns the model's tensor with the rows of the kept classes taken from a file.
+    """Returns the model's tensor with the rows of the kept classes copied from a file.
 
-    The tensor's ``name`` in the model says how its rows belong to classes. From ``stored`` (R_old,
-    …) and ``fresh`` (R_new, …), the model's initialisation, to (R_new, …); ``stored`` itself if all
-    classes share the rows, None if they do not fit.
+    From ``stored`` (R_old, …) and ``fresh`` (R_new, …), the model's initialisation, to (R_new, …);
+    ``stored`` itself if all classes share the rows, None if they do not fit. ``name`` in the model
+    selects the layout of the rows.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:

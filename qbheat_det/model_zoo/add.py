@@ -116,7 +116,7 @@ def add_entry(
 
 
 def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
-    """Writes the part beside a file, and the file anew from it, as ``fetch`` will."""
+    """Writes the part of a file, and replaces the file by the join of part and encoder."""
     part = file.with_suffix(".part.safetensors")
     encoder_file = sources.fetch(sources.find_encoder(encoder))
     sources.write_part(file, encoder_file, part)
@@ -128,7 +128,7 @@ def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a model's tensors with matrices and filters in float16.
 
     Vectors and numbers stay in float32: they are small, and float16 would turn some variances of
-    BatchNorm into 0 or infinity. So do matrices with values beyond the range of float16.
+    BatchNorm into 0 or infinity. Matrices with values beyond float16's range stay in float32, too.
     """
     halved = {}
     for name, tensor in state.items():
@@ -156,7 +156,7 @@ def _read_others(index_file: Path, name: str, *, replace: bool) -> list[ZooEntry
             raise UserError(f"'{name}' is an entry of the package itself: choose another name")
     for entry in entries:
         if entry.encoder and entry.encoder.name == name:
-            logger.warning(f"'{entry.name}' leaves out the tensors of '{name}': add it anew, too")
+            logger.warning(f"'{entry.name}' leaves out the tensors of '{name}': add it again, too")
     return [entry for entry in entries if entry.name != name]
 
 

@@ -149,7 +149,7 @@ def _missing(entry: ZooEntry, reason: str) -> UserError:
 
 
 def find_encoder(name: str) -> ZooEntry:
-    """As ``find_entry``, of an encoder that others leave out; it leaves out none itself."""
+    """Returns the entry of an encoder that others leave out, or raises a ``UserError``."""
     entry = find_entry(name)
     if entry.encoder:
         raise UserError(f"'{name}' is kept without an encoder, so it cannot be that of others")
@@ -164,10 +164,10 @@ def find_local(entry: ZooEntry) -> Path | None:
 
 
 def describe_source(entry: ZooEntry) -> str:
-    """Returns where ``fetch`` would take a file from; nothing is read or downloaded."""
+    """Returns the source that ``fetch`` would use; reads and downloads nothing."""
     found = find_local(entry)
     if entry.encoder and (found is None or found.parent == cache_folder(entry)):
-        return describe_source(entry.stored)  # the cached whole was put together of parts
+        return describe_source(entry.stored)  # a whole file in the cache was joined from parts
     if found is None:
         return entry.distribution.requirement if entry.distribution else "nowhere"
     names = {SHIPPED: "shipped", cache_folder(entry): "downloaded"}
@@ -197,9 +197,9 @@ def _convert_distribution(entry: ZooEntry, source: Distribution, target: Path) -
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:
-    """Returns a file that has the SHA-256 of the index.
+    """Returns a file if it has the SHA-256 of the index.
 
-    Any other is a ``UserError``, and is removed if it is in the cache.
+    Raises a ``UserError`` for any other file, and removes it if it is in the cache.
     """
     try:
         found = hash_file(path)
@@ -218,7 +218,7 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
 
 
 class ZooWeights(PathHandler):
-    """Resolves ``qbheat://NAME`` to ``.pth``: Detectron2 cannot read ``.safetensors`` so far."""
+    """Resolves ``qbheat://NAME`` to ``.pth``, because Detectron2 cannot read ``.safetensors``."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]
@@ -230,11 +230,11 @@ class ZooWeights(PathHandler):
 
 @functools.lru_cache
 def _write_pytorch(source: Path, folder: Path) -> Path:
-    """Writes weights as float32 in PyTorch's format; once a process, whatever the cache holds."""
+    """Writes weights as float32 in PyTorch's format, once per process."""
     state, info = read_weights(str(source))
     tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-    # Detectron2 finds the part of a model whose names end in those of the file, so an encoder with
-    # bare names is found below whatever it stands in; ``read_weights`` puts the prefix back.
+    # Detectron2 matches the ends of names, so it finds an encoder with bare names in any model.
+    # ``read_weights`` restores the prefix.
     bare = {} if any(name.startswith(BELOW_FPN) for name in tensors) else bare_backbone(tensors)
     if tensors.keys() & bare.values():
         bare = {}
@@ -267,10 +267,7 @@ def write_part(whole: Path, encoder: Path, part: Path) -> None:
 
 
 def write_whole(part: Path, encoder: Path, whole: Path) -> None:
-    """Joins what ``write_part`` has split.
-
-    Raises a ``UserError`` if the encoder lacks a tensor of the part.
-    """
+    """Joins a part and its encoder, or raises a ``UserError`` if a tensor is missing."""
     state, info = _read_described(part)
     known, own = _read_encoder(encoder), bare_backbone(state)
     if lacking := own.values() - known.keys():

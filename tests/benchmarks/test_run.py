@@ -11,7 +11,7 @@ import torch
 from benchmarks import data, gpu, pretraining, run, tables, training
 from benchmarks.cached_cases import CASES, shrunk
 from benchmarks.cached_training import measure_case
-from benchmarks.detectors import DETECTORS, random_images
+from benchmarks.detectors import DETECTORS, OURS, random_images
 from benchmarks.forms import EAGER, Forwards
 from benchmarks.masked_peers import (
     MaskedConvolutionEncoder,
@@ -33,8 +33,10 @@ from benchmarks.timing import (
 from qbheat_det.evaluation.complexity import count_parameters
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
+PEERS = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(DETECTORS.keys() - {*OURS})]
 
-@pytest.mark.parametrize("name", DETECTORS)
+
+@pytest.mark.parametrize("name", [*OURS, *PEERS])
 def test_every_detector_runs_on_a_small_image(name: str) -> None:
     if "detr_r" in name:
         pytest.importorskip("transformers")
