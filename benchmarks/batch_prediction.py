@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Images a second of prediction into Parquet files, by 1 and 2 actors of Ray and without Ray.
 
-A small detector of the zoo in its deployed form, on photographs of 640 x 480 pixels as JPEG. Each
-actor has one thread, and so has each of the plain processes beside them, which tell how much of two
-cores there is. Rates are of the half in the middle, without start and end.
+A small detector of the zoo, deployed, on JPEGs of 640 x 480 pixels. Actors and the plain processes
+beside them have one thread each. Rates are of the half in the middle, without start and end.
 """
 
 import json

@@ -5,16 +5,16 @@ Both are whole steps of the package's trainer over its own stream: same recipe, 
 views (one of each image), same weights at the start, one process without workers.
   online   reads the file, augments, runs the frozen encoder without a graph, trains the head
   cached   reads features of half precision from the cache, trains the head
-The two take turns, and a ratio is taken in every round. It is given twice: with all that a step
-takes, and with the time in which the online step waits for its images left out, as if workers on
-other cores gave them for nothing; reading from the cache stays in.
+The two take turns, and a ratio is taken in every round. There are two ratios: of whole steps, and
+without the time in which the online step waits for its images, as if workers on other cores loaded
+them. Reading from the cache always counts.
 
 The bound beside it counts multiply-adds: a head's forward and backward as three forward passes,
-(encoder + 3 head) / (3 head). It holds for arithmetic alone; files, augmentation and memory
-traffic, which multiply-adds do not count, can carry a ratio beyond it or keep it below.
+(encoder + 3 head) / (3 head). Files, augmentation and memory traffic do not count there, so ratios
+can be above or below it.
 
-Building a cache of K views is left out. It costs, for each view, about what an online step has more
-than a cached one, so that a run of more than K epochs is the faster for it.
+Building a cache of K views does not count. Each view costs about the difference between an online
+and a cached step, so a run of more than K epochs gains.
 """
 
 import statistics

@@ -5,10 +5,10 @@ Detectors  ours deployed and as built beside DETR-R50 at 800x1333, and beside RT
            at 640x640; peers eager and compiled, weights and images in bfloat16. Images lie on the
            GPU. Images per second.
 QB-Heat    the share of the rate of a bfloat16 matrix product that a pre-training step reaches
-Images     the same steps fed from pinned memory, copied while the step before computes, beside
-           images that lie on the GPU: what the data path takes of a step
+Images     the same steps fed from pinned memory, copied during the step before, beside images on
+           the GPU: the cost of the data path
 
-Without a GPU it says so and measures nothing.
+Measures nothing without a GPU.
 """
 
 import sys

@@ -3,9 +3,9 @@
 
 python benchmarks/tables.py [--bench DIR] [--check]
 
-Between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->`` stand the rows of ``NAME.json`` whose
-names begin with ``NAME/PREFIX`` or with ``PREFIX`` (which may be left out), with the line of the
-machine that they were measured on. A benchmark that has not been run keeps the table that is there.
+Between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->``, writes the rows of ``NAME.json`` whose
+names begin with ``NAME/PREFIX`` or with ``PREFIX`` (optional), and a line about the machine. The
+table of a benchmark that has not been run does not change.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Processes that are measured in turns: a line tells one to go, and it answers with a line of JSON.
+"""Processes that are measured in turns: each reads a line, works, and answers in JSON.
 
-Each contender has what a user of it alone would have: its own copy of the package, its own settings
-of the allocator, its own compiled code. All but one wait at any time.
+Each contender has its own imports, allocator settings and compiled code. One runs at a time.
 """
 
 import json
@@ -70,7 +69,7 @@ def started(command: Sequence[str]) -> Iterator[tuple[Worker, dict[str, Any]]]:
 
 @contextmanager
 def said(name: str) -> Iterator[None]:
-    """Says why a contender is left out, and goes on."""
+    """Prints why a contender is left out, and continues."""
     try:
         yield
     except LeftOut as reason:
@@ -78,7 +77,7 @@ def said(name: str) -> Iterator[None]:
 
 
 def open_answers() -> Callable[[dict[str, Any]], None]:
-    """Returns what answers, for a process that is a worker; logs then go to standard error."""
+    """Returns a worker's function to answer; logs then go to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lambda content: print(json.dumps(content), file=answers, flush=True)
