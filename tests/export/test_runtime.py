@@ -158,8 +158,13 @@ def test_other_images_and_failures_inside_are_errors(tmp_path: Path) -> None:
             model(strange)
     (found,) = model(images[:1])
     assert found.pred_boxes.tensor.tolist() == [[0, 0, 5, 4]]
+    one_size = write(tmp_path / "one.onnx", DETECTOR, **describe(image_size=[4, 5]))
+    model = ExportedModel.open(one_size, device="cpu")
+    assert [len(found) for found in model(images)] == [1, 1]  # one at a time
+    with pytest.raises(UserError, match=r"one\.onnx.*4 x 5"):
+        model(images[:, :3])
     fails = ExportedModel(model.path, model.info, lambda images: {"boxes": images[9]})
-    with pytest.raises(UserError, match=r"x\.onnx"):
+    with pytest.raises(UserError, match=r"one\.onnx"):
         fails(images)
 
 

@@ -182,8 +182,9 @@ def _add(detector: Trained) -> ZooEntry:
 
 
 def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(
-    ship: MakeEntry, shipped: Path, detector: Trained, tmp_path: Path
-) -> None:
+    ship: MakeEntry, shipped: Path, detector: Trained, tmp_path: Path, add: MakeEntry,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     _ship_encoder(ship, detector, tmp_path)
     entry = _add(detector)
     assert entry == zoo.find_entry(DETECTOR)
@@ -205,6 +206,12 @@ def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(
     part.write_bytes(part.read_bytes().replace(b"square", b"circle"))
     with pytest.raises(UserError, match=part.name):
         zoo.get_checkpoint(DETECTOR)
+    # It is no encoder for others, and is named when its own encoder is replaced.
+    with pytest.raises(UserError, match=DETECTOR):
+        add_entry(str(detector.path), {**ORIGIN, "name": "retinanet/other"}, encoder=DETECTOR)
+    with caplog.at_level("WARNING", logger="qbheat_det.model_zoo.add"):
+        add(replace=True)
+    assert DETECTOR in caplog.text
 
 
 def test_another_encoder_is_refused(
@@ -216,19 +223,3 @@ def test_another_encoder_is_refused(
         _add(detector)
     assert index.INDEX_FILE.read_bytes() == before
     assert [path.name for path in shipped.iterdir()] == ["qb_heat-tiny.safetensors"]
-
-
-def test_an_entry_without_its_encoder_is_no_encoder_and_is_named_when_that_is_replaced(
-    ship: MakeEntry,
-    add: MakeEntry,
-    detector: Trained,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    _ship_encoder(ship, detector, tmp_path)
-    _add(detector)
-    with pytest.raises(UserError, match=DETECTOR):
-        add_entry(str(detector.path), {**ORIGIN, "name": "retinanet/other"}, encoder=DETECTOR)
-    with caplog.at_level("WARNING", logger="qbheat_det.model_zoo.add"):
-        add(replace=True)
-    assert DETECTOR in caplog.text

