@@ -224,10 +224,6 @@ def run_add(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_table(parser: argparse.ArgumentParser) -> None:
-    pass  # no arguments
-
-
 def run_table(args: argparse.Namespace) -> int:
     from qbheat_det.model_zoo.add import write_table
 
@@ -241,7 +237,7 @@ COMMANDS = {
     "fetch": ("download weights", add_fetch, run_fetch),
     "verify": ("check that weights and code agree on this machine", add_verify, run_verify),
     "add": ("add an entry for trained weights", add_add, run_add),
-    "table": ("update the entries in MODEL_ZOO.md from the index", add_table, run_table),
+    "table": ("update the entries in MODEL_ZOO.md from the index", lambda parser: None, run_table),
 }
 
 
