@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Images a second of prediction into Parquet files, by 1 and 2 actors of Ray and without Ray.
 
-A small detector of the zoo in its deployed form, on photographs of 640 x 480 pixels as JPEG. Each
-actor has one thread, and so has each of the plain processes beside them, which tell how much of two
-cores there is. Rates are of the half in the middle, without start and end.
+A small detector of the zoo, deployed, on JPEGs of 640 x 480 pixels. Actors and the plain processes
+beside them have one thread each. Rates are of the half in the middle, without start and end.
 """
 
 import json
@@ -31,14 +30,7 @@ Stamp = tuple[float, float, int]  # when a chunk was done, the worker's CPU seco
 def run(
     *, quick: bool, threads: int = 2, rounds: int | None = None, clock: str = "wall"
 ) -> list[Result]:
-    """Measures all in turns; returns actors beside as many processes, and two beside one.
-
-    Args:
-        quick: few images, to see that everything runs.
-        threads: is not used.
-        rounds: timed turns of each; by default 3.
-        clock: "wall", or "cpu" for images a CPU second of the workers, times their number.
-    """
+    """Measures all in turns; returns actors beside as many processes, and two beside one."""
     import ray
 
     parts, size, rounds = (16, 2, 1) if quick else (24, 8, rounds or 3)

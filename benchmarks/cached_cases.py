@@ -109,12 +109,7 @@ class Bound:
 
     @classmethod
     def of(cls, model: nn.Module, size: tuple[int, int]) -> "Bound":
-        """Counts a model that holds its encoder, as the package counts.
-
-        Args:
-            model: on the CPU.
-            size: height and width of the image.
-        """
+        """Counts a model that holds its encoder, as the package counts."""
         from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
 
         counts = count_detector_madds(model, *size)
@@ -125,13 +120,7 @@ class Bound:
 
 
 def make_config(case: Case, folder: Path, *, num_images: int) -> CfgNode:
-    """Draws images for a case and returns its recipe on them, one view of each, no cache.
-
-    Args:
-        case: what to train.
-        folder: for images and for what a run writes.
-        num_images: number of images.
-    """
+    """Draws images for a case and returns its recipe on them, one view of each, no cache."""
     cfg = load_config(get_config_path(case.config))
     cfg.merge_from_list([word for pair in case.opts.items() for word in pair])
     draw = draw_boxes if case.has_boxes else draw_classes

@@ -5,16 +5,16 @@ Both are whole steps of the package's trainer over its own stream: same recipe, 
 views (one of each image), same weights at the start, one process without workers.
   online   reads the file, augments, runs the frozen encoder without a graph, trains the head
   cached   reads features of half precision from the cache, trains the head
-The two take turns, and a ratio is taken in every round. It is given twice: with all that a step
-takes, and with the time in which the online step waits for its images left out, as if workers on
-other cores gave them for nothing; reading from the cache stays in.
+The two take turns, and a ratio is taken in every round. There are two ratios: of whole steps, and
+without the time in which the online step waits for its images, as if workers on other cores loaded
+them. Reading from the cache always counts.
 
 The bound beside it counts multiply-adds: a head's forward and backward as three forward passes,
-(encoder + 3 head) / (3 head). It holds for arithmetic alone; files, augmentation and memory
-traffic, which multiply-adds do not count, can carry a ratio beyond it or keep it below.
+(encoder + 3 head) / (3 head). Files, augmentation and memory traffic do not count there, so ratios
+can be above or below it.
 
-Building a cache of K views is left out. It costs, for each view, about what an online step has more
-than a cached one, so that a run of more than K epochs is the faster for it.
+Building a cache of K views does not count. Each view costs about the difference between an online
+and a cached step, so a run of more than K epochs gains.
 """
 
 import statistics
@@ -69,15 +69,7 @@ def run(
     rounds: int = _ROUNDS,
     clock: str = "wall",
 ) -> list[Result]:
-    """Measures, prints a table as it goes, and returns two rows a case.
-
-    Args:
-        quick: two cases, two small images, one round, to see that everything runs.
-        threads: CPU threads.
-        cases: names of ``CASES``; all by default.
-        rounds: timed turns of each trainer.
-        clock: "wall", or "cpu" for a machine that is shared: of several threads it adds up.
-    """
+    """Measures, prints a table as it goes, and returns two rows a case."""
     set_threads(threads)
     rows: list[Result] = []
     for name in cases or (QUICK if quick else CASES):
@@ -93,14 +85,7 @@ def run(
 def measure_case(
     case: Case, *, rounds: int, dtype: str = "float16", clock: Clock = time.perf_counter
 ) -> Figures:
-    """Trains both ways in turns, on images drawn for it in a folder that is removed.
-
-    Args:
-        case: what to train.
-        rounds: timed turns of each.
-        dtype: of the cache.
-        clock: seconds.
-    """
+    """Trains both ways in turns, on images drawn for it in a folder that is removed."""
     with tempfile.TemporaryDirectory() as folder:
         cfg = make_config(case, Path(folder), num_images=2 * case.batch)
         steps = {ONLINE: Steps(cfg, clock), CACHED: Steps(cached(cfg, dtype), clock)}

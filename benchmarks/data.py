@@ -37,13 +37,7 @@ CASES = {
 
 
 def run(*, quick: bool, threads: int = 1, rounds: int = 7) -> list[Result]:
-    """Measures both mappers in turns with their peers.
-
-    Args:
-        quick: one round of the first.
-        threads: is one here, whatever is asked for.
-        rounds: timed batches of each.
-    """
+    """Measures both mappers in turns with their peers."""
     set_threads(1)
     rows: list[Result] = []
     for end, case in [*CASES.items()][: 1 if quick else None]:

@@ -14,12 +14,7 @@ _FOLDERS = ("QBHEAT_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # of programs, empty for
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Deploys 285M + 211 and compiles DETR-R50, each once and in a process of its own.
-
-    Args:
-        quick: small images and nothing compiled, to see that everything runs.
-        threads: CPU threads.
-    """
+    """Deploys 285M + 211 and compiles DETR-R50, each once and in a process of its own."""
     height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
     numbers = [str(number) for number in (height, width, threads, int(quick))]
     seconds = []

@@ -31,11 +31,8 @@ def call_transformers(model: nn.Module, images: Tensor) -> object:
 class Detector:
     """A detector to measure.
 
-    Attributes:
-        title: for people.
-        load: imports what is needed and returns the function that builds the model, in evaluation
-            mode.
-        call: what the model makes of images (N, 3, H, W) with values 0 to 255.
+    ``load`` imports its libraries and returns the function that builds the model, in evaluation
+    mode; ``call`` runs the model on images (N, 3, H, W) with values 0 to 255.
     """
 
     title: str

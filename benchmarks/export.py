@@ -41,12 +41,7 @@ _PAIRS = {
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Writes the files and times them in turns with the detector as it is built.
-
-    Args:
-        quick: small images and two rounds.
-        threads: CPU threads of each.
-    """
+    """Writes the files and times them in turns with the detector as it is built."""
     height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
     with tempfile.TemporaryDirectory() as folder:
         for precision in ("float", "int8"):

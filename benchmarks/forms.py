@@ -1,19 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The forms in which a detector is measured: as it is built, and the fastest equal one.
+"""The forms in which a detector is measured.
 
 eager     as it is built
-compiled  a peer's best: channels last, ``torch.compile`` for the one size; CUDA graphs on a GPU
-frozen    the same with its weights as constants of the graph, which folds BatchNorm; what of the
-          two is faster depends on model and machine
-deploy    ours: what ``qbheat_det.deploy`` makes of it, for the one size as the peers are
+compiled  a peer: channels last, ``torch.compile`` for one size; CUDA graphs on a GPU
+frozen    the same with constant weights, which folds BatchNorm; either can be faster
+deploy    ours: the output of ``qbheat_det.deploy`` for one size
 deploy_all_sizes  the same without a size, so that nothing is compiled
 
-All are float32's; where the processor multiplies bfloat16, ``compiled_bf16`` and ``deploy_bf16``
-are the same in it: a peer's weights and images, ours by autocast.
+All use float32. ``compiled_bf16`` and ``deploy_bf16`` use bfloat16, where the processor supports
+it: a peer for weights and images, ours by autocast.
 
-Run as a program, with NAME FORM HEIGHT WIDTH THREADS QUICK, it makes forward passes when it is told
-to, see ``workers.py``. Its first answer has the seconds until the ``first`` result and the
-``report`` of a deployed model; every later one the ``seconds`` of a forward pass.
+Run as a program with NAME FORM HEIGHT WIDTH THREADS QUICK, it makes forward passes on request; see
+``workers.py``. Its first answer has the seconds until the ``first`` result and the ``report`` of a
+deployed model. Later answers have the ``seconds`` of a forward pass.
 """
 
 import functools
@@ -49,16 +48,9 @@ def build(
     dtype: torch.dtype = torch.float32,
     image_sizes: tuple[tuple[int, int], ...] = (),
 ) -> Forward:
-    """Builds a detector in a form; one process builds each once, for compiling takes minutes.
+    """Builds one of ``DETECTORS`` in a form, once in a process: compiling takes minutes.
 
-    Args:
-        name: of ``DETECTORS``.
-        form: one of those above.
-        quick: nothing is compiled by a C++ compiler.
-        device: where it runs.
-        dtype: of weights and images, unless the form names it.
-        image_sizes: (height, width) of the images to come, for which a deployed detector is
-            compiled.
+    A quick one calls no C++ compiler. ``image_sizes`` are (height, width) to compile for.
     """
     if form in (COMPILED_BF16, DEPLOYED_BF16):
         form, dtype = form.removesuffix("_bf16"), torch.bfloat16
@@ -85,13 +77,7 @@ def build(
 
 
 def compile_peer(model: nn.Module, *, frozen: bool = False, quick: bool = False) -> nn.Module:
-    """Returns a model compiled for images of one size.
-
-    Args:
-        model: in evaluation mode, on its device.
-        frozen: whether weights are constants of the graph.
-        quick: no C++ compiler is called.
-    """
+    """Returns a model compiled for images of one size."""
     model = model.to(memory_format=torch.channels_last)
     on_gpu = next(model.parameters()).is_cuda
     backend = "eager" if quick else "inductor"
@@ -103,21 +89,13 @@ def compile_peer(model: nn.Module, *, frozen: bool = False, quick: bool = False)
 
 
 def report_of(forward: Forward) -> str:
-    """Returns what ``deploy`` says that it did; of other forms nothing."""
+    """Returns the report of ``deploy``; "" for other forms."""
     model = forward.args[0] if isinstance(forward, partial) else None
     return str(getattr(model, "report", ""))
 
 
 class Forwards:
-    """Forward passes of detectors, each in a process of its own that is ready.
-
-    Args:
-        contenders: detectors and their forms.
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        threads: CPU threads of each.
-        quick: nothing is compiled.
-    """
+    """Forward passes of detectors and their forms, each in a process of its own that is ready."""
 
     def __init__(
         self,
@@ -141,7 +119,7 @@ class Forwards:
                     print("".join(f"    {line}\n" for line in ready["report"].splitlines()), end="")
 
     def __enter__(self) -> dict[tuple[str, str], Callable[[], float]]:
-        """Returns what makes a forward pass and returns its seconds, by detector and form."""
+        """Returns functions that make a forward pass and return its seconds."""
         return self.calls
 
     def __exit__(self, *_: object) -> None:

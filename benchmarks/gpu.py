@@ -5,10 +5,10 @@ Detectors  ours deployed and as built beside DETR-R50 at 800x1333, and beside RT
            at 640x640; peers eager and compiled, weights and images in bfloat16. Images lie on the
            GPU. Images per second.
 QB-Heat    the share of the rate of a bfloat16 matrix product that a pre-training step reaches
-Images     the same steps fed from pinned memory, copied while the step before computes, beside
-           images that lie on the GPU: what the data path takes of a step
+Images     the same steps fed from pinned memory, copied during the step before, beside images on
+           the GPU: the cost of the data path
 
-Without a GPU it says so and measures nothing.
+Measures nothing without a GPU.
 """
 
 import sys
@@ -36,12 +36,7 @@ _PRETRAINING = ("285m", "3.7g")
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Measures all on the GPU; without one it returns nothing.
-
-    Args:
-        quick: small images, small batches, two rounds and nothing compiled.
-        threads: CPU threads.
-    """
+    """Measures all on the GPU; without one it returns nothing."""
     set_threads(threads)
     if not torch.cuda.is_available():
         print("  PyTorch sees no CUDA GPU here: nothing is measured")
@@ -52,12 +47,7 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
 
 
 def measure(device: torch.device, *, quick: bool) -> list[Result]:
-    """Measures detectors of both sizes, then pre-training.
-
-    Args:
-        device: the GPU; a quick run can be made on the CPU.
-        quick: small images, small batches, two rounds and nothing compiled.
-    """
+    """Measures detectors of both sizes, then pre-training."""
     rows: list[Result] = []
     shrink = 8 if quick else 1
     for peers, height, width in ((_AT_TEST_SIZE, HEIGHT, WIDTH), (_AT_640, 640, 640)):
@@ -68,13 +58,7 @@ def measure(device: torch.device, *, quick: bool) -> list[Result]:
 
 
 def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Result]:
-    """Times ours and peers on a batch; a row for each form of ours beside each of a peer's.
-
-    Args:
-        images: (N, 3, H, W) on the device.
-        peers: of ``DETECTORS``.
-        quick: two rounds and nothing compiled.
-    """
+    """Times ours and peers on a batch; a row for each form of ours beside each of a peer's."""
     batch, side = len(images), "640_" if "rt_detr_r18" in peers else ""
     ours = ["285m_211"] if side else ["285m_211", "3.7g_522"]
     contenders = [(name, form) for name in ours for form in (EAGER, DEPLOYED)]
@@ -123,12 +107,7 @@ def _in_bfloat16(forward: Forward, images: Tensor) -> object:
 
 
 def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
-    """Times pre-training steps, fed from the device and from memory, beside a matrix product.
-
-    Args:
-        device: where the models train.
-        quick: two images of 64 pixels and two rounds.
-    """
+    """Times pre-training steps, fed from the device and from memory, beside a matrix product."""
     setting = SETTINGS["256"].at(size=64) if quick else SETTINGS["256"]
     batch = 2 if quick else setting.cuda_batch
     names = _PRETRAINING[: 1 if quick else None]

@@ -1,13 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Latency of detectors on a CPU, batch 1: as they are built, and each in its fastest form.
 
-Detectron2's models, ours and a peer, are timed from ``batched_inputs`` to ``Instances``: with
-normalisation, padding and post-processing. DETR's and RT-DETR's forward runs from pixels to logits
-and boxes, without them. What the compiled form of a peer is, ``forms.py`` says; ours is what
-``qbheat_det.deploy`` makes, in float32 as the peers; where the processor multiplies bfloat16, both
-are measured in that too. RT-DETR is beside ours at its own size, 640 x 640. Each has a process
-of its own, and they take turns: deploying sets how a process keeps memory, which a peer would
-share.
+Detectron2's models, ours and a peer, are timed from ``batched_inputs`` to ``Instances``, with
+normalisation, padding and post-processing. DETR and RT-DETR are timed from pixels to logits and
+boxes. ``forms.py`` describes the forms. RT-DETR is compared at its own size, 640 x 640. Each
+detector has its own process, because deploying changes how a process keeps memory. The processes
+take turns.
 """
 
 import torch
@@ -47,12 +45,7 @@ AT_640: list[tuple[Contender, Contender]] = [
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Times all detectors in turns, each in a process of its own.
-
-    Args:
-        quick: small images, two rounds and nothing compiled, to see that everything runs.
-        threads: CPU threads.
-    """
+    """Times all detectors in turns, each in a process of its own."""
     height, width, side = HEIGHT, WIDTH, RT_DETR_SIDE
     if quick:
         height, width, side = height // 4, width // 4, side // 4
@@ -70,16 +63,7 @@ def compare(
     quick: bool,
     where: str = "",
 ) -> list[Result]:
-    """Times what ``pairs`` name, in turns, on images of one size; a row for each pair.
-
-    Args:
-        pairs: ours and the peer.
-        height: of the image, in pixels.
-        width: of the image, in pixels.
-        threads: CPU threads of each.
-        quick: two rounds and nothing compiled.
-        where: added to the detector in the rows' names.
-    """
+    """Times pairs of ours and a peer in turns on images of one size; returns a row for each."""
     contenders = list(dict.fromkeys(each for pair in pairs for each in pair))
     # Which compiled form is faster depends on the machine: the rows take that one.
     contenders += [(name, FROZEN) for name, form in contenders if form == COMPILED and not quick]

@@ -31,11 +31,6 @@ class TokenDroppingEncoder(nn.Module):
     """MAE's: timm's ViT on the visible patches alone, without a class token."""
 
     def __init__(self, *, image_size: int, name: str = "vit_small_patch16_224") -> None:
-        """
-        Args:
-            image_size: S, side of the image in pixels.
-            name: a model of timm.
-        """
         super().__init__()
         vit = timm.create_model(
             name, img_size=image_size, num_classes=0, class_token=False, global_pool=""
@@ -44,14 +39,7 @@ class TokenDroppingEncoder(nn.Module):
         self.channels = self.vit.embed_dim
 
     def forward(self, images: Tensor, visible: Tensor) -> Tensor:
-        """
-        Args:
-            images: (N, 3, S, S).
-            visible: (N, V), indices of patches in row order.
-
-        Returns:
-            (N, V, C).
-        """
+        """From (N, 3, S, S) and indices (N, V) of patches in row order to (N, V, C)."""
         patches = self.vit.patch_embed(images) + self.vit.pos_embed
         encoded: Tensor = self.vit.norm(self.vit.blocks(take(patches, visible)))
         return encoded
@@ -65,11 +53,6 @@ class MaskedConvolutionEncoder(nn.Module):
     """
 
     def __init__(self, *, backbone: MobileFormer, stride: int = 16) -> None:
-        """
-        Args:
-            backbone: its last map is the encoder's output.
-            stride: of this map, and the side of a patch in pixels.
-        """
         super().__init__()
         self.backbone = backbone
         self.stride = stride
@@ -107,15 +90,6 @@ class MaskedReconstruction(nn.Module):
         pixel_mean: Sequence[float],
         pixel_std: Sequence[float],
     ) -> None:
-        """
-        Args:
-            encoder: from images and visible patches to their features.
-            decoder: from features to pixels.
-            loss: compares patches.
-            dim: channels that the decoder takes.
-            pixel_mean: mean of each channel.
-            pixel_std: standard deviation of each channel.
-        """
         super().__init__()
         self.encoder = encoder
         self.projection = nn.Linear(encoder.channels, dim)
@@ -131,14 +105,7 @@ class MaskedReconstruction(nn.Module):
     def forward(
         self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """
-        Args:
-            batched_inputs: dicts with "image" (3, S, S).
-            visible: (N, V), indices of visible patches; a quarter of them, drawn, by default.
-
-        Returns:
-            "loss_reconstruction", 0-d.
-        """
+        """Takes dicts with "image" (3, S, S), and indices (N, V) of visible patches or None."""
         images = torch.stack([entry["image"] for entry in batched_inputs])
         images = (images.to(self.pixel_mean.device) - self.pixel_mean) / self.pixel_std
         num_patches = self.decoder.grid_size**2

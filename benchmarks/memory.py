@@ -24,12 +24,7 @@ _CASES = {
 
 
 def run(*, quick: bool, threads: int = 1) -> list[Result]:
-    """Trains as the recipes do, beside the same with freed memory left to the allocator.
-
-    Args:
-        quick: two steps, to see that everything runs.
-        threads: not used: of one thread.
-    """
+    """Trains as the recipes do, beside the same with freed memory left to the allocator."""
     rows = []
     for name, config in _CASES.items():
         command = [__file__, config, "2" if quick else "60", "SOLVER.KEEP_MEMORY"]

@@ -43,13 +43,6 @@ def run(
 ) -> list[Result]:
     """Measures all settings, on a GPU where there is one; prints and returns the rows.
 
-    Args:
-        quick: a few models, two images of 64 pixels, one round, to see that everything runs.
-        threads: CPU threads.
-        cases: names of ``CONTENDERS``; by default all on a GPU, a choice on the CPU.
-        rounds: timed calls of each; by default 4 of the encoders and 3 of the steps.
-        batch: images a step and of the encoder's part; by default by setting and device.
-
     Raises:
         UserError: the batch does not fit the GPU.
     """

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The pre-training models that are measured, and what of them is.
+"""The pre-training models, and the calls that are timed.
 
-Run as a program it prints the peak memory in MiB of a step of one of them on the CPU:
+Run as a program, prints the peak memory in MiB of a step of one of them on the CPU:
 ``python benchmarks/pretraining_contenders.py NAME SETTING SIZE BATCH THREADS``.
 """
 
@@ -31,8 +31,8 @@ from benchmarks.timing import resident_mib, set_threads
 class Setting:
     """Sizes that all models share.
 
-    On the CPU the encoder's part has more images than a step: what a call costs whatever the batch
-    is would hide what masking does.
+    On the CPU the encoder's part has more images than a step, because the fixed cost of a call
+    would hide the effect of masking.
     """
 
     name: str
@@ -53,13 +53,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model to measure.
+    """A model to measure, with a variant of Mobile-Former.
 
-    Attributes:
-        title: for people.
-        method: "quarter" is QB-Heat, "masked" are masked convolutions, "whole" is the encoder of
-            both on the whole image, and "tokens" the transformer without the hidden tokens.
-        variant: of Mobile-Former.
+    ``method`` "quarter" is QB-Heat, "masked" are masked convolutions, "whole" is the encoder of
+    both on the whole image, and "tokens" the transformer without the hidden tokens.
     """
 
     title: str
@@ -84,12 +81,10 @@ CONTENDERS = {
 
 @dataclass(frozen=True)
 class Calls:
-    """What is timed: both take a batch through once, forward and backward.
+    """The timed calls, forward and backward of one batch.
 
-    Attributes:
-        encoder: from normalised images on the device to the features of visible positions, and
-            back from a gradient of these.
-        step: from images in bytes on the device, its own by default, to new weights, by AdamW.
+    ``encoder`` computes the features of visible positions; ``step`` takes images in bytes on the
+    device, its own by default, and updates the weights with AdamW.
     """
 
     encoder: Callable[[], object]
@@ -144,15 +139,7 @@ def prepare(
     device: torch.device,
     encoder_batch: int | None = None,
 ) -> Calls:
-    """Builds a model on ``device`` and returns what of it is timed, in bfloat16 on a GPU.
-
-    Args:
-        contender: the model.
-        setting: its sizes.
-        batch: images of a step.
-        device: where it runs.
-        encoder_batch: images of the encoder's part; None for those of a step.
-    """
+    """Builds a model on ``device`` and returns its timed calls, in bfloat16 on a GPU."""
     from qbheat_det.solver import build_optimizer
 
     layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
@@ -186,7 +173,7 @@ def prepare(
 def encoder_of(
     model: Any, contender: Contender, setting: Setting, *, batch: int, device: torch.device
 ) -> Callable[[], Tensor]:
-    """Returns the encoder's part of the forward pass, with what it does to hide patches."""
+    """Returns the encoder's part of the forward pass, including the masking."""
     from qbheat_det.modeling.pretrain import QUADRANTS, VisibleQuarters
 
     images = torch.randn(batch, 3, setting.size, setting.size, device=device)
@@ -208,10 +195,9 @@ def random_images(batch: int, size: int) -> Tensor:
 
 
 def peak_memory(name: str, setting: str, size: int, batch: int, threads: int) -> float:
-    """Builds a model, makes two steps on the CPU and returns the peak in MiB beyond the imports.
+    """Returns the peak memory in MiB of two steps on the CPU, beyond the imports.
 
-    Counts weights, moments of AdamW, gradients and activations. To be called once, in a fresh
-    process.
+    Counts weights, moments of AdamW, gradients and activations. Call it once, in a fresh process.
     """
     set_threads(threads)
     import qbheat_det.modeling.pretrain  # before memory is looked at

@@ -46,17 +46,7 @@ def measure_setting(
     threads: int,
     device: torch.device,
 ) -> Figures:
-    """Measures models in turns.
-
-    Args:
-        setting: their sizes.
-        models: names of ``CONTENDERS``; of the encoder on a whole image there is no step.
-        batch: images of a step.
-        encoder_batch: images of the encoder's part.
-        rounds: timed calls of each; None for 4 of the encoders and 3 of the steps.
-        threads: CPU threads of the processes whose memory is measured.
-        device: where the models run.
-    """
+    """Measures models in turns."""
     with_step = [model for model in models if CONTENDERS[model].method != "whole"]
     madds = {model: count(model, setting) for model in with_step}
     calls: dict[str, Calls] = {}

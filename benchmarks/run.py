@@ -1,6 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Runs the benchmarks, prints a table and writes ``output/bench/NAME.json`` for each.
 
+Each benchmark is a module with ``run(quick, threads, …)``, which returns rows. ``quick`` uses small
+images and few rounds, to see that everything runs. Options that a benchmark takes are parameters.
+
 python benchmarks/run.py [--only NAME …] [--quick] [--list]
 python benchmarks/run.py --only cached_training --cases 3.7g_211 --rounds 7 --clock cpu
 """
@@ -31,7 +34,6 @@ BENCHMARKS = {
     "export": "seconds an image of exported files in onnxruntime and OpenVINO, beside PyTorch",
     "deployment": "seconds to the first image of a size, compiled for it",
     "memory": "the most memory of training on images of many sizes",
-    "sharing": "an evaluation of small images beside busy processes, and its fair share",
     "cached_training": "a head's training step from cached features beside one with its encoder",
     "training": "seconds of a training step of five recipes, beside float32",
     "data": "images a second from JPEG files to a batch, beside torchvision and simplejpeg",
@@ -44,18 +46,14 @@ BENCHMARKS = {
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the flags and runs what they name.
-
-    Raises:
-        UserError: no benchmark has the name, or a peer's library is missing.
-    """
+    """Parses the flags and runs the benchmarks that they name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(BENCHMARKS), metavar="NAME")
     parser.add_argument("--list", action="store_true", help="name the benchmarks and stop")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small images and few rounds, written to output/bench/quick: figures of no worth",
+        help="small images and few rounds, to see that all runs; writes to output/bench/quick",
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="jobs or models to measure")
@@ -94,11 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def options_of(benchmark: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags that are given, for a benchmark's ``run``.
-
-    Raises:
-        UserError: the benchmark has no such option.
-    """
+    """Returns the flags that are given, for a benchmark's ``run``."""
     known = inspect.signature(benchmark.run).parameters
     given = {name: vars(args)[name] for name in ("cases", "rounds", "batch", "clock")}
     given = {name: value for name, value in given.items() if value is not None}

@@ -30,13 +30,7 @@ _BATCH = 32
 
 
 def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Result]:
-    """Measures all places in turns; returns shards beside the folder.
-
-    Args:
-        quick: few and small images, to see that everything runs.
-        threads: CPU threads.
-        rounds: timed turns of each; by default 3.
-    """
+    """Measures all places in turns; returns shards beside the folder."""
     set_threads(threads)
     count, size, rounds = (64, (64, 48), 1) if quick else (1536, (640, 480), rounds or 3)
     rates: dict[tuple[str, int], list[float]] = {}

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Fair measurements: interleaved times, peak memory of a fresh process, one format of results."""
+"""Measurements in turns, peak memory of a fresh process, and one format of results."""
 
 import json
 import os
@@ -78,16 +78,10 @@ def seconds_in_rounds(
     warm_up: int = 1,
     clock: Clock | None = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Times calls in turns, A B A B, so that a slow spell of the machine meets all of them.
+    """Times calls in turns, A B A B, so that a slow spell of the machine affects all of them.
 
-    Args:
-        calls: what to time, by name.
-        rounds: timed calls of each.
-        warm_up: untimed rounds before the first timed one.
-        clock: seconds; None if the calls return their own seconds, as those of other processes do.
-
-    Returns:
-        Seconds of the call in each round, by name.
+    ``clock`` is None if the calls return their own seconds, as those of other processes do. Returns
+    the seconds in each round by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(warm_up + rounds):
@@ -100,23 +94,14 @@ def seconds_in_rounds(
 
 
 def samples_in_rounds(calls: Mapping[str, Callable[[], Any]], **settings: Any) -> dict[str, Sample]:
-    """As ``seconds_in_rounds``, summed up."""
+    """As ``seconds_in_rounds``, as samples."""
     return {name: Sample.of(taken) for name, taken in seconds_in_rounds(calls, **settings).items()}
 
 
 def peak_memory_in_turns(
     commands: Mapping[str, Sequence[str]], *, rounds: int, timeout: float = 600
 ) -> dict[str, Sample]:
-    """Runs commands in turns, each in a fresh process; each prints its peak in MiB last.
-
-    Args:
-        commands: arguments after the Python interpreter, by name.
-        rounds: processes of each.
-        timeout: seconds that one process may take.
-
-    Raises:
-        subprocess.CalledProcessError: a command failed.
-    """
+    """Runs commands of Python in turns, each in a fresh process; each prints its peak MiB last."""
     peaks: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():

@@ -63,13 +63,6 @@ def run(
 ) -> list[Result]:
     """Makes steps in float32 and, where the processor supports it, in bfloat16, in turns.
 
-    Args:
-        quick: two images of 64 pixels, one round.
-        threads: CPU threads.
-        cases: names of ``JOBS``; all by default.
-        rounds: timed steps of each.
-        clock: "wall", or "cpu" for a machine that is shared.
-
     Returns:
         For each job the seconds of a step, the faster precision beside float32.
     """

@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Processes that are measured in turns: a line tells one to go, and it answers with a line of JSON.
+"""Processes that are measured in turns: each reads a line, works, and answers in JSON.
 
-Each contender has what a user of it alone would have: its own copy of the package, its own settings
-of the allocator, its own compiled code. All but one wait at any time.
+Each contender has its own imports, allocator settings and compiled code. One runs at a time.
 """
 
 import json
@@ -19,11 +18,7 @@ class LeftOut(Exception):
 
 
 class Worker:
-    """A process that answers.
-
-    Args:
-        command: arguments after the Python interpreter.
-    """
+    """A process of Python that answers."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -35,11 +30,7 @@ class Worker:
         )
 
     def wait(self) -> dict[str, Any]:
-        """Returns its next answer.
-
-        Raises:
-            LeftOut: it has ended, or says that it cannot go on.
-        """
+        """Returns its next answer; raises ``LeftOut`` if it has ended or cannot go on."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
@@ -48,11 +39,7 @@ class Worker:
         return answer
 
     def __call__(self, steps: int = 1) -> dict[str, Any]:
-        """Lets it go on for so many steps and returns what it says of them.
-
-        Raises:
-            LeftOut: as ``wait``.
-        """
+        """Lets it go on for so many steps and returns its answer, as ``wait``."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{steps}\n")
@@ -72,11 +59,7 @@ class Worker:
 
 @contextmanager
 def started(command: Sequence[str]) -> Iterator[tuple[Worker, dict[str, Any]]]:
-    """Yields a worker that is ready and its first answer, and ends it.
-
-    Raises:
-        LeftOut: it cannot do the job.
-    """
+    """Yields a worker that is ready and its first answer, and ends it."""
     worker = Worker(command)
     try:
         yield worker, worker.wait()
@@ -86,7 +69,7 @@ def started(command: Sequence[str]) -> Iterator[tuple[Worker, dict[str, Any]]]:
 
 @contextmanager
 def said(name: str) -> Iterator[None]:
-    """Says why a contender is left out, and goes on."""
+    """Prints why a contender is left out, and continues."""
     try:
         yield
     except LeftOut as reason:
@@ -94,7 +77,7 @@ def said(name: str) -> Iterator[None]:
 
 
 def open_answers() -> Callable[[dict[str, Any]], None]:
-    """Returns what answers, for a process that is a worker; logs then go to standard error."""
+    """Returns a worker's function to answer; logs then go to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lambda content: print(json.dumps(content), file=answers, flush=True)

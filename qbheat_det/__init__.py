@@ -23,8 +23,7 @@ zoo, and imports the modules in ``$QBHEAT_IMPORT``.
 import warnings
 from typing import TYPE_CHECKING
 
-from qbheat_det.core.environment import import_own_modules, require_detectron2
-from qbheat_det.core.versions import VERSION
+from qbheat_det.core.environment import VERSION, import_own_modules, require_detectron2
 
 require_detectron2()  # explains how to install it, before the imports that need it
 

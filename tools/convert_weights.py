@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Write weights from elsewhere under the names of an encoder here (.safetensors).
+"""Convert weights from elsewhere for an encoder of this package (.safetensors).
 
-The classifier's head is left out. The new file holds the pixel statistics of the training; a file
+The classifier's head is left out. The new file holds the pixel statistics of the training. A file
 of another network, or an incomplete one, is refused. A detector starts from it with MODEL.WEIGHTS.
 timm's own files need no conversion: MODEL.WEIGHTS takes them for the encoder timm:<model>.
 
@@ -35,15 +35,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--to", required=True, metavar="TARGET", help="an encoder, such as detectron2:resnet50")
     add("--output", required=True, type=Path, metavar="FILE", help="the new file (.safetensors)")
     add("--overwrite", action="store_true", help="replace the file if it exists")
-    for name, what in (("mean", "means"), ("std", "standard deviations")):
-        add(
-            f"--pixel-{name}",
-            nargs=3,
-            type=float,
-            default=(),
-            metavar=("R", "G", "B"),
-            help=f"{what} of the channels, in [0, 255], that the weights were trained with",
-        )
     return parser.parse_args(argv)
 
 
@@ -56,18 +47,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Converts the file and prints the account of its tensors and the keys of a config."""
+    """Converts the file; prints the number of tensors and the keys of a config."""
     from qbheat_det.checkpoint.convert import convert_weights
 
-    account, keys = convert_weights(
-        args.weights,
-        args.output,
-        args.to,
-        overwrite=args.overwrite,
-        pixel_mean=args.pixel_mean,
-        pixel_std=args.pixel_std,
-    )
-    print(account)
+    summary, keys = convert_weights(args.weights, args.output, args.to, overwrite=args.overwrite)
+    print(summary)
     values = {k: f'"{list(v)}"' if isinstance(v, list) else v for k, v in keys.items()}
     print("a config for it:", " ".join(f"{key} {value}" for key, value in values.items()))
 

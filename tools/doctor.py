@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Says what this Python has of all that qbheat_det needs, and how to mend what is missing.
+"""Checks this Python for everything that qbheat_det needs, and prints commands to fix it.
 
-Prints versions, the device, whether Detectron2's compiled operators are there, and the dataset
-folders. Needs nothing itself. The exit code is 1 where something required is missing.
+Prints versions, the device, whether Detectron2's compiled operators are installed, and the data set
+folders. Needs no package itself. The exit code is 1 if something required is missing.
 """
 
 from __future__ import annotations  # so that a Python that is too old can still be told so
@@ -41,7 +41,7 @@ LIBRARIES = (
     ("onnxscript", "onnxscript", "exporting to ONNX"),
     ("onnxruntime", "onnxruntime", "running exported ONNX files"),
 )
-# Any of these brings the module; the first is what is installed where none does.
+# Distributions that have the module; the first one is installed if there is none.
 OPENCV = ("opencv-python-headless", "opencv-python", "opencv-contrib-python")
 
 COCO_FILES = (
@@ -58,7 +58,7 @@ COCO_COMMAND = (
 
 
 class Finding(NamedTuple):
-    """One line of the report; ``command`` mends it where it is not as it should be."""
+    """One line of the report; ``command`` fixes a problem."""
 
     name: str
     text: str
@@ -83,7 +83,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def check_torch(importer: Importer = importlib.import_module) -> Iterator[Finding]:
-    """torch, torchvision and whether the two fit, then the devices."""
+    """torch, torchvision and whether they fit each other, then the devices."""
     try:
         torch = importer("torch")
     except Exception as error:
@@ -108,7 +108,7 @@ def check_torch(importer: Importer = importlib.import_module) -> Iterator[Findin
 
 
 def check_detectron2(importer: Importer = importlib.import_module) -> Iterator[Finding]:
-    """Which Detectron2, and whether its compiled operators are there."""
+    """Detectron2, and its compiled operators."""
     command = shlex.join([sys.executable, str(ROOT / "tools" / "install_detectron2.py")])
     try:
         package = importer("detectron2")
@@ -200,15 +200,15 @@ def _reason(error: Exception) -> str:
 
 
 def report(findings: Sequence[Finding]) -> int:
-    """Prints the findings, then what to mend; returns the exit code."""
+    """Prints the findings, then the commands; returns the exit code."""
     for finding in findings:
         mark = " " if not finding.command else "!" if finding.required else "-"
         print(f"{mark} {finding.name:<23} {finding.text}")
     for required in (True, False):
         wanted = [one for one in findings if one.command and one.required == required]
         if wanted:
-            print("\nTo mend, in this order:" if required else "\nIf you want it:")
-        # One command may mend several.
+            print("\nTo fix, in this order:" if required else "\nOptional:")
+        # One command may fix several findings.
         for command in dict.fromkeys(one.command for one in wanted):
             print(f"  {command}")
     missing = any(finding.command and finding.required for finding in findings)

@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Brings Detectron2 to this Python where git and a compiler are out of reach.
+"""Installs Detectron2 without git and a compiler.
 
-A Detectron2 that this Python already has (your own build, or the official main) is left alone.
-Otherwise the Python part of the official release v0.6 is fetched from the package index, checked
-against a committed SHA-256, adapted to today's Pillow, NumPy and setuptools, and installed as a
-distribution named detectron2, so that `pip uninstall detectron2` works.
+Leaves a Detectron2 that this Python already has (your own build, or the official main) unchanged.
+Otherwise downloads the Python part of the official release v0.6 from the package index, checks its
+SHA-256, adapts it to current Pillow, NumPy and setuptools, and installs it as a distribution named
+detectron2, so that `pip uninstall detectron2` works.
 
-Nothing is compiled. What is missing without the compiled part: Detectron2's own deformable
-convolution, rotated boxes and fast COCO evaluation. For those, build the official one:
+Nothing is compiled, so Detectron2's own deformable convolution, rotated boxes and fast COCO
+evaluation are missing. For those, build the official one:
 
     pip install --no-build-isolation 'git+https://github.com/facebookresearch/detectron2.git'
 """
@@ -30,9 +30,9 @@ SDIST = "pb1-detectron2"  # on the index; its Python files are those of Detectro
 SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
 VERSION = "0.6+pure"  # the local label tells it from an official build
 
-# Upstream's list, with three changes: pins that today's resolver cannot satisfy are relaxed
-# (black==21.4b2, iopath<0.1.10) or taken from main (omegaconf<2.4, for hydra-core); future and
-# pydot, used by the Caffe2 export alone, are left out; torch and torchvision are named.
+# Upstream's list, with three changes. Pins that today's resolver cannot satisfy are relaxed
+# (black==21.4b2, iopath<0.1.10) or taken from main (omegaconf<2.4, for hydra-core). future and
+# pydot, which only the Caffe2 export uses, are left out. torch and torchvision are named.
 REQUIRES = (
     *("torch>=1.8", "torchvision", "numpy", "Pillow>=7.1", "matplotlib", "pycocotools>=2.0.2"),
     *("termcolor>=1.1", "yacs>=0.1.8", "tabulate", "cloudpickle", "tqdm>4.29.0", "tensorboard"),
@@ -108,8 +108,8 @@ def __getattr__(name):
     )
 '''
 
-# pip asks a source archive for its metadata by running its setup.py. This stands in for
-# setuptools during the download, so that none of the archive's code runs.
+# pip runs the setup.py of a source archive to read its metadata. This replaces setuptools during
+# the download, so that none of the archive's code runs.
 BACKEND_STUB = """\
 import pathlib
 
@@ -168,7 +168,7 @@ def find_installed(python: str = sys.executable) -> Found | None:
 
 
 def download_sdist(folder: Path) -> Path:
-    """Fetches the source archive through pip, with its indexes, proxies and certificates."""
+    """Downloads the source archive with pip, which has the user's indexes and proxies."""
     stub = folder / "backend" / "setuptools"
     stub.mkdir(parents=True)
     (stub / "__init__.py").touch()
@@ -191,8 +191,6 @@ def read_sdist(path: Path, sha256: str = SHA256) -> dict[str, bytes]:
     Raises:
         InstallError: the file is not the one whose hash is committed.
     """
-    if not path.is_file():
-        raise InstallError(f"there is no file {path}")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
         raise InstallError(f"{path} has SHA-256 {found}, not {sha256}: delete it and fetch it anew")
@@ -289,28 +287,8 @@ def missing_opencv() -> list[str]:
     return ["opencv-python-headless"] if imports.returncode else []
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--wheel-only", metavar="DIR", type=Path, help="write the wheel into DIR, install nothing"
-    )
-    parser.add_argument(
-        "--sdist", metavar="FILE", type=Path, help=f"a {SDIST} 0.6 archive that you already have"
-    )
-    return parser.parse_args(argv)
-
-
-def make_wheel(sdist: Path | None, folder: Path) -> Path:
-    """Fetches unless given, checks, adapts and builds."""
-    with tempfile.TemporaryDirectory() as scratch:
-        files = read_sdist(sdist or download_sdist(Path(scratch)))
-    return build_wheel(adapt(files), files["LICENSE"], folder)
-
-
-def install(sdist: Path | None) -> None:
-    """Installs Detectron2 unless this Python has one, and says which it has in the end."""
+def install() -> None:
+    """Installs Detectron2 unless this Python has one, and prints which one it has."""
     found = find_installed()
     if found is not None and not found.error:
         print(f"Detectron2 {found.version} is in {found.path}: left as it is")
@@ -321,7 +299,8 @@ def install(sdist: Path | None) -> None:
             "it, or run `pip uninstall detectron2` and this again"
         )
     with tempfile.TemporaryDirectory() as folder:
-        wheel = str(make_wheel(sdist, Path(folder)))
+        files = read_sdist(download_sdist(Path(folder)))
+        wheel = str(build_wheel(adapt(files), files["LICENSE"], Path(folder)))
         if found is not None:  # ours, damaged
             run_pip(["install", "--force-reinstall", "--no-deps", wheel])
         run_pip(["install", wheel, *missing_opencv()])
@@ -329,17 +308,17 @@ def install(sdist: Path | None) -> None:
     if found is None or found.error:
         reason = found.error if found else "it is not found"
         raise InstallError(f"Detectron2 was installed but does not import: {reason}")
-    print(f"Detectron2 {found.version} is now in {found.path}")
+    print(f"Detectron2 {found.version} is in {found.path}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    args = parse_args(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(argv)
     try:
-        if args.wheel_only:
-            print(make_wheel(args.sdist, args.wheel_only))
-        else:
-            install(args.sdist)
+        install()
     except InstallError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

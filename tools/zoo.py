@@ -35,8 +35,7 @@ examples:
   qbheat zoo table
 
 sources of weights, in this order: the folders in $QBHEAT_ZOO, the files shipped with the package,
-earlier downloads, Python's package index for some networks of timm, and $QBHEAT_ZOO_URL; see
-docs/zoo.md.
+earlier downloads, and Python's package index for some networks of timm; see docs/zoo.md.
 
 exit code: 0; 1 if an entry is not verified; 2 if something cannot be found, downloaded or written.
 """
@@ -209,22 +208,20 @@ def run_add(args: argparse.Namespace) -> int:
             metrics.append(Metric(name, float(value), unit, data, sign + spread))
         except ValueError as error:
             raise UserError(f"--metric {name}: '{number}' is no number") from error
-    names = ("name", "summary", "config", "data", "data_licence", "licence", "commit", "date")
+    names = ("name", "summary", "config", "data", "data_licence", "licence")
     description = {name: getattr(args, name) for name in names}
     entry = add_entry(
         args.weights,
         {**description, "command": args.trained_by},
         metrics=metrics,
+        commit=args.commit,
+        date=args.date,
         encoder=args.encoder,
         output=args.output,
         replace=args.replace,
     )
     print(json.dumps(_to_plain(entry), indent=1, ensure_ascii=False))
     return 0
-
-
-def add_table(parser: argparse.ArgumentParser) -> None:
-    pass  # no arguments
 
 
 def run_table(args: argparse.Namespace) -> int:
@@ -240,7 +237,7 @@ COMMANDS = {
     "fetch": ("download weights", add_fetch, run_fetch),
     "verify": ("check that weights and code agree on this machine", add_verify, run_verify),
     "add": ("add an entry for trained weights", add_add, run_add),
-    "table": ("update the entries in MODEL_ZOO.md from the index", add_table, run_table),
+    "table": ("update the entries in MODEL_ZOO.md from the index", lambda parser: None, run_table),
 }
 
 

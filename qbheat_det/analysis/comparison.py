@@ -20,11 +20,11 @@ from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.checkpoint import WeightsInfo, info_of, save_weights
 from qbheat_det.config import load_config
+from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import to_json
 from qbheat_det.core.files import file_lock, write_atomically
 from qbheat_det.core.seeding import preserved_randomness
-from qbheat_det.core.versions import find_commit, list_versions
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .comparison_plan import RANDOM, Comparison, Job, Row, list_rows

@@ -33,8 +33,7 @@ from qbheat_det.inference.images import (
     open_video,
 )
 from qbheat_det.inference.results import Predictions
-from qbheat_det.model_zoo.api import get_address
-from qbheat_det.model_zoo.index import find_entry, list_entries
+from qbheat_det.model_zoo.index import find_entry, get_address, list_entries
 
 MAX_FILES, MAX_BYTES, MAX_PIXELS, MAX_FRAMES = 20, 50 * 2**20, 50_000_000, 300
 LOWEST_SCORE = 0.05

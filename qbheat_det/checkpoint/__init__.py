@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights: read without running code, matched with a model, accounted for, written atomically."""
+"""Reads weights without running code, matches them with a model, and writes checkpoints."""
 
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
+from .convert import TimmWeights
 from .matching import bare_backbone, fit_weights, without_children
 from .report import LoadReport, check_exact
 from .run_config import (
@@ -10,7 +11,6 @@ from .run_config import (
     load_run_config,
     refuse_encoder,
 )
-from .timm_weights import TimmWeights
 from .weights_file import (
     WeightsInfo,
     check_weights_file,

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's checkpointer, restricted to tensors, with atomic files and a strict account.
+"""Detectron2's checkpointer for files of tensors alone, written atomically and matched strictly.
 
-Pickles, which can run code, are refused; what does not fit is an error unless partial loading is
-requested.
+Pickles, which can run code, are refused. Tensors that do not fit are an error unless partial
+loading is requested.
 """
 
 import os
@@ -27,7 +27,7 @@ from qbheat_det.modeling.contracts import (
     train_only_modules,
 )
 
-from .matching import fit_weights, has_same_shapes, without_children
+from .matching import fit_weights, without_children
 from .report import LoadReport, check_complete, check_exact
 from .weights_file import (
     WeightsFile,
@@ -90,36 +90,35 @@ class SafeCheckpointer(DetectionCheckpointer):
         write_atomically(tag, last_filename_basename.encode())
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
-        """Loads a file into the model; an empty path leaves the model as it is.
+        """Loads a file into the model; an empty path loads nothing.
 
         ``checkpointables`` are names of the other parts of the run to load; None for all. Returns
         the rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``. Raises
-        a ``UserError`` if the file cannot be read, or does not fit the model, which is unchanged.
+        a ``UserError`` if the file cannot be read or does not fit; the model is unchanged then.
         """
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """As ``load``, of a checkpoint of this run, with all checkpointables and equal classes."""
+        """Loads a checkpoint of this run with all checkpointables; its classes must be equal."""
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
         """Resumes from the last checkpoint if ``resume`` and there is one; else loads ``path``.
 
-        If the last one is missing or damaged, the newest whole one is used, with a warning; a
-        ``UserError`` if none is whole. The optimizer and others are loaded in resuming only.
+        See ``find_checkpoint_to_resume``. Only resuming loads the checkpointables.
         """
         if not (resume and self.has_checkpoint()):
             return self.load(path, checkpointables=[])
         return self.resume(self.find_checkpoint_to_resume())
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a tag to resume from, or a whole checkpoint without a tag."""
+        """Whether there is a tag of the last checkpoint, or a whole checkpoint."""
         return super().has_checkpoint() or bool(self._find_newest_whole())
 
     def find_checkpoint_to_resume(self) -> str:
-        """Returns the path of the last checkpoint, or of the newest whole one, with a warning.
+        """Returns the path of the last checkpoint, or else of the newest whole one, with a warning.
 
-        A ``UserError`` if no checkpoint in the folder is whole.
+        Raises a ``UserError`` if no checkpoint in the folder is whole.
         """
         last = self.get_checkpoint_file()
         if last and self._read_iteration(last) is not None:
@@ -143,7 +142,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         return os.path.join(self.save_dir, os.path.basename(named)) if named else ""
 
     def _find_newest_whole(self) -> str:
-        """Returns the whole checkpoint of the highest iteration, or ""; skips other weights."""
+        """Returns the whole checkpoint with the highest iteration, or ""."""
         files = Path(self.save_dir).glob("*.pth") if self.save_dir else ()
         found = {str(path): self._read_iteration(str(path)) for path in files}
         whole = {path: iteration for path, iteration in found.items() if iteration is not None}
@@ -201,8 +200,8 @@ class SafeCheckpointer(DetectionCheckpointer):
         else:
             self._check(report)
             self._check_network(path, info)
-        # Without the file's module versions, which could start a conversion of its tensors.
-        # With the model's own where the file has none, as backbones ask for all of theirs.
+        # The file's module versions could start a conversion of its tensors. Backbones need all of
+        # their own tensors.
         state = OrderedDict({**own_state, **fitting})
         state._metadata = own_state._metadata  # type: ignore[attr-defined]
         model.load_state_dict(state, strict=False)
@@ -214,17 +213,17 @@ class SafeCheckpointer(DetectionCheckpointer):
             self._warn_of_other_settings(info)
 
     def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
-        # A new run initialises its train-only modules, from a checkpoint as from an export.
+        # A new run initialises its train-only modules.
         return list(train_only_modules(self.model))
 
     def _check(self, report: LoadReport) -> None:
         check_complete(report, allow_partial=self.allow_partial)
 
     def _check_network(self, path: str, info: WeightsInfo | None) -> None:
-        """Refuses weights of another of timm's networks, whose tensors fit by name and shape.
+        """Refuses weights of another timm network whose tensors fit by name and shape.
 
-        "efficientnet_lite0" pads otherwise than "tf_efficientnet_lite0", and some have another
-        ``eps``: outputs would be wrong without a sign.
+        "efficientnet_lite0" pads differently from "tf_efficientnet_lite0", and some networks have
+        another ``eps``: outputs would be wrong without an error.
         """
         own = get_timm_name(self.model)
         trained = path.removeprefix("timm://").partition(".")[0] if "timm://" in path else ""
@@ -266,15 +265,17 @@ class SafeCheckpointer(DetectionCheckpointer):
 
 
 class ExactCheckpointer(SafeCheckpointer):
-    """For trained models: every tensor of the file and of the model must find its partner.
+    """For trained models: the file and the model must have the same tensors and classes.
 
-    The classes must agree in name and order. Only train-only modules may be missing or differ.
+    Only train-only modules may be missing or differ.
     """
 
     def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
-        own = self.model.state_dict()
-        children = train_only_modules(self.model)
-        return [child for child in children if not has_same_shapes(child, own, stored)]
+        def shapes(state: Mapping[str, Tensor], child: str) -> dict[str, torch.Size]:
+            return {k: tensor.shape for k, tensor in state.items() if k.startswith(f"{child}.")}
+
+        own, children = self.model.state_dict(), train_only_modules(self.model)
+        return [child for child in children if shapes(own, child) != shapes(stored, child)]
 
     def _check(self, report: LoadReport) -> None:
         check_exact(report, "use the config.yaml that was written beside the weights")

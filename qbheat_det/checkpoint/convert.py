@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Converts weights from elsewhere for the package's encoders.
+"""Weights from elsewhere: files that are converted for the package's encoders, and timm's.
 
-``FORMATS`` lists the formats. Each is one function that checks the names and shapes of the tensors,
-refuses weights of another network, and renames the tensors. docs/architecture.md lists the weights
-that need no conversion.
+``FORMATS`` lists the formats of files. Each is one function that renames the tensors and refuses
+weights of another network. Importing this module lets Detectron2's path manager resolve
+``timm://resnet18.a1_in1k``. docs/architecture.md lists the other sources of weights.
 """
 
 import functools
-import math
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,21 @@ import timm
 import torch
 import yaml
 from detectron2.modeling import Backbone, build_backbone
+from detectron2.utils.file_io import PathManager
+from iopath.common.file_io import PathHandler, get_cache_dir
 from torch import Tensor
 
 from qbheat_det.config import get_cfg
+from qbheat_det.config.loading import check_timm_name
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import one_line
 
-from .matching import check_finite, fit_weights, strip_wrappers
-from .official_mobile_former import convert_official, find_size
+from .matching import fit_weights, strip_wrappers
+from .mobile_former_names import convert_official, find_size
 from .weights_file import WeightsInfo, read_weights, save_weights
 
-MOBILE_FORMER = "MobileFormer"
-EFFICIENTNET_LITE = "timm:tf_efficientnet_lite"
-D2_PREFIX = "detectron2:"
+logger = logging.getLogger(__name__)
+_TIMM = "timm://"
 # Depth, groups and width per group of torchvision's networks. Detectron2's ResNet computes the same
 # with STRIDE_IN_1X1 off.
 RESNETS: dict[str, tuple[int, int, int]] = {
@@ -43,48 +46,36 @@ RESNETS: dict[str, tuple[int, int, int]] = {
     "wide_resnet50_2": (50, 1, 128),
     "wide_resnet101_2": (101, 1, 128),
 }
-# Channel statistics of ImageNet, RGB in [0, 255].
-_MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-_BLOCK = re.compile(r"res(\d+)\.(\d+)\.(conv(\d)|shortcut)\.(norm\.)?(\w+)")
-_STEM = re.compile(r"stem\.conv1\.(norm\.)?(\w+)")
-
-
-@dataclass(frozen=True)
-class Converted:
-    """Renamed tensors of an encoder.
-
-    ``account`` is the message for the user, ``keys`` the config keys that build the encoder.
-    """
-
-    state: dict[str, Tensor]
-    account: str
-    keys: dict[str, Any]
+# torchvision's names and Detectron2's.
+_RESNET_NAMES = (
+    (r"^(conv1|bn1)", r"stem.\1"),
+    (r"^layer(\d)", lambda found: f"res{int(found[1]) + 1}"),
+    (r"\bbn(\d)", r"conv\1.norm"),
+    (r"downsample\.0", "shortcut"),
+    (r"downsample\.1", "shortcut.norm"),
+)
+_State = dict[str, Tensor]
+_Keys = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Format:
     """A format of weights: its targets, its function and the pixel statistics of its training.
 
-    ``convert`` takes the file's name (for messages), its tensors and the target, and raises a
-    ``UserError`` for weights of another network. ``pretrain_only_modules`` are children that only
-    timm's models load.
+    ``convert`` takes the file's name for messages, its tensors and the target. It returns the
+    encoder's tensors, and the config keys that build the encoder, or raises a ``UserError``.
+    ``pretrain_only_modules`` are children that only timm's models load.
     """
 
-    convert: Callable[[str, Mapping[str, Tensor], str], Converted]
+    convert: Callable[[str, Mapping[str, Tensor], str], tuple[_State, _Keys]]
     targets: tuple[str, ...]
-    pixel_mean: tuple[float, ...] = _MEAN
-    pixel_std: tuple[float, ...] = _STD
+    pixel_mean: tuple[float, ...] = (123.675, 116.28, 103.53)  # of ImageNet, RGB in [0, 255]
+    pixel_std: tuple[float, ...] = (58.395, 57.12, 57.375)
     pretrain_only_modules: tuple[str, ...] = ()
 
 
 def convert_weights(
-    weights: str,
-    output: Path,
-    to: str,
-    *,
-    overwrite: bool = False,
-    pixel_mean: Sequence[float] = (),
-    pixel_std: Sequence[float] = (),
+    weights: str, output: Path, to: str, *, overwrite: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Writes weights under the names of an encoder.
 
@@ -93,8 +84,6 @@ def convert_weights(
         output: the new ``.safetensors`` file.
         to: a target of ``FORMATS``.
         overwrite: whether to replace ``output`` if it exists.
-        pixel_mean: of the training images, RGB in [0, 255]; empty for the format's values.
-        pixel_std: like ``pixel_mean``.
 
     Returns:
         A summary of the tensors, and the config keys that build the encoder.
@@ -102,7 +91,10 @@ def convert_weights(
     Raises:
         UserError: the file cannot be read or written, or holds another network.
     """
-    _check_arguments(output, overwrite, pixel_mean, pixel_std)
+    if output.suffix != ".safetensors":
+        raise UserError(f"'{output}' is not a valid output file: its name must end in .safetensors")
+    if output.exists() and not overwrite:
+        raise UserError(f"'{output}' exists: name another file, or add --overwrite")
     source = next((each for each in FORMATS if to in each.targets), None)
     if source is None:
         targets = ", ".join(name for each in FORMATS for name in each.targets)
@@ -111,35 +103,22 @@ def convert_weights(
             "load into the encoder timm:<model> without conversion"
         )
     state, _ = read_weights(weights)
-    converted = source.convert(weights, state, to)
-    mean, std = tuple(pixel_mean) or source.pixel_mean, tuple(pixel_std) or source.pixel_std
-    pixels = {"MODEL.PIXEL_MEAN": list(mean), "MODEL.PIXEL_STD": list(std), "INPUT.FORMAT": "RGB"}
-    keys = converted.keys | pixels
+    state = {short: state[name] for name, short in strip_wrappers((), state).items()}
+    converted, keys = source.convert(weights, state, to)
+    keys |= {
+        "MODEL.PIXEL_MEAN": list(source.pixel_mean),
+        "MODEL.PIXEL_STD": list(source.pixel_std),
+        "INPUT.FORMAT": "RGB",
+    }
     info = WeightsInfo(
         pixel_format="RGB",
-        pixel_mean=mean,
-        pixel_std=std,
+        pixel_mean=source.pixel_mean,
+        pixel_std=source.pixel_std,
         config=_dump(keys),
         pretrain_only_modules=source.pretrain_only_modules,
     )
-    save_weights(str(output), converted.state, info)
-    return converted.account, keys
-
-
-def _check_arguments(
-    output: Path, overwrite: bool, pixel_mean: Sequence[float], pixel_std: Sequence[float]
-) -> None:
-    if output.suffix != ".safetensors" or output.is_dir():
-        raise UserError(f"'{output}' is not a valid output file: its name must end in .safetensors")
-    if output.exists() and not overwrite:
-        raise UserError(f"'{output}' exists: name another file, or add --overwrite")
-    for flag, values in (("--pixel-mean", pixel_mean), ("--pixel-std", pixel_std)):
-        if values and (len(values) != 3 or not all(map(math.isfinite, values))):
-            raise UserError(f"{flag} {list(values)} are not three numbers")
-        if values and 0 < max(values) < 1:
-            raise UserError(f"{flag} {list(values)} is for images in [0, 1]: multiply by 255")
-    if pixel_std and min(pixel_std) <= 0:
-        raise UserError(f"--pixel-std {list(pixel_std)} has a value that is not positive")
+    save_weights(str(output), converted, info)
+    return f"{len(converted)} of {len(state)} tensors", keys
 
 
 def _dump(keys: Mapping[str, Any]) -> str:
@@ -151,71 +130,77 @@ def _dump(keys: Mapping[str, Any]) -> str:
     return yaml.safe_dump(tree)
 
 
-def _convert_mobile_former(weights: str, state: Mapping[str, Tensor], to: str) -> Converted:
+def _check_fit(weights: str, to: str, named: _State, own: Mapping[str, Tensor]) -> _State:
+    """Returns the tensors of a network, which must be complete."""
+    fitting, report = fit_weights(named, own, file=weights)
+    if errors := report.find_errors(new_parts=False):
+        raise UserError(f"'{weights}' is no {to}: {'; '.join(errors)}")
+    return fitting
+
+
+def _build_encoder(keys: Mapping[str, Any]) -> Backbone:
+    """Builds the encoder of a config without values: only names and shapes are needed."""
+    cfg = get_cfg()
+    cfg.merge_from_list([item for pair in keys.items() for item in pair])
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    with torch.device("meta"):
+        return build_backbone(cfg)
+
+
+def _convert_mobile_former(
+    weights: str, state: Mapping[str, Tensor], to: str
+) -> tuple[_State, _Keys]:
     """Converts the ImageNet weights of Mobile-Former's authors; the tensors tell the size."""
-    state = {short: state[name] for name, short in strip_wrappers((), state.keys()).items()}
-    if not {"tokens.weight", "stem.0.weight", "features.0.conv.0.weight"} <= state.keys():
-        raise UserError(f"'{weights}' is not a file of Mobile-Former's authors")
     try:
         size, named = find_size(state), convert_official(state)
     except KeyError as error:
-        raise UserError(f"'{weights}' is incomplete: it has no {error}") from error
+        raise UserError(
+            f"'{weights}' is not a file of Mobile-Former's authors: it has no {error}"
+        ) from error
     except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"'{weights}' is not a network of Mobile-Former's authors: {error}"
         ) from error
-    with torch.device("meta"):  # only names and shapes are needed
+    with torch.device("meta"):
         own = timm.create_model(f"mobile_former_{size.lower()}").state_dict()
-    fitting, report = fit_weights(named, own, file=weights)
-    if errors := report.find_errors(new_parts=False):
-        raise UserError(f"'{weights}' is no {MOBILE_FORMER} {size}: {'; '.join(errors)}")
+    fitting = _check_fit(weights, f"{to} {size}", named, own)
     head = ("classifier.", "neck.")
     converted = {
         f"{'decoder' if name.startswith(head) else 'backbone'}.{name}": tensor
         for name, tensor in fitting.items()
     }
     keys = {
-        "MODEL.BACKBONE.NAME": MOBILE_FORMER,
+        "MODEL.BACKBONE.NAME": to,
         "MODEL.MOBILE_FORMER.VARIANT": size,
         "MODEL.MOBILE_FORMER.OUT_FEATURES": ["s8", "s16", "s32", "s32_expanded", "tokens"],
     }
-    left = len(state) - len(named)
-    return Converted(converted, f"{len(converted)} of {len(state)} tensors, {left} not used", keys)
+    return converted, keys
 
 
-def _convert_efficientnet_lite(weights: str, state: Mapping[str, Tensor], to: str) -> Converted:
+def _convert_efficientnet_lite(
+    weights: str, state: Mapping[str, Tensor], to: str
+) -> tuple[_State, _Keys]:
     """Converts weights of ``efficientnet_lite_pytorch``, which has timm's order and shapes."""
-    model = to.removeprefix("timm:")
-    state = {short: state[name] for name, short in strip_wrappers((), state.keys()).items()}
-    check_finite(state, weights)
-    if "_conv_stem.weight" not in state:
+    with torch.device("meta"):
+        own = timm.create_model(to.removeprefix("timm:")).state_dict()
+    kinds, own_kinds = ([name.rpartition(".")[2] for name in names] for names in (state, own))
+    if "_conv_stem.weight" not in state or kinds != own_kinds:
         raise UserError(f"'{weights}' holds no weights of EfficientNet-Lite for {to}")
-    with torch.device("meta"):  # only names and shapes are needed
-        own = timm.create_model(model).state_dict()
-    theirs, ours = (
-        [(name.rpartition(".")[2], tensor.shape) for name, tensor in tensors.items()]
-        for tensors in (state, own)
-    )
-    if theirs != ours:
-        raise UserError(f"'{weights}' is of another size than {model}, or in another order")
+    fitting = _check_fit(weights, to, dict(zip(own, state.values(), strict=True)), own)
     keys = {"MODEL.BACKBONE.NAME": to, "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"]}
     kept = _build_encoder(keys).state_dict()  # without the head
-    named = {f"net.{name}": tensor for name, tensor in zip(own, state.values(), strict=True)}
-    converted = {name: named[name] for name in kept}
-    return Converted(converted, f"{len(converted)} of {len(named)} tensors", keys)
+    return {name: fitting[name.removeprefix("net.")] for name in kept}, keys
 
 
-def torchvision_name(name: str) -> str:
-    """Returns "layer1.0.bn1.weight" for "res2.0.conv1.norm.weight" of Detectron2's ResNet."""
-    if found := _STEM.fullmatch(name):
-        norm, kind = found.groups()
-        return f"{'bn1' if norm else 'conv1'}.{kind}"
-    found = _BLOCK.fullmatch(name)
-    assert found, name
-    stage, block, _, number, norm, kind = found.groups()
-    convolution = f"{'bn' if norm else 'conv'}{number}"
-    part = convolution if number else f"downsample.{1 if norm else 0}"
-    return f"layer{int(stage) - 1}.{block}.{part}.{kind}"
+def rename_resnet(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames the tensors of torchvision's ResNets as Detectron2's; leaves out the classifier."""
+    renamed = {}
+    for name, tensor in state.items():
+        for theirs, own in _RESNET_NAMES:
+            name = re.sub(theirs, own, name)
+        if not name.startswith("fc."):
+            renamed[name] = tensor
+    return renamed
 
 
 def build_resnet(name: str) -> tuple[Backbone, dict[str, Any]]:
@@ -229,43 +214,67 @@ def build_resnet(name: str) -> tuple[Backbone, dict[str, Any]]:
         "MODEL.RESNETS.RES2_OUT_CHANNELS": 64 if depth < 50 else 256,
         "MODEL.RESNETS.STRIDE_IN_1X1": False,
     }
-    maps = ["res2", "res3", "res4", "res5"]
+    maps: Sequence[str] = ["res2", "res3", "res4", "res5"]
     full = {**keys, "MODEL.RESNETS.OUT_FEATURES": maps, "MODEL.RESNETS.NORM": "BN"}
     return _build_encoder(full), keys
 
 
-def _build_encoder(keys: Mapping[str, Any]) -> Backbone:
-    """Builds the encoder of a config without values: only names and shapes are needed."""
-    cfg = get_cfg()
-    cfg.merge_from_list([item for pair in keys.items() for item in pair])
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    with torch.device("meta"):
-        return build_backbone(cfg)
-
-
-def _convert_resnet(weights: str, state: Mapping[str, Tensor], to: str) -> Converted:
-    """Converts weights of torchvision's ResNets for Detectron2's; the classifier is left out."""
-    encoder, keys = build_resnet(to.removeprefix(D2_PREFIX))
-    own = encoder.state_dict()
-    foreign = {name: torchvision_name(name) for name in own}
-    theirs = {foreign[name]: tensor for name, tensor in own.items()}
-    fitting, report = fit_weights(state, theirs, file=weights, optional_modules=["fc"])
-    empty = [name for name, group in report.groups.items() if group.num_tensors and group.is_new]
-    errors = report.find_errors(new_parts=True) + ([f"no {', '.join(empty)}"] if empty else [])
-    if errors:
-        raise UserError(f"'{weights}' is no {to}: {'; '.join(errors)}")
-    named = {name: fitting[key] for name, key in foreign.items() if key in fitting}
-    return Converted(named, str(report), keys)
+def _convert_resnet(weights: str, state: Mapping[str, Tensor], to: str) -> tuple[_State, _Keys]:
+    """Converts weights of torchvision's ResNets for Detectron2's."""
+    encoder, keys = build_resnet(to.removeprefix("detectron2:"))
+    return _check_fit(weights, to, rename_resnet(state), encoder.state_dict()), keys
 
 
 FORMATS = (
     # Models other than timm's skip the authors' classifier, which has a hidden layer.
-    Format(_convert_mobile_former, (MOBILE_FORMER,), pretrain_only_modules=("decoder",)),
+    Format(_convert_mobile_former, ("MobileFormer",), pretrain_only_modules=("decoder",)),
     Format(
         _convert_efficientnet_lite,
-        tuple(f"{EFFICIENTNET_LITE}{number}" for number in range(5)),
+        tuple(f"timm:tf_efficientnet_lite{number}" for number in range(5)),
         pixel_mean=(127.0,) * 3,
         pixel_std=(128.0,) * 3,
     ),
-    Format(_convert_resnet, tuple(D2_PREFIX + name for name in RESNETS)),
+    Format(_convert_resnet, tuple(f"detectron2:{name}" for name in RESNETS)),
 )
+
+
+class TimmWeights(PathHandler):
+    """Resolves ``timm://<model>`` and ``timm://<model>.<tag>`` to a local file.
+
+    Weights are downloaded once, and kept in Detectron2's cache with their pixel statistics.
+    """
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [_TIMM]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        name = path.removeprefix(_TIMM)
+        model_name, _, tag = name.partition(".")
+        check_timm_name(model_name)
+        tags = timm.list_pretrained(f"{model_name}.*")
+        if tag and name not in tags:
+            raise UserError(f"timm has no weights '{name}', but {', '.join(tags) or 'none'}")
+        folder = Path(get_cache_dir()) / "timm"
+        file = folder / f"{name}.safetensors"
+        try:
+            published = timm.get_pretrained_cfg(name)  # of a name without a tag the default one
+            tag = published.tag if published else ""
+            file = folder / f"{model_name}.{tag}.safetensors"
+            if file.is_file() and not force:
+                return str(file)
+            logger.info("Downloading timm's weights '%s' to '%s'", name, file)
+            model = timm.create_model(file.stem, pretrained=True)
+        except Exception as error:  # of the name, the hub, the network or the file
+            raise UserError(
+                f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy "
+                f"'{file.name}' from '{folder}' of another machine; `qbheat zoo list 'timm/*'` has "
+                "networks whose weights are in Python's package index"
+            ) from error
+        own = model.pretrained_cfg
+        mean, std = (tuple(255 * float(value) for value in own[key]) for key in ("mean", "std"))
+        info = WeightsInfo(pixel_format="RGB", pixel_mean=mean, pixel_std=std)
+        save_weights(str(file), model.state_dict(), info)
+        return str(file)
+
+
+PathManager.register_handler(TimmWeights())

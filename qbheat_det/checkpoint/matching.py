@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Matches the tensors of a file with those of a model, and accounts for each.
+"""Matches the tensors of a file with those of a model, and reports each.
 
 Unlike in Detectron2's heuristic, one change of prefix holds for the whole file: it was saved from
-a wrapper, is a bare backbone, or its backbone stood below a feature pyramid. Class layers carry
-their rows over to another data set by the names of the classes.
+a wrapper, is a bare backbone, or has its backbone below a feature pyramid. Rows of class layers are
+matched by the names of the classes.
 """
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ _UNNAMED = "the file does not name its classes: their rows are taken in order wh
 
 @dataclass(frozen=True)
 class _Layout:
-    """Rows of a layer: (anchors, K, per_class) in this order, then ``trailing`` of no class."""
+    """Rows of a layer: (anchors, K, per_class) in this order, then ``trailing`` without a class."""
 
     path: str  # of the layer, or its end
     per_class: int = 1
@@ -104,20 +104,7 @@ def fit_weights(
 
 def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> dict[str, Tensor]:
     """Returns the tensors of a model without those of some of its children, such as "decoder"."""
-    return {
-        key: tensor
-        for key, tensor in state.items()
-        if not any(_is_of(child, key) for child in children)
-    }
-
-
-def has_same_shapes(child: str, state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> bool:
-    """Whether a model and a file have the same tensors, by name and shape, of a child."""
-    own, other = (
-        {key: tensor.shape for key, tensor in tensors.items() if _is_of(child, key)}
-        for tensors in (state, stored)
-    )
-    return own == other
+    return {k: t for k, t in state.items() if not any(_is_of(child, k) for child in children)}
 
 
 def match_names(
@@ -127,11 +114,10 @@ def match_names(
     file: str,
     private: Collection[str] = (),
 ) -> dict[str, str]:
-    """Maps each name in a file to a name in the model, or to one that the model does not have.
+    """Maps each name in a file to a name that the model may have.
 
     File names may have prefixes of wrappers. Children in ``private``, such as a copy of the
-    backbone, must be named in full. Raises a ``UserError`` if a file fits in two parts of the
-    model.
+    backbone, must be named in full. Raises a ``UserError`` if a file fits two parts of the model.
     """
     model = set(model_names)
     short = strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
@@ -141,9 +127,8 @@ def match_names(
     if len(added) > 1:
         whole = [p for p in added if _num_matched(("", p), model, names) == len(names)]
         if len(whole) > 1:
-            raise UserError(
-                f"'{file}' fits in more than one part of the model ({', '.join(whole)})"
-            )
+            parts = ", ".join(whole)
+            raise UserError(f"'{file}' fits in more than one part of the model ({parts})")
         added = whole  # partial agreement with several parts means none of them
     changes = [
         ("", ""),
@@ -157,9 +142,9 @@ def match_names(
 
 
 def bare_backbone(names: Collection[str]) -> dict[str, str]:
-    """Maps the names of a backbone's tensors in a file to those without a prefix, if there are any.
+    """Maps names of a backbone in a file, if it has any, to names without the backbone's prefix.
 
-    Of a feature pyramid it is the backbone below.
+    In a feature pyramid, this is the backbone below it.
     """
     short = strip_wrappers((), names)
     for prefix in (BELOW_FPN, BACKBONE):
@@ -170,7 +155,7 @@ def bare_backbone(names: Collection[str]) -> dict[str, str]:
 
 
 def is_optional(name: str) -> bool:
-    """Whether a tensor may be missing in a file, or be unexpected, without harm."""
+    """Whether a tensor may be missing in a file or unexpected."""
     return name.rpartition(".")[2] in _OPTIONAL or _OLD_ANCHORS in name
 
 
@@ -193,23 +178,22 @@ def _fill(
             fitted = tensor if tensor.shape == fresh.shape else None
         if fitted is None:
             group.mismatched.append(f"{name} {tuple(tensor.shape)} instead of {tuple(fresh.shape)}")
-        elif fitted is tensor:
-            group.num_loaded += 1
-        else:
-            group.adapted.append(name)
-        if fitted is not None:
-            fitting[name] = fitted
+            continue
+        group.num_loaded += 1
+        group.num_adapted += fitted is not tensor
+        fitting[name] = fitted
     return fitting, groups
 
 
-def _find_groups(names: Iterable[str]) -> dict[str, str]:
+def _find_groups(names: Collection[str]) -> dict[str, str]:
     """The model's child that each tensor belongs to; of a pyramid "fpn" and "backbone" below."""
+    has_pyramid = any(name.startswith(BELOW_FPN) for name in names)
     groups = {name: name.split(".")[0] if "." in name else "top-level" for name in names}
-    if any(name.startswith(BELOW_FPN) for name in groups):
-        for name, group in groups.items():
-            if group == "backbone" and not name.startswith(BELOW_FPN):
-                groups[name] = "fpn"
-    return groups
+    above = "fpn" if has_pyramid else "backbone"
+    return {
+        name: above if group == "backbone" and not name.startswith(BELOW_FPN) else group
+        for name, group in groups.items()
+    }
 
 
 def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
@@ -226,7 +210,7 @@ def _is_of(child: str, name: str) -> bool:
 
 
 def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
-    """Maps names in a file to those without prefixes of wrappers that all have and no model's."""
+    """Removes prefixes of wrappers that all names in a file have and no name of the model."""
     short = {name: name for name in names}
     for _ in _WRAPPERS:  # wrappers may be nested in any order
         for wrapper in _WRAPPERS:
@@ -237,7 +221,7 @@ def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, 
 
 
 def _longest_agreement(longer: Collection[str], shorter: Collection[str]) -> list[str]:
-    """The prefixes before a name of ``shorter`` that most of ``longer`` have."""
+    """The most frequent prefixes of ``longer`` names whose rest is in ``shorter``."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")
@@ -263,7 +247,7 @@ def _num_matched(change: tuple[str, str], model: Collection[str], names: Collect
 def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> ClassChange | None:
     """Returns how the classes of a file and of a model differ; None if equal or one is unknown.
 
-    Names are in the order of rows. Raises a ``UserError`` if they differ and one occurs twice.
+    Names are in the order of rows. Raises a ``UserError`` if they differ and a name occurs twice.
     """
     if not old or not now or list(old) == list(now):
         return None
@@ -277,11 +261,11 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
 
 
 def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChange) -> Tensor | None:
-    """Returns the model's tensor with the rows of the kept classes taken from a file.
+    """Returns the model's tensor with the rows of the kept classes copied from a file.
 
-    The tensor's ``name`` in the model says how its rows belong to classes. From ``stored`` (R_old,
-    …) and ``fresh`` (R_new, …), the model's initialisation, to (R_new, …); ``stored`` itself if all
-    classes share the rows, None if they do not fit.
+    From ``stored`` (R_old, …) and ``fresh`` (R_new, …), the model's initialisation, to (R_new, …);
+    ``stored`` itself if all classes share the rows, None if they do not fit. ``name`` in the model
+    selects the layout of the rows.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Account of every tensor of a file and of a model after loading, as one log line."""
+"""What became of every tensor of a file and of a model in loading, as one log line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,41 +32,30 @@ class ClassChange:
 class GroupReport:
     """How the tensors of one part of the model, such as its backbone, were filled.
 
-    ``adapted`` are class layers whose rows were taken by name; ``missing`` have no partner in the
-    file, ``mismatched`` one of another shape. Optional tensors that the file lacks are left out.
+    ``num_loaded`` counts all tensors from the file, ``num_adapted`` the class layers among them
+    whose rows were taken by name. ``missing`` have no partner in the file, ``mismatched`` one of
+    another shape. Optional tensors that the file lacks are left out.
     """
 
     num_loaded: int = 0
-    adapted: list[str] = field(default_factory=list)
+    num_adapted: int = 0
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
 
     @property
-    def num_filled(self) -> int:
-        """Tensors taken from the file, as they are or adapted."""
-        return self.num_loaded + len(self.adapted)
-
-    @property
     def num_tensors(self) -> int:
         """All tensors of the part."""
-        return self.num_filled + len(self.missing) + len(self.mismatched)
+        return self.num_loaded + len(self.missing) + len(self.mismatched)
 
     @property
     def is_new(self) -> bool:
         """Whether the file has nothing for this part."""
-        return not self.num_filled and not self.mismatched
+        return not self.num_loaded and not self.mismatched
 
     @property
     def is_full(self) -> bool:
         """Whether every tensor of the part is taken from the file."""
-        return self.num_filled == self.num_tensors
-
-    def describe(self, name: str) -> str:
-        """Returns such as ``"9/9 backbone tensors"``."""
-        if self.is_new:
-            return f"{name}: new, {self.num_tensors} tensors"
-        adapted = f" ({len(self.adapted)} adapted)" if self.adapted else ""
-        return f"{self.num_filled}/{self.num_tensors} {name} tensors{adapted}"
+        return self.num_loaded == self.num_tensors
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,13 @@ class LoadReport:
     note: str = ""
 
     def __str__(self) -> str:
-        parts = [group.describe(name) for name, group in self.groups.items() if group.num_tensors]
+        parts = []
+        for name, group in self.groups.items():
+            adapted = f" ({group.num_adapted} adapted)" if group.num_adapted else ""
+            if group.num_tensors and group.is_new:
+                parts.append(f"{name}: new, {group.num_tensors} tensors")
+            elif group.num_tensors:
+                parts.append(f"{group.num_loaded}/{group.num_tensors} {name} tensors{adapted}")
         parts += [_count(self.unexpected, "unexpected"), _count(self.unused, "not used")]
         parts += [f"skipped: {', '.join(self.skipped)}"] if self.skipped else []
         lines = ["; ".join(filter(None, parts)), str(self.class_change or ""), self.note]
@@ -96,13 +91,7 @@ class LoadReport:
     @property
     def num_loaded(self) -> int:
         """Tensors of the model that the file fills."""
-        return sum(group.num_filled for group in self.groups.values())
-
-    @property
-    def is_of_another_architecture(self) -> bool:
-        """Whether so little fits that it can only be by accident of names and shapes."""
-        full = any(group.is_full and not group.is_new for group in self.groups.values())
-        return not self.num_loaded or (2 * self.num_loaded < self.num_stored and not full)
+        return sum(group.num_loaded for group in self.groups.values())
 
     def find_errors(self, *, new_parts: bool) -> list[str]:
         """Lists what keeps the file from filling the model.
@@ -110,10 +99,9 @@ class LoadReport:
         With ``new_parts`` the file may lack whole parts of the model, and hold ``unused`` ones.
         """
         groups = [g for g in self.groups.values() if not (new_parts and g.is_new)]
-        unexpected = self.unexpected if new_parts else (*self.unexpected, *self.unused)
         errors = [
             _count([name for group in groups for name in group.missing], "missing"),
-            _count(unexpected, "unexpected"),
+            _count(self.unexpected + (() if new_parts else self.unused), "unexpected"),
             _count([name for group in groups for name in group.mismatched], "of another shape"),
         ]
         return [error for error in errors if error]
@@ -122,15 +110,18 @@ class LoadReport:
 def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
     """Raises a ``UserError`` unless a file fills all parts of a model that it has tensors for.
 
-    With ``allow_partial``, only if the file is of another architecture.
+    With ``allow_partial``, only if so little fits that the file is of another architecture.
     """
-    errors = "; ".join([*report.find_errors(new_parts=True), *filter(None, [report.note])])
-    if report.is_of_another_architecture:
+    problems = report.find_errors(new_parts=True)
+    errors = "; ".join([*problems, *filter(None, [report.note])])
+    has_full_part = any(group.is_full and not group.is_new for group in report.groups.values())
+    is_little = 2 * report.num_loaded < report.num_stored and not has_full_part
+    if is_little or not report.num_loaded:
         raise UserError(
             f"'{report.file}' is of another architecture: {report.num_loaded} of its "
             f"{report.num_stored} tensors fit the model ({errors})"
         )
-    if report.find_errors(new_parts=True) and not allow_partial:
+    if problems and not allow_partial:
         raise UserError(
             f"'{report.file}' does not fit the model: {errors}; use the weights' own config, or "
             "load what fits with --allow-partial"

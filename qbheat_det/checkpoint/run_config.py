@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The config of trained weights, inside the file or beside it."""
+"""Loads the config of trained weights, from inside the file or beside it."""
 
 import tempfile
 from collections.abc import Sequence
@@ -94,9 +94,9 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
 
 
 def holds_backbone_alone(weights: str) -> bool:
-    """Whether a file is of a backbone without a model around it, as ``qbheat convert`` writes them.
+    """Whether a file has a backbone without a model, as ``qbheat convert`` writes them.
 
-    Its config then names no model; a classifier's layers in it are skipped.
+    Its config then names no model, and the layers of a classifier in it are skipped.
     """
     state, info = read_weights(weights)
     converted = bool(info and info.config and info.value_of("MODEL.META_ARCHITECTURE") is None)
@@ -104,7 +104,7 @@ def holds_backbone_alone(weights: str) -> bool:
 
 
 def refuse_encoder(weights: str) -> None:
-    """Raises a ``UserError`` for weights that are an encoder alone, as their description says."""
+    """Raises a ``UserError`` if the description says that the weights are an encoder alone."""
     info = info_of(weights)
     if info and not (info.class_names or bare_backbone(read_weights(weights)[0])):
         raise UserError(

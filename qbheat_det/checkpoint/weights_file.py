@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files of weights: tensors with a description, ``.safetensors`` and PyTorch's own format.
+"""Reads and writes files of weights: ``.safetensors`` and PyTorch's format, with a description.
 
-Nothing in a file can run code. A path may also be an address that Detectron2's path manager
+Reading never runs code from a file. A path may also be an address that Detectron2's path manager
 resolves, such as ``qbheat://retinanet/285M_bccd``.
 """
 
@@ -30,8 +30,7 @@ from qbheat_det.config.loading import TIMM_PREFIX
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
 
-# One metadata key only: safetensors writes several in a random order, and equal weights should
-# give equal files.
+# safetensors writes several keys in a random order, but equal weights should give equal files.
 _METADATA_KEY = "qbheat_det"
 BACKBONE_NAMES = "backbone_names"  # key of names whose prefix "backbone." was left out
 # Endings of files, which a name in the model zoo does not have: "mobile_former/1.0G".
@@ -47,9 +46,9 @@ _STATE_KEYS = (
 class WeightsInfo:
     """The description inside a file of weights.
 
-    ``class_names`` and ``category_ids`` are in contiguous order; ``pixel_mean`` and ``pixel_std``
-    in the order of ``pixel_format``; ``config`` is the whole config as YAML. No other model loads
-    the children in ``pretrain_only_modules``.
+    ``class_names`` and ``category_ids`` are in contiguous order, ``pixel_mean`` and ``pixel_std``
+    in the order of ``pixel_format``. ``config`` is the whole config as YAML. Only the model that
+    was trained loads the children in ``pretrain_only_modules``.
     """
 
     class_names: tuple[str, ...] = ()
@@ -66,7 +65,7 @@ class WeightsInfo:
     def from_config(
         cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
     ) -> "WeightsInfo":
-        """Takes everything else from a run's resolved config."""
+        """Reads the other fields from a run's resolved config."""
         return cls(
             class_names=tuple(map(str, cfg.MODEL.CLASS_NAMES)),
             category_ids=tuple(map(int, cfg.MODEL.CATEGORY_IDS)),
@@ -111,7 +110,7 @@ class WeightsInfo:
             return None
         names = [field.name for field in dataclasses.fields(cls)]
         known = {name: content[name] for name in names if name in content}
-        untrained = known.get("iteration") == -1  # before the first one, 0; no record is negative
+        untrained = known.get("iteration") == -1  # ``parse_record`` refuses negative integers
         known |= {"iteration": 0} if untrained else {}
         try:
             info = typing.cast(WeightsInfo, parse_record(cls, known, "the description"))
@@ -168,11 +167,10 @@ def local_weights(path: str) -> str:
 
 
 def find_weights(name: str | os.PathLike[str]) -> str:
-    """Returns the file or the address that a name stands for.
+    """Returns the file or address of a name: a file, an address, a run's folder or a zoo entry.
 
-    Of the folder of a run, the best weights are taken, or else the final or newest ones; a file or
-    an address are returned; all else is a name in the model zoo. A ``UserError`` if a folder has no
-    weights.
+    Of a folder, the best weights are used, or else the final or newest ones. Raises a ``UserError``
+    if a folder has no weights.
     """
     name, path = str(name), Path(name)
     if not name or "://" in name or path.is_file() or path.suffix.lower() in _SUFFIXES:
@@ -188,10 +186,9 @@ def find_weights(name: str | os.PathLike[str]) -> str:
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
-    """Writes weights with their description as ``.safetensors``, atomically; the folder is made.
+    """Writes weights and their description as ``.safetensors``, atomically.
 
-    ``state_dict`` has dense tensors by name, on any device; they may share memory. ``info`` is
-    written as JSON into the file's metadata.
+    The tensors may be on any device and share memory. The description is JSON in the metadata.
     """
     # Clones, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {
@@ -220,7 +217,7 @@ def class_names_of(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> None:
-    """Raises a ``UserError`` unless a path may be a file of weights; an address is downloaded."""
+    """Raises a ``UserError`` unless a path can be a file of weights; downloads an address."""
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
             f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
@@ -236,7 +233,7 @@ def check_weights_file(weights: str) -> None:
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
-    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU; ``mmap`` reads what is used.
+    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU; ``mmap`` reads lazily.
 
     Raises a ``UserError`` if the file is damaged, or holds objects that could run code.
     """

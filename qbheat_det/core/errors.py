@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The one exception that people see, and how command-line tools print it."""
+"""The exception for errors that users can fix, and how command-line tools print it."""
 
 import errno
 import functools
@@ -9,15 +9,14 @@ import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class UserError(Exception):
-    """Bad input from a person: one sentence that names the file or key and what to do.
+    """Bad input: the message is one sentence that names the file or key and says what to do.
 
-    Everything that is not a ``UserError`` is a defect of this package and keeps its traceback.
+    All other errors are defects of this package and keep their traceback.
     """
 
 
@@ -32,10 +31,8 @@ class Interrupted(KeyboardInterrupt):
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates a tool's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
 
-    So does a full disk, wherever it is met; Ctrl-C ends with code 130, another signal that a run
-    heeds with 128 and its number.
-
-    With ``QBHEAT_TRACEBACK=1`` in the environment the traceback is printed too.
+    So does a full disk. Ctrl-C gives exit code 130, and another signal 128 + its number. With
+    ``QBHEAT_TRACEBACK=1`` in the environment, the traceback is printed too.
     """
 
     @functools.wraps(main)
@@ -45,31 +42,28 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
         except UserError as error:
             if os.environ.get("QBHEAT_TRACEBACK") == "1":
                 traceback.print_exc()
-            print(f"error: {find_user_message(str(error)) or error}", file=sys.stderr)
-            raise SystemExit(2) from None
+            message = find_user_message(str(error)) or str(error)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             where = f" that holds '{error.filename}'" if error.filename else ""
-            print(
-                f"error: the disk{where} is full: free some space, or choose another folder",
-                file=sys.stderr,
-            )
-            raise SystemExit(2) from None
+            message = f"the disk{where} is full: free some space, or choose another folder"
         except KeyboardInterrupt as stop:
             print(str(stop) or "interrupted", file=sys.stderr)
-            raise SystemExit(getattr(stop, "code", 130)) from None
+            raise SystemExit(stop.code if isinstance(stop, Interrupted) else 130) from None
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
 
     return wrapped
 
 
 def find_user_message(text: str) -> str | None:
-    """Returns the sentence of the ``UserError`` that ended a printed traceback, if one did.
+    """Returns the message of the ``UserError`` at the end of a printed traceback, if there is one.
 
-    Errors of a data loader's worker and of a spawned process arrive as such a text.
+    A data loader's worker and a spawned process pass on their errors as such a text.
     """
     _, marker, sentence = text.rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
-    # A traceback that goes on after it ended with another error.
+    # Otherwise the traceback ended with another error.
     return sentence.strip() if marker and "Traceback (most recent call" not in sentence else None
 
 

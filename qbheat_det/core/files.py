@@ -1,8 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Files: atomic writes that survive a kill and a full disk, locks between processes, SHA-256.
-
-And dataclasses from JSON that anyone may have written: every field is checked by its type.
-"""
+"""Atomic writes, locks between processes, SHA-256, and dataclasses from untrusted JSON."""
 
 import contextlib
 import dataclasses
@@ -32,16 +29,18 @@ logger = logging.getLogger(__name__)
 
 # No reader takes a hidden file with this ending for a checkpoint.
 _ENDING = ".incomplete"
+_NO_RIGHTS = "you may not write there; change the folder's rights, or choose another one"
+_NO_FOLDER = "a file stands where a folder is needed; choose another folder"
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space, or choose another folder",
     errno.EDQUOT: "your share of the disk is used up; free some space, or choose another folder",
     errno.EFBIG: "no file may grow that large there; raise the limit, or choose another folder",
-    errno.EACCES: "you may not write there; change the folder's rights, or choose another one",
-    errno.EPERM: "you may not write there; change the folder's rights, or choose another one",
+    errno.EACCES: _NO_RIGHTS,
+    errno.EPERM: _NO_RIGHTS,
     errno.EROFS: "that file system is read-only; choose another folder",
     errno.EISDIR: "a folder has that name; choose another name",
-    errno.EEXIST: "a file stands where a folder is needed; choose another folder",
-    errno.ENOTDIR: "a file stands where a folder is needed; choose another folder",
+    errno.EEXIST: _NO_FOLDER,
+    errno.ENOTDIR: _NO_FOLDER,
     errno.ENAMETOOLONG: "that name is too long for the file system; choose a shorter one",
     errno.ENOENT: "no file can be made there; choose another folder",
 }
@@ -50,12 +49,11 @@ _ADVICE = {
 def write_atomically(
     path: str | os.PathLike[str], write: bytes | Callable[[BinaryIO], object]
 ) -> None:
-    """Writes a file so that, whatever happens, its name holds the whole new content or the old.
+    """Writes a file so that its name has either the whole new content or the old one.
 
-    A temporary file in the same folder takes the content, is brought to the disk and then takes the
-    name; the folder is made where it is missing. ``write`` is the content, or what puts it into the
-    stream that it is given. Raises a ``UserError`` if the file cannot be written; what stood there
-    before is untouched.
+    The content goes to a temporary file in the same folder, which is synced to the disk and then
+    renamed. A missing folder is made. ``write`` is the content, or a function that writes it into a
+    stream. Raises a ``UserError`` if the file cannot be written; the old one is unchanged.
     """
     target = Path(path)
     try:
@@ -78,11 +76,7 @@ def write_atomically(
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Finds before hours of work what would keep a file from being written; makes nothing.
-
-    Raises a ``UserError`` if the name is a folder's or too long, a file stands where a folder is
-    needed, or nobody may write there.
-    """
+    """Raises a ``UserError`` if a file cannot be written, before hours of work; makes nothing."""
     target = Path(path)
     try:
         if target.is_dir():
@@ -102,7 +96,7 @@ def _refuse(target: Path, error: OSError) -> UserError:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Removes what killed processes left half-written; files in the making are left alone."""
+    """Removes half-written files of killed processes, and leaves those still being written."""
     for partial in Path(folder).glob(f".*{_ENDING}"):
         # Locked by the process that is writing it, gone by now, or not ours to remove.
         with contextlib.suppress(OSError), open(partial, "r+b") as stream:
@@ -111,7 +105,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 class _Stream(io.BufferedWriter):
-    """Remembers why a write failed: ``torch.save`` makes another error of it."""
+    """Remembers why a write failed, because ``torch.save`` raises another error."""
 
     fault: OSError | None = None
 
@@ -170,9 +164,10 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike[str], waiting: str = "") -> Iterator[None]:
-    """Holds ``path`` as a lock between processes; the system frees it if this process is killed.
+    """Holds a lock between processes, which the system frees if this process is killed.
 
-    It is the lock's own file, which stays; ``waiting`` is logged once if another process holds it.
+    ``path`` is a file of the lock alone, and stays. ``waiting`` is logged if another process holds
+    the lock.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
@@ -218,11 +213,10 @@ def hash_tensors(tensors: Mapping[str, "Tensor"]) -> str:
 
 
 def parse_record(kind: Any, value: Any, where: str) -> Any:
-    """Returns JSON data as a type: a dataclass, a tuple, ``X | None``, or a plain value.
+    """Converts JSON data to a type: a dataclass, a tuple, ``X | None``, or a plain value.
 
-    Fields and items are parsed by their types. Integers are not negative, floats finite. A
-    ``UserError`` names the field of the value, called ``where``, that is unknown, missing or of
-    another type.
+    Integers must not be negative, and floats finite. A ``UserError`` names the field that is
+    unknown, missing or of another type; ``where`` is its name for the value.
     """
     arguments, origin = get_args(kind), get_origin(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Randomness without a state: everything random is a function of the run's seed and a place.
+"""Seeds of steps, images and views, as functions of the run's seed and their position.
 
-A run that is resumed then needs no saved generator. A step is seeded by its number and the
-process, an augmented image by its position in the stream of images, a fixed view of an image by
-the image's index and its own number.
+A resumed run needs no saved generators. A step is seeded by its number and the process, an
+augmented image by its position in the stream of images, and a fixed view by the image's index and
+the view's number.
 """
 
 import random
@@ -19,9 +19,9 @@ IMAGE, STEP, VIEW = 1, 2, 3
 
 
 def seed_place(*place: int) -> None:
-    """Seeds the generators of Python, NumPy and torch on the CPU from non-negative integers.
+    """Seeds the CPU's generators of Python, NumPy and torch from non-negative integers.
 
-    Equal integers give equal randomness, others an independent one; trailing zeros do not count.
+    Different integers give independent numbers; trailing zeros do not count.
     """
     words = np.random.SeedSequence(place).generate_state(4)
     random.seed(int(words[0]))
@@ -32,7 +32,7 @@ def seed_place(*place: int) -> None:
 
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
-    """Leaves the CPU's generators as they were."""
+    """Restores the CPU's generators of Python, NumPy and torch at the end."""
     python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -46,7 +46,7 @@ def preserved_randomness() -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Puts a model into eval mode without gradients.
 
-    Afterwards the mode of each of its modules and all random generators are as before.
+    Restores the mode of each module and all random generators at the end.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters()}

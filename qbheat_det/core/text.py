@@ -1,9 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""How log lines, messages and reports write durations, sizes and long lists."""
+"""Durations, sizes, long lists and errors as text for log lines, messages and reports."""
 
 from collections.abc import Iterable
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_duration(seconds: float) -> str:
@@ -24,11 +22,11 @@ def format_duration(seconds: float) -> str:
 
 def format_bytes(count: float) -> str:
     """Returns ``"512 B"``, ``"3.4 MiB"`` and so on, in powers of 1024."""
-    unit = 0
-    while abs(count) >= 1024 and unit < len(_UNITS) - 1:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1024
-        unit += 1
-    return f"{count:.0f} B" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+    return f"{count:.1f} TiB"
 
 
 def join_first(items: Iterable[object], limit: int = 3, separator: str = ", ") -> str:

@@ -56,7 +56,7 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def arithmetic(dtype: torch.dtype, device_type: str = "cpu") -> Iterator[None]:
-    """Sets the modes of deployed models: no gradients, and autocast to ``dtype``."""
+    """Disables gradients, and sets autocast to ``dtype``."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Brings a trained model into its fastest equal form on a device: fold, fuse, lay out, compile."""
+"""Builds the fastest equivalent form of a trained model: fold, fuse, lay out, compile."""
 
 import copy
 import logging
@@ -103,12 +103,12 @@ def deploy(
     image_sizes: Sequence[Sequence[int]] = (),
     keep_memory: bool = True,
 ) -> DeployedModel:
-    """Returns a copy of a trained model in its fastest equal form on the model's device.
+    """Returns a copy of a trained model in its fastest equivalent form on the model's device.
 
-    BatchNorm is folded, blocks are fused (CPU), feature maps are channels-last, and backbone and
-    heads are compiled for ``image_sizes``. Compiling takes about a minute; on CPUs the result is
-    kept on disk, and later processes load it in tenths of a second. In float32, scores differ from
-    the model's by less than 0.001 and boxes by less than 0.1 pixel.
+    Folds BatchNorm, fuses blocks (CPU), makes feature maps channels-last, and compiles backbone and
+    heads for ``image_sizes``. Compiling takes about a minute. On CPUs the result is kept on disk,
+    and later processes load it in tenths of a second. In float32, scores differ from the model's by
+    less than 0.001 and boxes by less than 0.1 pixel.
 
     Args:
         model: a detector, classifier or backbone, with its weights, on its device. Not changed.

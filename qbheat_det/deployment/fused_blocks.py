@@ -12,7 +12,7 @@ Fused blocks make fewer passes over wide maps, and equal the plain ones up to ro
 
 A fused block calls the plain one for batches, padded images, training, compilers, and exported
 files for more than one image. Programs in bfloat16 have constant weights, which the compiler packs,
-and fuse only the depthwise convolutions by turns.
+and only split the depthwise convolutions.
 """
 
 from collections import Counter

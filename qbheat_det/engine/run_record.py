@@ -16,9 +16,9 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 
+from qbheat_det.core.environment import find_code_version, list_versions
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.core.versions import find_code_version, list_versions
 from qbheat_det.data import Source
 
 RUN_FILE = "run.json"

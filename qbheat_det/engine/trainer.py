@@ -26,9 +26,9 @@ from qbheat_det.checkpoint import (
     without_children,
 )
 from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values, with_values
+from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.core.versions import find_commit
 from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
 from qbheat_det.engine.interruption import StopSignals, YieldToNewerStart
 from qbheat_det.evaluation import build_evaluator

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writes files: a model as ONNX, kept only if it gives PyTorch's results; or its bare backbone."""
+"""Exports a model as ONNX, if the file gives PyTorch's results, or its bare backbone as weights."""
 
 import contextlib
 import dataclasses
@@ -272,7 +272,7 @@ def export_backbone(
     image_folders: Sequence[str] = (),
     opts: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Writes the bare backbone of ``weights``, its names without prefix, with its description.
+    """Writes the bare backbone of ``weights`` and its description, without a prefix of names.
 
     Args:
         weights: see ``find_weights``; of any model with a child ``backbone``. If the backbone is

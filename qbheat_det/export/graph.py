@@ -22,7 +22,7 @@ from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
 from qbheat_det.config import dump_config, get_cfg, with_values
-from qbheat_det.core.versions import VERSION
+from qbheat_det.core.environment import VERSION
 from qbheat_det.deployment.fused_blocks import fold_batch_norms, fuse_blocks
 from qbheat_det.inference.exported import ExportInfo
 from qbheat_det.layers.cpu_kernels import recorded_as

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Heads of exported models: from the backbone's outputs to the file's outputs.
 
-Detectors return a variable number of boxes for each image. A graph needs fixed shapes, so these
-heads compute a batch in tables of R rows; a score of -1 marks an empty row.
+Detectors return a variable number of boxes for each image, but a graph needs fixed shapes. These
+heads return tables of R rows for each image. A score of -1 marks an empty row.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Shared-encoder export: one ONNX file of the encoder, and one of each head that reads it.
+"""Exports several heads on one frozen backbone: an ONNX file of the encoder, and one per head.
 
-Heads that were trained on the same frozen backbone share preprocessing and backbone, which run once
-per image for all heads.
+The encoder has preprocessing and backbone, and runs once per image for all heads.
 """
 
 import copy

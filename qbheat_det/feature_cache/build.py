@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from qbheat_det.config import find_memory_format
+from qbheat_det.core.environment import VERSION
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_tensors, remove_leftovers, write_atomically
-from qbheat_det.core.versions import VERSION
 from qbheat_det.data import DataError, FixedViews, cut
 from qbheat_det.data.mappers import VIEW_ROW
 

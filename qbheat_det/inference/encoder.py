@@ -20,8 +20,8 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES
-from qbheat_det.model_zoo.api import open_trained
 from qbheat_det.model_zoo.hub import HUB_PREFIX, download
+from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs
 from qbheat_det.modeling.contracts import get_backbone, normalise_pixels

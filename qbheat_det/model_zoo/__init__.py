@@ -9,10 +9,19 @@
     model = zoo.get("retinanet/285M_bccd")
 """
 
-from .api import get, get_address, get_checkpoint, get_config, get_config_file
-from .api import list_names as list
-from .index import Fingerprint, Metric, OutputStats, ZooEntry, find_entry, list_entries, load_index
-from .sources import ZooWeights
+from .index import (
+    Fingerprint,
+    Metric,
+    OutputStats,
+    ZooEntry,
+    find_entry,
+    get_address,
+    get_config_file,
+    list_entries,
+    load_index,
+)
+from .index import list_names as list
+from .sources import ZooWeights, get, get_checkpoint, get_config
 
 __all__ = [
     "Fingerprint", "Metric", "OutputStats", "ZooEntry", "ZooWeights", "find_entry", "get",

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Adds entries to the model zoo, weights in half precision, and lists all in ``MODEL_ZOO.md``."""
+"""Adds entries to the model zoo, with weights in half precision, and updates ``MODEL_ZOO.md``."""
 
 import dataclasses
 import datetime
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from qbheat_det.checkpoint import WeightsInfo, load_run_config, read_weights, save_weights
 from qbheat_det.config import dump_config, get_cfg, get_config_path, with_values
+from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, hash_file, write_atomically
-from qbheat_det.core.versions import find_commit
 
 from . import index, sources
-from .api import open_trained
 from .index import Metric, SharedEncoder, ZooEntry, file_of, parse_entry, to_plain
+from .sources import open_trained
 from .verify import compute_fingerprint, count_costs, find_task
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,11 @@ _KEYS_OF_THE_RUN = (
 
 def add_entry(
     weights: str,
-    description: Mapping[str, str],
+    description: Mapping[str, Any],
     *,
     metrics: Sequence[Metric] = (),
+    commit: str = "",
+    date: str = "",
     encoder: str = "",
     output: Path | None = None,
     replace: bool = False,
@@ -65,9 +67,10 @@ def add_entry(
 
     Args:
         weights: of a trained model or a bare backbone, with its config inside or beside it.
-        description: fields of ``ZooEntry`` that the file does not hold; an empty commit is that of
-            the file or the checkout, an empty date today.
+        description: fields of ``ZooEntry`` that the file does not hold.
         metrics: measured with the weights.
+        commit: by default the one in the file, or of the checkout.
+        date: by default today.
         encoder: name of the entry whose encoder was frozen in training; the file leaves it out.
         output: a folder with an index of its own; None ships the file with the package.
         replace: whether the entry may exist.
@@ -87,11 +90,11 @@ def add_entry(
         info = info or WeightsInfo.from_config(cfg, iteration=0, commit="")
         save_weights(str(file), halve_precision(state), remove_machine_paths(info, cfg))
         trained = open_trained(str(file), device="cpu")
-        shared, stored = None, file
-        if encoder:
-            shared, stored = _leave_out_encoder(file, encoder)
+        shared, stored = _leave_out_encoder(file, encoder) if encoder else (None, file)
         entry = ZooEntry(
-            **_describe_origin(description, info.commit),
+            **description,
+            commit=(commit or info.commit or find_commit()).removesuffix("-dirty"),
+            date=date or datetime.date.today().isoformat(),
             **count_costs(trained),
             task=find_task(trained),
             file=file.name,
@@ -113,7 +116,7 @@ def add_entry(
 
 
 def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
-    """Writes the part beside a file, and the file anew from it, as ``fetch`` will."""
+    """Writes the part of a file, and replaces the file by the join of part and encoder."""
     part = file.with_suffix(".part.safetensors")
     encoder_file = sources.fetch(sources.find_encoder(encoder))
     sources.write_part(file, encoder_file, part)
@@ -125,7 +128,7 @@ def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a model's tensors with matrices and filters in float16.
 
     Vectors and numbers stay in float32: they are small, and float16 would turn some variances of
-    BatchNorm into 0 or infinity. So do matrices with values beyond the range of float16.
+    BatchNorm into 0 or infinity. Matrices with values beyond float16's range stay in float32, too.
     """
     halved = {}
     for name, tensor in state.items():
@@ -153,21 +156,14 @@ def _read_others(index_file: Path, name: str, *, replace: bool) -> list[ZooEntry
             raise UserError(f"'{name}' is an entry of the package itself: choose another name")
     for entry in entries:
         if entry.encoder and entry.encoder.name == name:
-            logger.warning(f"'{entry.name}' leaves out the tensors of '{name}': add it anew, too")
+            logger.warning(f"'{entry.name}' leaves out the tensors of '{name}': add it again, too")
     return [entry for entry in entries if entry.name != name]
 
 
-def _describe_origin(description: Mapping[str, str], commit: str) -> dict[str, Any]:
-    commit = description.get("commit") or commit or find_commit()
-    date = description.get("date") or datetime.date.today().isoformat()
-    return {**description, "commit": commit.removesuffix("-dirty"), "date": date}
-
-
 def _check_shipped_size(entries: Sequence[ZooEntry]) -> None:
-    new = entries[-1]
-    stored = [entry.stored for entry in entries]
-    here = [entry for entry in stored[:-1] if (sources.SHIPPED / entry.file).is_file()]
-    total = sum(entry.size for entry in [*here, stored[-1]])
+    *others, new = [entry.stored for entry in entries]
+    here = [entry for entry in others if (sources.SHIPPED / entry.file).is_file()]
+    total = sum(entry.size for entry in [*here, new])
     if total > MAX_SHIPPED:
         raise UserError(
             f"with '{new.name}' the package's weights would have {total / 1e6:.1f} MB of "
@@ -213,15 +209,12 @@ def render_entries(entries: Sequence[ZooEntry]) -> str:
     entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
     lines = [_HEADERS, ["---"] * len(_HEADERS), *map(_render_row, entries)]
     table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
-    parts = [table, _NOTES]
-    for entry in entries:
-        get_config_path(entry.config)  # which must exist
-        parts.append(_describe_entry(entry))
-    return "\n\n".join(parts)
+    return "\n\n".join([table, _NOTES, *map(_describe_entry, entries)])
 
 
 def _describe_entry(entry: ZooEntry) -> str:
-    """Returns a section with all that the index has about an entry."""
+    """Returns a section with the fields of an entry; a ``UserError`` if its recipe is missing."""
+    get_config_path(entry.config)
     made = f"Made: {entry.date}, at commit `{entry.commit}`"
     if entry.distribution:
         made = f"Converted when fetched, from `{entry.distribution.requirement}` of Python's index"

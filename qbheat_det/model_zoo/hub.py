@@ -30,20 +30,18 @@ _CARD = """\
 
 {summary}
 
-- Model: `{model}` on `{backbone}`
-- Licence: {licence}
-- Data: {data}
-- Classes: {classes}
-{metrics}
+{facts}
+
 ## Use
 
 ```python
 import qbheat_det
 
-{usage}
+{kind} = qbheat_det.load("hf://USER/NAME")
+{call}
 ```
 
-The config is inside `{weights}`. Loading it runs no code from this repository.
+The config is inside `model.safetensors`. Loading it runs no code from this repository.
 """
 
 
@@ -60,35 +58,36 @@ def save_pretrained(cfg: CfgNode, folder: Path, *, is_detector: bool) -> Path:
 def render_card(cfg: CfgNode, *, is_detector: bool) -> str:
     """Returns a model card with the header that Hugging Face reads, as Markdown.
 
-    What the model zoo knows of its own entries is in it; of other weights, what the config says.
+    An entry of the model zoo is described by its fields, other weights by their config.
     """
     node, name = cfg.MODEL, str(cfg.MODEL.WEIGHTS).removeprefix(PREFIX)
     entry = next((entry for entry in list_entries() if entry.name == name), None)
+    kind, call = "encoder", 'encoder("a.jpg")'
+    if is_detector:
+        kind, call = "detector", 'detector.predict("photo.jpg").save("drawn.jpg")'
     header: dict[str, Any] = {
         "library_name": "qbheat_det",
         "pipeline_tag": "object-detection" if is_detector else "image-feature-extraction",
         "tags": ["detectron2", "mobile-former" if "former" in str(cfg.MODEL).lower() else "timm"],
     }
+    facts = {"Model": f"`{node.META_ARCHITECTURE}` on `{node.BACKBONE.NAME}`"}
+    if is_detector and node.CLASS_NAMES:
+        facts["Classes"] = ", ".join(node.CLASS_NAMES)
+    title, summary = f"{kind.capitalize()} on {node.BACKBONE.NAME}", "Trained with qbheat_det."
     if entry:
+        title, summary = entry.name, entry.summary
         licence = entry.licence.lower().replace(" ", "-")
-        known = {"license": licence} if licence in _LICENCES else {"license": "other"}
-        header |= {**known, "license_name": entry.licence}
-    names = list(node.CLASS_NAMES)
-    call = 'detector.predict("photo.jpg").save("drawn.jpg")' if is_detector else 'encoder("a.jpg")'
-    kind = "detector" if is_detector else "encoder"
+        header["license"] = licence if licence in _LICENCES else "other"
+        header["license_name"] = entry.licence
+        facts["Licence"] = entry.licence
+        facts["Data"] = f"{entry.data} ({entry.data_licence})"
+        facts |= {metric.data: str(metric) for metric in entry.metrics}
     text = _CARD.format(
-        title=entry.name if entry else f"{kind.capitalize()} on {node.BACKBONE.NAME}",
-        summary=entry.summary if entry else f"A {kind} trained with qbheat_det.",
-        model=node.META_ARCHITECTURE,
-        backbone=node.BACKBONE.NAME,
-        licence=entry.licence if entry else "not stated",
-        data=f"{entry.data} ({entry.data_licence})" if entry else "not stated",
-        classes=", ".join(names) if names and is_detector else "none",
-        metrics="".join(f"- {metric} on {metric.data}\n" for metric in entry.metrics)
-        if entry
-        else "",
-        usage=f'{kind} = qbheat_det.load("hf://USER/NAME")\n{call}',
-        weights=WEIGHTS_NAME,
+        title=title,
+        summary=summary,
+        facts="\n".join(f"- {key}: {value}" for key, value in facts.items()),
+        kind=kind,
+        call=call,
     )
     return f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{text}"
 

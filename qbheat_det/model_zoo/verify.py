@@ -1,13 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Verifies that an entry's file, the index and today's code agree on this machine.
+"""Verifies that an entry's file, the index and the installed code agree on this machine.
 
-The fingerprint are numbers that weights, pre-processing and code give together: statistics of a
-model's raw outputs (maps, logits and boxes before any threshold, sort or suppression) on synthetic
-images, drawn by integer arithmetic and read like any image file, show whether today's code computes
-what the code did that measured the metrics. Final detections are compared loosely.
+A fingerprint has statistics of a model's raw outputs on synthetic images: maps, logits and boxes
+before any threshold, sort or suppression. It depends on weights, pre-processing and code, and shows
+whether the code computes the same as when the metrics were measured. Final detections are compared
+loosely. The images are drawn in integers, and read like any image file.
 """
 
 import contextlib
+import dataclasses
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,9 +39,8 @@ from qbheat_det.evaluation.complexity import (
 )
 from qbheat_det.modeling.contracts import PretrainingObjective, get_backbone, normalise_pixels
 
-from .api import TrainedModel, open_trained
 from .index import Fingerprint, OutputStats, ZooEntry
-from .sources import fetch
+from .sources import TrainedModel, fetch, open_trained
 
 VERSION = 1
 TOLERANCE = 1e-3
@@ -72,8 +73,8 @@ class Deviation(NamedTuple):
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
     """Runs a detector, classifier, pre-training objective or backbone on the synthetic images.
 
-    The model may be on any device; its mode and the random state are the same afterwards. Raises a
-    ``UserError`` if it has no outputs to compare, or gives NaN.
+    The model's mode and the random state do not change. Raises a ``UserError`` if the model has no
+    outputs to compare, or gives NaN.
     """
     batch = _read_images(cfg)
     # TF32 keeps 10 bits.
@@ -92,7 +93,7 @@ def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Devi
     """Returns the deviation of each output of either fingerprint, in the order of computation.
 
     Tolerances are at most those of ``found``, so that an index cannot ask for larger ones. Raises a
-    ``UserError`` if they are of other synthetic images.
+    ``UserError`` if the versions differ.
     """
     if expected.version != found.version:
         raise UserError(
@@ -143,21 +144,23 @@ def _read_images(cfg: CfgNode) -> list[dict[str, Any]]:
     mapper = build_mapper(cfg, is_train=False)
     batch = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, size in enumerate(_SIZES):
-            image = _draw(*size, number)
+        for number, (height, width) in enumerate(_SIZES):
             file = Path(folder) / f"{number}.png"
-            Image.fromarray(image).save(file)
-            height, width = image.shape[:2]
+            Image.fromarray(_draw(height, width, number)).save(file)
             record = {"image_id": number, "height": height, "width": width, "label": 0}
             entry = mapper({"file_name": str(file), **record})
-            assert isinstance(entry, dict)  # not an error: the file is our own
+            assert isinstance(entry, dict)
             batch.append(entry)
     return batch
 
 
 def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Iterator[OutputStats]:
     if isinstance(model, Backbone):
-        yield from _summarise_all("backbone", model(_normalise(model, cfg, batch)))
+        device = next(model.parameters()).device
+        pixels = (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
+        images = [normalise_pixels(entry["image"].to(device), *pixels) for entry in batch]
+        x = ImageList.from_tensors(images, model.size_divisibility).tensor
+        yield from _summarise_all("backbone", model(x))
         return
     raw: dict[str, list[OutputStats]] = {}
     with contextlib.ExitStack() as hooks:
@@ -169,16 +172,9 @@ def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Ite
             assert backbone is not None
             backbone(model.preprocess_image(list(batch)))
         results = model(list(batch))
-    for outputs in raw.values():
-        yield from outputs
+    yield from itertools.chain(*raw.values())
     for number, result in enumerate(results if isinstance(results, list) else []):
         yield from _summarise_result(f"image{number}", result)
-
-
-def _normalise(model: Backbone, cfg: CfgNode, batch: Sequence[Mapping[str, Any]]) -> Tensor:
-    device, pixels = next(model.parameters()).device, (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
-    images = [normalise_pixels(entry["image"].to(device), *pixels) for entry in batch]
-    return ImageList.from_tensors(images, model.size_divisibility).tensor
 
 
 def _record(name: str, raw: dict[str, list[OutputStats]]) -> Callable[..., None]:
@@ -246,13 +242,14 @@ def verify_entry(entry: ZooEntry) -> dict[str, str]:
         assert trained.report is not None
         total = sum(group.num_tensors for group in trained.report.groups.values())
         verdict["tensors loaded"] = f"{trained.report.num_loaded} of {total}"
+        listed = dataclasses.asdict(entry)
         for field, found in {"task": find_task(trained), **count_costs(trained)}.items():
-            _check_equal(field, getattr(entry, field), found)
+            _check_equal(field, listed[field], found)
         verdict["index"] = "ok"
         if entry.fingerprint is None:
             raise UserError("the index has no fingerprint: add the entry again with --replace")
-        found = compute_fingerprint(trained.model, trained.cfg)
-        verdict["fingerprint"] = check_fingerprint(entry.fingerprint, found)
+        fingerprint = compute_fingerprint(trained.model, trained.cfg)
+        verdict["fingerprint"] = _check_fingerprint(entry.fingerprint, fingerprint)
     except UserError as error:
         verdict["error"] = str(error)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:  # of a model's own code
@@ -305,7 +302,7 @@ def count_costs(trained: TrainedModel) -> dict[str, Any]:
     }
 
 
-def check_fingerprint(expected: Fingerprint, found: Fingerprint) -> str:
+def _check_fingerprint(expected: Fingerprint, found: Fingerprint) -> str:
     """Returns the largest deviation, such as "ok, 3 % of tolerance", or raises a ``UserError``."""
     deviations = compare_fingerprints(expected, found)
     wrong = [deviation for deviation in deviations if deviation.ratio > 1]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import yaml
 
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
@@ -25,7 +24,6 @@ from qbheat_det.checkpoint import (
     read_weights,
     save_weights,
 )
-from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import TinyDetector
 
@@ -160,21 +158,6 @@ def test_a_strangers_metadata_that_makes_no_sense_says_nothing(tmp_path: Path) -
         assert list(tensors) == ["a"], text
         assert info is None, text
         assert class_names_of(str(path)) == ()
-
-
-def test_a_runs_description_holds_its_whole_config_as_plain_yaml(tmp_path: Path) -> None:
-    cfg = load_config(get_config_path("coco/mf_detr_211_285M_finetune.yaml"))
-    cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS = ["cat", "dog"], [4, 9]
-    info = WeightsInfo.from_config(cfg, iteration=11, commit="abc")
-    assert (info.class_names, info.category_ids, info.iteration) == (("cat", "dog"), (4, 9), 11)
-    assert (info.pixel_format, info.commit) == (cfg.INPUT.FORMAT, "abc")
-    assert list(info.pixel_mean) == pytest.approx(cfg.MODEL.PIXEL_MEAN)
-    # Prediction refuses aliases, with which a stranger's small file could fill the memory.
-    events = yaml.parse(info.config, Loader=yaml.SafeLoader)
-    assert not any(isinstance(event, yaml.AliasEvent) for event in events)
-    (tmp_path / "config.yaml").write_text(info.config)
-    again = load_config(tmp_path / "config.yaml")
-    assert yaml.safe_load(again.dump()) == yaml.safe_load(cfg.dump())
 
 
 def test_a_folder_stands_for_its_best_weights_and_a_bare_name_for_a_zoo_entry(

@@ -15,8 +15,8 @@ from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage
 
 from qbheat_det.config import get_cfg
+from qbheat_det.core.environment import find_code_version
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.versions import find_code_version
 from qbheat_det.engine import console
 from qbheat_det.engine.run_record import read_run_record, write_run_record
 from qbheat_det.engine.writers import PeriodicWriter, WandbWriter, drop_metrics_from

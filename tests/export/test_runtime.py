@@ -1,8 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""ExportedModel, tools/run_onnx.py and tools/predict.py on hand-written files."""
+"""ExportedModel, the program in docs/export.md and tools/predict.py on hand-written files."""
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from qbheat_det.inference.exported import (
     SharedEncoderModel,
     Task,
 )
-from tests.tool_modules import load_tool, refuse
+from tests.tool_modules import TOOLS, load_tool, refuse
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -111,46 +113,36 @@ def save_image(
 
 PREDICT = load_tool("predict")
 
-RUN_ONNX = load_tool("run_onnx")
-
-
 _CHANGES: list[dict[str, Any]] = [
     {"class_names": "cat"}, {"outputs": ["boxes"]}, {"config": 5}, {"category_ids": [True]},
     {"score_threshold": "low"}, {"pixel_format": "GBR"}, {"format": 2}, {"surprise": 1},
 ]  # fmt: skip
 
 
-def _check_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert RUN_ONNX.main([str(path), "photo.jpg"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(path) in line
+def _check_refused(path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(str(path))):
         ExportedModel.open(path) if path.suffix == ".onnx" else SharedEncoderModel(path)
 
 
-def test_invalid_files_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _check_refused(tmp_path / "missing.onnx", capsys)
+def test_invalid_files_are_refused_by_name(tmp_path: Path) -> None:
+    _check_refused(tmp_path / "missing.onnx")
     whole = write(tmp_path / "cut.onnx", DETECTOR, **describe())
     whole.write_bytes(whole.read_bytes()[:100])
-    _check_refused(whole, capsys)
-    _check_refused(write(tmp_path / "bare.onnx", DETECTOR), capsys)
-    _check_refused(write(tmp_path / "other.onnx", ENCODER, **describe()), capsys)
+    _check_refused(whole)
+    _check_refused(write(tmp_path / "bare.onnx", DETECTOR))
+    _check_refused(write(tmp_path / "other.onnx", ENCODER, **describe()))
     for change in _CHANGES:  # descriptions with other types
         path = write(tmp_path / "x.onnx", DETECTOR, **describe(**change))
         with pytest.raises(UserError, match=re.escape(str(path))):
             ExportedModel.open(path)
 
 
-def test_a_shared_encoder_that_lacks_a_part_or_has_another_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shared_encoder_that_lacks_a_part_or_has_another_is_refused(tmp_path: Path) -> None:
     for part in ("head_*", "enc*"):
         folder = write_shared(tmp_path / part[:3])
         for path in folder.glob(part):
             path.unlink()
-        _check_refused(folder, capsys)
+        _check_refused(folder)
     with pytest.raises(UserError, match=r"other.*head_one\.onnx"):
         SharedEncoderModel(write_shared(tmp_path / "other", other="b"))
     for name, device in (("x.ts", None), ("x.pt2", None), ("x.pt2", "cuda"), ("x.onnx", "cuda:0")):
@@ -167,39 +159,41 @@ def test_other_images_and_failures_inside_are_errors(tmp_path: Path) -> None:
             model(strange)
     (found,) = model(images[:1])
     assert found.pred_boxes.tensor.tolist() == [[0, 0, 5, 4]]
+    one_size = write(tmp_path / "one.onnx", DETECTOR, **describe(image_size=[4, 5]))
+    model = ExportedModel.open(one_size, device="cpu")
+    assert [len(found) for found in model(images)] == [1, 1]  # one at a time
+    with pytest.raises(UserError, match=r"one\.onnx.*4 x 5"):
+        model(images[:, :3])
     fails = ExportedModel(model.path, model.info, lambda images: {"boxes": images[9]})
-    with pytest.raises(UserError, match=r"x\.onnx"):
+    with pytest.raises(UserError, match=r"one\.onnx"):
         fails(images)
 
 
-def test_unreadable_images_are_skipped_and_rotated_ones_turned_upright(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = write(tmp_path / "detector.onnx", DETECTOR, **describe())
-    Image.fromarray(np.full((4, 4), 9000, dtype=np.uint16)).save(tmp_path / "deep.png")
-    (tmp_path / "text.png").write_text("no image")
-    bad = [str(tmp_path / name) for name in ("none.png", "deep.png", "text.png")]
-    portrait, exif = str(tmp_path / "portrait.jpg"), Image.Exif()
+def test_the_program_in_the_docs_needs_onnxruntime_and_numpy_alone(tmp_path: Path) -> None:
+    write(tmp_path / "detector.onnx", DETECTOR, **describe())
+    exif = Image.Exif()
     exif[0x0112] = 6  # as phones write 20 by 40 pixels
-    Image.new("RGB", (40, 20), (255, 0, 0)).save(portrait, exif=exif)
-    assert RUN_ONNX.main([str(model), *bad, portrait]) == 1
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found["image"] == portrait
-    assert [(one["name"], one["box"]) for one in found["found"]] == [("dog", [0, 0, 20, 40])]
-    assert found["found"][0]["score"] > 0.98  # red is the first channel
-    lines = printed.err.splitlines()
-    assert all(name in line for line, name in zip(lines, bad, strict=True))
+    Image.new("RGB", (40, 20), (255, 0, 0)).save(tmp_path / "photo.jpg", exif=exif)
+    page = (TOOLS.parent / "docs" / "export.md").read_text("utf-8")
+    (program,) = (text for text in page.split("```") if text.startswith("python\nimport json"))
+    # As on a machine without them: importing any of these fails.
+    missing = (
+        "import sys\nfor name in ('torch', 'detectron2', 'qbheat_det'): sys.modules[name] = None"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program.replace("python", missing, 1)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name, score, box = run.stdout.split(maxsplit=2)
+    assert (name, box.strip()) == ("dog", "[ 0.  0. 20. 40.]")
+    assert float(score) > 0.98  # red is the first channel
 
 
-def test_an_encoder_and_its_heads_are_one_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encoder_and_its_heads_are_one_model(tmp_path: Path) -> None:
     folder, image = write_shared(tmp_path / "shared"), save_image(tmp_path / "0.png")
-    assert RUN_ONNX.main([str(folder), image]) == 0
-    box = {"name": "dog", "score": 1.0, "box": [0, 0, 64, 96]}
-    found = json.loads(capsys.readouterr().out)
-    assert found == {"image": image, "found": {"one": [box], "two": [box]}}
     model = SharedEncoderModel(folder, device="cpu")
     results = model(np.zeros((1, 96, 64, 3), np.uint8))
     assert results["one"][0].pred_boxes.tensor.tolist() == [[0, 0, 64, 96]]
@@ -207,8 +201,6 @@ def test_an_encoder_and_its_heads_are_one_model(
     assert PREDICT.main([*arguments, "--device", "cpu", "--images", image]) == 0
     (one,) = json.loads((tmp_path / "r.json").read_text())
     assert (one["file_name"], one["bbox"]) == ("0.png", [0, 0, 64, 96])
-    for part in ("encoder", "head_one"):
-        assert RUN_ONNX.main([str(folder / f"{part}.onnx"), image]) == 2
     with pytest.raises(UserError):
         ExportedModel.open(folder / "encoder.onnx")
 

@@ -1,9 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Models split behind a shared backbone: the parts give the results of the whole models."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +18,7 @@ from qbheat_det.export.shared_encoder import split_models
 from qbheat_det.inference.exported import SharedEncoderModel
 from qbheat_det.inference.predict import build_predictor, is_classifier
 from tests.export.tiny_models import build, make_config, save, save_photos
-from tests.tool_modules import TOOLS, load_tool, refuse
+from tests.tool_modules import load_tool, refuse
 
 
 def _exportable(kind: str, seeds: dict[str, int] | None = None, **changes: Any) -> ExportableModel:
@@ -155,25 +152,3 @@ def test_files_in_the_folder_are_kept(tmp_path: Path, capsys: pytest.CaptureFixt
         arguments = ["--shared-encoder", "--weights", weights, "--output", str(folder), *words]
         assert name in refuse(load_tool("export").main, arguments, capsys)
         assert [path.read_bytes() for path in folder.iterdir()] == [b"older"]
-
-
-def test_onnxruntime_and_numpy_are_enough_to_run_it(exported: Path) -> None:
-    # As on a machine without them: importing any of these fails.
-    program = (
-        "import runpy, sys\n"
-        "sys.modules.update(dict.fromkeys(['torch', 'torchvision', 'detectron2', 'qbheat_det']))\n"
-        f"runpy.run_path({str(TOOLS / 'run_onnx.py')!r}, run_name='__main__')\n"
-    )
-    arguments = [str(exported / "shared"), str(exported / "photos" / "0.png")]
-    run = subprocess.run(
-        [sys.executable, "-c", program, *arguments, "--threshold", "0"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)["found"]
-    model = SharedEncoderModel(exported / "shared", device="cpu")
-    for name, result in model(_pixels(exported)).items():
-        scores = _scores(result)
-        assert [one["score"] for one in found[name]] == pytest.approx(sorted(scores)[::-1])

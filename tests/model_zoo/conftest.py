@@ -3,11 +3,8 @@
 
 import dataclasses
 import hashlib
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +60,7 @@ def save_index(entries: Iterable[ZooEntry], path: Path | None = None) -> None:
 @pytest.fixture(autouse=True)
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in the place of the package's weights; its index is empty."""
-    for name in ("QBHEAT_ZOO", "QBHEAT_ZOO_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("QBHEAT_ZOO", raising=False)
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(index, "INDEX_FILE", tmp_path / "index.json")
@@ -85,41 +80,6 @@ def ship(shipped: Path) -> MakeEntry:
         return entry
 
     return put
-
-
-@dataclass
-class Served:
-    """Content by name of the file, and the paths that were downloaded."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    gets: list[str] = field(default_factory=list)
-    delay: float = 0.0  # seconds before each answer
-    url: str = ""
-
-
-@pytest.fixture
-def server() -> Iterator[Served]:
-    """A local server of files."""
-    served = Served()
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            time.sleep(served.delay)
-            served.gets.append(self.path)
-            content = served.files.get(self.path.lstrip("/"))
-            self.send_response(404 if content is None else 200)
-            self.send_header("Content-Length", str(len(content or b"")))
-            self.end_headers()
-            self.wfile.write(content or b"")
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True).start()
-        served.url = f"http://127.0.0.1:{running.server_port}"
-        yield served
-        running.shutdown()
 
 
 @dataclass(frozen=True)

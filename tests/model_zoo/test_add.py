@@ -3,7 +3,6 @@
 
 import datetime
 import hashlib
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation.complexity import CountingRule, count_madds
 from qbheat_det.model_zoo import Metric, ZooEntry, index
 from qbheat_det.model_zoo.add import add_entry, halve_precision, remove_machine_paths
-from qbheat_det.model_zoo.api import TrainedModel
-from qbheat_det.model_zoo.sources import cache_folder, describe_source
+from qbheat_det.model_zoo.sources import TrainedModel, cache_folder, describe_source
 from qbheat_det.model_zoo.verify import compute_fingerprint, verify_entry
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
@@ -48,7 +46,7 @@ def add(backbone: Trained) -> MakeEntry:
     """Adds the tiny backbone."""
 
     def add_tiny(weights: object = None, **more: Any) -> ZooEntry:
-        origin = {key: more.pop(key) for key in [*ORIGIN, "commit", "date"] if key in more}
+        origin = {key: more.pop(key) for key in ORIGIN if key in more}
         return add_entry(str(weights or backbone.path), {**ORIGIN, **origin}, **more)
 
     return add_tiny
@@ -184,8 +182,9 @@ def _add(detector: Trained) -> ZooEntry:
 
 
 def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(
-    ship: MakeEntry, shipped: Path, detector: Trained, tmp_path: Path
-) -> None:
+    ship: MakeEntry, shipped: Path, detector: Trained, tmp_path: Path, add: MakeEntry,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     _ship_encoder(ship, detector, tmp_path)
     entry = _add(detector)
     assert entry == zoo.find_entry(DETECTOR)
@@ -207,6 +206,12 @@ def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(
     part.write_bytes(part.read_bytes().replace(b"square", b"circle"))
     with pytest.raises(UserError, match=part.name):
         zoo.get_checkpoint(DETECTOR)
+    # It is no encoder for others, and is named when its own encoder is replaced.
+    with pytest.raises(UserError, match=DETECTOR):
+        add_entry(str(detector.path), {**ORIGIN, "name": "retinanet/other"}, encoder=DETECTOR)
+    with caplog.at_level("WARNING", logger="qbheat_det.model_zoo.add"):
+        add(replace=True)
+    assert DETECTOR in caplog.text
 
 
 def test_another_encoder_is_refused(
@@ -218,28 +223,3 @@ def test_another_encoder_is_refused(
         _add(detector)
     assert index.INDEX_FILE.read_bytes() == before
     assert [path.name for path in shipped.iterdir()] == ["qb_heat-tiny.safetensors"]
-
-
-def test_an_entry_without_its_encoder_is_no_encoder_and_is_named_when_that_is_replaced(
-    ship: MakeEntry,
-    add: MakeEntry,
-    detector: Trained,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    _ship_encoder(ship, detector, tmp_path)
-    _add(detector)
-    with pytest.raises(UserError, match=DETECTOR):
-        add_entry(str(detector.path), {**ORIGIN, "name": "retinanet/other"}, encoder=DETECTOR)
-    with caplog.at_level("WARNING", logger="qbheat_det.model_zoo.add"):
-        add(replace=True)
-    assert DETECTOR in caplog.text
-
-
-def test_the_index_keeps_the_field(ship: MakeEntry) -> None:
-    encoder = index.SharedEncoder(BACKBONE, "0" * 64, 12)
-    plain = json.loads(json.dumps(index.to_plain(make_entry(encoder=encoder))))
-    assert index.parse_entry(plain, "x").encoder == encoder
-    del plain["encoder"]["size"]
-    with pytest.raises(UserError, match="size"):
-        index.parse_entry(plain, "x")

@@ -20,8 +20,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
 from qbheat_det.model_zoo import ZooEntry
 from qbheat_det.model_zoo.add import add_entry
-from qbheat_det.model_zoo.api import open_trained
 from qbheat_det.model_zoo.index import load_index
+from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.model_zoo.verify import (
     TOLERANCE,
     compare_fingerprints,

@@ -3,7 +3,7 @@
 
 Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``, and every model
 that timm lists under ``timm:<name>``. ``MODEL.BACKBONE.NAME: "timm:resnet18"`` is then enough
-wherever Detectron2 builds a backbone. ``qbheat_det.checkpoint.timm_weights`` loads the weights.
+wherever Detectron2 builds a backbone. ``qbheat_det.checkpoint.convert`` loads the weights.
 
 ``Teacher`` is a frozen timm network whose features ``FeatureDistillation`` predicts.
 """

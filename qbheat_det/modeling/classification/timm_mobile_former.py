@@ -18,7 +18,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.checkpoint.timm_weights import load_into_timm_model, names_for_timm
+from qbheat_det.checkpoint.mobile_former_names import load_into_timm_model, names_for_timm
 from qbheat_det.modeling.backbone import (
     MOBILE_FORMER_ARCHS,
     MobileFormer,

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Others' weights for the encoders here: equal outputs after the change of names, and refusals."""
 
-import math
 import zlib
 from pathlib import Path
 
@@ -21,9 +20,9 @@ from qbheat_det.checkpoint.convert import (
     RESNETS,
     build_resnet,
     convert_weights,
-    torchvision_name,
+    rename_resnet,
 )
-from qbheat_det.checkpoint.official_mobile_former import convert_official, find_size
+from qbheat_det.checkpoint.mobile_former_names import convert_official, find_size
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
@@ -254,7 +253,7 @@ def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> Non
     torch.save({"state_dict": {f"module.{k}": v for k, v in net.state_dict().items()}}, weights)
     output = tmp_path / "ours.safetensors"
     account, keys = convert_weights(str(weights), output, "detectron2:resnet50")
-    assert "2 not used" in account
+    assert account == "318 of 320 tensors"
     cfg = get_cfg()
     for key, value in keys.items():
         cfg.merge_from_list([key, value])
@@ -278,9 +277,8 @@ def test_other_resnets_have_the_same_tensors(name: str) -> None:
     with torch.device("meta"):
         expected = getattr(torchvision.models, name)().state_dict()
         encoder, _ = build_resnet(name)
-    found = {torchvision_name(k): v.shape for k, v in encoder.state_dict().items()}
-    whole = {key: value.shape for key, value in expected.items()}
-    assert found == {key: shape for key, shape in whole.items() if not key.startswith("fc.")}
+    found = {name: tensor.shape for name, tensor in rename_resnet(expected).items()}
+    assert found == {name: tensor.shape for name, tensor in encoder.state_dict().items()}
     assert set(RESNETS) <= set(torchvision.models.list_models())
 
 
@@ -311,22 +309,19 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, resnet18: str) -> None:
     state = read_weights(resnet18)[0]
     half, output = str(tmp_path / "half.safetensors"), tmp_path / "ours.safetensors"
     save_file({key: value for key, value in state.items() if "layer4" not in key}, half)
-    own, mean = "detectron2:resnet18", (0.485, 0.456, 0.406)
-    for weights, target, to, pixel_mean, named in (
-        (resnet18, output, "detectron2:resnet34", (), "detectron2:resnet34: 80 missing"),
-        (resnet18, output, "detectron2:resnet20", (), "resnet20"),
-        (resnet18, output, "resnet18", (), "resnet18"),
-        (resnet18, output, "MobileFormer", (), r"theirs\.safetensors"),
-        (resnet18, output, "timm:tf_efficientnet_lite0", (), "tf_efficientnet_lite0"),
-        (resnet18, output, "timm:efficientnet_lite0", (), "timm:efficientnet_lite0"),
-        (half, output, own, (), "layer4"),
-        (resnet18, output, own, mean, "--pixel-mean"),
-        (resnet18, output, own, (1.0, math.nan, 1.0), "--pixel-mean"),
-        (resnet18, tmp_path / "ours.pth", own, (), r"ours\.pth"),
-        (resnet18, Path(half), own, (), "--overwrite"),
+    own = "detectron2:resnet18"
+    for weights, target, to, named in (
+        (resnet18, output, "detectron2:resnet34", "detectron2:resnet34: 80 missing"),
+        (resnet18, output, "resnet18", "'resnet18'"),
+        (resnet18, output, "MobileFormer", r"theirs\.safetensors"),
+        (resnet18, output, "timm:tf_efficientnet_lite0", "tf_efficientnet_lite0"),
+        (resnet18, output, "timm:efficientnet_lite0", "timm:efficientnet_lite0"),
+        (half, output, own, "res5"),
+        (resnet18, tmp_path / "ours.pth", own, r"ours\.pth"),
+        (resnet18, Path(half), own, "--overwrite"),
     ):
         with pytest.raises(UserError, match=named):
-            convert_weights(weights, target, to, pixel_mean=pixel_mean)
+            convert_weights(weights, target, to)
     assert not output.exists()
 
 
@@ -338,7 +333,7 @@ def test_the_tool_prints_the_report_and_the_keys(
     TOOL.main(arguments)
     printed = capsys.readouterr().out
     for words in (
-        *("24/24 layer1 tensors", "2 not used (fc.bias, fc.weight)"),
+        "120 of 122 tensors",
         *("MODEL.RESNETS.DEPTH 18", 'MODEL.PIXEL_MEAN "[123.675, 116.28, 103.53]"'),
     ):
         assert words in printed

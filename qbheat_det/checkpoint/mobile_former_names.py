@@ -1,17 +1,29 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The tensors of Mobile-Former's authors (github.com/AAboys/MobileFormer) under timm's names here.
+"""Tensors of Mobile-Former under timm's names: from this package, and from the paper's authors.
 
-Their networks are "508M" to "26M" of ``MOBILE_FORMER_ARCHS``. The smallest has grouped 1x1
-convolutions and channel shuffles; they become dense weights in an order of the channels that needs
-no shuffle, which gives the same outputs.
+The authors' networks (github.com/AAboys/MobileFormer) are "508M" to "26M" of
+``MOBILE_FORMER_ARCHS``. The smallest has grouped 1x1 convolutions and channel shuffles. They become
+dense weights in an order of the channels that needs no shuffle, which gives the same outputs.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
 
-# Names of the authors of Mobile-Former, of modules, and ours; those of blocks by kind of block.
+from .matching import bare_backbone, fit_weights
+from .report import check_complete
+from .weights_file import read_weights
+
+logger = logging.getLogger(__name__)
+_DECODER = "decoder."
+_LINEAR = {"classifier.weight", "classifier.bias"}
+_NORM = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+# Names of modules in the authors' networks, and here; those of blocks by kind of block. A BatchNorm
+# follows each convolution "name.N" as "name.N+1"; "hyperN" has the two layers of a dynamic ReLU.
 _MF_STEM = {"tokens.weight": "tokens", "stem.0.weight": "stem.weight"}
 _MF_ATTENTION = {
     "local_global.q": "mobile_to_former.query",
@@ -28,36 +40,20 @@ _MF_ATTENTION = {
     "global_local.proj": "former_to_mobile.value",
 }
 _MF_BLOCKS = {
-    "lite": {
-        "conv.0": "depthwise",
-        "conv.1": "depthwise.norm",
-        "conv.5": "pointwise.norm",
-        "conv.4": "pointwise",
-    },
+    "lite": {"conv.0": "depthwise", "conv.4": "pointwise"},
     "down": {
         "conv1.0": "mobile.down",
-        "conv1.1": "mobile.down.norm",
-        "hyper1.hyper.0": "mobile.down_act.squeeze",
-        "hyper1.hyper.2": "mobile.down_act.slopes",
+        "hyper1": "mobile.down_act",
         "conv2.0": "mobile.down_reduce",
-        "conv2.1": "mobile.down_reduce.norm",
         "conv3.0": "mobile.depthwise",
-        "conv3.1": "mobile.depthwise.norm",
-        "hyper3.hyper.0": "mobile.depthwise_act.squeeze",
-        "hyper3.hyper.2": "mobile.depthwise_act.slopes",
-        "conv4.1": "mobile.reduce.norm",
+        "hyper3": "mobile.depthwise_act",
         "conv4.0": "mobile.reduce",
     },
     "plain": {
         "conv1.0": "mobile.expand",
-        "conv1.1": "mobile.expand.norm",
-        "hyper1.hyper.0": "mobile.expand_act.squeeze",
-        "hyper1.hyper.2": "mobile.expand_act.slopes",
+        "hyper1": "mobile.expand_act",
         "conv2.0": "mobile.depthwise",
-        "conv2.1": "mobile.depthwise.norm",
-        "hyper2.hyper.0": "mobile.depthwise_act.squeeze",
-        "hyper2.hyper.2": "mobile.depthwise_act.slopes",
-        "conv3.1": "mobile.reduce.norm",
+        "hyper2": "mobile.depthwise_act",
         "conv3.0": "mobile.reduce",
     },
 }
@@ -93,16 +89,12 @@ def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         kind = next((kind for kind, name in last.items() if name in state), "")
         if not kind:
             raise KeyError(" or ".join(last.values()))
-        convolutions = [
-            name for name in _MF_BLOCKS[kind] if state[f"{own}{name}.weight"].dim() == 4
-        ]
-        out = len(state[f"{own}{convolutions[-1]}.weight"])
+        out = len(state[last[kind]])
         if kind == "down" or (kind == "lite" and out != channels):
             stage, place = stage + 1, 0
         if groups > 1:
             _undo_groups(weights, own, kind, channels, groups)
-        names = _MF_BLOCKS[kind] if kind == "lite" else _MF_BLOCKS[kind] | _MF_ATTENTION
-        modules |= {f"{own}{k}": f"stages.{stage}.{place}.{v}" for k, v in names.items()}
+        modules |= {f"{own}{k}": f"stages.{stage}.{place}.{v}" for k, v in _name_modules(kind)}
         channels, place = out, place + 1
     if groups > 1:
         _make_dense(weights, "classifier.conv.1", groups, shuffled_by=groups)
@@ -112,6 +104,19 @@ def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if module in modules:
             renamed[f"{modules[module]}.{kind}"] = tensor
     return renamed
+
+
+def _name_modules(kind: str) -> Iterator[tuple[str, str]]:
+    """Yields the authors' names and ours of all modules in a kind of block."""
+    for theirs, ours in _MF_BLOCKS[kind].items():
+        if theirs.startswith("hyper"):
+            yield f"{theirs}.hyper.0", f"{ours}.squeeze"
+            yield f"{theirs}.hyper.2", f"{ours}.slopes"
+        else:
+            stem, _, number = theirs.rpartition(".")
+            yield theirs, ours
+            yield f"{stem}.{int(number) + 1}", f"{ours}.norm"
+    yield from _MF_ATTENTION.items() if kind != "lite" else ()
 
 
 def _count_groups(state: Mapping[str, Tensor]) -> int:
@@ -152,3 +157,60 @@ def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by:
 def _shuffle(channels: int, groups: int) -> Tensor:
     """Returns (channels,): the channel that a shuffle moves to each place."""
     return torch.arange(channels).view(groups, -1).t().flatten()
+
+
+def names_for_timm(
+    state: Mapping[str, Tensor], model: nn.Module | None = None
+) -> dict[str, Tensor]:
+    """Renames the tensors of a model on Mobile-Former as timm's Mobile-Former has them.
+
+    Of a classifier with a linear decoder these are the backbone and the last layer, with a
+    BatchNorm before it folded in; of all other models the backbone. timm's loaders pass ``model``.
+    """
+    names = bare_backbone(state)
+    if not names:
+        return dict(state)
+    return {**{short: state[name] for name, short in names.items()}, **_fold_classifier(state)}
+
+
+def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    decoder = {n.partition(_DECODER)[2]: tensor for n, tensor in state.items() if _DECODER in n}
+    if any(name.startswith("neck.") for name in decoder):  # of the networks of "508M" to "26M"
+        return decoder
+    if not set(decoder) >= _LINEAR or not set(decoder) <= _LINEAR | _NORM:
+        return {}  # a transformer decoder, or none
+    weight, bias = decoder["classifier.weight"], decoder["classifier.bias"]
+    if "norm.running_var" in decoder:
+        scale = (decoder["norm.running_var"].double() + nn.BatchNorm1d(1).eps).rsqrt()
+        folded = weight.double() * scale
+        bias = (bias.double() - folded @ decoder["norm.running_mean"].double()).to(bias.dtype)
+        weight = folded.to(weight.dtype)
+    return {"classifier.weight": weight, "classifier.bias": bias}
+
+
+def load_into_timm_model(model: nn.Module, settings: dict[str, Any] | None, path: str) -> None:
+    """Loads a file of this package into timm's Mobile-Former, which takes RGB images in [0, 1].
+
+    The classifier is loaded if the file has one of the same shape; mean and std of ``settings``,
+    timm's ``pretrained_cfg``, become the file's. A ``UserError`` if the backbone does not fit.
+    """
+    state, info = read_weights(path)
+    stored = {name: tensor.float() for name, tensor in names_for_timm(state).items()}
+    own = model.state_dict()
+    for name in _LINEAR & set(stored):
+        if name not in own or stored[name].shape != own[name].shape:
+            del stored[name]
+    is_bgr = info is not None and info.pixel_format == "BGR"
+    if "stem.weight" in stored and "stem.weight" in own:
+        stem = stored["stem.weight"].flip(1) if is_bgr else stored["stem.weight"]
+        if stem.shape[1] != own["stem.weight"].shape[1]:
+            stem = adapt_input_conv(own["stem.weight"].shape[1], stem)
+        stored["stem.weight"] = stem
+    fitting, report = fit_weights(stored, own, file=path)
+    check_complete(report)
+    model.load_state_dict({**own, **fitting})
+    logger.info("Loaded '%s': %s", path, report)
+    if info is not None and info.pixel_mean and info.pixel_std and settings is not None:
+        order = slice(None, None, -1 if is_bgr else 1)
+        settings["mean"] = tuple(value / 255 for value in info.pixel_mean[order])
+        settings["std"] = tuple(value / 255 for value in info.pixel_std[order])
