@@ -93,7 +93,18 @@ def test_near_duplicates_are_named_by_their_first_image() -> None:
 
 
 def test_projection_keeps_distances() -> None:
-    features = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * torch.arange(20)
-    full = coverage.unit_vectors(features, dimensions=20)
-    kept = coverage.unit_vectors(features @ torch.linalg.qr(torch.randn(20, 20))[0], dimensions=19)
-    torch.testing.assert_close(full @ full.T, kept @ kept.T, atol=2e-2, rtol=0)
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(300, 120, generator=generator)
+    wide = features @ torch.linalg.qr(torch.randn(140, 140, generator=generator))[0][:120]
+    narrow, projected = coverage.unit_vectors(features), coverage.unit_vectors(wide)
+    assert projected.shape == (300, 128)
+    torch.testing.assert_close(narrow @ narrow.T, projected @ projected.T, atol=1e-4, rtol=0)
+
+
+def test_images_that_equal_the_mean_repeat_each_other() -> None:
+    features = torch.rand(5, 140, generator=torch.Generator().manual_seed(0)) + 1
+    for count in (1, 2):  # the same image, once rounded otherwise
+        copies = features[:1].repeat(count, 1) * torch.tensor([[1.0], [1.0005]])[:count]
+        vectors = coverage.unit_vectors(copies)
+        assert coverage.find_duplicates(vectors).tolist() == [0] * count
+    assert coverage.find_duplicates(coverage.unit_vectors(features)).tolist() == [*range(5)]

@@ -12,8 +12,7 @@ import torch
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import apply_corrections, inspect_labels, inspection, write_suspects
-from qbheat_det.labelling.inspection import calibrate, make_errors
-from qbheat_det.labelling.suspects import ImageBoxes, find_suspects
+from qbheat_det.labelling.inspection import ImageBoxes, calibrate, find_suspects, make_errors
 from tests.data.pictures import draw, save
 
 BOXES = [[4, 4, 8, 8], [20, 4, 8, 8], [4, 20, 8, 8]]

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.labelling import embeddings, select, write_selection
+from qbheat_det.labelling import select, selection, write_selection
 from qbheat_det.labelling.selection import uncertainty
 from tests.tool_modules import load_tool
 
@@ -45,10 +45,10 @@ def names(files: list[str]) -> set[str]:
 def test_each_picture_is_selected_once_and_what_is_left_out_is_named(
     photos: Path, strategy: str
 ) -> None:
-    selection = select(photos, 6, strategy=strategy)  # type: ignore[arg-type]
-    assert names(selection.files) == {f"{number}.png" for number in range(6)}
-    assert [Path(path).name for path in selection.pool.repeated] == ["5_again.png"]
-    assert [Path(path).name for path in selection.pool.unreadable] == ["broken.png"]
+    found = select(photos, 6, strategy=strategy)  # type: ignore[arg-type]
+    assert names(found.files) == {f"{number}.png" for number in range(6)}
+    assert [Path(path).name for path in found.pool.repeated] == ["5_again.png"]
+    assert [Path(path).name for path in found.pool.unreadable] == ["broken.png"]
 
 
 def test_images_with_labels_and_their_copies_are_never_selected(
@@ -61,16 +61,16 @@ def test_images_with_labels_and_their_copies_are_never_selected(
         (tmp_path / name).write_bytes((photos / name).read_bytes())
     records.append({"id": 2, "file_name": "4.png", "width": 160, "height": 120})
     (tmp_path / "labels.json").write_text(json.dumps(content))
-    selection = select(photos, 4, data=str(tmp_path / "labels.json"))
-    assert names(selection.files) == {f"{number}.png" for number in range(4)}
-    assert len(selection.pool.labelled) == 2
+    found = select(photos, 4, data=str(tmp_path / "labels.json"))
+    assert names(found.files) == {f"{number}.png" for number in range(4)}
+    assert found.pool.num_labelled == 2
 
 
 def test_vectors_come_from_the_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [str(photos / f"{number}.png") for number in range(3)]
-    first = embeddings.embed_images(files)
-    monkeypatch.setattr(embeddings, "encode", None)
-    again = embeddings.embed_images(files[::-1])
+    first = selection.embed_images(files)
+    monkeypatch.setattr(selection, "encode", None)
+    again = selection.embed_images(files[::-1])
     torch.testing.assert_close(again.vectors, first.vectors.flip(0), rtol=0, atol=0)
 
 
@@ -81,9 +81,9 @@ def test_uncertainty_by_hand() -> None:
 
 
 def test_a_detector_brings_uncertain_images_and_its_boxes(photos: Path, tmp_path: Path) -> None:
-    selection = select([photos, CELLS], 1, weights=DETECTOR)
-    assert names(selection.files) == {"cells.jpg"}  # the only one with cells
-    paths = {path.name: path for path in write_selection(selection, tmp_path)}
+    found = select([photos, CELLS], 1, weights=DETECTOR)
+    assert names(found.files) == {"cells.jpg"}  # the only one with cells
+    paths = {path.name: path for path in write_selection(found, tmp_path)}
     (task,) = json.loads(paths["label_studio.json"].read_text())
     dataset = json.loads(paths["cvat.json"].read_text())
     boxes = task["predictions"][0]["result"]
