@@ -29,10 +29,10 @@ from qbheat_det.core.seeding import IMAGE, VIEW, seed_place
 from qbheat_det.data import DataError, FixedViews, TrainStream, number_records
 from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.feature_cache import store as feature_store
-from qbheat_det.feature_cache.build import AllViews, make_view
-from qbheat_det.feature_cache.build import fill as build
+from qbheat_det.feature_cache.encoder import make_view
 from qbheat_det.feature_cache.frozen import CachedViews
-from qbheat_det.feature_cache.store import FORMAT_VERSION, FeatureStore, Stored, View
+from qbheat_det.feature_cache.store import FORMAT_VERSION, AllViews, FeatureStore, Stored, View
+from qbheat_det.feature_cache.store import fill as build
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
 
