@@ -28,6 +28,7 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from qbheat_det.checkpoint import load_run_config
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data.datasets.splits import choose_val, group_by_rarest_class
 from qbheat_det.engine import RunFlags
@@ -114,7 +115,10 @@ def _predict_halves(
         halves[index in second].append(image["file_name"])
     files = [folder / "half_1.json", folder / "half_2.json"]
     for half, path in zip(halves, files, strict=True):
-        write_atomically(path, json.dumps(file.keep(set(half))).encode())
+        lists = file.keep(set(half))
+        if not lists["annotations"]:
+            raise UserError(f"'{file.json_file}': all boxes are in one half of the images")
+        write_atomically(path, json.dumps(lists).encode())
     recipe, settings, weights = _choose_recipe(encoder, folder)
     by_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in file.images}
     quality = []

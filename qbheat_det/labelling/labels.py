@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -170,8 +170,3 @@ def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
         raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")
     parsed = [parse_record(LabelSuspect, entry, f"'{path}': suspect") for entry in entries]
     return list(dict.fromkeys(parsed))
-
-
-def dump_suspects(labels: Labels, suspects: Sequence[LabelSuspect]) -> str:
-    """Returns the content of ``suspects.json``."""
-    return json.dumps({"data": labels.digest, "suspects": [asdict(s) for s in suspects]}, indent=1)

@@ -8,7 +8,7 @@ encoder's feature vectors of the images are kept in a cache on disk.
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
+from detectron2.structures import Instances
 from torch import Tensor
 from tqdm import tqdm
 
@@ -30,6 +32,7 @@ from qbheat_det.inference.encoder import encode, locate_weights, open_encoder
 from qbheat_det.inference.exported import ExportedPredictor
 from qbheat_det.inference.files import build_detector, open_weights
 from qbheat_det.inference.predict import InputFile, find_inputs, is_classifier, predict_images
+from qbheat_det.inference.video import Image
 from qbheat_det.probing import find_feature
 
 from .coverage import COVERING, choose_uncertain, cover, find_duplicates, unit_vectors
@@ -40,6 +43,13 @@ _SET = "images_with_labels"
 _LEAST_SCORE = 0.05
 _BATCH = 16
 _ROWS = 500  # per question to the database
+
+
+class Detector(NamedTuple):
+    """A trained detector: it predicts on a BGR image (H, W, 3), and has a config."""
+
+    predict: Callable[[Image], Mapping[str, Instances]]
+    cfg: CfgNode
 
 
 class Embeddings(NamedTuple):
@@ -130,19 +140,20 @@ def select(
         raise UserError("the strategy 'uncertainty' needs a detector: add --weights RUN")
     if budget < 1:
         raise UserError(f"--budget is {budget}, but must be at least 1")
+    detector = open_detector(weights, device) if weights else None
     pool = _open_pool(images, data, encoder, budget, device)
     taken, vectors = range(pool.num_labelled), pool.vectors
     rows = [*taken, *pool.free]
     files, vectors = [pool.files[i] for i in rows], vectors[rows]
     boxes = None
-    if strategy == "uncertainty":
-        boxes = predict_boxes(files[len(taken) :], str(weights), device)
+    if strategy == "uncertainty" and detector:
+        boxes = predict_boxes(files[len(taken) :], detector)
         chosen = choose_uncertain(vectors, boxes.measure_uncertainties(files), budget, taken)
     else:
         chosen = cover(strategy, vectors, budget, taken, seed=seed)
     files = [files[i] for i in chosen]
-    if weights and boxes is None:
-        boxes = predict_boxes(files, str(weights), device)
+    if detector and boxes is None:
+        boxes = predict_boxes(files, detector)
     return Selection(files, pool, boxes)
 
 
@@ -192,19 +203,21 @@ def list_labelled(data: str) -> list[str]:
     return files
 
 
-def predict_boxes(files: Sequence[str], weights: str, device: str | None) -> PoolBoxes:
-    """Predicts boxes on images with any trained detector.
-
-    Raises:
-        UserError: the weights are not a detector's, or cannot be read.
-    """
-    exported, cfg = open_weights(weights, None, device=device, fast=False, opts=())
+def open_detector(weights: str | Path, device: str | None = None) -> Detector:
+    """Opens any trained detector; a ``UserError`` says why the weights are none."""
+    exported, cfg = open_weights(str(weights), None, device=device, fast=False, opts=())
     if is_classifier(cfg):
         raise UserError(f"'{weights}' is a classifier: --weights takes a detector")
+    predict = ExportedPredictor(exported) if exported else build_detector(str(weights), cfg)
+    return Detector(predict, cfg)
+
+
+def predict_boxes(files: Sequence[str], detector: Detector) -> PoolBoxes:
+    """Predicts boxes on images."""
     found = predict_images(
-        ExportedPredictor(exported) if exported else build_detector(weights, cfg),
+        detector.predict,
         [InputFile(Path(path), path) for path in files],
-        cfg=cfg,
+        cfg=detector.cfg,
         score_threshold=_LEAST_SCORE,
         output_dir=None,
         draw=lambda image, _: image,
@@ -212,7 +225,8 @@ def predict_boxes(files: Sequence[str], weights: str, device: str | None) -> Poo
     results: dict[str, list[dict[str, Any]]] = {}
     for box in found.results:
         results.setdefault(box["file_name"], []).append(box)
-    return PoolBoxes(results, list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS))
+    model = detector.cfg.MODEL
+    return PoolBoxes(results, list(model.CLASS_NAMES), list(model.CATEGORY_IDS))
 
 
 def uncertainty(scores: Sequence[float]) -> float:

@@ -23,7 +23,7 @@ from qbheat_det.data import IMAGE_FORMATS
 from qbheat_det.inference.drawing import get_class_color
 from qbheat_det.inference.results import Format, render_annotations
 
-from .labels import Labels, LabelSuspect, dump_suspects
+from .labels import Labels, LabelSuspect
 from .selection import Selection
 
 Drawn = list[tuple[Sequence[float], tuple[int, int, int]]]
@@ -95,6 +95,8 @@ def write_suspects(
     Returns:
         The page.
     """
+    content = {"data": labels.digest, "suspects": [asdict(one) for one in suspects]}
+    write_atomically(folder / "suspects.json", json.dumps(content, indent=1).encode())
     shown = suspects[:_MOST_SUSPECTS]
     root = labels.file.image_root
     rows = [
@@ -102,9 +104,8 @@ def write_suspects(
          "image": draw_suspect(os.path.join(root, one.file_name), one)}
         for one in tqdm(shown, desc="drawing", unit="label", disable=None, delay=1)
     ]  # fmt: skip
-    content = {"data": labels.digest, "suspects": [asdict(one) for one in shown]}
+    content["suspects"] = [asdict(one) for one in shown]
     page = _load_template("suspects.html.j2").render(rows=rows, content=content, command=command)
-    write_atomically(folder / "suspects.json", dump_suspects(labels, suspects).encode())
     write_atomically(folder / "suspects.html", page.encode(errors="surrogateescape"))
     return folder / "suspects.html"
 

@@ -85,11 +85,41 @@ def test_k_means_separates_clear_clusters() -> None:
     assert len(pairs) == 3
 
 
-def test_near_duplicates_are_named_by_their_first_image() -> None:
-    vectors, _ = make_pool([1] * 8)
-    repeated = torch.cat([vectors, vectors[[3, 5]] + 1e-3])
-    repeated = torch.nn.functional.normalize(repeated, dim=1)
-    assert coverage.find_duplicates(repeated).tolist() == [*range(8), 3, 5]
+def test_near_duplicates_are_named_by_the_first_image_of_a_connected_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    angles = torch.rand(40, generator=torch.Generator().manual_seed(0)) * 6.28
+    vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
+    near = vectors @ vectors.T >= 0.99
+    expected = torch.arange(40)
+    for _ in range(40):  # each image takes the smallest number of those beside it
+        expected = torch.where(near, expected, 40).amin(1)
+    assert 5 < len(expected.unique()) < 30
+    for block in (40, 40 * 7, 2**24):
+        monkeypatch.setattr(coverage, "_BLOCK", block)
+        found = coverage.find_duplicates(vectors, cosine=0.99)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", coverage.COVERING)
+def test_choices_do_not_depend_on_the_blocks(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors, _ = make_pool([30, 20, 9, 3], spread=0.15)
+    expected = coverage.cover(strategy, vectors, 9, [3, 40])
+    monkeypatch.setattr(coverage, "_BLOCK", 100)
+    assert coverage.cover(strategy, vectors, 9, [3, 40]) == expected
+
+
+def test_uncertain_images_differ_from_each_other_and_the_most_uncertain_comes_first() -> None:
+    vectors, clusters = make_pool([8, 8, 8, 8])
+    values = torch.rand(32, generator=torch.Generator().manual_seed(0)) + (clusters != 3)
+    values[[5, 0]] = torch.tensor([9.0, 99])
+    chosen = coverage.choose_uncertain(vectors, values, 3, taken=[0, 16])
+    assert chosen[0] == 5
+    assert clusters[chosen].tolist()[1] == 1  # cluster 3 is certain, 0 and 2 have images
+    assert len(set(chosen) - {0, 16}) == 3
+    assert sorted(coverage.choose_uncertain(vectors[:4], values[:4], 9, [0])) == [1, 2, 3]
 
 
 def test_projection_keeps_distances() -> None:
