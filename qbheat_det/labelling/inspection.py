@@ -166,10 +166,10 @@ def calibrate(
     A box is a suspect once, and so is a region without boxes.
 
     Args:
-        suspects: of ``find_suspects``.
-        truth: boxes of each image.
-        predictions: predictions on each image.
-        seed: seed of the errors that are made to measure the scores.
+        suspects: results of ``find_suspects``.
+        truth: annotated boxes of each image.
+        predictions: predicted boxes of each image.
+        seed: seed of the errors that are made to calibrate the scores.
     """
     generator = np.random.default_rng(seed)
     curves = {kind: _fit(kind, truth, predictions, generator) for kind in get_args(Kind)}
@@ -209,8 +209,7 @@ def make_errors(
     """Deletes boxes, moves them or changes their classes in a copy of the labels.
 
     Returns:
-        The changed labels, and for each image the indices of the changed boxes in ``truth``. Boxes
-        are deleted from the end of an image's list, so that indices of the others stay.
+        The changed labels, and for each image the indices of the changed boxes in ``truth``.
     """
     classes = np.unique(np.concatenate([one.classes.numpy() for one in truth]))
     changed, errors = [], []

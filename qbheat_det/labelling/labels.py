@@ -58,7 +58,7 @@ class LabelSuspect:
 
     @property
     def text(self) -> str:
-        """The error in words."""
+        """Returns the error in words."""
         if self.kind == "missing":
             return f"a {self.category} without a box"
         if self.kind == "location":

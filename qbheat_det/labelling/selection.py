@@ -10,7 +10,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +38,7 @@ from qbheat_det.probing import find_feature
 from .coverage import COVERING, choose_uncertain, cover, find_duplicates, unit_vectors
 
 Strategy = Literal["typiclust", "prob_cover", "k_center", "uncertainty"]
+Boxes = dict[str, list[dict[str, Any]]]
 Vector = npt.NDArray[np.float16]
 _SET = "images_with_labels"
 _LEAST_SCORE = 0.05
@@ -82,26 +83,20 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class PoolBoxes:
-    """Boxes of a detector on images: COCO's results by path, and the classes of the detector."""
-
-    results: dict[str, list[dict[str, Any]]]
-    class_names: list[str]
-    category_ids: list[int]
-
-    def measure_uncertainties(self, files: Sequence[str]) -> Tensor:
-        """Returns the uncertainty (N,) of each image, 0 if the detector cannot read it."""
-        scores = [[box["score"] for box in self.results.get(path, ())] for path in files]
-        return torch.tensor([uncertainty(own) for own in scores])
-
-
-@dataclass(frozen=True)
 class Selection:
-    """The images to label next, in the order of choice, with boxes of the detector if any."""
+    """The images to label next.
+
+    Attributes:
+        files: paths in the order of choice.
+        pool: the images to choose from.
+        boxes: boxes of the detector by path, in COCO's format; empty without a detector.
+        class_names: names of the detector's classes by category id.
+    """
 
     files: list[str]
     pool: Pool
-    boxes: PoolBoxes | None = None
+    boxes: Boxes = field(default_factory=dict)
+    class_names: dict[int, str] = field(default_factory=dict)
 
 
 def select(
@@ -145,16 +140,20 @@ def select(
     taken, vectors = range(pool.num_labelled), pool.vectors
     rows = [*taken, *pool.free]
     files, vectors = [pool.files[i] for i in rows], vectors[rows]
-    boxes = None
+    boxes: Boxes = {}
     if strategy == "uncertainty" and detector:
         boxes = predict_boxes(files[len(taken) :], detector)
-        chosen = choose_uncertain(vectors, boxes.measure_uncertainties(files), budget, taken)
+        chosen = choose_uncertain(vectors, measure_uncertainties(files, boxes), budget, taken)
     else:
         chosen = cover(strategy, vectors, budget, taken, seed=seed)
     files = [files[i] for i in chosen]
-    if detector and boxes is None:
-        boxes = predict_boxes(files, detector)
-    return Selection(files, pool, boxes)
+    if not detector:
+        return Selection(files, pool)
+    model = detector.cfg.MODEL
+    names = dict(enumerate(model.CLASS_NAMES, start=1))
+    if model.CATEGORY_IDS:
+        names = dict(zip(model.CATEGORY_IDS, model.CLASS_NAMES, strict=False))
+    return Selection(files, pool, boxes or predict_boxes(files, detector), names)
 
 
 def _open_pool(
@@ -212,8 +211,8 @@ def open_detector(weights: str | Path, device: str | None = None) -> Detector:
     return Detector(predict, cfg)
 
 
-def predict_boxes(files: Sequence[str], detector: Detector) -> PoolBoxes:
-    """Predicts boxes on images."""
+def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
+    """Returns the boxes on each image that has any, by path, in COCO's format."""
     found = predict_images(
         detector.predict,
         [InputFile(Path(path), path) for path in files],
@@ -222,11 +221,15 @@ def predict_boxes(files: Sequence[str], detector: Detector) -> PoolBoxes:
         output_dir=None,
         draw=lambda image, _: image,
     )
-    results: dict[str, list[dict[str, Any]]] = {}
+    boxes: Boxes = {}
     for box in found.results:
-        results.setdefault(box["file_name"], []).append(box)
-    model = detector.cfg.MODEL
-    return PoolBoxes(results, list(model.CLASS_NAMES), list(model.CATEGORY_IDS))
+        boxes.setdefault(box["file_name"], []).append(box)
+    return boxes
+
+
+def measure_uncertainties(files: Sequence[str], boxes: Boxes) -> Tensor:
+    """Returns the uncertainty (N,) of each image, 0 if it has no boxes."""
+    return torch.tensor([uncertainty([b["score"] for b in boxes.get(f, ())]) for f in files])
 
 
 def uncertainty(scores: Sequence[float]) -> float:

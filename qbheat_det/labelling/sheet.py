@@ -46,25 +46,22 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
         UserError: the folder cannot be written.
     """
     check_writable(folder / "selected.txt")
-    boxes, images, results, rows = selection.boxes, [], [], []
-    names = list(boxes.class_names) if boxes else []
-    ids = (boxes.category_ids if boxes else []) or list(range(1, 1 + len(names)))
+    images, results, rows = [], [], []
+    names = selection.class_names
     for number, path in enumerate(selection.files, start=1):
-        found = boxes.results.get(path, []) if boxes else []
-        image = _open_upright(path)
+        found, image = selection.boxes.get(path, []), _open_upright(path)
         size = {"height": image.height, "width": image.width}
         images.append({"id": number, "file_name": path, **size})
         results += [{**box, "image_id": number} for box in found]
         shown = [box for box in found if box["score"] >= _DRAWN_SCORE]
-        counts = Counter(box["category_id"] for box in shown)
-        titles = dict(zip(ids, names, strict=False))
-        text = ", ".join(f"{count} {titles.get(key, key)}" for key, count in counts.items())
+        counts = Counter(names.get(box["category_id"], box["category_id"]) for box in shown)
+        text = ", ".join(f"{count} {name}" for name, count in counts.items())
         drawn: Drawn = [(box["bbox"], get_class_color(box["category_id"])) for box in shown]
         rows.append({"name": os.path.basename(path), "path": path, "boxes": text,
                      "image": _draw(image, drawn)})  # fmt: skip
     files = {"selected.txt": "".join(f"{path}\n" for path in selection.files)}
     for form, name in _FORMATS.items():
-        tasks = render_annotations(results, images, names, ids, form)
+        tasks = render_annotations(results, images, [*names.values()], [*names], form)
         files[name] = json.dumps(tasks, indent=1)
     pool = selection.pool
     files["index.html"] = _load_template("sheet.html.j2").render(

@@ -21,7 +21,7 @@ from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
 from .coverage import COVERING, choose_uncertain, cover, unit_vectors
-from .selection import embed_images, open_detector, predict_boxes
+from .selection import embed_images, measure_uncertainties, open_detector, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"
 _POINTS, _CURVE = "points.json", "curve.svg"
@@ -147,7 +147,7 @@ def _choose(
     if strategy == "random":
         return np.random.default_rng(seed).permutation(len(paths))[:budget].tolist()
     if strategy == "uncertainty" and run:
-        values = predict_boxes(paths, open_detector(run)).measure_uncertainties(paths)
+        values = measure_uncertainties(paths, predict_boxes(paths, open_detector(run)))
         return [*chosen, *choose_uncertain(vectors, values, need, chosen)]
     name = "typiclust" if strategy == "uncertainty" else strategy
     return [*chosen, *cover(name, vectors, need, chosen, seed=seed)]
