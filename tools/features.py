@@ -6,11 +6,11 @@ examples:
   qbheat features --weights output/encoder/model_final.safetensors --images photos/ \\
       --parquet features/
 
-  # over millions, by all cores and machines of a cluster of Ray
+  # millions of images, on all cores and machines of a Ray cluster
   qbheat features --weights qbheat://distill/285M --images s3://bucket/shards \\
       --parquet features/ --engine ray --resume
 
-exit code: 0; 1 if an image could not be read, which is a row with an error; 2 if nothing was done.
+exit code: 0; 1 if an image cannot be read (its row has an error); 2 if nothing was done.
 """
 
 import argparse
@@ -32,19 +32,19 @@ from arguments import (
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--weights", required=True, help=f"of an encoder or a classifier: {WEIGHTS}")
-    add("--images", nargs="+", required=True, metavar="PATH", help="images, folders")
-    add("--size", type=int, default=0, help="side of the square in the middle of an image as the "
-        "encoder gets it, in pixels (default: as in its pre-training)")  # fmt: skip
+    add("--weights", required=True, help=f"an encoder or a classifier: {WEIGHTS}")
+    add("--images", nargs="+", required=True, metavar="PATH", help="images and folders")
+    add("--size", type=int, default=0, help="side in pixels of the central square that the encoder "
+        "sees (default: as in its pre-training)")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    add("--fast", action="store_true", help="compute by the encoder's fastest equal form")
+    add("--fast", action="store_true", help="run the encoder's fastest equivalent form")
     add_batch_flags(parser)
     args = parser.parse_args(argv)
     check_batch_flags(parser, args)
     if not args.parquet:
-        parser.error("nothing to write: name --parquet DIR")
+        parser.error("--parquet DIR is required")
     if args.size < 0:
-        parser.error("--size is a number of pixels")
+        parser.error("--size must be 0 or more")
     return args
 
 

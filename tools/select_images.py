@@ -32,21 +32,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=int, default=0, metavar="N", help="number of images to select")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--weights", help=f"a trained detector, for later rounds: {WEIGHTS}")
-    add("--data", metavar="SRC", help="the images that have labels already, in any format that "
-        "qbheat train takes; they and near-duplicates of them are left out")  # fmt: skip
+    add("--data", metavar="SRC", help="images that have labels, in any format that qbheat train "
+        "takes; they and near-duplicates of them are left out")  # fmt: skip
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
     add("--strategy", choices=["typiclust", "prob_cover", "k_center", "uncertainty"],
         help="default: uncertainty with --weights, else typiclust")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    add(
-        "--simulate",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="train with so many labels of --data by each strategy and draw AP50 over their number",
-    )
+    add("--simulate", type=int, nargs="+", default=[], metavar="N", help="train on N labelled "
+        "images of --data, chosen by each strategy, and draw AP50 over N")  # fmt: skip
     add("--val", default="", metavar="SRC", help="with --simulate: the validation data, if --data "
         "has none")  # fmt: skip
     add("--strategies", nargs="+", default=["random", "typiclust", "uncertainty"],
@@ -79,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             args.simulate,
             args.output,
             val=args.val,
-            images="".join(args.images),
+            images=args.images[0] if args.images else "",
             strategies=args.strategies,
             seeds=args.seeds,
             encoder=args.encoder,
@@ -87,8 +81,10 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"{len(points)} detectors: '{args.output / 'points.json'}' and 'curve.svg'")
         return 0
-    if args.opts or not args.images or args.budget < 1:
-        raise UserError("--images and --budget select images; KEY VALUE goes with --simulate")
+    if args.opts:
+        raise UserError(f"'{args.opts[0]}' overrides a training config, which needs --simulate")
+    if not args.images or args.budget < 1:
+        raise UserError("name --images and a positive --budget")
     selection = select(
         args.images,
         args.budget,

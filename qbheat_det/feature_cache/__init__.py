@@ -6,7 +6,7 @@
 - ``check_cacheable`` refuses configs whose features change during training.
 """
 
-from .backbone import CachedBackbone
+from .encoder import CachedBackbone
 from .frozen import CachedFeatures, check_cacheable, use_cached_features
 from .teacher import TeacherFeatures
 

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Trains a head on cached outputs of its frozen encoder.
 
-The model's encoder is replaced before the optimizer is built. The cache is built once the weights
-are loaded, and is shared by all runs with the same encoder, images and views.
+``CachedBackbone`` replaces the encoder before the optimizer is built. The cache is built after the
+weights are loaded. All runs with the same encoder, images and views share it.
 """
 
 import dataclasses
@@ -52,21 +52,11 @@ from qbheat_det.modeling.contracts import (
     keeps_backbone_in_eval,
 )
 
-from .backbone import CachedBackbone
-from .build import (
-    AllViews,
-    Mapped,
-    check_cache_keys,
-    encode_images,
-    fill,
-    make_key,
-    open_store,
-)
-from .store import VIEWS_PER_FILE, FeatureStore, Stored, View
+from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, make_key, open_store
+from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View, fill
 
 logger = logging.getLogger(__name__)
 
-_OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 _KEPT = ("file_name", "image_id", "label")
 
 
@@ -106,7 +96,7 @@ class CachedViews:
 
 
 class CachedFeatures:
-    """The cache of a run, which ``prepare`` builds and the stream and the test loaders read."""
+    """The cache of a run: ``prepare`` builds it, the stream and the test loaders read it."""
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
         """``backbone`` is the part of ``model`` that outputs the features."""
@@ -114,7 +104,7 @@ class CachedFeatures:
         self._model = model
         self._backbone = backbone
         self._views: dict[str, FixedViews] = {}
-        self._tests: dict[str, tuple[AllViews, CachedViews]] = {}
+        self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
 
     def prepare(self, stream: TrainStream) -> None:
         """Completes the caches and replaces the stream's mapper by one that reads them.
@@ -134,8 +124,7 @@ class CachedFeatures:
         """Completes the cache of a stream; ``mapper`` has fixed views at the first call."""
         if isinstance(mapper, FixedViews):
             self._views[title] = mapper
-        _, cached = self._make(title, stream.dataset, self._views[title], is_train=True)
-        return cached
+        return self._make(title, AllViews(stream.dataset, self._views[title]), is_train=True)
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> Any:
         """Like ``Trainer.build_test_loader``, with features instead of images.
@@ -146,9 +135,9 @@ class CachedFeatures:
             with self._backbone.encoding(self._device):
                 self._share_weights()
                 self._make_test_sets()
-        views, mapper = self._tests[dataset_name]
-        records, workers = views.records, cfg.DATALOADER.NUM_WORKERS
-        if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+        records, mapper = self._tests[dataset_name]
+        workers = cfg.DATALOADER.NUM_WORKERS
+        if self._has_classes:
             return ImageBatches(records, mapper=mapper, num_workers=workers)
         return build_detection_test_loader(
             records, mapper=mapper, sampler=InferenceSampler(len(records)), num_workers=workers
@@ -157,6 +146,10 @@ class CachedFeatures:
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
+
+    @property
+    def _has_classes(self) -> bool:
+        return self._cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
 
     def _share_weights(self) -> None:
         """Sends the main process's encoder to all others; random weights differ."""
@@ -169,60 +162,53 @@ class CachedFeatures:
     def _make_test_sets(self) -> None:
         cfg = self._cfg
         for name in cfg.DATASETS.TEST:
-            if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
+            if self._has_classes:
                 records = load_classes([name], cfg.MODEL.CLASS_NAMES)
             else:
                 records = get_detection_dataset_dicts(name, filter_empty=False)
-            views = FixedViews(build_mapper(cfg, is_train=False), count=1)
             # Forked workers share one serialized array instead of copying records.
-            numbered = DatasetFromList(number_records(records), copy=False, serialize=True)
-            self._tests[name] = self._make(f"test set '{name}'", numbered, views, is_train=False)
+            numbered: Any = DatasetFromList(number_records(records), copy=False, serialize=True)
+            views = FixedViews(build_mapper(cfg, is_train=False), count=1)
+            cached = self._make(f"test set '{name}'", AllViews(numbered, views), is_train=False)
+            self._tests[name] = numbered, cached
         self._backbone.trust()
 
-    def _make(
-        self, title: str, records: Sequence[dict[str, Any]], views: FixedViews, *, is_train: bool
-    ) -> tuple[AllViews, CachedViews]:
-        """Completes the cache of a set; returns its views and the mapper that reads them."""
+    def _make(self, title: str, every: AllViews, *, is_train: bool) -> CachedViews:
+        """Completes the cache of a set; returns the mapper that reads it."""
         cfg = self._cfg
         whole: Any = get_backbone(self._model)
         key = make_key(
             cfg,
             self._backbone.encoder,
-            records,
+            every,
             outputs=self._backbone.outputs,
-            views=views,
             is_train=is_train,
             device=self._device,
             size_divisibility=whole.size_divisibility,
         )
-        store = open_store(cfg, key, len(records) * views.count)
+        store = open_store(cfg, key, len(every))
         logger.info(f"The {title}: cached in '{store.folder}'")
-        every = AllViews(records, views)
         encode = functools.partial(
             self._encode, is_train=is_train, is_exact=store.dtype == torch.float32
         )
-        title, workers = f"Encoding the {title}", cfg.DATALOADER.NUM_WORKERS
-        fill(store, every, encode, title=title, num_workers=workers)
-        return every, CachedViews(store, views.count)
+        workers = cfg.DATALOADER.NUM_WORKERS
+        fill(store, every, encode, title=f"Encoding the {title}", num_workers=workers)
+        return CachedViews(store, every.views.count)
 
     def _encode(self, entries: Sequence[Mapped], *, is_train: bool, is_exact: bool) -> list[Stored]:
+        # As many images as the model would encode at once without a cache: rounding depends on it.
+        if is_train:
+            parts = comm.get_world_size() * self._cfg.SOLVER.ACCUMULATE
+            at_once = min(VIEWS_PER_FILE, max(1, self._cfg.SOLVER.IMS_PER_BATCH // parts))
+        else:  # detectors evaluate one image at a time
+            at_once = VIEWS_PER_FILE if self._has_classes else 1
         was_training = self._model.training
         self._model.train(is_train)  # attention rounds differently in evaluation mode
         try:
             encode = functools.partial(self._backbone.encode, self._model)
-            at_once = self._count_at_once(is_train)
             return encode_images(entries, encode, at_once=at_once, is_exact=is_exact)
         finally:
             self._model.train(was_training)
-
-    def _count_at_once(self, is_train: bool) -> int:
-        """Returns how many images the model would encode at once without a cache."""
-        cfg = self._cfg
-        if is_train:
-            parts = comm.get_world_size() * cfg.SOLVER.ACCUMULATE
-            return min(VIEWS_PER_FILE, max(1, cfg.SOLVER.IMS_PER_BATCH // parts))
-        # Detectors evaluate one image at a time.
-        return VIEWS_PER_FILE if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES else 1
 
 
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
@@ -255,14 +241,14 @@ def check_cacheable(cfg: CfgNode) -> None:
         refused |= {"MODEL.CLASSIFIER.MIXUP": mixes, "MODEL.CLASSIFIER.CUTMIX": mixes}
     for key, reason in refused.items():
         if functools.reduce(operator.getitem, key.split("."), cfg):
-            raise UserError(f"{key} {reason}: switch it off, or {_OFF}")
+            raise UserError(f"{key} {reason}: switch it off, or {OFF}")
 
 
 def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
     """Replaces a model's frozen encoder by a ``CachedBackbone``, and returns that."""
     backbone = get_backbone(model)
     if backbone is None:
-        raise UserError(f"{type(model).__name__} has no backbone to cache: {_OFF}")
+        raise UserError(f"{type(model).__name__} has no backbone to cache: {OFF}")
     has_pyramid = isinstance(backbone, FPN)
     encoder = backbone.bottom_up if has_pyramid else backbone
     check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
@@ -286,9 +272,9 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
     """
     kind, name = type(model).__name__, type(encoder).__name__
     if isinstance(model, PretrainingObjective):
-        raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {_OFF}")
+        raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {OFF}")
     if isinstance(model, GeneralizedRCNN):
-        raise UserError(f"Detectron2's {kind} cannot take cached features: {_OFF}")
+        raise UserError(f"Detectron2's {kind} cannot take cached features: {OFF}")
     changing = [path for path, p in encoder.named_parameters() if p.requires_grad]
     stays_in_eval = keeps_backbone_in_eval(model) and not changing
     modules = [] if stays_in_eval else list(encoder.named_modules())
@@ -297,11 +283,11 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
         raise UserError(
             f"'{changing[0]}' and {len(changing) - 1} more of {name} change in training: set "
             f"MODEL.BACKBONE.FREEZE_AT to {get_freeze_all(encoder)} instead of {freeze_at}, or "
-            f"{_OFF}"
+            f"{OFF}"
         )
     for path, module in modules:
         if _get_drop_rate(module):
-            raise UserError(f"'{path}' of {name} drops values in training: {_OFF}")
+            raise UserError(f"'{path}' of {name} drops values in training: {OFF}")
 
 
 def _get_drop_rate(module: nn.Module) -> float:

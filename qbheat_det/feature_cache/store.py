@@ -2,32 +2,45 @@
 """Stores a frozen encoder's outputs on disk, one entry per view of each image.
 
 A store is a folder of safetensors files with 32 views each. A file appears under its name when it
-is complete, so an interrupted build resumes where it stopped.
+is complete, so an interrupted build resumes where it stopped. All processes of a run fill a store
+together; other runs that need the same store wait for them.
 """
 
+import contextlib
 import json
+import logging
 import math
 import os
 import shutil
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from detectron2.data.build import trivial_batch_collator
+from detectron2.utils import comm
+from filelock import FileLock, Timeout
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.files import check_writable, remove_leftovers, write_atomically
 from qbheat_det.core.text import format_bytes
-from qbheat_det.data.checks import DataError
+from qbheat_det.data import DataError, FixedViews
+
+logger = logging.getLogger(__name__)
 
 # Raise this number when the layout of files changes, or the code that draws or encodes views: the
 # key of a cache covers settings and weights, not code.
 FORMAT_VERSION = 5
 VIEWS_PER_FILE = 32
+_SECONDS_BETWEEN_LINES = 30  # of progress in a log
 _MAX_OPEN = 4096  # files; Linux limits a process to 65,530 memory maps
 _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
@@ -60,6 +73,23 @@ class View:
 
 Stored = View | DataError | None
 """A view, or what the mapper returned instead."""
+Mapped = dict[str, Any] | DataError | None
+"""An entry of a mapper, or what it returned instead."""
+
+
+class AllViews(Dataset[Mapped]):
+    """The K views of each numbered record; view k of row r has the index r * K + k."""
+
+    def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
+        self.records = records
+        self.views = views
+
+    def __len__(self) -> int:
+        return len(self.records) * self.views.count
+
+    def __getitem__(self, index: int) -> Mapped:
+        row, number = divmod(index, self.views.count)
+        return self.views.view(self.records[row], number)
 
 
 class FeatureStore:
@@ -73,12 +103,10 @@ class FeatureStore:
         dtype: torch.dtype = torch.float16,
         key: Mapping[str, Any] | None = None,
     ) -> None:
-        """
-        Args:
-            folder: of the files; each file repeats its name.
-            num_views: of all images.
-            dtype: of the stored features.
-            key: what the features depend on, see ``make_key``; written beside them.
+        """Takes a folder, whose name each file repeats, and the number of views of all images.
+
+        ``dtype`` is that of the stored features. ``key``, which they depend on, is written beside
+        them.
         """
         self.folder = Path(folder)
         self.num_views = num_views
@@ -91,7 +119,7 @@ class FeatureStore:
         return {**self.__dict__, "_files": {}}  # a spawned worker opens the files itself
 
     def views_of(self, file: int) -> range:
-        """Returns the indices of the views of a file."""
+        """Returns the indices of a file's views."""
         first = file * VIEWS_PER_FILE
         return range(first, min(first + VIEWS_PER_FILE, self.num_views))
 
@@ -168,18 +196,9 @@ class FeatureStore:
             }
         about = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": abouts}
         content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(about)})
-        try:
+        with _naming_the_key():
             write_atomically(self.path_of(file), content)
-        except UserError as error:
-            raise UserError(f"{error}: {_OTHER_FOLDER}") from error
         self._files.pop(file, None)
-
-    def check_writable(self) -> None:
-        """Raises a ``UserError`` if the folder is not writable; creates nothing."""
-        try:
-            check_writable(self.path_of(0))
-        except UserError as error:
-            raise UserError(f"{error}: {_OTHER_FOLDER}") from error
 
     def check_space(self) -> None:
         """Raises a ``UserError`` if the disk lacks space for the files that are still missing."""
@@ -215,6 +234,15 @@ class FeatureStore:
         return about["views"], tensors
 
 
+@contextlib.contextmanager
+def _naming_the_key() -> Iterator[None]:
+    """Adds the config key to the error of a folder that cannot be written."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}: {_OTHER_FOLDER}") from error
+
+
 def _hash(values: Tensor) -> int:
     return zlib.crc32(values.view(torch.uint8).numpy().data)
 
@@ -228,3 +256,93 @@ def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
         hint = "set MODEL.CACHE_FEATURES.DTYPE to bfloat16 or float32"
     reached = float(feature.detach().abs().max())
     raise UserError(f"{named} reaches {reached:.4g}, beyond {dtype}: {hint}")
+
+
+def fill(
+    store: FeatureStore,
+    views: AllViews,
+    encode: Callable[[list[Mapped]], list[Stored]],
+    *,
+    title: str,
+    num_workers: int,
+) -> None:
+    """Encodes and writes the missing files of a store. All processes of a run must call it.
+
+    If another run fills the same store, this one waits until that run is done or killed.
+
+    Args:
+        store: receives the views.
+        views: all views, by their index in the store.
+        encode: maps entries of a mapper to views, see ``encode_images``.
+        title: name of the work in progress bars and logs.
+        num_workers: number of processes that load views ahead.
+
+    Raises:
+        UserError: the folder is not writable, the disk is too small, or a feature is not finite.
+    """
+    is_main = comm.is_main_process()
+    if not _share_missing(store):
+        return
+    with _build_lock(store, f"{title}: waits for another run that does it"):
+        remove_leftovers(store.folder)
+        if store.key and is_main:
+            key = json.dumps(store.key, indent=2, sort_keys=True)
+            write_atomically(store.folder / "meta.json", key.encode())
+        missing = _share_missing(store)
+        damaged = [path for path in map(store.path_of, missing) if path.is_file()]
+        if damaged and is_main:
+            logger.warning(f"'{damaged[0]}' and {len(damaged) - 1} more are damaged: rewritten")
+        files = missing[comm.get_rank() :: comm.get_world_size()]
+        indices = [index for file in files for index in store.views_of(file)]
+        loader: DataLoader[Any] = DataLoader(
+            views,
+            batch_size=None,
+            sampler=indices,
+            num_workers=num_workers,
+            collate_fn=trivial_batch_collator,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+        interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+        loaded, total, hidden = iter(loader), len(indices), not (is_main and files)
+        with tqdm(
+            desc=title, total=total, unit=" views", mininterval=interval, disable=hidden
+        ) as bar:
+            for file in files:
+                entries = list(islice(loaded, len(store.views_of(file))))
+                store.write(file, encode(entries))
+                bar.update(len(entries))
+                if file == files[0]:  # its size tells how much space all files need
+                    store.check_space()
+        comm.synchronize()
+
+
+def _share_missing(store: FeatureStore) -> list[int]:
+    """Returns on all processes the missing files that the main process sees."""
+    return comm.all_gather(store.missing() if comm.is_main_process() else [])[0]
+
+
+@contextlib.contextmanager
+def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
+    """Holds the lock of a store on the main process, while the other processes wait.
+
+    Another run may hold it for hours, so the processes communicate in between: a collective call
+    times out after half an hour.
+    """
+    lock, is_main, seconds = FileLock(store.folder / "build.lock"), comm.is_main_process(), 0.1
+    if is_main:
+        with _naming_the_key():
+            check_writable(store.path_of(0))
+    store.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        while True:
+            if is_main:
+                with contextlib.suppress(Timeout):
+                    lock.acquire(timeout=seconds)
+            if comm.all_gather(lock.is_locked)[0]:
+                break
+            if is_main and seconds < 1:
+                logger.info(waiting)
+            seconds = _SECONDS_BETWEEN_LINES
+        yield
+    finally:
+        lock.release()

@@ -9,7 +9,6 @@ import functools
 import logging
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,10 @@ from qbheat_det.data import (
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
-from .build import AllViews, check_cache_keys, encode_images, fill, make_key, open_store
-from .store import VIEWS_PER_FILE, FeatureStore, Stored, View
+from .encoder import check_cache_keys, encode_images, make_key, open_store
+from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Stored, View, fill
 
 logger = logging.getLogger(__name__)
-Records = Sequence[dict[str, Any]]
 
 
 def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
@@ -58,7 +56,7 @@ def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CacheCost:
-    """Forecasts the cost of completing a cache from a few views."""
+    """The cost of completing a cache, estimated from a few views."""
 
     num_views: int
     seconds: float
@@ -67,7 +65,7 @@ class CacheCost:
 
 
 class TeacherFeatures:
-    """The targets of a run, which ``prepare`` encodes and the stream and test loaders read."""
+    """The targets of a run: ``prepare`` encodes them, the stream and the test loaders read them."""
 
     def __init__(self, cfg: CfgNode) -> None:
         self._student_cfg = cfg
@@ -75,7 +73,7 @@ class TeacherFeatures:
 
     @functools.cached_property
     def _cfg(self) -> CfgNode:
-        """The teacher's config."""
+        """Returns the config of the teacher."""
         cfg = self._student_cfg
         check_cache_keys(cfg)
         if not cfg.MODEL.TEACHER.WEIGHTS:
@@ -107,7 +105,7 @@ class TeacherFeatures:
         views is not fixed, the teacher's weights do not match, or the disk is too small.
         """
         if isinstance(stream.mapper, FixedViews):
-            views = self._views(stream.dataset, stream.mapper, is_train=True)
+            views = self._train_views(stream, stream.mapper)
             store = self._make("training set", views, is_train=True)
             flips = self._cfg.INPUT.RANDOM_FLIP == "horizontal"
             stream.mapper = TargetViews(stream.mapper, store, flips=flips)
@@ -127,7 +125,7 @@ class TeacherFeatures:
         completing them with all processes.
         """
         assert isinstance(stream.mapper, FixedViews)
-        views = self._views(stream.dataset, stream.mapper, is_train=True)
+        views = self._train_views(stream, stream.mapper)
         number = min(VIEWS_PER_FILE, len(views))
         folder = Path(self._cfg.MODEL.CACHE_FEATURES.FOLDER) / f"few_{comm.get_rank()}"
         stores = [self._open(cfg, views, is_train=True)]
@@ -165,19 +163,18 @@ class TeacherFeatures:
         views = FixedViews(build_mapper(self._cfg, is_train=False), count=1)
         return AllViews(number_records(DatasetCatalog.get(name)), views)
 
-    def _views(self, records: Records, views: FixedViews, *, is_train: bool) -> AllViews:
+    def _train_views(self, stream: TrainStream, views: FixedViews) -> AllViews:
         """Returns the student's views, at the teacher's size."""
-        mapper = build_mapper(self._cfg, is_train=is_train)
-        return AllViews(records, FixedViews(mapper, views.count, views.seed))
+        mapper = build_mapper(self._cfg, is_train=True)
+        return AllViews(stream.dataset, FixedViews(mapper, views.count, views.seed))
 
     def _open(self, cfg: CfgNode, views: AllViews, *, is_train: bool) -> FeatureStore:
         """Returns the store of some views in the folder that ``cfg`` names."""
         key = make_key(
             self._cfg,
             self._teacher.backbone,
-            views.records,
+            views,
             outputs=self._teacher.head_in_features,
-            views=views.views,
             is_train=is_train,
             device=self._teacher.device,
             size_divisibility=1,

@@ -6,21 +6,29 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
 from qbheat_det.data import forget_annotations, open_source, raise_first, read_annotations
 from qbheat_det.data.datasets.coco_file import CocoFile
 
-from .suspects import ImageBoxes
-
+Kind = Literal["missing", "location", "class"]
 XYWH = tuple[float, float, float, float]
 _MIN_IMAGES = 10
+
+
+class ImageBoxes(NamedTuple):
+    """Boxes of one image: (n, 4) XYXY in pixels, classes (n,), scores (n,), of annotations ones."""
+
+    boxes: Tensor
+    classes: Tensor
+    scores: Tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class LabelSuspect:
         annotated_category, annotated_bbox: the suspicious label; None if a box is missing.
     """
 
-    kind: Literal["missing", "location", "class"]
+    kind: Kind
     score: float
     image_id: int
     file_name: str
@@ -50,7 +58,7 @@ class LabelSuspect:
 
     @property
     def text(self) -> str:
-        """The error in words."""
+        """Returns the error in words."""
         if self.kind == "missing":
             return f"a {self.category} without a box"
         if self.kind == "location":
@@ -65,13 +73,13 @@ class Labels:
     file: CocoFile
     digest: str
 
-    def list_boxes(self) -> list[tuple[ImageBoxes, list[int]]]:
-        """Returns the boxes of each image and their annotation ids; crowds are left out."""
+    def list_annotations(self) -> list[list[dict[str, Any]]]:
+        """Returns the annotations of each image; crowds are left out."""
         rows: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.file.images}
         for entry in self.file.annotations:
             if not entry.get("iscrowd", 0):
                 rows[entry["image_id"]].append(entry)
-        return [(stack_boxes(own), [int(entry["id"]) for entry in own]) for own in rows.values()]
+        return [*rows.values()]
 
 
 def stack_boxes(entries: Sequence[dict[str, Any]]) -> ImageBoxes:
@@ -162,8 +170,3 @@ def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
         raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")
     parsed = [parse_record(LabelSuspect, entry, f"'{path}': suspect") for entry in entries]
     return list(dict.fromkeys(parsed))
-
-
-def dump_suspects(labels: Labels, suspects: Sequence[LabelSuspect]) -> str:
-    """Returns the content of ``suspects.json``."""
-    return json.dumps({"data": labels.digest, "suspects": [asdict(s) for s in suspects]}, indent=1)

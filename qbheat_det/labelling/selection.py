@@ -2,34 +2,61 @@
 """Selects the images to label next, from thousands without labels.
 
 Without a detector, the selection covers the pool (``coverage``). With a detector, it takes images
-that the detector is uncertain about, and among these images that differ from each other.
+that the detector is uncertain about, and among these images that differ from each other. An
+encoder's feature vectors of the images are kept in a cache on disk.
 """
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from torch import Tensor
+from tqdm import tqdm
 
+from qbheat_det.checkpoint import local_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import open_source
+from qbheat_det.core.files import get_cache_dir, hash_file
+from qbheat_det.data import DataError, PretrainingMapper, open_source
 from qbheat_det.data.datasets.sources import forget_source, register_source
+from qbheat_det.inference.encoder import encode, locate_weights, open_encoder
 from qbheat_det.inference.files import get_predictor, open_weights, predict_images
 from qbheat_det.inference.images import InputFile, find_inputs
-from qbheat_det.inference.predict import is_classifier
+from qbheat_det.inference.predict import Predictor, is_classifier
+from qbheat_det.probing import find_feature
 
-from .coverage import find_duplicates, k_center, prob_cover, typiclust, unit_vectors
-from .embeddings import embed_images
+from .coverage import COVERING, choose_uncertain, cover, find_duplicates, unit_vectors
 
 Strategy = Literal["typiclust", "prob_cover", "k_center", "uncertainty"]
-COVERING = {"typiclust": typiclust, "prob_cover": prob_cover, "k_center": k_center}
-_CANDIDATES = 4  # uncertain images for each one that is chosen
+Boxes = dict[str, list[dict[str, Any]]]
+Vector = npt.NDArray[np.float16]
 _SET = "images_with_labels"
 _LEAST_SCORE = 0.05
+_BATCH = 16
+_ROWS = 500  # per question to the database
+
+
+class Detector(NamedTuple):
+    """A trained detector and its config."""
+
+    predictor: Predictor
+    cfg: CfgNode
+
+
+class Embeddings(NamedTuple):
+    """Feature vectors (N, D) of the files that can be read, and the reasons for the others."""
+
+    files: list[str]
+    vectors: Tensor
+    unreadable: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -39,50 +66,35 @@ class Pool:
     Attributes:
         files: paths of all images that can be read, those with labels first.
         vectors: unit vectors (N, D) of these images.
-        labelled, free: indices of images with labels, and of those that can be selected.
+        num_labelled: number of images with labels.
+        free: indices of images that can be selected.
         repeated: images left out because they nearly repeat another one, which is the value.
         unreadable: reasons by path.
     """
 
     files: list[str]
     vectors: Tensor
-    labelled: list[int]
+    num_labelled: int
     free: list[int]
     repeated: dict[str, str]
     unreadable: dict[str, str]
 
 
 @dataclass(frozen=True)
-class PoolBoxes:
-    """Boxes of a detector on images, in COCO's format: results and images as in ``Predictions``.
-
-    ``uncertainties`` has a value for each image.
-    """
-
-    results: list[dict[str, Any]]
-    images: list[dict[str, Any]]
-    class_names: list[str]
-    category_ids: list[int]
-    uncertainties: Tensor
-
-    def of(self, files: Sequence[str]) -> "PoolBoxes":
-        """Returns the boxes of some images, in their order."""
-        order = {path: place for place, path in enumerate(files)}
-        images = [image for image in self.images if image["file_name"] in order]
-        images.sort(key=lambda image: order[image["file_name"]])
-        results = [box for box in self.results if box["file_name"] in order]
-        places = {image["file_name"]: i for i, image in enumerate(self.images)}
-        values = self.uncertainties[[places[path] for path in files]]
-        return PoolBoxes(results, images, self.class_names, self.category_ids, values)
-
-
-@dataclass(frozen=True)
 class Selection:
-    """The images to label next, in the order of choice, with boxes of the detector if any."""
+    """The images to label next.
+
+    Attributes:
+        files: paths in the order of choice.
+        pool: the images to choose from.
+        boxes: boxes of the detector by path, in COCO's format; empty without a detector.
+        class_names: names of the detector's classes by category id.
+    """
 
     files: list[str]
     pool: Pool
-    boxes: PoolBoxes | None = None
+    boxes: Boxes = field(default_factory=dict)
+    class_names: dict[int, str] = field(default_factory=dict)
 
 
 def select(
@@ -114,52 +126,6 @@ def select(
             needs weights.
     """
     strategy = strategy or ("uncertainty" if weights else "typiclust")
-    _check(strategy, budget, weights)
-    pool = open_pool(images, data, encoder, device=device)
-    if budget > len(pool.free):
-        raise UserError(
-            f"--budget is {budget}, but only {len(pool.free)} images are left: "
-            f"{len(pool.unreadable)} cannot be read, {len(pool.repeated)} repeat others"
-        )
-    rows = [*pool.labelled, *pool.free]
-    taken, vectors = list(range(len(pool.labelled))), pool.vectors[rows]
-    boxes = None
-    if strategy == "uncertainty":
-        boxes = predict_boxes([pool.files[i] for i in pool.free], str(weights), device)
-        values = torch.cat([torch.full((len(taken),), -torch.inf), boxes.uncertainties])
-        chosen = choose_uncertain(vectors, values, budget, taken)
-    else:
-        settings = {} if strategy == "k_center" else {"seed": seed}
-        chosen = COVERING[strategy](vectors, budget, taken, **settings)
-    files = [pool.files[rows[i]] for i in chosen]
-    if weights and boxes is None:
-        boxes = predict_boxes(files, str(weights), device)
-    return Selection(files, pool, boxes and boxes.of(files))
-
-
-def choose_uncertain(
-    vectors: Tensor, uncertainties: Tensor, budget: int, taken: Sequence[int]
-) -> list[int]:
-    """Returns ``budget`` uncertain images that differ from each other and from the labelled ones.
-
-    The candidates are the most uncertain images, four times the budget; ``k_center`` chooses among
-    them.
-
-    Args:
-        vectors: unit vectors (N, D).
-        uncertainties: (N,), -inf for labelled images.
-        budget: number of images.
-        taken: indices of labelled images.
-    """
-    order = uncertainties.argsort(descending=True, stable=True)
-    candidates = order[: min(_CANDIDATES * budget, len(vectors) - len(taken))]
-    near = [*taken, *candidates.tolist()]
-    most = len(taken)
-    others = k_center(vectors[near], budget - 1, [*range(most), most])
-    return [near[i] for i in (most, *others)]
-
-
-def _check(strategy: str, budget: int, weights: str | Path | None) -> None:
     if strategy not in (*COVERING, "uncertainty"):
         known = ", ".join([*COVERING, "uncertainty"])
         raise UserError(f"there is no strategy '{strategy}': use one of {known}")
@@ -167,34 +133,58 @@ def _check(strategy: str, budget: int, weights: str | Path | None) -> None:
         raise UserError("the strategy 'uncertainty' needs a detector: add --weights RUN")
     if budget < 1:
         raise UserError(f"--budget is {budget}, but must be at least 1")
+    detector = open_detector(weights, device) if weights else None
+    pool = _open_pool(images, data, encoder, budget, device)
+    taken, vectors = range(pool.num_labelled), pool.vectors
+    rows = [*taken, *pool.free]
+    files, vectors = [pool.files[i] for i in rows], vectors[rows]
+    boxes: Boxes = {}
+    if strategy == "uncertainty" and detector:
+        boxes = predict_boxes(files[len(taken) :], detector)
+        chosen = choose_uncertain(vectors, measure_uncertainties(files, boxes), budget, taken)
+    else:
+        chosen = cover(strategy, vectors, budget, taken, seed=seed)
+    files = [files[i] for i in chosen]
+    if not detector:
+        return Selection(files, pool)
+    model = detector.cfg.MODEL
+    names = dict(enumerate(model.CLASS_NAMES, start=1))
+    if model.CATEGORY_IDS:
+        names = dict(zip(model.CATEGORY_IDS, model.CLASS_NAMES, strict=False))
+    return Selection(files, pool, boxes or predict_boxes(files, detector), names)
 
 
-def open_pool(
+def _open_pool(
     images: str | Path | Sequence[str | Path],
     data: str | None,
     encoder: str,
-    *,
-    device: str | None = None,
+    budget: int,
+    device: str | None,
 ) -> Pool:
     """Embeds the images with and without labels, and finds near-duplicates among them."""
     names = [images] if isinstance(images, str | Path) else images
-    inputs = [file for file in find_inputs([str(name) for name in names]) if not file.is_video]
+    paths = [str(one.path) for one in find_inputs([*map(str, names)]) if not one.is_video]
     labelled = list_labelled(data) if data else []
     real = {os.path.realpath(path) for path in labelled}
-    unlabelled = [path for file in inputs if os.path.realpath(path := str(file.path)) not in real]
-    embedded = embed_images([*labelled, *unlabelled], encoder, device=device)
-    files, vectors = embedded.files, unit_vectors(embedded.vectors)
+    unlabelled = [path for path in paths if os.path.realpath(path) not in real]
+    if budget > len(unlabelled):
+        raise UserError(
+            f"--budget is {budget}, but {len(unlabelled):,} of the {len(paths):,} images have no "
+            "labels"
+        )
+    files, features, unreadable = embed_images([*labelled, *unlabelled], encoder, device=device)
+    vectors = unit_vectors(features)
     first = find_duplicates(vectors).tolist()
-    count = sum(path in embedded.unreadable for path in labelled)
-    count = len(labelled) - count
-    return Pool(
-        files=files,
-        vectors=vectors,
-        labelled=list(range(count)),
-        free=[i for i in range(count, len(files)) if first[i] == i],
-        repeated={files[i]: files[first[i]] for i in range(count, len(files)) if first[i] != i},
-        unreadable=embedded.unreadable,
-    )
+    count = sum(path not in unreadable for path in labelled)
+    others = range(count, len(files))
+    free = [i for i in others if first[i] == i]
+    repeated = {files[i]: files[first[i]] for i in others if first[i] != i}
+    if budget > len(free):
+        raise UserError(
+            f"--budget is {budget}, but only {len(free):,} images are left: {len(unreadable):,} "
+            f"cannot be read, {len(repeated):,} repeat others"
+        )
+    return Pool(files, vectors, count, free, repeated, unreadable)
 
 
 def list_labelled(data: str) -> list[str]:
@@ -210,30 +200,124 @@ def list_labelled(data: str) -> list[str]:
     return files
 
 
-def predict_boxes(files: Sequence[str], weights: str, device: str | None) -> PoolBoxes:
-    """Predicts boxes on images with any trained detector.
-
-    Raises:
-        UserError: the weights are not a detector's, or cannot be read.
-    """
-    exported, cfg = open_weights(weights, device=device)
+def open_detector(weights: str | Path, device: str | None = None) -> Detector:
+    """Opens any trained detector; a ``UserError`` says why the weights are none."""
+    exported, cfg = open_weights(str(weights), device=device)
     if is_classifier(cfg):
         raise UserError(f"'{weights}' is a classifier: --weights takes a detector")
+    return Detector(get_predictor(exported, cfg), cfg)
+
+
+def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
+    """Returns the boxes on each image that has any, by path, in COCO's format."""
     found = predict_images(
-        get_predictor(exported, cfg),
+        detector.predictor,
         [InputFile(Path(path), path) for path in files],
-        cfg,
+        detector.cfg,
         score_threshold=_LEAST_SCORE,
     )
-    scores: dict[str, list[float]] = {path: [] for path in files}
+    boxes: Boxes = {}
     for box in found.results:
-        scores[box["file_name"]].append(box["score"])
-    values = torch.tensor([uncertainty(scores[path]) for path in files])
-    names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
-    return PoolBoxes(found.results, found.images, names, ids, values)
+        boxes.setdefault(box["file_name"], []).append(box)
+    return boxes
+
+
+def measure_uncertainties(files: Sequence[str], boxes: Boxes) -> Tensor:
+    """Returns the uncertainty (N,) of each image, 0 if it has no boxes."""
+    return torch.tensor([uncertainty([b["score"] for b in boxes.get(f, ())]) for f in files])
 
 
 def uncertainty(scores: Sequence[float]) -> float:
     """Returns the sum of the binary entropies of an image's detections, in nats."""
     p = torch.tensor(scores, dtype=torch.float64)
     return float(torch.special.entr(p).sum() + torch.special.entr(1 - p).sum())
+
+
+def embed_images(
+    files: Sequence[str], encoder: str = "distill/285M", *, device: str | None = None
+) -> Embeddings:
+    """Returns the mean of an encoder's feature map for each image.
+
+    The encoder sees a central square in the size of its pre-training. A vector in the cache is used
+    again if path, size and time of change of the file are the same. An interrupted call loses at
+    most one batch.
+
+    Raises:
+        UserError: the weights are not an encoder's, or no image can be read.
+    """
+    name = locate_weights(encoder)
+    model, cfg = open_encoder(name, device)
+    feature, size = find_feature(model), cfg.INPUT.PRETRAIN.SIZE
+    mapper = PretrainingMapper(size=size, is_train=False)
+    unreadable: dict[str, str] = {}
+
+    def compute(paths: Sequence[str]) -> dict[str, Vector]:
+        images = {}
+        for path in paths:
+            entry = mapper({"file_name": path, "label": 0})
+            if isinstance(entry, DataError):
+                unreadable[path] = entry.reason
+            else:
+                images[path] = entry["image"].permute(1, 2, 0).numpy()
+        if not images:
+            return {}
+        vectors = encode(model, cfg, [*images.values()])[feature].mean(dim=(2, 3)).half().cpu()
+        return dict(zip(images, vectors.numpy(), strict=True))
+
+    file = local_weights(name)
+    identity = hash_file(file)[:16] if Path(file).is_file() else name.replace("/", "_")
+    cache = get_cache_dir() / "embeddings" / f"{identity}_{feature}_{size}.sqlite"
+    try:
+        found = _compute_missing(cache, files, compute)
+    except (OSError, sqlite3.Error) as error:
+        raise UserError(
+            f"the cache '{cache}' cannot be used ({error}): remove it, or set $QBHEAT_CACHE"
+        ) from error
+    kept = [path for path in files if path in found]
+    if not kept:
+        path, reason = next(iter(unreadable.items()))
+        raise UserError(f"none of the {len(files):,} images can be read ('{path}': {reason})")
+    vectors = torch.from_numpy(np.stack([found[path] for path in kept]))
+    return Embeddings(kept, vectors.float(), unreadable)
+
+
+def _compute_missing(
+    cache: Path, files: Sequence[str], compute: Callable[[Sequence[str]], dict[str, Vector]]
+) -> dict[str, Vector]:
+    """Returns the vectors of files by path, after adding those that the database lacks."""
+    keys = {path: _make_key(path) for path in files}
+    known: dict[str, Vector] = {}
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(cache, timeout=60)) as database:  # shared by processes
+        database.execute("CREATE TABLE IF NOT EXISTS vectors (key TEXT PRIMARY KEY, value)")
+        for part in _cut(keys.values(), _ROWS):
+            marks = ",".join("?" * len(part))
+            query = f"SELECT key, value FROM vectors WHERE key IN ({marks})"
+            for key, value in database.execute(query, part):
+                known[key] = np.frombuffer(value, dtype=np.float16)
+        found = {path: known[key] for path, key in keys.items() if key in known}
+        missing = [path for path in keys if path not in found]
+        with tqdm(total=len(missing), unit="image", desc="embedding", disable=None) as bar:
+            for part in _cut(missing, _BATCH):
+                computed = compute(part)
+                rows = [(keys[path], vector.tobytes()) for path, vector in computed.items()]
+                with database:  # one transaction
+                    database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
+                found.update(computed)
+                bar.update(len(part))
+    return found
+
+
+def _make_key(path: str) -> str:
+    try:
+        state = os.stat(path)
+        suffix = f"{state.st_size}|{state.st_mtime_ns}"
+    except OSError:  # the mapper reports it
+        suffix = "missing"
+    # A file name may have bytes that are no text.
+    return os.fsencode(f"{os.path.abspath(path)}|{suffix}").decode(errors="backslashreplace")
+
+
+def _cut(items: Iterable[str], size: int) -> list[list[str]]:
+    listed = list(items)
+    return [listed[start : start + size] for start in range(0, len(listed), size)]

@@ -10,20 +10,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.analysis import plotting
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
-from qbheat_det.data import open_source, read_annotations
+from qbheat_det.data import open_source, raise_first, read_annotations
 from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
-from .coverage import unit_vectors
-from .embeddings import embed_images
-from .selection import COVERING, choose_uncertain, predict_boxes
+from .coverage import COVERING, choose_uncertain, cover, unit_vectors
+from .selection import embed_images, measure_uncertainties, open_detector, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"
 _POINTS, _CURVE = "points.json", "curve.svg"
@@ -39,21 +37,6 @@ class Point:
     boxes: int
     ap: float
     ap50: float
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """A labelled data set whose labels a strategy sees only for the images it chose."""
-
-    file: CocoFile
-    paths: list[str]
-    vectors: Tensor
-
-    def write_labels(self, chosen: Sequence[int], path: Path) -> int:
-        """Writes the COCO file of some images; returns its number of boxes."""
-        lists = self.file.keep([str(self.file.images[i]["file_name"]) for i in chosen])
-        write_atomically(path, json.dumps(lists).encode())
-        return len(lists["annotations"])
 
 
 def simulate(
@@ -86,49 +69,52 @@ def simulate(
         opts: overrides of the training config, keys and values alternating.
 
     Raises:
-        UserError: the data have no boxes or no validation part, a strategy is unknown, or a budget
-            does not fit.
+        UserError: the data have no boxes or no validation part, an image cannot be read, a strategy
+            is unknown, or a budget does not fit.
     """
-    opened = open_source(data, images)
-    if opened.kind == "classes" or not (val or opened.val):
-        raise UserError(f"'{data}' has no boxes or no validation part: add --val")
-    if unknown := {*strategies} - {"random", "uncertainty", *COVERING}:
-        raise UserError(f"there is no strategy '{unknown.pop()}'")
+    file = _open_boxes(data, val, images, strategies)
     budgets = sorted(budgets)
-    file = read_annotations(opened.train)
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
         raise UserError(f"budgets are {budgets}, but '{data}' has {len(file.images)} images")
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     embedded = embed_images(paths, encoder)
-    if embedded.unreadable:
-        raise UserError(f"cannot read the image '{next(iter(embedded.unreadable))}'")
-    pool = _Pool(file, paths, unit_vectors(embedded.vectors))
-    folder = Path(output)
+    for path, reason in embedded.unreadable.items():
+        raise UserError(f"cannot read the image '{path}': {reason}")
+    vectors, folder = unit_vectors(embedded.vectors), Path(output)
     points = _read_points(folder / _POINTS)
+
+    def train(chosen: Sequence[int], seed: int) -> tuple[Path | None, int, list[float]]:
+        """Returns the run on some images, if they have boxes; their boxes; AP and AP50."""
+        lists = file.keep({file.images[i]["file_name"] for i in chosen})
+        if not lists["annotations"]:
+            return None, 0, [0.0, 0.0]
+        labels, run = folder / "labels.json", folder / "run"
+        write_atomically(labels, json.dumps(lists).encode())
+        flags = RunFlags(
+            config_file=_CONFIG,
+            data=str(labels),
+            images=file.image_root,
+            val=val or data,
+            val_images=images,
+            weights=encoder,
+            output=str(run),
+            opts=["SEED", str(seed), *opts],
+        )
+        found = train_afresh(flags)
+        # Detectron2 reports nan if there is no detection.
+        metrics = [round(float(np.nan_to_num(found[key])), 2) for key in ("AP", "AP50")]
+        return run, len(lists["annotations"]), metrics
+
     for seed, strategy in itertools.product(seeds, strategies):
         chosen: list[int] = []
+        run: Path | None = None
         for budget in budgets:
-            chosen = _choose(pool, strategy, budget, chosen, seed, folder / "run")
-            done = {(one.strategy, one.seed, one.images) for one in points}
-            is_needed = strategy == "uncertainty" and budget < budgets[-1]
-            if (strategy, seed, budget) in done and not is_needed:
+            chosen = _choose(strategy, paths, vectors, budget, chosen, seed, run)
+            is_done = (strategy, seed, budget) in {(p.strategy, p.seed, p.images) for p in points}
+            if is_done and (strategy != "uncertainty" or budget == budgets[-1]):
                 continue
-            labels = folder / "labels.json"
-            num_boxes = pool.write_labels(chosen, labels)
-            flags = RunFlags(
-                config_file=_CONFIG,
-                data=str(labels),
-                images=file.image_root,
-                val=val or data,
-                val_images=images,
-                weights=encoder,
-                output=str(folder / "run"),
-                opts=["SEED", str(seed), *opts],
-            )
-            found = train_afresh(flags)
-            # Detectron2 reports nan if there is no detection.
-            metrics = (round(float(np.nan_to_num(found[key])), 2) for key in ("AP", "AP50"))
-            if (strategy, seed, budget) not in done:
+            run, num_boxes, metrics = train(chosen, seed)
+            if not is_done:
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
             write_atomically(folder / _POINTS, json.dumps([*map(asdict, points)]).encode())
             chart = plotting.chart_image(plot_points(points))
@@ -136,21 +122,35 @@ def simulate(
     return points
 
 
+def _open_boxes(data: str, val: str, images: str, strategies: Sequence[str]) -> CocoFile:
+    opened = open_source(data, images)
+    if opened.kind == "classes" or not (val or opened.val):
+        raise UserError(f"'{data}' has no boxes or no validation part: add --val")
+    if unknown := {*strategies} - {"random", "uncertainty", *COVERING}:
+        raise UserError(f"there is no strategy '{unknown.pop()}'")
+    file = read_annotations(opened.train)
+    raise_first(file.errors)
+    return file
+
+
 def _choose(
-    pool: _Pool, strategy: str, budget: int, chosen: list[int], seed: int, run: Path
+    strategy: str,
+    paths: Sequence[str],
+    vectors: Tensor,
+    budget: int,
+    chosen: list[int],
+    seed: int,
+    run: Path | None,
 ) -> list[int]:
-    """Returns the chosen images and further ones, up to the budget."""
+    """Returns the chosen images and further ones, up to the budget; ``run`` has the detector."""
     need = budget - len(chosen)
     if strategy == "random":
-        order = np.random.default_rng(seed).permutation(len(pool.paths))
-        return [int(i) for i in order[:budget]]
-    if strategy == "uncertainty" and chosen:
-        values = predict_boxes(pool.paths, str(run), None).uncertainties
-        values[chosen] = -torch.inf
-        return [*chosen, *choose_uncertain(pool.vectors, values, need, chosen)]
+        return np.random.default_rng(seed).permutation(len(paths))[:budget].tolist()
+    if strategy == "uncertainty" and run:
+        values = measure_uncertainties(paths, predict_boxes(paths, open_detector(run)))
+        return [*chosen, *choose_uncertain(vectors, values, need, chosen)]
     name = "typiclust" if strategy == "uncertainty" else strategy
-    settings = {} if name == "k_center" else {"seed": seed}
-    return [*chosen, *COVERING[name](pool.vectors, need, chosen, **settings)]
+    return [*chosen, *cover(name, vectors, need, chosen, seed=seed)]
 
 
 def train_afresh(flags: RunFlags) -> dict[str, float]:

@@ -29,10 +29,10 @@ from qbheat_det.core.seeding import IMAGE, VIEW, seed_place
 from qbheat_det.data import DataError, FixedViews, TrainStream, number_records
 from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.feature_cache import store as feature_store
-from qbheat_det.feature_cache.build import AllViews, make_view
-from qbheat_det.feature_cache.build import fill as build
+from qbheat_det.feature_cache.encoder import make_view
 from qbheat_det.feature_cache.frozen import CachedViews
-from qbheat_det.feature_cache.store import FORMAT_VERSION, FeatureStore, Stored, View
+from qbheat_det.feature_cache.store import FORMAT_VERSION, AllViews, FeatureStore, Stored, View
+from qbheat_det.feature_cache.store import fill as build
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
 
@@ -136,28 +136,19 @@ def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
     check_content(store)
 
 
+_CHANGED = {"crc32": zlib.crc32(bytes(11) + b"1"), "shapes": {"s16": [3]}}
 _NINE_BY_NINE = {"crc32": zlib.crc32(bytes(12)), "shapes": {"s16": [9, 9]}}
 
 
-@pytest.mark.parametrize("about", [{}, [], _NINE_BY_NINE, {"error": {"x": 1}}])
+@pytest.mark.parametrize("about", [{}, [], _CHANGED, _NINE_BY_NINE, {"error": {"x": 1}}])
 def test_a_file_with_other_content_is_named(tmp_path: Path, about: Any) -> None:
     store = FeatureStore(tmp_path / "cache", 1, dtype=torch.float32)
     content = {"format": FORMAT_VERSION, "cache": "cache", "views": {"0": about}}
     store.folder.mkdir()
     save_file({"0": torch.zeros(3)}, store.path_of(0), {"qbheat_det": json.dumps(content)})
+    assert store.missing() == []  # headers alone are checked
     with pytest.raises(UserError, match=r"000000\.safetensors"):
         store.read(0)
-
-
-def test_changed_values_are_named(tmp_path: Path) -> None:
-    fill(make_store(tmp_path))
-    path = make_store(tmp_path).path_of(1)
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1  # one bit of the last view
-    path.write_bytes(content)
-    store = make_store(tmp_path)
-    with pytest.raises(UserError, match=r"000001\.safetensors"):
-        store.read(63)
 
 
 def test_few_files_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,18 +258,16 @@ def encode(entry: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {"s1": entry["image"].float(), "mean": entry["image"].float().mean((1, 2))}
 
 
-def make_stream(mapper: Any, seed: int = 4, workers: int = 0) -> TrainStream:
-    return TrainStream(RECORDS, mapper=mapper, batch_size=4, seed=seed, num_workers=workers)
-
-
-def take(stream: TrainStream, steps: int) -> list[dict[str, Any]]:
-    return [entry for batch in itertools.islice(iter(stream), steps) for entry in batch]
+def take(mapper: Any, steps: int, workers: int = 0) -> tuple[TrainStream, list[dict[str, Any]]]:
+    """Returns a stream of seed 4, and the entries of its first batches of four."""
+    stream = TrainStream(RECORDS, mapper=mapper, batch_size=4, seed=4, num_workers=workers)
+    return stream, [entry for batch in itertools.islice(iter(stream), steps) for entry in batch]
 
 
 def test_the_stream_chooses_by_position_and_the_views_seed_draws() -> None:
-    stream = make_stream(FixedViews(augment, COUNT, seed=7))
+    stream, entries = take(FixedViews(augment, COUNT, seed=7), 10)
     positions = itertools.chain.from_iterable(stream.batches())
-    for entry, (position, row) in zip(take(stream, 10), positions, strict=False):
+    for entry, (position, row) in zip(entries, positions, strict=False):
         if row in (2, 5):  # another image takes its place
             continue
         seed_place(4, IMAGE, position)
@@ -292,33 +281,26 @@ def test_the_stream_chooses_by_position_and_the_views_seed_draws() -> None:
         assert int(torch.randint(COUNT, ())) == number
 
 
-def make_cache(folder: Path, views: FixedViews) -> FeatureStore:
-    store = FeatureStore(folder / "cache", len(RECORDS) * views.count, dtype=torch.float32)
-    for chunk in store.missing():
-        mapped = [
-            views.view(RECORDS[index // views.count], index % views.count)
-            for index in store.views_of(chunk)
-        ]
-        store.write(chunk, [make_view(m, encode(m)) if isinstance(m, dict) else m for m in mapped])
-    return store
-
-
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (COUNT, 2)])
 def test_a_stream_from_the_cache_is_that_of_the_views(
     tmp_path: Path, count: int, workers: int
 ) -> None:
     views = FixedViews(augment, count)
-    store = make_cache(tmp_path, views)
-    online, cached = make_stream(views), make_stream(CachedViews(store, count), workers=workers)
-    for wanted, found in zip(take(online, 12), take(cached, 12), strict=True):
-        assert (found["file_name"], found["image_id"]) == (wanted["file_name"], wanted["image_id"])
-        torch.testing.assert_close(found["features"], encode(wanted), rtol=0, atol=0)
-        assert found["image"].shape == wanted["image"].shape
-        assert found["image"].untyped_storage().nbytes() == 1 or workers
-        assert found["instances"].image_size == wanted["instances"].image_size
-        for field in ("gt_boxes", "gt_classes"):
-            fields = [getattr(entry["instances"], field) for entry in (found, wanted)]
-            tensors = [field.tensor if isinstance(field, Boxes) else field for field in fields]
-            torch.testing.assert_close(*tensors, rtol=0, atol=0)
+    store = FeatureStore(tmp_path / "cache", len(RECORDS) * count, dtype=torch.float32)
+    build(
+        store, AllViews(RECORDS, views), title="", num_workers=0,
+        encode=lambda found: [make_view(m, encode(m)) if isinstance(m, dict) else m for m in found],
+    )  # fmt: skip
+    online, expected = take(views, 12)
+    cached, found = take(CachedViews(store, count), 12, workers)
+    for wanted, entry in zip(expected, found, strict=True):
+        assert (entry["file_name"], entry["image_id"]) == (wanted["file_name"], wanted["image_id"])
+        torch.testing.assert_close(entry["features"], encode(wanted), rtol=0, atol=0)
+        assert entry["image"].shape == wanted["image"].shape
+        assert entry["image"].untyped_storage().nbytes() == 1 or workers
+        own, other = entry["instances"], wanted["instances"]
+        assert own.image_size == other.image_size
+        torch.testing.assert_close(own.gt_boxes.tensor, other.gt_boxes.tensor, rtol=0, atol=0)
+        torch.testing.assert_close(own.gt_classes, other.gt_classes, rtol=0, atol=0)
     assert online.skipped == cached.skipped
     assert online.skipped  # of image 12

@@ -85,15 +85,56 @@ def test_k_means_separates_clear_clusters() -> None:
     assert len(pairs) == 3
 
 
-def test_near_duplicates_are_named_by_their_first_image() -> None:
-    vectors, _ = make_pool([1] * 8)
-    repeated = torch.cat([vectors, vectors[[3, 5]] + 1e-3])
-    repeated = torch.nn.functional.normalize(repeated, dim=1)
-    assert coverage.find_duplicates(repeated).tolist() == [*range(8), 3, 5]
+def test_near_duplicates_are_named_by_the_first_image_of_a_connected_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    angles = torch.rand(40, generator=torch.Generator().manual_seed(0)) * 6.28
+    vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
+    near = vectors @ vectors.T >= 0.99
+    expected = torch.arange(40)
+    for _ in range(40):  # each image takes the smallest number of those beside it
+        expected = torch.where(near, expected, 40).amin(1)
+    assert 5 < len(expected.unique()) < 30
+    for block in (40, 40 * 7, 2**24):
+        monkeypatch.setattr(coverage, "_BLOCK", block)
+        found = coverage.find_duplicates(vectors, cosine=0.99)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", coverage.COVERING)
+def test_choices_do_not_depend_on_the_blocks(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vectors, _ = make_pool([30, 20, 9, 3], spread=0.15)
+    expected = coverage.cover(strategy, vectors, 9, [3, 40])
+    monkeypatch.setattr(coverage, "_BLOCK", 100)
+    assert coverage.cover(strategy, vectors, 9, [3, 40]) == expected
+
+
+def test_uncertain_images_differ_from_each_other_and_the_most_uncertain_comes_first() -> None:
+    vectors, clusters = make_pool([8, 8, 8, 8])
+    values = torch.rand(32, generator=torch.Generator().manual_seed(0)) + (clusters != 3)
+    values[[5, 0]] = torch.tensor([9.0, 99])
+    chosen = coverage.choose_uncertain(vectors, values, 3, taken=[0, 16])
+    assert chosen[0] == 5
+    assert clusters[chosen].tolist()[1] == 1  # cluster 3 is certain, 0 and 2 have images
+    assert len(set(chosen) - {0, 16}) == 3
+    assert sorted(coverage.choose_uncertain(vectors[:4], values[:4], 9, [0])) == [1, 2, 3]
 
 
 def test_projection_keeps_distances() -> None:
-    features = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * torch.arange(20)
-    full = coverage.unit_vectors(features, dimensions=20)
-    kept = coverage.unit_vectors(features @ torch.linalg.qr(torch.randn(20, 20))[0], dimensions=19)
-    torch.testing.assert_close(full @ full.T, kept @ kept.T, atol=2e-2, rtol=0)
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(300, 120, generator=generator)
+    wide = features @ torch.linalg.qr(torch.randn(140, 140, generator=generator))[0][:120]
+    narrow, projected = coverage.unit_vectors(features), coverage.unit_vectors(wide)
+    assert projected.shape == (300, 128)
+    torch.testing.assert_close(narrow @ narrow.T, projected @ projected.T, atol=1e-4, rtol=0)
+
+
+def test_images_that_equal_the_mean_repeat_each_other() -> None:
+    features = torch.rand(5, 140, generator=torch.Generator().manual_seed(0)) + 1
+    for count in (1, 2):  # the same image, once rounded otherwise
+        copies = features[:1].repeat(count, 1) * torch.tensor([[1.0], [1.0005]])[:count]
+        vectors = coverage.unit_vectors(copies)
+        assert coverage.find_duplicates(vectors).tolist() == [0] * count
+    assert coverage.find_duplicates(coverage.unit_vectors(features)).tolist() == [*range(5)]

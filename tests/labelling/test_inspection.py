@@ -12,8 +12,7 @@ import torch
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import apply_corrections, inspect_labels, inspection, write_suspects
-from qbheat_det.labelling.inspection import calibrate, make_errors
-from qbheat_det.labelling.suspects import ImageBoxes, find_suspects
+from qbheat_det.labelling.inspection import ImageBoxes, calibrate, find_suspects, make_errors
 from tests.data.pictures import draw, save
 
 BOXES = [[4, 4, 8, 8], [20, 4, 8, 8], [4, 20, 8, 8]]
@@ -146,3 +145,11 @@ def test_corrections_that_do_not_fit_are_refused(
 def test_few_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="9 images"):
         inspect_labels(str(write_data(tmp_path, 9)), tmp_path / "out")
+
+
+def test_boxes_on_one_image_alone_are_refused_and_named(data: Path, tmp_path: Path) -> None:
+    content = json.loads(data.read_text())
+    content["annotations"] = content["annotations"][:3]
+    data.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"'{data}'.*one half"):
+        inspect_labels(str(data), tmp_path / "out")

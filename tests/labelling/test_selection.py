@@ -1,8 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The selection of images: which it takes, which it leaves out, and what it writes."""
 
+import dataclasses
+import functools
 import json
+import os
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,24 +15,25 @@ import torch
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.labelling import embeddings, select, write_selection
+from qbheat_det.labelling import select, selection, write_selection
 from qbheat_det.labelling.selection import uncertainty
 from tests.tool_modules import load_tool
 
 DETECTOR = "retinanet/285M_bccd"
 CELLS = Path(__file__).resolve().parents[2] / "docs" / "cells.jpg"
+OPEN_ENCODER = functools.cache(selection.open_encoder)
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with six pictures, one of them twice and nearly, and a broken file."""
+    """Returns a folder with six pictures, one of them twice, and a broken file."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
     for number in range(6):
         coarse = generator.integers(0, 255, (3 + number, 4, 3), dtype=np.uint8)
         image = Image.fromarray(coarse).resize((160, 120))
         image.save(folder / f"{number}.png")
-    image.save(folder / "5_again.png")
+    image.save(os.fsencode(folder / "5_again_") + b"\xff.png")  # no text
     (folder / "broken.png").write_bytes(b"not an image")
     return folder
 
@@ -35,43 +41,88 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr(selection, "open_encoder", OPEN_ENCODER)
 
 
 def names(files: list[str]) -> set[str]:
     return {Path(file).name for file in files}
 
 
+def write_labels(folder: Path, copied: dict[str, Path]) -> str:
+    """Writes copies of images, and a COCO file without boxes; one class has none yet."""
+    for name, path in copied.items():
+        (folder / name).write_bytes(path.read_bytes())
+    images = [
+        {"id": i, "file_name": name, "width": 160, "height": 120} for i, name in enumerate(copied)
+    ]
+    content = {"images": images, "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+    (folder / "labels.json").write_text(json.dumps(content))
+    return str(folder / "labels.json")
+
+
 @pytest.mark.parametrize("strategy", ["typiclust", "prob_cover", "k_center"])
 def test_each_picture_is_selected_once_and_what_is_left_out_is_named(
     photos: Path, strategy: str
 ) -> None:
-    selection = select(photos, 6, strategy=strategy)  # type: ignore[arg-type]
-    assert names(selection.files) == {f"{number}.png" for number in range(6)}
-    assert [Path(path).name for path in selection.pool.repeated] == ["5_again.png"]
-    assert [Path(path).name for path in selection.pool.unreadable] == ["broken.png"]
+    found = select(photos, 6, strategy=strategy)  # type: ignore[arg-type]
+    assert names(found.files) == {f"{number}.png" for number in range(6)}
+    assert [Path(path).name for path in found.pool.repeated] == ["5_again_\udcff.png"]
+    assert [Path(path).name for path in found.pool.unreadable] == ["broken.png"]
 
 
 def test_images_with_labels_and_their_copies_are_never_selected(
     photos: Path, tmp_path: Path
 ) -> None:
-    records = [{"id": 1, "file_name": "5.png", "width": 160, "height": 120}]
-    content = {"images": records, "annotations": [], "categories": [{"id": 1, "name": "a"}]}
-    (tmp_path / "labels.json").write_text(json.dumps(content))
-    for name in ("5.png", "4.png"):  # at another place
-        (tmp_path / name).write_bytes((photos / name).read_bytes())
-    records.append({"id": 2, "file_name": "4.png", "width": 160, "height": 120})
-    (tmp_path / "labels.json").write_text(json.dumps(content))
-    selection = select(photos, 4, data=str(tmp_path / "labels.json"))
-    assert names(selection.files) == {f"{number}.png" for number in range(4)}
-    assert len(selection.pool.labelled) == 2
+    copied = {name: photos / name for name in ("5.png", "4.png", "broken.png")}
+    data = write_labels(tmp_path, copied)
+    found = select([photos, tmp_path / "5.png"], 4, data=data)
+    assert names(found.files) == {f"{number}.png" for number in range(4)}
+    assert found.pool.num_labelled == 2
+    with pytest.raises(UserError, match="only 4 images are left"):
+        select(photos, 5, data=data)
+    with pytest.raises(UserError, match="0 of the 1 images have no labels"):
+        select(tmp_path / "5.png", 1, data=data)
+
+
+def test_a_copy_of_the_only_image_with_labels_is_left_out(photos: Path, tmp_path: Path) -> None:
+    data = write_labels(tmp_path, {"a.png": photos / "0.png"})
+    with pytest.raises(UserError, match="1 repeat others"):
+        select(photos / "0.png", 1, data=data)
+
+
+def test_skipped_tasks_of_label_studio_can_be_selected(photos: Path, tmp_path: Path) -> None:
+    def draw(kind: str, **value: Any) -> dict[str, Any]:
+        return {"original_width": 160, "original_height": 120, "value": {**value, kind: ["a"]}}
+
+    turned = {"x": 10, "y": 10, "width": 20, "height": 20, "rotation": 45}
+    results: list[dict[str, Any]] = [
+        {"result": [draw("polygonlabels", points=[[10, 10], [30, 10], [20, 40]])]},
+        {"result": [draw("rectanglelabels", **turned)]},
+        {"result": [], "was_cancelled": True},
+        {"result": []},  # an image without objects
+    ]
+    tasks = [
+        {"id": i, "data": {"image": f"{i}.png"}, "annotations": [one]}
+        for i, one in enumerate(results)
+    ]
+    for name in ("0.png", "1.png", "2.png", "3.png"):
+        (tmp_path / name).symlink_to(photos / name)
+    (tmp_path / "export.json").write_text(json.dumps(tasks))
+    found = select(photos, 3, data=str(tmp_path / "export.json"))
+    assert names(found.files) == {"2.png", "4.png", "5.png"}
 
 
 def test_vectors_come_from_the_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [str(photos / f"{number}.png") for number in range(3)]
-    first = embeddings.embed_images(files)
-    monkeypatch.setattr(embeddings, "encode", None)
-    again = embeddings.embed_images(files[::-1])
+    files.append(f"{photos}/../{photos.name}/0.png")  # the same file by another path
+    first = selection.embed_images(files)
+    assert first.files == files
+    monkeypatch.setattr(selection, "encode", None)
+    again = selection.embed_images(files[::-1])
     torch.testing.assert_close(again.vectors, first.vectors.flip(0), rtol=0, atol=0)
+    monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: sqlite3.Connection(photos / "0.png"))
+    with pytest.raises(UserError, match="QBHEAT_CACHE"):
+        selection.embed_images(files)
 
 
 def test_uncertainty_by_hand() -> None:
@@ -81,9 +132,10 @@ def test_uncertainty_by_hand() -> None:
 
 
 def test_a_detector_brings_uncertain_images_and_its_boxes(photos: Path, tmp_path: Path) -> None:
-    selection = select([photos, CELLS], 1, weights=DETECTOR)
-    assert names(selection.files) == {"cells.jpg"}  # the only one with cells
-    paths = {path.name: path for path in write_selection(selection, tmp_path)}
+    found = select([photos, CELLS], 2, weights=DETECTOR)
+    assert Path(found.files[0]).name == "cells.jpg"  # the only one with cells
+    found = dataclasses.replace(found, files=found.files[:1])
+    paths = {path.name: path for path in write_selection(found, tmp_path)}
     (task,) = json.loads(paths["label_studio.json"].read_text())
     dataset = json.loads(paths["cvat.json"].read_text())
     boxes = task["predictions"][0]["result"]

@@ -10,12 +10,16 @@ import torch
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import simulation
+from qbheat_det.labelling.selection import Embeddings
 from qbheat_det.labelling.simulation import Point, simulate
 from tests.data.pictures import draw, save
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six images with a box each, whose features are known."""
+    embedded = Embeddings([], torch.eye(6), {})
+    monkeypatch.setattr(simulation, "embed_images", lambda *_: embedded)
     images = [{"id": i, "file_name": f"{i}.png", "width": 8, "height": 8} for i in range(1, 7)]
     for image in images:
         save(tmp_path / image["file_name"], draw(8, 8, seed=image["id"]))
@@ -38,11 +42,7 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
         trained.append(names)
         return {"AP": float("nan"), "AP50": 10.0 * len(names)}
 
-    class Embedded:
-        vectors, unreadable = torch.eye(6), {}
-
     monkeypatch.setattr(simulation, "train_afresh", train)
-    monkeypatch.setattr(simulation, "embed_images", lambda *_: Embedded())
     arguments: Any = {"val": str(data), "strategies": ["random", "typiclust"]}
     points = simulate(str(data), [4, 2], tmp_path / "out", seeds=[1], **arguments)
     assert [len(names) for names in trained] == [2, 4, 2, 4]
@@ -64,3 +64,18 @@ def test_data_and_budgets_that_do_not_fit_are_refused(data: Path, tmp_path: Path
     ):
         with pytest.raises(UserError, match=named):
             simulate(str(data), output=tmp_path / "out", **arguments)  # type: ignore[arg-type]
+
+
+def test_images_without_boxes_are_a_point_and_no_detector_decides(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads(data.read_text())
+    content["annotations"] = content["annotations"][:1]
+    few = data.with_name("few.json")
+    few.write_text(json.dumps(content))
+    monkeypatch.setattr(simulation, "train_afresh", lambda flags: {"AP": 1.0, "AP50": 2.0})
+    monkeypatch.setattr(simulation, "cover", lambda _, vectors, need, taken, **__:
+        [i for i in range(6)[::-1] if i not in taken][:need])  # fmt: skip
+    points = simulate(str(few), [2, 4, 6], tmp_path / "out", val=str(data), seeds=[1],
+                      strategies=["uncertainty"])  # fmt: skip
+    assert [(point.boxes, point.ap50) for point in points] == [(0, 0), (0, 0), (1, 2)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchvision.ops import box_iou
 
-from qbheat_det.labelling.suspects import ImageBoxes, find_suspects, similarity
+from qbheat_det.labelling.inspection import ImageBoxes, find_suspects, similarity
 
 
 def boxes(*rows: tuple[float, ...]) -> ImageBoxes:

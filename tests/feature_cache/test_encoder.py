@@ -16,8 +16,8 @@ from torch import nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.data import DataError, FixedViews, number_records
-from qbheat_det.feature_cache.build import encode_images, hash_key, make_key
-from qbheat_det.feature_cache.store import View
+from qbheat_det.feature_cache.encoder import encode_images, hash_key, make_key
+from qbheat_det.feature_cache.store import AllViews, View
 
 Parts = dict[str, Any]
 
@@ -58,7 +58,12 @@ def make_parts(folder: Path) -> Parts:
 
 
 def name(parts: Parts) -> str:
-    return hash_key(make_key(**parts))
+    return hash_key(make(parts))
+
+
+def make(parts: Parts) -> dict[str, Any]:
+    rest = {key: value for key, value in parts.items() if key not in ("records", "views")}
+    return make_key(every=AllViews(parts["records"], parts["views"]), **rest)
 
 
 def _rewrite(parts: Parts) -> None:
@@ -127,7 +132,7 @@ def test_the_key_changes_with_its_parts_alone(tmp_path: Path, what: str) -> None
 def test_the_key_is_plain_json_for_any_file_name(tmp_path: Path) -> None:
     parts = make_parts(tmp_path)
     parts["records"][0]["file_name"] = os.fsdecode(b"/nowhere/\xff.jpg")
-    key = make_key(**parts)
+    key = make(parts)
     assert json.loads(json.dumps(key)) == key
 
 

@@ -1,0 +1,340 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What a cache needs of a frozen encoder: its key, its outputs, and a stand-in for training.
+
+With the stand-in, the head receives the same features as from the encoder, except in batches of
+images of several sizes: there the encoder sees padding, but each image was cached alone. MF-DETR
+masks the padding, so its outputs are equal; those of RetinaNet and FCOS differ.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import Backbone
+from torch import Tensor, nn
+
+from qbheat_det.config import find_memory_format
+from qbheat_det.core.environment import VERSION
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import get_cache_dir, hash_tensors
+from qbheat_det.data import cut
+from qbheat_det.data.mappers import VIEW_ROW
+from qbheat_det.modeling.contracts import optional_modules
+from qbheat_det.modeling.image_model import CachedImages
+
+from .store import FORMAT_VERSION, VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View
+
+OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_MAX_VIEWS = 1000
+
+
+class CachedBackbone(Backbone):
+    """Batches the features that come with the images instead of running the encoder.
+
+    The encoder stays on the CPU and is no child module, so optimizer, device moves and
+    data-parallel wrappers skip it. Its weights are loaded and saved under their usual names. Copies
+    of the model share it.
+
+    ``forward`` raises before ``trust`` is called, and again after other weights are loaded.
+    """
+
+    def __init__(
+        self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
+    ) -> None:
+        """Takes a frozen encoder, the names of its outputs to read, and the layout of its maps."""
+        super().__init__()
+        self.outputs = list(outputs)
+        self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        self._shared = _Shared(encoder)
+        self._is_encoding = False
+        # Weights files may hold these parts although the config leaves them out.
+        self.optional_modules = tuple(optional_modules(encoder))
+
+    @property
+    def encoder(self) -> Backbone:
+        """The frozen network."""
+        return self._shared.encoder
+
+    @property
+    def size_divisibility(self) -> int:
+        """Returns the value of the encoder."""
+        return int(self.encoder.size_divisibility)
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        """Returns the shapes of the encoder's outputs."""
+        return dict(self._shapes)
+
+    def train(self, mode: bool = True) -> "CachedBackbone":
+        """Sets the mode of the encoder too, as if it were a child."""
+        super().train(mode)
+        self.encoder.train(mode)
+        return self
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the features belong to the encoder's current weights."""
+        return self._shared.trusted
+
+    def trust(self) -> None:
+        """Declares that the features belong to the encoder's current weights."""
+        self._shared.trusted = True
+
+    def forward(
+        self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the outputs by name, for images with features, or for pixels within ``encode``.
+
+        Maps are (N, C, ceil(H / s), ceil(W / s)), "tokens" (N, M, D), float32. Encoders that mask
+        padding take ``image_sizes`` (N, 2). Raises a ``UserError`` if the images have no features,
+        or the features belong to other weights.
+        """
+        if self._is_encoding:
+            raise _Encoded(self.encoder(x) if image_sizes is None else self.encoder(x, image_sizes))
+        if not self.is_trusted:
+            raise UserError(
+                "the encoder's weights are not those that the cached features were computed with: "
+                f"train through qbheat_det.engine.Trainer, or {OFF}"
+            )
+        if not isinstance(x, CachedImages):
+            raise UserError(f"images come without cached features: {OFF}")
+        return {
+            name: x.batch(name, self._shapes[name].stride, self._layout) for name in self.outputs
+        }
+
+    @contextmanager
+    def encoding(self, device: torch.device) -> Iterator[None]:
+        """Moves the encoder to a device for calls of ``encode``."""
+        self.encoder.to(device)
+        try:
+            yield
+        finally:
+            self.encoder.to("cpu")
+
+    def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Returns the encoder's outputs by name for a batch of ``model``.
+
+        The model prepares the images, so that normalisation, padding and masks are the same as
+        without a cache. Its forward pass ends after the encoder.
+        """
+        self._is_encoding = True
+        try:
+            # On CPUs, enabled gradients select other kernels, which round differently.
+            with torch.set_grad_enabled(model.training):
+                model(list(batch))
+        except _Encoded as encoded:
+            return {name: encoded.outputs[name] for name in self.outputs}
+        finally:
+            self._is_encoding = False
+        raise RuntimeError(f"{type(model).__name__} did not run its backbone")
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.encoder.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # The base class would report the names as unexpected: the encoder is no child.
+        own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        before = self.encoder.state_dict()
+        self._shared.trusted &= all(
+            name in before and torch.equal(before[name].cpu(), value.cpu())
+            for name, value in own.items()
+        )
+        try:
+            found = self.encoder.load_state_dict(own, strict=False)
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys.extend(prefix + name for name in found.missing_keys)
+        unexpected_keys.extend(prefix + name for name in found.unexpected_keys)
+
+
+class _Shared:
+    """State that copies of a cached backbone share."""
+
+    def __init__(self, encoder: Backbone) -> None:
+        self.encoder = encoder
+        self.trusted = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared":
+        return self
+
+
+class _Encoded(Exception):
+    """Ends a model's forward pass after its encoder, and carries the encoder's outputs."""
+
+    def __init__(self, outputs: Mapping[str, Tensor]) -> None:
+        super().__init__("the encoder has run")
+        self.outputs = outputs
+
+
+def encode_images(
+    entries: Sequence[Mapped],
+    encode: Callable[[list[dict[str, Any]]], Mapping[str, Tensor]],
+    *,
+    at_once: int = VIEWS_PER_FILE,
+    is_exact: bool = False,
+) -> list[Stored]:
+    """Returns a view for each entry of a mapper; errors and None pass through.
+
+    Views of one size share a batch.
+
+    Args:
+        entries: outputs of a mapper.
+        encode: returns the outputs by name, (N, …), of N entries whose images have one size.
+        at_once: the largest N.
+        is_exact: whether the last bits matter, which depend on the size of a batch. If so, and all
+            views have one size, every batch has ``at_once`` entries, some of them repeated.
+            Otherwise batches are about equally large.
+    """
+    views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
+    images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
+    of_size: dict[tuple[int, ...], list[int]] = {}
+    for index, entry in images.items():
+        of_size.setdefault(tuple(entry["image"].shape), []).append(index)
+    for indices in of_size.values():
+        for part in cut(indices, -(-len(indices) // at_once)):
+            size = at_once if is_exact and len(of_size) == 1 else len(part)
+            outputs = encode([images[i] for i in islice(cycle(part), size)])
+            outputs = {name: value.float().cpu() for name, value in outputs.items()}
+            for position, index in enumerate(part):
+                features = {name: value[position] for name, value in outputs.items()}
+                views[index] = make_view(images[index], features)
+    return views
+
+
+def make_view(entry: Mapping[str, Any], features: dict[str, Tensor]) -> View:
+    """Returns the view of a mapper's entry, given the encoder's outputs for it."""
+    height, width = entry["image"].shape[-2:]
+    truth: dict[str, Tensor] = {}
+    if "instances" in entry:
+        truth["gt_boxes"] = entry["instances"].gt_boxes.tensor.float()
+        truth["gt_classes"] = entry["instances"].gt_classes.long()
+    if "label" in entry:
+        truth["label"] = torch.tensor(int(entry["label"]))
+    full = (int(entry["height"]), int(entry["width"])) if "height" in entry else None
+    return View(features, (int(height), int(width)), truth, full)
+
+
+def check_cache_keys(cfg: CfgNode) -> None:
+    """Checks the config keys that every cache needs; raises a ``UserError`` that names one."""
+    if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
+        raise UserError(
+            f"INPUT.FIXED_VIEWS.COUNT is {cfg.INPUT.FIXED_VIEWS.COUNT}, but cached features need a "
+            f"fixed number of views of each image, from 1 to {_MAX_VIEWS}"
+        )
+    dtype = cfg.MODEL.CACHE_FEATURES.DTYPE
+    if dtype not in _DTYPES:
+        raise UserError(f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', not one of {', '.join(_DTYPES)}")
+
+
+def open_store(cfg: CfgNode, key: Mapping[str, Any], num_views: int) -> FeatureStore:
+    """Returns the store of a key, a subfolder of ``MODEL.CACHE_FEATURES.FOLDER``."""
+    named = cfg.MODEL.CACHE_FEATURES.FOLDER
+    caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
+    dtype = _DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
+    return FeatureStore(caches / hash_key(key), num_views, dtype=dtype, key=key)
+
+
+def make_key(
+    cfg: CfgNode,
+    encoder: nn.Module,
+    every: AllViews,
+    *,
+    outputs: Sequence[str],
+    is_train: bool,
+    device: torch.device,
+    size_divisibility: int,
+) -> dict[str, Any]:
+    """Returns the key of a cache as plain JSON. Caches with equal keys hold equal features.
+
+    In the key: the encoder's weights and structure, how images are normalised and padded, all of
+    ``INPUT``, the views, precision, layout, device, and the versions of this package and PyTorch;
+    of each record its annotations and its file's relative path, size and modification time.
+
+    Not in the key: the files' content, the folder of all files, the number of threads, the batch
+    size, and the versions of other libraries. Their effect is far below half precision, and caches
+    can be moved and shared.
+
+    Args:
+        cfg: config of the run, or of its teacher.
+        encoder: the frozen network.
+        every: the views of all records of the data set.
+        outputs: names of the encoder's outputs that are stored.
+        is_train: whether views are drawn as in training.
+        device: device of the encoder.
+        size_divisibility: divisor of the sides of padded images.
+    """
+    kept = cfg.INPUT.clone()
+    del kept["FIXED_VIEWS"]  # the key has their number and seed
+    del kept.PRETRAIN["MEMORY_GB"]  # fixed views are never read from memory
+    return {
+        "format": FORMAT_VERSION,
+        "weights": hash_tensors(encoder.state_dict()),
+        "encoder": _hash(repr(encoder)),  # covers settings that the weights do not show
+        "outputs": list(outputs),
+        "pixel_mean": [float(value) for value in cfg.MODEL.PIXEL_MEAN],
+        "pixel_std": [float(value) for value in cfg.MODEL.PIXEL_STD],
+        "size_divisibility": size_divisibility,
+        "dtype": cfg.MODEL.CACHE_FEATURES.DTYPE,
+        "views_per_image": every.views.count,
+        "views_seed": every.views.seed,
+        "is_train": is_train,
+        "input": kept.dump().splitlines(),
+        "qbheat_det": VERSION,
+        "torch": torch.__version__.partition("+")[0],
+        "device": device.type,
+        "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # missing in Detectron2 0.6
+        "channels_last": find_memory_format(cfg) == torch.channels_last,
+        "num_images": len(every.records),
+        "records": _hash_records(every.records),
+    }
+
+
+def hash_key(key: Mapping[str, Any]) -> str:
+    """Returns the folder name of a key's cache."""
+    return _hash(json.dumps(key, sort_keys=True))[:32]
+
+
+def _hash_records(records: Sequence[Mapping[str, Any]]) -> str:
+    names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
+    folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
+    digest = hashlib.sha256()
+    for record, name in zip(records, names, strict=True):
+        kept = {k: value for k, value in record.items() if k not in (VIEW_ROW, "file_name")}
+        try:
+            found = os.stat(name)
+            state = found.st_size, found.st_mtime_ns
+        except OSError:  # missing, which the mapper reports, or on another machine
+            state = -1, -1
+        line = [os.path.relpath(name, folder), *state, kept]
+        digest.update(json.dumps(line, sort_keys=True, default=_make_plain).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _make_plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else repr(value)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
