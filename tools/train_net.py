@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from qbheat_det.core.errors import UserError
     from qbheat_det.engine import RunFlags, Trainer, build_config, setup
     from qbheat_det.engine.budget import plan_run
-    from qbheat_det.engine.console import removes_empty_run
     from qbheat_det.engine.dry_run import dry_run
+    from qbheat_det.engine.logs import removes_empty_run
     from qbheat_det.engine.resume import decide_to_resume
 
     if args.dry_run and args.eval_only:
@@ -127,7 +127,7 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
     """Evaluates weights, deployed if ``MODEL.DEPLOY.ENABLED``."""
     import qbheat_det.engine
     from qbheat_det.deployment import deploy_by_config
-    from qbheat_det.engine.console import print_results
+    from qbheat_det.engine.logs import print_results
 
     def deploy(model: Any) -> Any:
         deployed = deploy_by_config(model, cfg.MODEL.DEPLOY)

@@ -21,7 +21,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration, join_first
 from qbheat_det.engine import Trainer, build_config, evaluate, setup, write_run_record
-from qbheat_det.engine.console import removes_empty_run
+from qbheat_det.engine.logs import removes_empty_run
 from qbheat_det.engine.run_flags import RunFlags
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
 
 from .dry_run import dry_run
+from .resume import name_last_checkpoint
 from .run_flags import RunFlags, find_job
-from .run_record import name_last_checkpoint
 from .setup import build_config
 from .trainer import Trainer
 
@@ -122,22 +122,11 @@ def _read_plan(flags: RunFlags, folder: Path) -> RunFlags:
 
 
 def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float) -> str:
-    """Returns the choice as flags, its speed, and what twice the time allows."""
-    size = chosen.image_size
-    words = f"--epochs {chosen.epochs:g}" + (f" --image-size {size}" if size else "")
-    words += " --freeze" if chosen.freeze else ""
-    text = (
-        f"Plan for {format_duration(seconds)}: {words}, at {format_duration(pace.epoch)} an epoch; "
-        f"the recipe has {cfg.SOLVER.EPOCHS:g} epochs"
+    """Returns the choice as flags, and its speed."""
+    words = f"--epochs {chosen.epochs:g}"
+    words += f" --image-size {chosen.image_size}" if chosen.image_size else ""
+    words += " --freeze, as there is no time to train the backbone" if chosen.freeze else ""
+    return (
+        f"Plan for {format_duration(seconds)}: {words}; an epoch takes "
+        f"{format_duration(pace.epoch)}, and the recipe has {cfg.SOLVER.EPOCHS:g}"
     )
-    if find_job(cfg) != "boxes":
-        return text
-    usual = max(cfg.INPUT.MIN_SIZE_TRAIN)
-    text += f" at {usual} pixels"
-    if chosen.freeze:
-        return f"{text}. There is no time to train the backbone"
-    base = Pace(pace.fixed, pace.epoch * (usual / (size or usual)) ** 2)
-    larger = _choose(cfg, base, 2 * _SHARE * seconds)[0] or usual
-    epochs = base.count_epochs(2 * _SHARE * seconds, (larger / usual) ** 2)
-    epochs = min(epochs, _MOST * cfg.SOLVER.EPOCHS)
-    return f"{text}. Twice the time would allow {epochs:.3g} epochs at {larger} pixels"

@@ -6,7 +6,6 @@
 
 import json
 import logging
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,8 +35,8 @@ from qbheat_det.data import (
     with_classes,
 )
 
+from .resume import name_last_checkpoint
 from .run_flags import RunFlags, find_job
-from .run_record import find_last_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +119,8 @@ def write_split(cfg: CfgNode) -> None:
     """Writes ``OUTPUT_DIR/split.json`` if part of the training images is held out."""
     for name in cfg.DATASETS.TEST:
         if split := MetadataCatalog.get(name).get("split"):
-            content = (json.dumps(split, indent=1) + "\n").encode()
             path = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
-            write_atomically(path, operator.methodcaller("write", content))
+            write_atomically(path, (json.dumps(split, indent=1) + "\n").encode())
             logger.info(f"{len(split['val']):,} images are held out for evaluation, see '{path}'")
 
 
@@ -275,7 +273,8 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
     """
     names: list[str] = []
     if eval_only:
-        weights = find_last_checkpoint(cfg.OUTPUT_DIR) if resume else cfg.MODEL.WEIGHTS
+        last = name_last_checkpoint(Path(cfg.OUTPUT_DIR)) if resume else ""
+        weights = str(Path(cfg.OUTPUT_DIR) / last) if last else cfg.MODEL.WEIGHTS
         names = list((weights and class_names_of(weights)) or cfg.MODEL.CLASS_NAMES)
     names = names or list_classes(cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN)
     if not names:  # evaluates only the nearest-neighbour score

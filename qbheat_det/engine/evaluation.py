@@ -25,10 +25,10 @@ from qbheat_det.data import (
     join_messages,
     load_labelled_sets,
 )
-from qbheat_det.evaluation import extract_features, score_neighbours
+from qbheat_det.evaluation import build_evaluator, extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
-from .console import track
+from .logs import track
 
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
@@ -53,17 +53,10 @@ def build_test_loader(cfg: CfgNode, dataset_name: str) -> TestLoader:
 class Evaluation:
     """Evaluates models on ``DATASETS.TEST``; reads annotations once."""
 
-    def __init__(
-        self,
-        cfg: CfgNode,
-        *,
-        build_loader: Callable[[CfgNode, str], TestLoader],
-        build_evaluator: Callable[[CfgNode, str], DatasetEvaluator],
-    ) -> None:
-        """Both functions get the config and a data set; the loader yields this process's share."""
+    def __init__(self, cfg: CfgNode, build_loader: Callable[[CfgNode, str], TestLoader]) -> None:
+        """``build_loader`` returns a loader of this process's share of a data set."""
         self._cfg = cfg
         self._build_loader = build_loader
-        self._build_evaluator = build_evaluator
         self._parts: dict[str, tuple[TestLoader, DatasetEvaluator]] = {}
         self._warned: set[str] = set()  # sets whose skipped images were named
 
@@ -83,8 +76,11 @@ class Evaluation:
 
     def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
         if name not in self._parts:
-            loader = self._build_loader(self._cfg, name)
-            self._parts[name] = loader, self._build_evaluator(self._cfg, name)
+            classifies = self._cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
+            self._parts[name] = (
+                self._build_loader(self._cfg, name),
+                build_evaluator(self._cfg, name, classifies=classifies),
+            )
         loader, evaluator = self._parts[name]
         images = track(loader, title=f"evaluating on {name}")
         results = dict(inference_on_dataset(model, images, evaluator) or {})
@@ -119,13 +115,11 @@ def check_neighbours(cfg: CfgNode) -> None:
     """Checks ``TEST.KNN`` and lists its images.
 
     Raises:
-        UserError: a value is out of range, or the sets have different classes.
+        UserError: a set is missing, or the sets have different classes.
     """
     keys = cfg.TEST.KNN
     if not (keys.TRAIN and keys.VAL):
         raise UserError("TEST.KNN.TRAIN and TEST.KNN.VAL must be given together")
-    if keys.K < 1 or not keys.TEMPERATURE > 0:
-        raise UserError("TEST.KNN.K and TEST.KNN.TEMPERATURE must be positive")
     num_images = sum(map(len, load_labelled_sets(keys.TRAIN, keys.VAL)))
     if comm.get_world_size() > 1 and num_images > _MAX_IMAGES_DISTRIBUTED:
         raise UserError(

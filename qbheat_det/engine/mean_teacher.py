@@ -18,9 +18,13 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from torch import nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.contracts import PSEUDO_LABELS, UNLABELLED, SupportsUnlabelled
+from qbheat_det.modeling.contracts import (
+    PSEUDO_LABELS,
+    UNLABELLED,
+    BatchedInputs,
+    SupportsUnlabelled,
+)
 
-from .batch_source import BatchedInputs
 from .hooks import EvalHook, TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qbheat_det.config import Rules, at_least, check_values, one_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import (
     SupportsLayerGroups,
@@ -24,8 +25,6 @@ from qbheat_det.modeling.contracts import (
     get_body_name,
     get_token_parameters,
 )
-
-from .schedule import Rules, at_least, check_settings, one_of
 
 _OPTIMIZER_RULES: Rules = {
     "SOLVER.OPTIMIZER": one_of("SGD", "ADAMW"),
@@ -61,9 +60,9 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
     optimizer: Callable[..., Optimizer]
     arguments: dict[str, Any]
-    check_settings(cfg, _OPTIMIZER_RULES)
+    check_values(cfg, _OPTIMIZER_RULES)
     if clip.ENABLED:
-        check_settings(cfg, _CLIP_RULES)
+        check_values(cfg, _CLIP_RULES)
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer, arguments = torch.optim.AdamW, {"betas": tuple(cfg.SOLVER.BETAS)}
     else:

@@ -2,7 +2,7 @@
 """Schedules: iterations from epochs, the learning rate from the batch size, and valid settings."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,23 +11,12 @@ from detectron2.solver import build as detectron2_build
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qbheat_det.config import with_values
+from qbheat_det.config import Rules, at_least, check_values, one_of, with_values
 from qbheat_det.core.errors import UserError
-
-Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""By key: whether a value is valid, and what is expected, for the message."""
 
 LR_SCALING: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 """Factor on the learning rate by the ratio of the batch to the reference batch."""
 _SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR")
-
-
-def one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value in names, f"one of {', '.join(names)}"
-
-
-def at_least(least: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value >= least, f"at least {least}"
 
 
 def _is_epochs(value: object) -> bool:
@@ -89,7 +78,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     """
     if num_images < 1:
         raise UserError(f"there are {num_images} images to train on: DATASETS.TRAIN is empty")
-    check_settings(cfg, _EPOCH_RULES)
+    check_values(cfg, _EPOCH_RULES)
     resolved = with_values(cfg)
     solver = resolved.SOLVER
 
@@ -185,20 +174,10 @@ def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:
 
 
 def _check_iterations(cfg: CfgNode) -> None:
-    check_settings(cfg, _ITERATION_RULES)
+    check_values(cfg, _ITERATION_RULES)
     solver, steps = cfg.SOLVER, [0, *_effective_steps(cfg)]
     if _has_steps(cfg) and sorted(set(steps)) != steps:
         raise UserError(
             f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}; they are iterations "
             f"of {solver.IMS_PER_BATCH} images, so little data makes steps in epochs coincide"
         )
-
-
-def check_settings(cfg: CfgNode, rules: Rules) -> None:
-    """Raises a ``UserError`` that names the key of the first value that is not valid."""
-    for key, (is_valid, expected) in rules.items():
-        value: Any = cfg
-        for part in key.split("."):
-            value = value[part]
-        if not is_valid(value):
-            raise UserError(f"{key} is {value!r}, expected {expected}")

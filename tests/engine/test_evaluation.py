@@ -60,9 +60,7 @@ def evaluate_all(args: argparse.Namespace) -> dict[str, Any]:
         cfg.DATASETS.TEST = (name,)
         cfg.DATALOADER.NUM_WORKERS = 0
         cfg.INPUT.MIN_SIZE_TEST = 32
-        evaluation = Evaluation(
-            cfg, build_loader=Trainer.build_test_loader, build_evaluator=Trainer.build_evaluator
-        )
+        evaluation = Evaluation(cfg, Trainer.build_test_loader)
         categories = [category["id"] for category in truth["categories"]]
         model = Oracle(truth["annotations"], categories)
         results[name] = [evaluation(model) for _ in range(2)]  # the second reuses loader, evaluator

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError
-from qbheat_det.engine import hooks
+from qbheat_det.engine import block_modes
 from qbheat_det.engine.hooks import (
     SKIPPED_FILE,
     EvalHook,
@@ -24,7 +24,7 @@ from qbheat_det.engine.hooks import (
     SkippedImages,
     TrainingRun,
 )
-from qbheat_det.engine.token_monitor import TokenMonitor, mean_cosines
+from qbheat_det.engine.monitors import TokenMonitor, mean_cosines
 
 
 class PretendedRun:
@@ -78,10 +78,12 @@ def test_memory_goes_back_when_more_is_kept_than_after_the_first_twenty_steps(
 ) -> None:
     returned: list[int] = []
     trainer = SimpleNamespace(iter=0, start_iter=0)
-    monkeypatch.setattr(hooks, "return_freed_memory", lambda: returned.append(trainer.iter + 1))
+    monkeypatch.setattr(
+        block_modes, "return_freed_memory", lambda: returned.append(trainer.iter + 1)
+    )
     pages = {20: 1000, 40: 1010, 60: 1100, 80: 900, 100: 1000}
     monkeypatch.setattr(Path, "read_text", lambda _: f"0 {pages[trainer.iter + 1]} 0")
-    hook = hooks.KeptMemory()
+    hook = block_modes.KeptMemory()
     hook.trainer = cast(TrainingRun, trainer)
     for trainer.iter in range(100):
         hook.after_step()

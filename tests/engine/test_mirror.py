@@ -26,7 +26,6 @@ def start(folder: Path, data: Path, address: str, *flags: str) -> None:
         "SOLVER.CHECKPOINT_URL": address,
         "SOLVER.CHECKPOINT_PERIOD": "1",
         "SOLVER.CHECKPOINTS_KEPT": "2",
-        "DATALOADER.RETRY_SECONDS": "2.0",
     }
     args = tiny_training.parse(folder, data, opts, *flags)
     args.resume = decide_to_resume(args)
