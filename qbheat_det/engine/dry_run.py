@@ -299,15 +299,10 @@ def total_memory() -> int:
     return min(limits)
 
 
-def resident_peak() -> int:
-    """Returns the peak memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
 def resident_with_workers() -> int:
     """Returns the peak memory of this process plus the current memory of its workers (Linux)."""
-    total = resident_peak()
+    unit = 1 if sys.platform == "darwin" else 1024
+    total = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for worker in multiprocessing.active_children():
         with contextlib.suppress(OSError):  # a worker may have ended
             lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="ascii")

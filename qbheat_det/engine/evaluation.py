@@ -3,7 +3,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -58,7 +58,7 @@ class Evaluation:
         self._cfg = cfg
         self._build_loader = build_loader
         self._parts: dict[str, tuple[TestLoader, DatasetEvaluator]] = {}
-        self._warned: set[str] = set()  # sets whose skipped images were named
+        self._warned: set[str] = set()
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
         """Returns results by task, such as ``{"bbox": {"AP": …}}``, nested by data set if several.
@@ -85,7 +85,9 @@ class Evaluation:
         images = track(loader, title=f"evaluating on {name}")
         results = dict(inference_on_dataset(model, images, evaluator) or {})
         if isinstance(loader, ImageBatches):
-            self._warn_of_skipped_images(name, loader.skipped)
+            skipped = [error for met in comm.all_gather(loader.skipped) for error in met.values()]
+            if comm.is_main_process():
+                _warn_of_skipped(f"evaluation on '{name}'", skipped, self._warned)
         if comm.is_main_process():
             print_csv_format(results)
             for task, metrics in results.items():
@@ -95,15 +97,14 @@ class Evaluation:
                 logger.info(f"{task} on {name}: {', '.join(shown)}")
         return results
 
-    def _warn_of_skipped_images(self, name: str, skipped: dict[str, DataError]) -> None:
-        """Logs the images that any process skipped, once per data set."""
-        everywhere = {k: error for part in comm.all_gather(skipped) for k, error in part.items()}
-        if everywhere and name not in self._warned and comm.is_main_process():
-            self._warned.add(name)
-            logger.warning(
-                f"The evaluation on '{name}' skips {len(everywhere):,} images: "
-                f"{join_messages([everywhere[where] for where in sorted(everywhere)])}"
-            )
+
+def _warn_of_skipped(task: str, errors: Sequence[DataError], warned: set[str]) -> None:
+    """Logs the images that a task skips, once per task."""
+    by_place = {error.where: error for error in errors}
+    if by_place and task not in warned:
+        warned.add(task)
+        listed = [by_place[where] for where in sorted(by_place)]
+        logger.warning(f"The {task} skips {len(listed):,} images: {join_messages(listed)}")
 
 
 def scores_neighbours(cfg: CfgNode) -> bool:
@@ -143,7 +144,7 @@ class NeighbourScorer:
             )
         self._cfg = cfg
         self._batches: list[ImageBatches] = []  # training and validation set, once loaded
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Returns the scores of a model in eval mode; each process encodes all images."""
@@ -159,12 +160,7 @@ class NeighbourScorer:
 
         train, val = (extract_features(describe, batches) for batches in self._batches)
         skipped = [error for batches in self._batches for error in batches.skipped.values()]
-        if skipped and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                f"The nearest-neighbour score skips {len(skipped):,} images: "
-                f"{join_messages(skipped)}"
-            )
+        _warn_of_skipped("nearest-neighbour score", skipped, self._warned)
         for key, (features, _) in {"TRAIN": train, "VAL": val}.items():
             if not len(features):
                 raise UserError(f"no image of TEST.KNN.{key} can be read")

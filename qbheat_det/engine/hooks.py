@@ -227,8 +227,8 @@ class PeriodicCheckpointer(HookBase):
 class SkippedImages(HookBase):
     """Collects the images that the data streams of all processes skipped, with the reasons.
 
-    The log names new ones after each period and all at the end. ``OUTPUT_DIR/skipped_images.txt``
-    lists them. It must come before ``PeriodicCheckpointer``, which stores its state.
+    The log names new ones after each period, and ``OUTPUT_DIR/skipped_images.txt`` lists all. It
+    must come before ``PeriodicCheckpointer``, which stores its state.
 
     Attributes:
         errors: reasons by image, equal on all processes.
@@ -258,19 +258,13 @@ class SkippedImages(HookBase):
             self._add(met)
         new = [error for error in self._sorted() if error.where not in known]
         if new and comm.is_main_process():
-            logger.warning(f"Skipped, with another image in its place: {join_messages(new)}")
+            logger.warning(
+                f"{len(self.errors):,} of {self.trainer.data_loader.num_images:,} images were "
+                f"skipped so far, see {SKIPPED_FILE}; new: {join_messages(new)}"
+            )
             text = "".join(f"{error.message}\n" for error in self._sorted())
             path = Path(self.trainer.cfg.OUTPUT_DIR) / SKIPPED_FILE
             write_atomically(path, text.encode())
-
-    def after_train(self) -> None:
-        """Logs all skipped images, after an error as well."""
-        if self.errors and comm.is_main_process():
-            images = self.trainer.data_loader.num_images
-            logger.warning(
-                f"{len(self.errors):,} of {images:,} images were skipped: "
-                f"{join_messages(self._sorted())} (all are in {SKIPPED_FILE})"
-            )
 
     def _add(self, errors: Iterable[DataError]) -> None:
         self.errors.update({error.where: error for error in errors})
