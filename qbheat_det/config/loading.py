@@ -113,14 +113,24 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
 
 
 def dump_config(cfg: CfgNode) -> str:
-    """Returns a config as YAML without references, to be stored inside another file."""
-    # Detectron2 dumps a list that occurs twice as a reference to the first.
-    return str(yaml.dump(yaml.load(cfg.dump(), Loader=_Loader), Dumper=_WithoutReferences))
+    """Returns a config as YAML without references; ``cfg.dump()`` takes ten times as long."""
+    return str(yaml.dump(_to_dict(cfg), Dumper=_WithoutReferences))
 
 
 class _WithoutReferences(_Dumper):
+    """Writes a list that occurs twice in full, instead of a reference to the first."""
+
     def ignore_aliases(self, data: object) -> bool:
         return True
+
+
+def _to_dict(cfg: CfgNode) -> dict[str, object]:
+    return {k: _to_dict(v) if isinstance(v, CfgNode) else v for k, v in cfg.items()}
+
+
+def read_values(text: str) -> dict[str, object]:
+    """Returns the values of a config in YAML by dotted key."""
+    return dict(list_leaves(yaml.load(text, Loader=_Loader) or {}))
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:

@@ -72,8 +72,8 @@ def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tu
     if find_job(cfg) == "boxes" and flags.image_size is None:
         size, freeze = _choose(cfg, pace, planned)
         freeze = freeze and "MODEL.BACKBONE.FREEZE_AT" not in flags.overrides
-    flags = dataclasses.replace(flags, image_size=flags.image_size or size, freeze=freeze)
     if size or freeze:
+        flags = dataclasses.replace(flags, image_size=size, freeze=flags.freeze or freeze)
         pace = _measure(build_config(flags), build_trainer)
     left = comm.all_gather(planned - (time.monotonic() - start))[0]
     epochs = min(pace.count_epochs(left), _MOST * usual)
@@ -117,7 +117,7 @@ def _read_plan(flags: RunFlags, folder: Path) -> RunFlags:
     """Returns flags with the plan in the ``config.yaml`` of a run."""
     cfg = load_config(folder / "config.yaml")
     size = max(cfg.INPUT.MIN_SIZE_TRAIN) if find_job(cfg) == "boxes" else cfg.INPUT.PRETRAIN.SIZE
-    freeze = cfg.MODEL.BACKBONE.FREEZE_AT >= 5
+    freeze = cfg.MODEL.BACKBONE.FREEZE_AT >= 5 and "MODEL.BACKBONE.FREEZE_AT" not in flags.opts
     return dataclasses.replace(flags, epochs=cfg.SOLVER.EPOCHS, image_size=size, freeze=freeze)
 
 

@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
 from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.checkpoint import info_of
-from qbheat_det.config import load_config
-from qbheat_det.config.loading import list_leaves
+from qbheat_det.config import dump_config, load_config
+from qbheat_det.config.loading import read_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.core.versions import find_code_version, list_versions
@@ -125,8 +124,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
     Raises:
         UserError: a key differs that must not change.
     """
-    before = dict(list_leaves(yaml.safe_load(saved) or {}))
-    now = dict(list_leaves(yaml.safe_load(cfg.dump())))
+    before, now = read_values(saved), read_values(dump_config(cfg))
     if cfg.SEED < 0:  # keeps the seed of the run
         now["SEED"] = before.get("SEED", -1)
     changed = {

@@ -15,7 +15,7 @@ from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
 
 from qbheat_det.checkpoint import check_weights_file
-from qbheat_det.config import Rules, at_least, check_values, one_of
+from qbheat_det.config import Rules, at_least, check_values, dump_config, one_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable
 from qbheat_det.data import (
@@ -124,7 +124,7 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     _log_data(cfg)
     logger.debug(f"Process {rank} of {comm.get_world_size()}, started with {args}")
     logger.debug(f"Environment:\n{collect_env_info()}")
-    logger.debug(f"Config:\n{cfg.dump()}")
+    logger.debug(f"Config:\n{dump_config(cfg)}")
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
     if not args.eval_only:
         torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
