@@ -196,7 +196,8 @@ def test_a_run_with_figures_and_tokens_logged_has_the_losses_and_weights_of_one_
 
     monkeypatch.setattr(VisualizationHook, "_run_seconds", lambda _: 1e9)
     register_image_folders("seen", [make_folder(tmp_path / "data", 6)])
-    opts = {"DATASETS.TRAIN": "('seen',)", "SOLVER.MAX_ITER": "2", "SOLVER.LOG_TOKENS": "False"}
+    opts = {"DATASETS.TRAIN": "('seen',)", "DATASETS.TEST": "()", "SOLVER.MAX_ITER": "2"}
+    opts["SOLVER.LOG_TOKENS"] = "False"
     train(tmp_path / "without", opts)
     monkeypatch.setattr(monitors, "TRAINING_FIGURES", {"noise": draw_noise})
     shown = {"VIS.ENABLED": "True", "VIS.PERIOD": "1", "VIS.NUM_IMAGES": "2"}
