@@ -48,6 +48,7 @@ _RULES: Rules = {
     "SOLVER.WEIGHT_DECAY": at_least(0),
     "SOLVER.AMP.PRECISION": one_of(*PRECISIONS),
     "SOLVER.EMA.DECAY": (lambda value: 0 <= value < 1, "a factor in [0, 1)"),
+    "DATASETS.VAL_FRACTION": (lambda value: 0 <= value < 1, "a share in [0, 1)"),
     "DATALOADER.NUM_WORKERS": at_least(0),
     "DATALOADER.SHUFFLE_SHARDS": at_least(0),
     "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
