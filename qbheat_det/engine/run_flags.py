@@ -53,11 +53,9 @@ class RunFlags:
         knn_train_folder, knn_val_folder: class folders of a nearest-neighbour score.
         knn: score nearest neighbours on the images of ``data`` and ``val``.
         weights: ``MODEL.WEIGHTS``; any name that ``find_weights`` accepts.
-        output: ``OUTPUT_DIR``.
+        output, device, epochs: ``OUTPUT_DIR``, ``MODEL.DEVICE`` and ``SOLVER.EPOCHS``.
         resume: continue the run in ``output``.
         eval_only: evaluate ``weights`` without training.
-        device: ``MODEL.DEVICE``.
-        epochs: ``SOLVER.EPOCHS``.
         minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and ``freeze``.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
         image_size: shorter side of images in pixels in training and evaluation of detectors, or

@@ -211,16 +211,9 @@ def test_torchrun_trains_evaluates_and_saves_with_two_processes_also_after_one_i
     flags = ["--data", truth, "--val", truth, "--images", images]
     opts = {**TINY, "MODEL.DEVICE": "cpu", "SOLVER.MAX_ITER": "40", "OUTPUT_DIR": str(tmp_path)}
     opts["MODEL.RETINANET.SCORE_THRESH_TEST"] = "0.0"  # else nothing is found
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [
-        "--max-restarts",
-        "1",
-        "--nproc-per-node",
-        "2",
-        str(ROOT / "tools" / "train_net.py"),
-        "--config-file",
-    ]
-    command += [CONFIG, *flags, *(word for pair in opts.items() for word in pair)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command += ["--nproc-per-node", "2", str(ROOT / "tools" / "train_net.py")]
+    command += ["--config-file", CONFIG, *flags, *(word for pair in opts.items() for word in pair)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with subprocess.Popen(command, env=environment) as torchrun:
