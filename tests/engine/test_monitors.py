@@ -19,12 +19,10 @@ from torch import nn
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable
-from qbheat_det.core.seeding import undisturbed
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import monitors
 from qbheat_det.engine.data_sources import load_fixed_images
 from qbheat_det.engine.monitors import VisualizationHook, build_visualization_hook
-from qbheat_det.engine.step import seed_step
 from tests.data.pictures import draw, save
 
 from .tiny_pretraining import make_folder, train
@@ -127,24 +125,6 @@ def test_an_error_is_logged_once_and_a_figure_that_does_not_apply_is_dropped(
     assert set(hook.costs) == {"full disk"}
     assert [r.levelname for r in caplog.records].count("ERROR") == 1
     assert run.evaluated_model.training
-
-
-def test_modes_and_random_generators_are_restored() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
-
-    def draw_numbers() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
-    seed_step(7, 0, 0)
-    expected = draw_numbers()
-    seed_step(7, 0, 0)
-    with undisturbed(model):
-        assert not any(module.training for module in model.modules())
-        assert not torch.is_grad_enabled()
-        draw_numbers()
-    assert [module.training for module in model.modules()] == [True, True, False]
-    assert torch.is_grad_enabled()
-    assert draw_numbers() == expected
 
 
 def test_figures_go_to_the_folder_the_log_and_tensorboard(tmp_path: Path) -> None:
