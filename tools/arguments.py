@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Flags that several tools share: Detectron2's for training, and those that name data.
+"""Flags of several tools: Detectron2's for training, and flags that name data.
 
-Nothing of torch, Detectron2 or the package is imported, so that ``--help`` is fast.
+Imports neither torch nor Detectron2 nor the package, so that ``--help`` is fast.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# Where other programs use the cores, waiting threads are to sleep: spinning, two threads took 30
-# times as long; on idle cores sleeping takes up to twice as long (docs/performance.md).
+# On busy machines, waiting threads sleep instead of spinning, which took 30 times as long. On idle
+# cores, sleeping takes up to twice as long (docs/performance.md).
 if os.getloadavg()[0] > (os.cpu_count() or 1):
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -24,18 +24,14 @@ _FOREIGN = (
 
 
 def hide_foreign_warnings() -> None:
-    """Keeps warnings of other libraries away, as users of a command can do nothing about them.
-
-    Warnings that this package causes are shown, and all of them where ``python -W`` or
-    ``PYTHONWARNINGS`` say something else.
-    """
+    """Hides warnings of other libraries, unless ``python -W`` or ``PYTHONWARNINGS`` is given."""
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=rf"({_FOREIGN})(\.|$)")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that a tool's docstring describes, its first paragraph above the flags."""
+    """Returns a parser with a tool's docstring as help, its first paragraph above the flags."""
     summary, rest = (doc or "").split("\n\n", 1)
     return argparse.ArgumentParser(
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -43,9 +39,9 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
-    """Ends with an error at the first path that is missing, before imports take seconds.
+    """Exits with an error at the first missing path, before slow imports.
 
-    Weights are a path where their ending says so.
+    ``weights`` are checked if they have the suffix of a file.
     """
     is_file = weights.lower().endswith((".safetensors", ".pth", ".onnx"))
     for path in map(str, filter(None, [*paths, weights if is_file else None])):
@@ -63,7 +59,7 @@ SOURCES = (
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of Detectron2's ``default_argument_parser``, --weights and --output."""
+    """Adds the flags of Detectron2's ``default_argument_parser``, and flags of config keys."""
     parser.add_argument(
         "--config-file",
         default="",
@@ -78,7 +74,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         metavar="N",
-        help="choose epochs, image size and frozen stages so that the run takes so long here",
+        help="choose epochs, image size and frozen stages for a run of this duration",
     )
     parser.add_argument(
         "--batch", type=int, metavar="N", help="SOLVER.IMS_PER_BATCH, images per optimizer step"
@@ -107,7 +103,6 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine-rank", type=int, default=0, help="the rank of this machine (unique per machine)"
     )
-    # Two runs of one user on a machine get different ports, unless user ids collide.
     port = 2**15 + 2**14 + hash(os.getuid() if hasattr(os, "getuid") else 1) % 2**14
     parser.add_argument(
         "--dist-url",
@@ -124,7 +119,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Adds the four flags that name data, with boxes, classes or neither; returns their group."""
+    """Adds and returns the group of flags that name data."""
     group = parser.add_argument_group("data")
     group.add_argument("--data", metavar="SRC", help=SOURCES)
     group.add_argument(
@@ -133,20 +128,20 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         action="append",
         default=[],
         help="folder of the images of a COCO json (default: beside it); without --data, images "
-        "without labels for pre-training, searched with all that is below, repeatable",
+        "without labels for pre-training, subfolders included; repeatable",
     )
     group.add_argument(
         "--val",
         metavar="SRC",
-        help="as --data, to evaluate on (default: what --data itself names, else a fifth of its "
-        "images, which is held out)",
+        help="validation data, like --data (default: the validation part of --data, or else a "
+        "held-out fifth of its images)",
     )
     group.add_argument(
         "--val-images",
         metavar="DIR",
         action="append",
         default=[],
-        help="as --images, of --val, or held-out images of pre-training",
+        help="like --images, for --val; or validation images of pre-training",
     )
     return group
 
@@ -157,22 +152,23 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--parquet", metavar="DIR", help="folder for the results; --images also "
         "takes shards and Parquet files of paths or images")  # fmt: skip
     group.add_argument("--resume", action="store_true",
-                       help="go on with the results in --parquet; images that have some are left "
-                       "out")  # fmt: skip
+                       help="continue: skip images with results in --parquet")  # fmt: skip
     group.add_argument("--engine", choices=["local", "ray"],
-                       help="who computes: this process (default), or Ray's actors on all cores "
+                       help="compute in this process (default), or in Ray's actors on all cores "
                        "and machines of its cluster")  # fmt: skip
     group.add_argument("--workers", type=int, metavar="N",
                        help="actors of Ray (default: one for each GPU, or core)")  # fmt: skip
     group.add_argument("--batch-size", type=int, metavar="N",
-                       help="images that go through the model together (default: 1)")  # fmt: skip
+                       help="images per batch (default: 1)")  # fmt: skip
     group.add_argument("--part-size", type=int, metavar="N",
-                       help="images in one file (default: 256)")  # fmt: skip
-    group.add_argument("--column", metavar="NAME", help="of Parquet files with paths or images")
+                       help="images per file (default: 256)")  # fmt: skip
+    group.add_argument(
+        "--column", metavar="NAME", help="column of Parquet inputs with paths or images"
+    )
 
 
 def run_batch(args: argparse.Namespace, **job: Any) -> int:
-    """Computes what a job asks for, prints counts and returns the exit code."""
+    """Runs a batch job, prints counts and returns the exit code."""
     from qbheat_det.api import Job
     from qbheat_det.api import run_batch as run
 
@@ -186,7 +182,7 @@ def run_batch(args: argparse.Namespace, **job: Any) -> int:
 
 
 def check_batch_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends with a message if a flag needs another, or is no number that makes sense."""
+    """Exits with an error if a flag needs --parquet or is below 1."""
     for name in ("engine", "workers", "batch_size", "part_size", "column", "resume"):
         flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
         if value and not args.parquet:
@@ -196,14 +192,10 @@ def check_batch_flags(parser: argparse.ArgumentParser, args: argparse.Namespace)
 
 
 def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of nearest neighbours."""
+    """Adds the flags of the nearest-neighbour score."""
     group = parser.add_argument_group("nearest neighbours: a score of the backbone")
     group.add_argument("--knn-train-folder", metavar="DIR", help="class folders whose images vote")
+    group.add_argument("--knn-val-folder", metavar="DIR", help="class folders to classify")
     group.add_argument(
-        "--knn-val-folder", metavar="DIR", help="class folders whose images are classified"
-    )
-    group.add_argument(
-        "--knn",
-        action="store_true",
-        help="training images vote, those of evaluation are classified",
+        "--knn", action="store_true", help="use the training images and the validation images"
     )

@@ -45,7 +45,7 @@ from arguments import (
     hide_foreign_warnings,
 )
 
-hide_foreign_warnings()  # here, as processes on other GPUs import this file
+hide_foreign_warnings()  # processes on other GPUs import this file
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,21 +58,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         action="append",
         default=[],
-        help="folder of images without labels, searched with all that is below, from which a "
-        "RetinaNet or FCOS learns besides --data; repeatable",
+        help="folder of images without labels, subfolders included, from which a RetinaNet or "
+        "FCOS learns besides --data; repeatable",
     )
     add_neighbour_flags(parser)
     group = parser.add_argument_group("checks and recovery")
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="build everything, train a few steps, evaluate a few images and save in a temporary "
-        "folder; print the time, memory and disk space that the whole run will take",
+        help="train a few steps, evaluate a few images and save in a temporary folder; print the "
+        "time, memory and disk space of the whole run",
     )
     group.add_argument(
         "--allow-partial",
         action="store_true",
-        help="start from --weights even if part of the file fits nowhere in the model",
+        help="start from --weights even if the model has no place for part of the file",
     )
     return parser.parse_intermixed_args(argv)
 
@@ -80,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Trains or evaluates in one process; returns the results of the last evaluation.
 
-    An evaluation writes files only into a folder that is named.
+    An evaluation writes files only if the command names a folder.
     """
     is_named = args.output or args.resume or "OUTPUT_DIR" in args.opts
     if not args.eval_only or is_named:
@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from qbheat_det.core.errors import UserError
     from qbheat_det.engine import RunFlags, Trainer, build_config, setup
     from qbheat_det.engine.budget import plan_run
-    from qbheat_det.engine.console import removes_empty_run
     from qbheat_det.engine.dry_run import dry_run
+    from qbheat_det.engine.logs import removes_empty_run
     from qbheat_det.engine.resume import decide_to_resume
 
     if args.dry_run and args.eval_only:
@@ -127,7 +127,7 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
     """Evaluates weights, deployed if ``MODEL.DEPLOY.ENABLED``."""
     import qbheat_det.engine
     from qbheat_det.deployment import deploy_by_config
-    from qbheat_det.engine.console import print_results
+    from qbheat_det.engine.logs import print_results
 
     def deploy(model: Any) -> Any:
         deployed = deploy_by_config(model, cfg.MODEL.DEPLOY)

@@ -25,7 +25,7 @@ from qbheat_det.data import (
     register_source,
 )
 from qbheat_det.engine.data_sources import SpreadEntries, read_spread
-from qbheat_det.engine.run_record import RUN_FILE, name_last_checkpoint, read_run_record
+from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
 from qbheat_det.inference.predict import build_predictor
 
 Kind = Literal["pretraining", "detector", "classifier"]

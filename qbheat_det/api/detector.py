@@ -18,7 +18,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy
 from qbheat_det.engine import build_config, evaluate, setup
-from qbheat_det.engine.console import removes_empty_run
+from qbheat_det.engine.logs import removes_empty_run
 from qbheat_det.engine.run_flags import RunFlags
 from qbheat_det.inference.images import Image, Picture, is_collection, is_video, open_images
 from qbheat_det.inference.predict import (

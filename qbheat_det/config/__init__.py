@@ -3,16 +3,21 @@
 
 from .defaults import add_qbheat_config, get_cfg
 from .loading import (
+    Rules,
+    at_least,
+    check_values,
     dump_config,
     find_config,
     find_memory_format,
     get_config_path,
     load_config,
+    one_of,
     refuse_bad_values,
     with_values,
 )
 
 __all__ = [
-    "add_qbheat_config", "dump_config", "find_config", "find_memory_format", "get_cfg",
-    "get_config_path", "load_config", "refuse_bad_values", "with_values",
+    "Rules", "add_qbheat_config", "at_least", "check_values", "dump_config", "find_config",
+    "find_memory_format", "get_cfg", "get_config_path", "load_config", "one_of",
+    "refuse_bad_values", "with_values",
 ]  # fmt: skip

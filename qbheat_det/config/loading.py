@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reading YAML and command-line overrides without running what a stranger wrote."""
+"""Reads YAML and command-line overrides without running code, and checks values."""
 
 import ast
 import contextlib
@@ -7,8 +7,9 @@ import difflib
 import functools
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -20,11 +21,11 @@ from qbheat_det.core.text import one_line
 from .defaults import get_cfg
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# Those of libyaml take a tenth of the time.
+# libyaml takes a tenth of the time.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
-# A key in epochs, and the key of Detectron2 in iterations that is worked out from it.
+# Keys in epochs, and Detectron2's keys in iterations that are computed from them.
 EPOCH_KEYS = {
     "SOLVER.EPOCHS": "SOLVER.MAX_ITER",
     "SOLVER.STEP_EPOCHS": "SOLVER.STEPS",
@@ -34,20 +35,22 @@ EPOCH_KEYS = {
     "VIS.EPOCHS": "VIS.PERIOD",
 }
 TIMM_PREFIX = "timm:"
-"""What stands before the name of a timm model where a config names a backbone."""
+"""Prefix of a timm model's name where a config names a backbone."""
+Rules = Mapping[str, tuple[Callable[[Any], object], str]]
+"""By key: whether a value is valid, and the expected values for the message."""
 
 
 def get_config_path(name: str) -> str:
-    """Returns the path of a config that travels with the package.
+    """Returns the path of a config that is shipped with the package.
 
     Args:
         name: path below ``configs/``, such as ``"coco/mf_detr_211_285M_probe.yaml"``, or of a
             LazyConfig ``"lazy/coco/mf_detr_211_285M_probe.py"``.
 
     Raises:
-        UserError: there is no such file; the sentence names the nearest ones.
+        UserError: there is no such file; the message names the nearest ones.
     """
-    # A wheel holds the folder inside the package, a checkout beside it.
+    # A wheel has the folder inside the package, a checkout beside it.
     roots = [_PACKAGE / "configs", _PACKAGE.parent / "configs"]
     for root in roots:
         if (root / name).is_file():
@@ -59,10 +62,10 @@ def get_config_path(name: str) -> str:
 
 
 def find_config(path: str | os.PathLike[str]) -> str:
-    """Returns the path of a config that is a file, or else that of a shipped one of this name.
+    """Returns the path of a config file, or of the shipped config of this name.
 
     Args:
-        path: of a file, or a name as for ``get_config_path``, with ``configs/`` before it or not.
+        path: of a file, or a name as for ``get_config_path``, with or without ``configs/``.
 
     Raises:
         UserError: there is neither; the message names the nearest shipped ones.
@@ -76,19 +79,19 @@ def find_config(path: str | os.PathLike[str]) -> str:
 
 
 def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
-    """Returns the package's default config with a YAML file and ``KEY VALUE`` pairs merged in.
+    """Merges a YAML file and ``KEY VALUE`` pairs into the package's default config.
 
     A schedule in iterations switches off one in epochs that came before it, and the other way
-    round: the last word holds.
+    round: the last one counts.
 
     Args:
-        path: YAML file or name of a shipped one, see ``find_config``, or None for the defaults
-            alone. Python tags in it are refused.
-        opts: alternating keys and values, as after ``tools/train_net.py``'s flags.
+        path: YAML file or name of a shipped one, see ``find_config``; None for the defaults. Python
+            tags in it are refused.
+        opts: alternating keys and values, as after the flags of ``tools/train_net.py``.
 
     Raises:
-        UserError: the file is missing or not YAML, would run code, or holds a key or a type
-            that the config does not know, or names a model that timm does not have.
+        UserError: the file is missing, is not YAML or would run code; a key or its type is unknown;
+            or timm does not have the named model.
     """
     cfg = get_cfg()
     layers = [] if path is None else _read_layers(Path(find_config(path)))
@@ -99,10 +102,8 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
         for key, value in values.items():
             _set(cfg, key, value, source)
     switch_off_overruled_epochs(cfg, [values for _, values in layers])
-    for key, name in (
-        ("MODEL.BACKBONE.NAME", cfg.MODEL.BACKBONE.NAME),
-        ("MODEL.FPN.BOTTOM_UP", cfg.MODEL.FPN.BOTTOM_UP),
-    ):
+    for key in ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"):
+        name = _get(cfg, key)
         if name.startswith(TIMM_PREFIX):
             try:
                 check_timm_name(name.removeprefix(TIMM_PREFIX))
@@ -112,23 +113,33 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
 
 
 def dump_config(cfg: CfgNode) -> str:
-    """Returns a config as YAML that refers to nothing, to travel inside another file."""
-    # Detectron2 dumps a list that stands in two places as a reference to the first.
-    return str(yaml.dump(yaml.load(cfg.dump(), Loader=_Loader), Dumper=_WithoutReferences))
+    """Returns a config as YAML without references; ``cfg.dump()`` takes ten times as long."""
+    return str(yaml.dump(_to_dict(cfg), Dumper=_WithoutReferences))
 
 
 class _WithoutReferences(_Dumper):
+    """Writes a list that occurs twice in full, instead of a reference to the first."""
+
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
+def _to_dict(cfg: CfgNode) -> dict[str, object]:
+    return {k: _to_dict(v) if isinstance(v, CfgNode) else v for k, v in cfg.items()}
+
+
+def read_values(text: str) -> dict[str, object]:
+    """Returns the values of a config in YAML by dotted key."""
+    return dict(list_leaves(yaml.load(text, Loader=_Loader) or {}))
+
+
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:
-    """Returns a copy of a config that can be changed, with values at dotted keys."""
+    """Returns an unfrozen copy of a config, with values at dotted keys."""
     own: CfgNode = cfg.clone()
     own.defrost()
     for key, value in (values or {}).items():
-        *nodes, name = key.split(".")
-        functools.reduce(operator.getitem, nodes, own)[name] = value
+        node, _, name = key.rpartition(".")
+        (_get(own, node) if node else own)[name] = value
     return own
 
 
@@ -141,19 +152,22 @@ def list_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{key}", value
 
 
+def _get(cfg: CfgNode, key: str) -> Any:
+    return functools.reduce(operator.getitem, key.split("."), cfg)
+
+
 def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
-    """Sets a dotted key; ``source``, a file or the command line, is named in errors."""
-    present: object = cfg
-    for part in key.split("."):
-        if not isinstance(present, CfgNode) or part not in present:
-            known = [name for name, _ in list_leaves(cfg)]
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise UserError(f"{source}: unknown config key '{key}'; did you mean '{near[0]}'?")
-        present = present[part]
+    """Sets a dotted key; errors name ``source``, a file or the command line."""
+    try:
+        present = _get(cfg, key)
+    except (KeyError, TypeError):
+        known = [name for name, _ in list_leaves(cfg)]
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        raise UserError(f"{source}: unknown config key '{key}'; did you mean '{near}'?") from None
     if isinstance(present, CfgNode):
         raise UserError(f"{source}: '{key}' is a group of keys and takes no value of its own")
     if isinstance(present, float) and str(value).lstrip("+-").isdecimal():
-        value = float(str(value))  # yacs takes no integer where a float stands
+        value = float(str(value))  # yacs takes no integer for a float
     try:
         cfg.merge_from_list([key, value])
     except (ValueError, KeyError, AssertionError) as error:
@@ -174,7 +188,7 @@ def _read_layers(
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not plain YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no config: its top level must be a mapping of keys")
+        raise UserError(f"{path} is not a config: its top level must be a mapping of keys")
     base = content.pop("_BASE_", None)
     bases = [base] if isinstance(base, str) else base or []
     if not isinstance(bases, list) or not all(isinstance(name, str) for name in bases):
@@ -186,9 +200,9 @@ def _read_layers(
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:
-    """Switches off, in place, each key in epochs that a later layer gave in iterations.
+    """Switches off, in place, each key in epochs that a later layer gives in iterations.
 
-    So ``SOLVER.MAX_ITER 100`` on the command line trains 100 iterations of a recipe in epochs.
+    ``SOLVER.MAX_ITER 100`` on the command line trains 100 iterations of a recipe in epochs.
 
     Args:
         cfg: the config with all layers merged.
@@ -196,8 +210,8 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
             command line last.
 
     Raises:
-        UserError: one layer gives both. The config of a finished run does, and is understood:
-            its iterations were worked out from its epochs.
+        UserError: one layer gives both. The config of a finished run may: its iterations were
+            computed from its epochs.
     """
     overruled: set[str] = set()
     for layer in layers:
@@ -207,8 +221,8 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
                 overruled.discard(epochs)
                 if iterations in layer and _is_on(layer[epochs]) and not is_whole_config:
                     raise UserError(
-                        f"{epochs} {layer[epochs]} and {iterations} {layer[iterations]} are given "
-                        "side by side and mean the same thing: leave one out"
+                        f"{epochs} {layer[epochs]} and {iterations} {layer[iterations]} mean the "
+                        "same thing: leave one out"
                     )
             elif iterations in layer:
                 overruled.add(epochs)
@@ -218,12 +232,16 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
 
 
 def _is_on(value: object) -> bool:
-    """Whether a key in epochs is neither 0 nor empty, typed on the command line or not."""
+    """Whether a key in epochs is neither 0 nor empty; the command line gives text."""
     return bool(ast.literal_eval(value) if isinstance(value, str) else value)
 
 
 def check_timm_name(name: str) -> None:
-    """Raises a ``UserError`` unless timm has a model of that name, which has no tag of weights."""
+    """Checks the name of a timm model.
+
+    Raises:
+        UserError: timm has no such model, or the name includes a tag of weights.
+    """
     import timm  # takes seconds, and most configs name none of its models
 
     model, _, tag = name.partition(".")
@@ -241,20 +259,39 @@ def check_timm_name(name: str) -> None:
 
 
 def find_memory_format(cfg: CfgNode) -> torch.memory_format:
-    """Returns the layout that ``MODEL.CHANNELS_LAST`` asks for; if it is None, the device's own."""
+    """Returns the layout of ``MODEL.CHANNELS_LAST``; None means channels-last on CPUs only."""
     asked = cfg.MODEL.CHANNELS_LAST
-    if asked not in (None, True, False):  # next to None, configs take any type
-        raise UserError(
-            f"MODEL.CHANNELS_LAST is True, False or None (the device's own), not '{asked}'"
-        )
+    if asked not in (None, True, False):  # yacs accepts any type in place of None
+        raise UserError(f"MODEL.CHANNELS_LAST must be True, False or None, but is '{asked}'")
     on_cpu = torch.device(cfg.MODEL.DEVICE).type == "cpu"
     innermost = on_cpu if asked is None else asked
     return torch.channels_last if innermost else torch.contiguous_format
 
 
+def one_of(*names: str) -> tuple[Callable[[Any], object], str]:
+    """Returns a rule for ``check_values``."""
+    return lambda value: value in names, f"one of {', '.join(names)}"
+
+
+def at_least(least: int) -> tuple[Callable[[Any], object], str]:
+    """Returns a rule for ``check_values``."""
+    return lambda value: value >= least, f"at least {least}"
+
+
+def check_values(cfg: CfgNode, rules: Rules) -> None:
+    """Checks values of a config.
+
+    Raises:
+        UserError: a value is not valid; the message names its key.
+    """
+    for key, (is_valid, expected) in rules.items():
+        if not is_valid(value := _get(cfg, key)):
+            raise UserError(f"{key} is {value!r}, expected {expected}")
+
+
 @contextlib.contextmanager
 def refuse_bad_values(where: str) -> Iterator[None]:
-    """Raises a ``UserError`` in place of what constructors raise for values that make no sense."""
+    """Raises a ``UserError`` for an error of a constructor about a bad value."""
     try:
         yield
     except (AssertionError, LookupError, RuntimeError, ValueError) as error:

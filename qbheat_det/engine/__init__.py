@@ -2,8 +2,8 @@
 """Training, evaluation and prediction on Detectron2's engine."""
 
 from .launch import run_distributed
+from .resume import write_run_record
 from .run_flags import RunFlags
-from .run_record import write_run_record
 from .setup import build_config, setup
 from .trainer import Trainer, evaluate
 

@@ -1,5 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Applies activation checkpointing and ``torch.compile`` to the repeated blocks of a model.
+"""Memory and speed of training steps: activation checkpointing, ``torch.compile``, kept memory.
+
+Both modes apply to the repeated blocks of a model.
 
 A block is an element of an ``nn.Sequential`` or ``nn.ModuleList`` with children of its own, such as
 a block of Mobile-Former, ResNet, a timm network or MF-DETR's decoder. Among nested blocks, the
@@ -12,27 +14,31 @@ and losses between them do not compile well.
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.engine import HookBase
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from qbheat_det.core.environment import keep_freed_memory
+from qbheat_det.core.environment import keep_freed_memory, return_freed_memory
+from qbheat_det.core.text import one_line
 from qbheat_det.modeling.contracts import FixedSizeModel
 
-from .hooks import KeptMemory
+from .hooks import TrainingRun
 
 logger = logging.getLogger(__name__)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _GRAPHS_PER_BLOCK = 8  # with and without padding and gradients, for one image or several
 
 
-def apply_step_keys(cfg: CfgNode, model: nn.Module) -> KeptMemory | None:
+def apply_step_keys(cfg: CfgNode, model: nn.Module) -> "KeptMemory | None":
     """Applies ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
 
     The model must be on its device, and not yet wrapped for distributed training.
@@ -40,13 +46,35 @@ def apply_step_keys(cfg: CfgNode, model: nn.Module) -> KeptMemory | None:
     Returns:
         The hook that limits kept memory, if ``SOLVER.KEEP_MEMORY`` applies to this process.
     """
+    checkpointed, compiled = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.SOLVER.COMPILE
+    set_block_modes(model, checkpointed=checkpointed, compiled=compiled)
     on_cpu = next(model.parameters()).device.type == "cpu"
-    keeps = cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory()
-    if keeps:
-        logger.info("Steps reuse freed memory (SOLVER.KEEP_MEMORY False returns it)")
-    set_block_modes(model, checkpointed=cfg.MODEL.ACTIVATION_CHECKPOINTING,
-                    compiled=cfg.SOLVER.COMPILE)  # fmt: skip
-    return KeptMemory() if keeps else None
+    if not (cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory()):
+        return None
+    logger.info("Steps reuse freed memory (SOLVER.KEEP_MEMORY False returns it)")
+    return KeptMemory()
+
+
+class KeptMemory(HookBase):
+    """Returns freed memory to the system when it becomes fragmented (CPU, Linux).
+
+    ``SOLVER.KEEP_MEMORY`` keeps freed memory for the next step. With images of many sizes, the kept
+    memory grows; to return it costs about half a step.
+    """
+
+    trainer: TrainingRun
+    _PERIOD = 20  # steps between checks; the first check sets the limit
+
+    def __init__(self) -> None:
+        self._most = math.inf
+
+    def after_step(self) -> None:
+        if (self.trainer.iter + 1 - self.trainer.start_iter) % self._PERIOD:
+            return
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        if pages > self._most:
+            return_freed_memory()
+        self._most = min(self._most, 1.02 * pages)
 
 
 def find_blocks(
@@ -73,13 +101,12 @@ def find_blocks(
 def set_block_modes(
     model: nn.Module, *, checkpointed: bool = False, compiled: bool = False
 ) -> None:
-    """Changes how the blocks of a model run in training.
+    """Changes how the blocks of a model without a distributed wrapper run in training.
 
     Args:
-        model: a model without a distributed wrapper.
+        model: changed in place.
         checkpointed: store only the inputs of each block for the backward pass. Gradients are
-            bitwise equal, dropout included, if the block is deterministic. BatchNorm's statistics
-            are updated once per step.
+            bitwise equal, dropout included, if the block is deterministic.
         compiled: compile each block, for one image size if the model takes one size, else for all.
             Without a compiler, blocks run uncompiled and the log says so.
     """
@@ -109,7 +136,7 @@ def find_compiler_error(device: torch.device) -> str:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: (2 * x).relu())(x).sum().backward()
     except Exception as error:  # PyTorch, Triton and the C++ compiler each have their own
-        return " ".join(str(error).split())[:200] or type(error).__name__
+        return one_line(error)
     return ""
 
 

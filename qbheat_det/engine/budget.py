@@ -20,8 +20,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
 
 from .dry_run import dry_run
+from .resume import name_last_checkpoint
 from .run_flags import RunFlags, find_job
-from .run_record import name_last_checkpoint
 from .setup import build_config
 from .trainer import Trainer
 
@@ -72,8 +72,8 @@ def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tu
     if find_job(cfg) == "boxes" and flags.image_size is None:
         size, freeze = _choose(cfg, pace, planned)
         freeze = freeze and "MODEL.BACKBONE.FREEZE_AT" not in flags.overrides
-    flags = dataclasses.replace(flags, image_size=flags.image_size or size, freeze=freeze)
     if size or freeze:
+        flags = dataclasses.replace(flags, image_size=size, freeze=flags.freeze or freeze)
         pace = _measure(build_config(flags), build_trainer)
     left = comm.all_gather(planned - (time.monotonic() - start))[0]
     epochs = min(pace.count_epochs(left), _MOST * usual)
@@ -117,27 +117,16 @@ def _read_plan(flags: RunFlags, folder: Path) -> RunFlags:
     """Returns flags with the plan in the ``config.yaml`` of a run."""
     cfg = load_config(folder / "config.yaml")
     size = max(cfg.INPUT.MIN_SIZE_TRAIN) if find_job(cfg) == "boxes" else cfg.INPUT.PRETRAIN.SIZE
-    freeze = cfg.MODEL.BACKBONE.FREEZE_AT >= 5
+    freeze = cfg.MODEL.BACKBONE.FREEZE_AT >= 5 and "MODEL.BACKBONE.FREEZE_AT" not in flags.opts
     return dataclasses.replace(flags, epochs=cfg.SOLVER.EPOCHS, image_size=size, freeze=freeze)
 
 
 def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float) -> str:
-    """Returns the choice as flags, its speed, and what twice the time allows."""
-    size = chosen.image_size
-    words = f"--epochs {chosen.epochs:g}" + (f" --image-size {size}" if size else "")
-    words += " --freeze" if chosen.freeze else ""
-    text = (
-        f"Plan for {format_duration(seconds)}: {words}, at {format_duration(pace.epoch)} an epoch; "
-        f"the recipe has {cfg.SOLVER.EPOCHS:g} epochs"
+    """Returns the choice as flags, and its speed."""
+    words = f"--epochs {chosen.epochs:g}"
+    words += f" --image-size {chosen.image_size}" if chosen.image_size else ""
+    words += " --freeze, as there is no time to train the backbone" if chosen.freeze else ""
+    return (
+        f"Plan for {format_duration(seconds)}: {words}; an epoch takes "
+        f"{format_duration(pace.epoch)}, and the recipe has {cfg.SOLVER.EPOCHS:g}"
     )
-    if find_job(cfg) != "boxes":
-        return text
-    usual = max(cfg.INPUT.MIN_SIZE_TRAIN)
-    text += f" at {usual} pixels"
-    if chosen.freeze:
-        return f"{text}. There is no time to train the backbone"
-    base = Pace(pace.fixed, pace.epoch * (usual / (size or usual)) ** 2)
-    larger = _choose(cfg, base, 2 * _SHARE * seconds)[0] or usual
-    epochs = base.count_epochs(2 * _SHARE * seconds, (larger / usual) ** 2)
-    epochs = min(epochs, _MOST * cfg.SOLVER.EPOCHS)
-    return f"{text}. Twice the time would allow {epochs:.3g} epochs at {larger} pixels"

@@ -6,7 +6,6 @@
 
 import json
 import logging
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,8 +35,8 @@ from qbheat_det.data import (
     with_classes,
 )
 
+from .resume import name_last_checkpoint
 from .run_flags import RunFlags, find_job
-from .run_record import find_last_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,17 @@ _SETS = {
     "boxes": (CUSTOM_TRAIN, CUSTOM_VAL),
     "images": (CUSTOM_IMAGES, CUSTOM_VAL_IMAGES),
     "classes": (LABELLED_TRAIN, LABELLED_VAL),
+}
+# Config keys that flags set.
+_KEYS = {
+    "data": "DATASETS.TRAIN",
+    "images": "DATASETS.TRAIN",
+    "val": "DATASETS.TEST",
+    "val_images": "DATASETS.TEST",
+    "unlabelled": "DATASETS.UNLABELLED",
+    "knn": "TEST.KNN.TRAIN",
+    "knn_train_folder": "TEST.KNN.TRAIN",
+    "knn_val_folder": "TEST.KNN.VAL",
 }
 CUSTOM_SETS = (
     *(name for pair in _SETS.values() for name in pair),
@@ -120,9 +130,8 @@ def write_split(cfg: CfgNode) -> None:
     """Writes ``OUTPUT_DIR/split.json`` if part of the training images is held out."""
     for name in cfg.DATASETS.TEST:
         if split := MetadataCatalog.get(name).get("split"):
-            content = (json.dumps(split, indent=1) + "\n").encode()
             path = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
-            write_atomically(path, operator.methodcaller("write", content))
+            write_atomically(path, (json.dumps(split, indent=1) + "\n").encode())
             logger.info(f"{len(split['val']):,} images are held out for evaluation, see '{path}'")
 
 
@@ -189,12 +198,10 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
 
 def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
     """Returns the split of a resumed run, or makes a new one."""
-    file, fraction = Path(cfg.OUTPUT_DIR) / SPLIT_FILE, cfg.DATASETS.VAL_FRACTION
+    file = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
     if flags.resume and file.is_file():
         return read_split(file)
-    if not 0 < fraction < 1:
-        raise UserError(f"DATASETS.VAL_FRACTION must be from 0 to below 1, but is {fraction}")
-    split = split_source(source, fraction=fraction, seed=max(cfg.SEED, 0))
+    split = split_source(source, fraction=cfg.DATASETS.VAL_FRACTION, seed=max(cfg.SEED, 0))
     return {"data": absolute(str(flags.data)), **split}
 
 
@@ -232,24 +239,13 @@ def _use_neighbours(cfg: CfgNode, flags: RunFlags, sources: Mapping[str, Source]
 
 def _check_flags(flags: RunFlags, job: str) -> None:
     """Checks the flags without reading data."""
-    keys = flags.overrides
-    owned = {
-        "data": ("DATASETS.TRAIN", flags.data and not flags.eval_only),
-        "images": ("DATASETS.TRAIN", flags.images and not flags.eval_only),
-        "val": ("DATASETS.TEST", flags.val),
-        "val_images": ("DATASETS.TEST", flags.val_images),
-        "unlabelled": ("DATASETS.UNLABELLED", flags.unlabelled),
-        "knn": ("TEST.KNN.TRAIN", flags.knn),
-        "knn_train_folder": ("TEST.KNN.TRAIN", flags.knn_train_folder),
-        "knn_val_folder": ("TEST.KNN.VAL", flags.knn_val_folder),
-    }
-    for flag, (key, given) in owned.items():
-        if given and key in keys:
+    keys, given = flags.overrides, vars(flags)
+    for flag, key in _KEYS.items():
+        if given[flag] and key in keys:
             raise UserError(f"{key} and {_spell(flag)} both name data: choose one")
     for images, source in (("images", "data"), ("val_images", "val")):
-        given = getattr(flags, images)
-        if len(given) > 1 and getattr(flags, source):
-            raise UserError(f"{_spell(images)} of {_spell(source)} is one folder, not {len(given)}")
+        if given[source] and (count := len(given[images])) > 1:
+            raise UserError(f"{_spell(images)} of {_spell(source)} is one folder, not {count}")
     if bool(flags.knn_train_folder) != bool(flags.knn_val_folder):
         raise UserError("--knn-train-folder and --knn-val-folder go together")
     if flags.unlabelled and (flags.eval_only or job != "boxes"):
@@ -275,7 +271,8 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
     """
     names: list[str] = []
     if eval_only:
-        weights = find_last_checkpoint(cfg.OUTPUT_DIR) if resume else cfg.MODEL.WEIGHTS
+        last = name_last_checkpoint(Path(cfg.OUTPUT_DIR)) if resume else ""
+        weights = str(Path(cfg.OUTPUT_DIR) / last) if last else cfg.MODEL.WEIGHTS
         names = list((weights and class_names_of(weights)) or cfg.MODEL.CLASS_NAMES)
     names = names or list_classes(cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN)
     if not names:  # evaluates only the nearest-neighbour score

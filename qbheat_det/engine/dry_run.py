@@ -27,79 +27,60 @@ from torch import nn
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_bytes, format_duration
-from qbheat_det.engine.hooks import EvalHook, PeriodicCheckpointer, TrainingRun
 
-from .console import filter_detectron2_logs
+from .hooks import EvalHook, PeriodicCheckpointer, TrainingRun
+from .logs import check_wandb, describe_model, filter_detectron2_logs
 from .trainer import Trainer
-from .writers import check_wandb
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6
 _GROUP = Path("/proc/self/cgroup")
 _GROUPS_ROOT = Path("/sys/fs/cgroup")
+_ADVICE = {
+    "Disk": "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.",
+    "Cache": "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
+    "MODEL.CACHE_FEATURES.FOLDER to another disk.",
+}
 
 
 @dataclass(frozen=True)
 class DryRunReport:
     """The forecast of a run, which ``str`` formats as a table.
 
-    Memory is the peak of this process and its workers. GPU memory is the peak of allocated tensors,
-    0 without a GPU.
+    Attributes:
+        model: name, device and size of the model.
+        costs: by part of the run, seconds per call and number of calls.
+        needs: by resource, bytes needed and available. "Memory" is the peak of this process and its
+            workers, "GPU memory" the peak of allocated tensors, "Disk" all checkpoints and weights
+            at a time, and "Cache" a teacher's features that are not cached yet.
+        is_cached: whether the run will train from cached features.
     """
 
-    costs: dict[str, tuple[float, int]]  # by part of the run: seconds per call, number of calls
-    num_parameters: int
-    num_trainable: int
-    num_checkpoints_kept: int  # maximum on the disk at a time
-    checkpoint_bytes: int  # per checkpoint
-    weights_bytes: int  # best and final weights together
-    free_bytes: int  # on the disk of OUTPUT_DIR
-    memory_bytes: int
-    memory_total_bytes: int
-    gpu_bytes: int = 0
-    gpu_total_bytes: int = 0
-    cache_bytes: int = 0  # a teacher's features that are not cached yet
-    cache_free_bytes: int = 0  # on the disk of the caches
-    is_cached: bool = False  # whether the run will train from cached features
+    model: str
+    costs: dict[str, tuple[float, int]]
+    needs: dict[str, tuple[int, int]]
+    is_cached: bool
 
     @property
     def total_seconds(self) -> float:
         """Duration of the whole run."""
         return sum(seconds * times for seconds, times in self.costs.values())
 
-    @property
-    def disk_bytes(self) -> int:
-        """Maximum size of all checkpoints and weights on the disk."""
-        return self.num_checkpoints_kept * self.checkpoint_bytes + self.weights_bytes
-
     def __str__(self) -> str:
-        lines = [
-            f"{self.num_parameters:,} parameters, {self.num_trainable:,} of them trained.",
-            "",
-            f"{'Forecast':<32}{'each':>18}{'times':>10}{'together':>16}",
-        ]
+        lines = [self.model, "", f"{'Forecast':<32}{'each':>18}{'times':>10}{'together':>16}"]
         for name, (seconds, times) in self.costs.items():
             each, together = format_duration(seconds), format_duration(seconds * times)
             lines.append(f"{name:<32}{each:>18}{times:>10,}{together:>16}")
         lines += [f"{'Whole run':<60}{format_duration(self.total_seconds):>16}", ""]
-        resources = {
-            "GPU memory": (self.gpu_bytes, self.gpu_total_bytes),
-            "Memory": (self.memory_bytes, self.memory_total_bytes),
-            "Disk": (self.disk_bytes, self.free_bytes),
-            "Cache": (self.cache_bytes, self.cache_free_bytes),
-        }
-        for name, (needed, available) in resources.items():
-            if available:
-                of = "" if name in ("Disk", "Cache") else " per process"
-                line = f"{format_bytes(needed)}{of}, {format_bytes(available)} available"
-                lines.append(f"{name + ':':<12}{line}")
-        if self.disk_bytes >= self.free_bytes:
-            lines.append("The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.")
-        if self.cache_bytes >= self.cache_free_bytes > 0:
-            lines.append(
-                "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
-                "MODEL.CACHE_FEATURES.FOLDER to another disk."
-            )
+        for name, (needed, available) in self.needs.items():
+            of = "" if name in _ADVICE else " per process"
+            line = f"{format_bytes(needed)}{of}, {format_bytes(available)} available"
+            lines.append(f"{name + ':':<12}{line}")
+        lines += [
+            _ADVICE[name]
+            for name, (needed, available) in self.needs.items()
+            if name in _ADVICE and needed >= available
+        ]
         if self.is_cached:
             lines.append(
                 "MODEL.CACHE_FEATURES.ENABLED is left out of this forecast: the run encodes each "
@@ -154,31 +135,27 @@ def dry_run(
         begin = time.perf_counter()
         trainer.save("dry_run")
         checkpoint_seconds = time.perf_counter() - begin
-        disk = _measure_disk(folder)
-    num_checkpoints, num_kept = _count_checkpoints(planned, iterations)
+        times, disk = _forecast_disk(planned, iterations, folder)
     unlabelled = trainer.data_loader.unlabelled
     also = f", {unlabelled.batch_size} unlabelled" if unlabelled else ""
-    step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images{also}"
     costs = {"Set-up": (timer.first_step_end - start, 1)}
     if cache:
         costs[f"Teacher on {cache.num_views:,} views"] = cache.seconds, 1
+    step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images{also}"
     costs[step] = timer.step_seconds, iterations
     if num_images:
-        period = planned.TEST.EVAL_PERIOD
-        times = max(1, math.ceil(iterations / period)) if period > 0 else 1
+        period = planned.TEST.EVAL_PERIOD or iterations
         seconds = timer.forecast_evaluation(num_images, num_tried)
-        costs[f"Evaluation of {num_images:,} images"] = seconds, times
-    costs["Checkpoint"] = checkpoint_seconds, num_checkpoints
-    parameters = list(trainer.bare_model.parameters())
+        costs[f"Evaluation of {num_images:,} images"] = seconds, math.ceil(iterations / period)
+    costs["Checkpoint"] = checkpoint_seconds, times
     return DryRunReport(
+        model=describe_model(cfg, trainer.bare_model),
         costs=costs,
-        num_parameters=sum(p.numel() for p in parameters),
-        num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        num_checkpoints_kept=num_kept,
-        **timer.get_memory(),
-        **disk,
-        cache_bytes=cache.num_bytes if cache else 0,
-        cache_free_bytes=cache.free_bytes if cache else 0,
+        needs={
+            **timer.get_memory(),
+            "Disk": disk,
+            **({"Cache": (cache.num_bytes, cache.free_bytes)} if cache else {}),
+        },
         is_cached=cfg.MODEL.CACHE_FEATURES.ENABLED,
     )
 
@@ -208,13 +185,12 @@ class _Timer(HookBase):
         """Mean duration after a third for warm-up; the median would ignore large, slow images."""
         return statistics.fmean(self._steps[len(self._steps) // 3 :])
 
-    def get_memory(self) -> dict[str, int]:
-        """Returns the memory fields of the report."""
-        found = {"memory_bytes": self._memory_bytes, "memory_total_bytes": total_memory()}
+    def get_memory(self) -> dict[str, tuple[int, int]]:
+        """Returns needed and available bytes of the memory and, if there is one, of the GPU."""
+        found = {"Memory": (self._memory_bytes, total_memory())}
         if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-            found["gpu_bytes"] = int(torch.cuda.max_memory_allocated())
-            found["gpu_total_bytes"] = int(properties.total_memory)
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            found["GPU memory"] = torch.cuda.max_memory_allocated(), total
         return found
 
     def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
@@ -250,27 +226,19 @@ class _Timer(HookBase):
             self._image_starts.append(time.perf_counter())
 
 
-def _measure_disk(folder: Path) -> dict[str, int]:
-    """Returns the disk fields of the report; the main process alone writes files."""
+def _forecast_disk(cfg: CfgNode, iterations: int, folder: Path) -> tuple[int, tuple[int, int]]:
+    """Returns the number of checkpoints, and the bytes of all that are on the disk at a time."""
+    written = math.ceil(iterations / cfg.SOLVER.CHECKPOINT_PERIOD)
+    # The oldest is removed after the next is written; model_final.pth is kept as well.
+    most = cfg.SOLVER.CHECKPOINTS_KEPT + 1 if cfg.SOLVER.CHECKPOINTS_KEPT else written
+    kept = 1 + min(most, written - 1)
     sizes = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    checkpoint = sizes.get(folder / "dry_run.pth", 0)
+    checkpoint = sizes.get(folder / "dry_run.pth", 0)  # the main process alone writes it
     # Files in subfolders are features.
     weights = max((sizes.get(file, 0) for file in folder.glob("*.safetensors")), default=0)
-    checkpoint, weights = comm.all_gather((checkpoint, weights))[0]
-    return {
-        "checkpoint_bytes": checkpoint,
-        "weights_bytes": 2 * weights,  # last and best
-        # The space that is free after the folder is removed.
-        "free_bytes": shutil.disk_usage(folder).free + sum(sizes.values()),
-    }
-
-
-def _count_checkpoints(cfg: CfgNode, iterations: int) -> tuple[int, int]:
-    """Returns the number of checkpoints written, and the maximum on the disk at a time."""
-    written = max(1, math.ceil(iterations / max(1, cfg.SOLVER.CHECKPOINT_PERIOD)))
-    periodic, kept = written - 1, cfg.SOLVER.CHECKPOINTS_KEPT
-    # The oldest is removed after the next is written; model_final.pth is kept as well.
-    return written, 1 + (min(kept + 1, periodic) if kept else periodic)
+    needed = comm.all_gather(kept * checkpoint + 2 * weights)[0]  # weights: best and last
+    # The folder will be removed.
+    return written, (needed, shutil.disk_usage(folder).free + sum(sizes.values()))
 
 
 @contextlib.contextmanager
@@ -331,15 +299,10 @@ def total_memory() -> int:
     return min(limits)
 
 
-def resident_peak() -> int:
-    """Returns the peak memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
 def resident_with_workers() -> int:
     """Returns the peak memory of this process plus the current memory of its workers (Linux)."""
-    total = resident_peak()
+    unit = 1 if sys.platform == "darwin" else 1024
+    total = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for worker in multiprocessing.active_children():
         with contextlib.suppress(OSError):  # a worker may have ended
             lines = Path(f"/proc/{worker.pid}/smaps_rollup").read_text(encoding="ascii")

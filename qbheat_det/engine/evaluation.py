@@ -3,7 +3,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -25,10 +25,10 @@ from qbheat_det.data import (
     join_messages,
     load_labelled_sets,
 )
-from qbheat_det.evaluation import extract_features, score_neighbours
+from qbheat_det.evaluation import build_evaluator, extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
 
-from .console import track
+from .logs import track
 
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
@@ -53,19 +53,12 @@ def build_test_loader(cfg: CfgNode, dataset_name: str) -> TestLoader:
 class Evaluation:
     """Evaluates models on ``DATASETS.TEST``; reads annotations once."""
 
-    def __init__(
-        self,
-        cfg: CfgNode,
-        *,
-        build_loader: Callable[[CfgNode, str], TestLoader],
-        build_evaluator: Callable[[CfgNode, str], DatasetEvaluator],
-    ) -> None:
-        """Both functions get the config and a data set; the loader yields this process's share."""
+    def __init__(self, cfg: CfgNode, build_loader: Callable[[CfgNode, str], TestLoader]) -> None:
+        """``build_loader`` returns a loader of this process's share of a data set."""
         self._cfg = cfg
         self._build_loader = build_loader
-        self._build_evaluator = build_evaluator
         self._parts: dict[str, tuple[TestLoader, DatasetEvaluator]] = {}
-        self._warned: set[str] = set()  # sets whose skipped images were named
+        self._warned: set[str] = set()
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
         """Returns results by task, such as ``{"bbox": {"AP": …}}``, nested by data set if several.
@@ -83,13 +76,18 @@ class Evaluation:
 
     def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
         if name not in self._parts:
-            loader = self._build_loader(self._cfg, name)
-            self._parts[name] = loader, self._build_evaluator(self._cfg, name)
+            classifies = self._cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
+            self._parts[name] = (
+                self._build_loader(self._cfg, name),
+                build_evaluator(self._cfg, name, classifies=classifies),
+            )
         loader, evaluator = self._parts[name]
         images = track(loader, title=f"evaluating on {name}")
         results = dict(inference_on_dataset(model, images, evaluator) or {})
         if isinstance(loader, ImageBatches):
-            self._warn_of_skipped_images(name, loader.skipped)
+            skipped = [error for met in comm.all_gather(loader.skipped) for error in met.values()]
+            if comm.is_main_process():
+                _warn_of_skipped(f"evaluation on '{name}'", skipped, self._warned)
         if comm.is_main_process():
             print_csv_format(results)
             for task, metrics in results.items():
@@ -99,15 +97,14 @@ class Evaluation:
                 logger.info(f"{task} on {name}: {', '.join(shown)}")
         return results
 
-    def _warn_of_skipped_images(self, name: str, skipped: dict[str, DataError]) -> None:
-        """Logs the images that any process skipped, once per data set."""
-        everywhere = {k: error for part in comm.all_gather(skipped) for k, error in part.items()}
-        if everywhere and name not in self._warned and comm.is_main_process():
-            self._warned.add(name)
-            logger.warning(
-                f"The evaluation on '{name}' skips {len(everywhere):,} images: "
-                f"{join_messages([everywhere[where] for where in sorted(everywhere)])}"
-            )
+
+def _warn_of_skipped(task: str, errors: Sequence[DataError], warned: set[str]) -> None:
+    """Logs the images that a task skips, once per task."""
+    by_place = {error.where: error for error in errors}
+    if by_place and task not in warned:
+        warned.add(task)
+        listed = [by_place[where] for where in sorted(by_place)]
+        logger.warning(f"The {task} skips {len(listed):,} images: {join_messages(listed)}")
 
 
 def scores_neighbours(cfg: CfgNode) -> bool:
@@ -119,13 +116,11 @@ def check_neighbours(cfg: CfgNode) -> None:
     """Checks ``TEST.KNN`` and lists its images.
 
     Raises:
-        UserError: a value is out of range, or the sets have different classes.
+        UserError: a set is missing, or the sets have different classes.
     """
     keys = cfg.TEST.KNN
     if not (keys.TRAIN and keys.VAL):
         raise UserError("TEST.KNN.TRAIN and TEST.KNN.VAL must be given together")
-    if keys.K < 1 or not keys.TEMPERATURE > 0:
-        raise UserError("TEST.KNN.K and TEST.KNN.TEMPERATURE must be positive")
     num_images = sum(map(len, load_labelled_sets(keys.TRAIN, keys.VAL)))
     if comm.get_world_size() > 1 and num_images > _MAX_IMAGES_DISTRIBUTED:
         raise UserError(
@@ -149,7 +144,7 @@ class NeighbourScorer:
             )
         self._cfg = cfg
         self._batches: list[ImageBatches] = []  # training and validation set, once loaded
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Returns the scores of a model in eval mode; each process encodes all images."""
@@ -165,12 +160,7 @@ class NeighbourScorer:
 
         train, val = (extract_features(describe, batches) for batches in self._batches)
         skipped = [error for batches in self._batches for error in batches.skipped.values()]
-        if skipped and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                f"The nearest-neighbour score skips {len(skipped):,} images: "
-                f"{join_messages(skipped)}"
-            )
+        _warn_of_skipped("nearest-neighbour score", skipped, self._warned)
         for key, (features, _) in {"TRAIN": train, "VAL": val}.items():
             if not len(features):
                 raise UserError(f"no image of TEST.KNN.{key} can be read")

@@ -12,13 +12,11 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first, one_line
 from qbheat_det.layers import NormedConv2d
-
-from .batch_source import BatchedInputs
+from qbheat_det.modeling.contracts import BatchedInputs
 
 
 def explain_failure(
@@ -41,12 +39,11 @@ def explain_failure(
         run: the forward pass of one micro-batch, with the random state of the step.
         iteration: of the failed step.
     """
-    first = BadOutput()
     try:
-        with _watched(model, first):
+        with _watched(model) as found:
             for batch in batches:
                 run(batch)
-        cause = str(first)
+        cause = found[0] if found else "the outputs of all modules are finite"
     except Exception as error:  # must not hide the failure itself
         cause = f"running the step again raised {type(error).__name__}: {one_line(error)}"
     bad = [f"{name} {value}" for name, value in losses.items() if not math.isfinite(value)]
@@ -60,39 +57,22 @@ def explain_failure(
     )
 
 
-@dataclasses.dataclass
-class BadOutput:
-    """The first module that returned a value that is not finite, which ``str`` describes.
-
-    Attributes:
-        module: name and class; empty if all outputs are finite.
-        values: number of such values in its output, and whether its inputs and weights are finite.
-    """
-
-    module: str = ""
-    values: str = ""
-
-    def __str__(self) -> str:
-        if not self.module:
-            return "the outputs of all modules are finite"
-        return f"the first such output is that of {self.module}, {self.values}"
-
-
 @contextlib.contextmanager
-def _watched(model: nn.Module, first: BadOutput) -> Iterator[None]:
-    """Fills ``first`` while the model runs; children come before their parents."""
-    handles: list[RemovableHandle] = []
+def _watched(model: nn.Module) -> Iterator[list[str]]:
+    """Yields a list of the modules whose outputs are not finite, children before their parents."""
+    found: list[str] = []
 
-    def watch(name: str, module: nn.Module) -> None:
+    def watch(name: str, module: nn.Module) -> Callable[..., None]:
         def check(_: nn.Module, inputs: Any, output: Any) -> None:
-            if first.module or not (bad := _count_bad(output)):
-                return
-            first.module = f"{name or 'the model itself'} ({type(module).__name__})"
-            states = {"inputs": _count_bad(inputs), "weights": _count_bad([*module.parameters()])}
-            said = [f"{key} {'not ' if count else ''}finite" for key, count in states.items()]
-            first.values = f"{bad:,} values, {', '.join(said)}"
+            if bad := _count_bad(output):
+                states = {"inputs": inputs, "weights": [*module.parameters()]}
+                said = [f"{k} {'not ' if _count_bad(v) else ''}finite" for k, v in states.items()]
+                found.append(
+                    f"the first such output is that of {name or 'the model itself'} "
+                    f"({type(module).__name__}), {bad:,} values, {', '.join(said)}"
+                )
 
-        handles.append(module.register_forward_hook(check))
+        return check
 
     # A hook on a frozen norm would prevent its folding into the convolution, unlike in training.
     folded = {
@@ -100,11 +80,13 @@ def _watched(model: nn.Module, first: BadOutput) -> Iterator[None]:
         for module in model.modules()
         if isinstance(module, NormedConv2d) and isinstance(module.norm, FrozenBatchNorm2d)
     }
-    for name, module in model.named_modules():
-        if module not in folded:
-            watch(name, module)
+    handles = [
+        module.register_forward_hook(watch(name, module))
+        for name, module in model.named_modules()
+        if module not in folded
+    ]
     try:
-        yield
+        yield found
     finally:
         for handle in handles:
             handle.remove()

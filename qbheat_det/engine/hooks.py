@@ -19,8 +19,7 @@ from detectron2.utils.events import EventStorage
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from qbheat_det.core.environment import return_freed_memory
-from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.core.errors import Interrupted
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import DataError, join_messages
 
@@ -32,40 +31,24 @@ _PERIODIC = re.compile(r"model_(\d{7,})\.pth")
 class TrainingRun(Protocol):
     """The part of ``qbheat_det.engine.Trainer`` that hooks use.
 
-    Attributes:
-        cfg: resolved config.
-        iter: current iteration, from 0.
-        start_iter: first iteration of this process; above 0 in a resumed run.
-        max_iter: number of iterations of the whole run.
-        storage: Detectron2's event storage.
-        data_loader: yields the training batches of this process.
-        bare_model: the model without the wrapper for distributed training.
+    Its attributes and methods are explained there.
     """
 
     cfg: CfgNode
-    iter: int
-    start_iter: int
-    max_iter: int
+    iter: int  # from 0
+    start_iter: int  # above 0 in a resumed run
+    max_iter: int  # of the whole run
     storage: EventStorage
-    data_loader: Any
+    data_loader: Any  # the training batches of this process
     bare_model: nn.Module
 
     @property
-    def stops(self) -> bool:
-        """Whether the run ends after this step because of a signal; equal on all processes."""
-
+    def stops(self) -> bool: ...
     @property
-    def evaluated_model(self) -> nn.Module:
-        """The moving average if there is one, else ``bare_model``."""
-
-    def evaluate(self) -> dict[str, Any]:
-        """Returns results on the test sets by task; empty except on the main process."""
-
-    def save(self, name: str) -> None:
-        """Writes a checkpoint to resume from, ``OUTPUT_DIR/<name>.pth``."""
-
-    def export(self, name: str) -> None:
-        """Writes the evaluated weights to ``OUTPUT_DIR/<name>.safetensors``."""
+    def evaluated_model(self) -> nn.Module: ...
+    def evaluate(self) -> dict[str, Any]: ...
+    def save(self, name: str) -> None: ...
+    def export(self, name: str) -> None: ...
 
 
 def is_due(run: TrainingRun, period: int) -> bool:
@@ -100,33 +83,7 @@ def step_before(run: TrainingRun) -> Iterator[None]:
 def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
     """Returns timm's moving average of a model and its buffers, or None without ``SOLVER.EMA``."""
     keys = cfg.SOLVER.EMA
-    if not keys.ENABLED:
-        return None
-    if not 0 <= keys.DECAY < 1:
-        raise UserError(f"SOLVER.EMA.DECAY must be in [0, 1), but is {keys.DECAY}")
-    return ModelEmaV3(model, decay=keys.DECAY, use_warmup=keys.WARMUP)
-
-
-class KeptMemory(HookBase):
-    """Returns freed memory to the system when it becomes fragmented (CPU, Linux).
-
-    ``SOLVER.KEEP_MEMORY`` keeps freed memory for the next step. With images of many sizes, the kept
-    memory grows; to return it costs about half a step.
-    """
-
-    trainer: TrainingRun
-    _PERIOD = 20  # steps between checks; the first check sets the limit
-
-    def __init__(self) -> None:
-        self._most = math.inf
-
-    def after_step(self) -> None:
-        if (self.trainer.iter + 1 - self.trainer.start_iter) % self._PERIOD:
-            return
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        if pages > self._most:
-            return_freed_memory()
-        self._most = min(self._most, 1.02 * pages)
+    return ModelEmaV3(model, decay=keys.DECAY, use_warmup=keys.WARMUP) if keys.ENABLED else None
 
 
 class EvalHook(HookBase):
@@ -270,8 +227,8 @@ class PeriodicCheckpointer(HookBase):
 class SkippedImages(HookBase):
     """Collects the images that the data streams of all processes skipped, with the reasons.
 
-    The log names new ones after each period and all at the end. ``OUTPUT_DIR/skipped_images.txt``
-    lists them. It must come before ``PeriodicCheckpointer``, which stores its state.
+    The log names new ones after each period, and ``OUTPUT_DIR/skipped_images.txt`` lists all. It
+    must come before ``PeriodicCheckpointer``, which stores its state.
 
     Attributes:
         errors: reasons by image, equal on all processes.
@@ -301,19 +258,13 @@ class SkippedImages(HookBase):
             self._add(met)
         new = [error for error in self._sorted() if error.where not in known]
         if new and comm.is_main_process():
-            logger.warning(f"Skipped, with another image in its place: {join_messages(new)}")
+            logger.warning(
+                f"{len(self.errors):,} of {self.trainer.data_loader.num_images:,} images were "
+                f"skipped so far, see {SKIPPED_FILE}; new: {join_messages(new)}"
+            )
             text = "".join(f"{error.message}\n" for error in self._sorted())
             path = Path(self.trainer.cfg.OUTPUT_DIR) / SKIPPED_FILE
             write_atomically(path, text.encode())
-
-    def after_train(self) -> None:
-        """Logs all skipped images, after an error as well."""
-        if self.errors and comm.is_main_process():
-            images = self.trainer.data_loader.num_images
-            logger.warning(
-                f"{len(self.errors):,} of {images:,} images were skipped: "
-                f"{join_messages(self._sorted())} (all are in {SKIPPED_FILE})"
-            )
 
     def _add(self, errors: Iterable[DataError]) -> None:
         self.errors.update({error.where: error for error in errors})

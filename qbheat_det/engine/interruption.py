@@ -13,7 +13,7 @@ from detectron2.utils import comm
 
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.engine.hooks import EvalHook, TrainingRun, is_saved
-from qbheat_det.engine.run_record import RUN_FILE, find_launch, read_run_record
+from qbheat_det.engine.resume import RUN_FILE, find_launch, read_run_record
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -71,22 +71,20 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
 
 
 def _check_launch(args: argparse.Namespace) -> None:
-    gpus, available = args.num_gpus, torch.cuda.device_count()
-    if min(gpus, args.num_machines) < 1:
+    if min(args.num_gpus, args.num_machines) < 1:
         raise UserError("--num-gpus and --num-machines must be at least 1")
-    if gpus * args.num_machines <= 1:
-        return
-    if gpus > available:
-        raise UserError(
-            f"--num-gpus is {gpus}, but PyTorch finds {available}; on the CPU use {_TORCHRUN}"
-        )
-    if not _uses_gpus(args):
-        raise UserError(f"--num-gpus needs MODEL.DEVICE cuda; on the CPU use {_TORCHRUN}")
+    if args.num_gpus * args.num_machines > 1 and not _uses_gpus(args, args.num_gpus):
+        raise UserError(f"--num-gpus needs GPUs and MODEL.DEVICE cuda; on the CPU use {_TORCHRUN}")
 
 
-def _uses_gpus(args: argparse.Namespace) -> bool:
+def _uses_gpus(args: argparse.Namespace, wanted: int) -> bool:
+    """Whether the config uses GPUs; raises a ``UserError`` if there are fewer than ``wanted``."""
     device = RunFlags.read(args).load_config().MODEL.DEVICE
-    return bool(device.startswith("cuda") and torch.cuda.is_available())
+    if not (device.startswith("cuda") and torch.cuda.is_available()):
+        return False
+    if wanted > (available := torch.cuda.device_count()):
+        raise UserError(f"{wanted} processes need as many GPUs, but PyTorch finds {available}")
+    return True
 
 
 def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R:
@@ -102,9 +100,9 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         )
     store, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
     if is_one_machine:
-        # The store outlives a restart by torchrun, with addresses of ended processes, for which
-        # new processes would wait. Several machines count restarts separately, but get a new
-        # store each time.
+        # torchrun's store outlives a restart, with addresses of ended processes, for which new
+        # processes would wait. Only one machine knows the number of restarts: several machines
+        # need a new store each time, which the variable above gives them.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"attempt_{attempt}", store)
     try:
@@ -112,7 +110,8 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=DEFAULT_TIMEOUT
         )
-        _create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
+        # Detectron2's group of this machine's processes, as its ``launch`` creates it.
+        comm._LOCAL_PROCESS_GROUP, _ = dist.new_subgroups(int(os.environ["LOCAL_WORLD_SIZE"]))
         comm.synchronize()
         result = main(args)
         comm.synchronize()
@@ -141,29 +140,10 @@ def _choose_backend(args: argparse.Namespace) -> str:
     """Returns the name of the backend, and sets this process's GPU."""
     if args.num_gpus > 1 or args.num_machines > 1:
         raise UserError("torchrun starts the processes: leave out --num-gpus and --num-machines")
-    local_rank, local_size = (int(os.environ[name]) for name in _RANK_VARIABLES[2:])
-    if not _uses_gpus(args):
+    if not _uses_gpus(args, int(os.environ["LOCAL_WORLD_SIZE"])):
         return "gloo"
-    available = torch.cuda.device_count()
-    if local_size > available:
-        raise UserError(
-            f"torchrun has --nproc-per-node {local_size}, but PyTorch finds {available} GPUs"
-        )
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return "nccl"
-
-
-def _create_local_process_group(size: int) -> None:
-    """Creates Detectron2's group of this machine's processes, like its ``launch``."""
-    if hasattr(comm, "create_local_process_group"):  # Detectron2's main branch
-        comm.create_local_process_group(size)
-        return
-    machine = dist.get_rank() // size
-    for index in range(dist.get_world_size() // size):
-        # Every process must create every group.
-        group = dist.new_group(list(range(index * size, (index + 1) * size)))
-        if index == machine:
-            comm._LOCAL_PROCESS_GROUP = group
 
 
 def distribute(model: nn.Module) -> nn.Module:

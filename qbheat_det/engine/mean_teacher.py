@@ -8,7 +8,6 @@ and position in the unlabelled images follow from a checkpoint, so a run resumes
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,13 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from torch import nn
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.contracts import PSEUDO_LABELS, UNLABELLED, SupportsUnlabelled
+from qbheat_det.modeling.contracts import (
+    PSEUDO_LABELS,
+    UNLABELLED,
+    BatchedInputs,
+    SupportsUnlabelled,
+)
 
-from .batch_source import BatchedInputs
 from .hooks import EvalHook, TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -65,15 +68,15 @@ class MeanTeacher:
             entry[PSEUDO_LABELS] = label
 
     @torch.no_grad()
-    def count_boxes(self) -> tuple[int, list[int]]:
-        """Returns the number of images of the last micro-batch, and the class of each certain box.
+    def count_boxes(self) -> float | None:
+        """Returns the boxes per image of the last micro-batch; None if it has no unlabelled images.
 
         The boxes are those of inference with a score of at least 0.5; training does not use them.
         """
-        outputs = self._teacher(self._last) if self._last else []
-        found = [output["instances"] for output in outputs]
-        classes = [one.pred_classes[one.scores >= _CERTAIN].tolist() for one in found]
-        return len(found), [index for image in classes for index in image]
+        if not self._last:
+            return None
+        scores = [output["instances"].scores for output in self._teacher(self._last)]
+        return float((torch.cat(scores) >= _CERTAIN).sum()) / len(scores)
 
 
 def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int) -> list[HookBase]:
@@ -82,32 +85,26 @@ def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int)
     if teacher is None:
         return [EvalHook(period=period, best_metric=metric)]
     return [
-        PseudoBoxes(teacher, period=cfg.SOLVER.LOG_PERIOD, class_names=cfg.MODEL.CLASS_NAMES),
+        PseudoBoxes(teacher, period=cfg.SOLVER.LOG_PERIOD),
         SemiSupervisedEvalHook(burn_in=burn_in, period=period, best_metric=metric),
     ]
 
 
 class PseudoBoxes(HookBase):
-    """Logs the teacher's certain boxes per image as ``pseudo_boxes``, and by class in log.txt."""
+    """Logs the teacher's certain boxes per image as ``pseudo_boxes``."""
 
     trainer: TrainingRun
 
-    def __init__(self, teacher: MeanTeacher, *, period: int, class_names: Sequence[str]) -> None:
+    def __init__(self, teacher: MeanTeacher, *, period: int) -> None:
         """``period`` is the number of iterations between two counts."""
         self._teacher = teacher
         self._period = period
-        self._names = class_names
 
     def after_step(self) -> None:
         if (self.trainer.iter + 1) % self._period:
             return
-        num_images, classes = self._teacher.count_boxes()
-        if not num_images:
-            return
-        each = len(classes) / num_images
-        self.trainer.storage.put_scalar("pseudo_boxes", each, smoothing_hint=False)
-        counts = {name: classes.count(index) for index, name in enumerate(self._names)}
-        logger.debug(f"The teacher's boxes on {num_images} unlabelled images: {counts}")
+        if (count := self._teacher.count_boxes()) is not None:
+            self.trainer.storage.put_scalar("pseudo_boxes", count, smoothing_hint=False)
 
 
 class SemiSupervisedEvalHook(EvalHook):

@@ -19,7 +19,6 @@ _FILES = (
     *("config.yaml", "run.json", "split.json", "metrics.json", "wandb_run_id.txt", SKIPPED_FILE),
     *("model_best.safetensors", "model_final.safetensors"),
 )
-_TAG = "last_checkpoint"
 
 
 def fetch_run(cfg: CfgNode) -> None:
@@ -33,57 +32,48 @@ def fetch_run(cfg: CfgNode) -> None:
 
 
 class Mirror(HookBase):
-    """Sends each new checkpoint and the run's other files, in the background."""
+    """Sends each new checkpoint and the run's other files, in the background.
+
+    A failed transfer is logged, and the next checkpoint sends every file again.
+    """
 
     trainer: TrainingRun
 
     def __init__(self, cfg: CfgNode) -> None:
         self._cfg, self._folder = cfg, Path(cfg.OUTPUT_DIR)
+        self._tag = self._folder / transfer.TAG
         self._process: subprocess.Popen[str] | None = None
         self._sent: dict[str, int] = {}  # modification time by file name
 
     def before_train(self) -> None:
-        """Sends the config, to detect early that the URL is not writable.
-
-        Raises:
-            UserError: it is not.
-        """
-        tag = self._folder / _TAG
-        self._sent[_TAG] = tag.stat().st_mtime_ns if tag.is_file() else 0
-        self._send(tag=False)
-        if reason := self._wait():
-            raise UserError(f"SOLVER.CHECKPOINT_URL '{self._cfg.SOLVER.CHECKPOINT_URL}': {reason}")
+        """Notes the checkpoint that ``fetch_run`` found, or that a local run continues from."""
+        self._sent[transfer.TAG] = self._changed(transfer.TAG)
 
     def after_step(self) -> None:
         """Starts to send a new checkpoint, after waiting for the previous transfer."""
-        tag = self._folder / _TAG
-        if tag.is_file() and tag.stat().st_mtime_ns != self._sent[_TAG]:
-            self._complain(self._wait())
-            self._send(tag=True)
+        if self._changed(transfer.TAG) == self._sent[transfer.TAG]:
+            return
+        self._wait()
+        names = [*_FILES, self._tag.read_text(encoding="utf-8").strip(), transfer.TAG]
+        times = {name: time for name in names if (time := self._changed(name))}
+        new = [name for name, time in times.items() if self._sent.get(name) != time]
+        self._sent.update(times)
+        self._process = _start(self._cfg, "send", str(self._cfg.SOLVER.CHECKPOINTS_KEPT), *new)
 
     def after_train(self) -> None:
         """Waits until the last checkpoint is sent, after an error as well."""
-        if _TAG in self._sent:
+        if self._sent:  # else an earlier hook failed before training
             self.after_step()
-            self._complain(self._wait())
+            self._wait()
 
-    def _send(self, *, tag: bool) -> None:
-        names = list(_FILES)
-        if tag:
-            names += [(self._folder / _TAG).read_text(encoding="utf-8").strip(), _TAG]
-        paths = (self._folder / name for name in names)
-        times = {path.name: path.stat().st_mtime_ns for path in paths if path.is_file()}
-        new = [name for name, changed in times.items() if self._sent.get(name) != changed]
-        self._sent.update(times if tag else {name: times[name] for name in new})
-        self._process = _start(self._cfg, "send", str(self._cfg.SOLVER.CHECKPOINTS_KEPT), *new)
+    def _changed(self, name: str) -> int:
+        path = self._folder / name
+        return path.stat().st_mtime_ns if path.is_file() else 0
 
-    def _wait(self) -> str:
+    def _wait(self) -> None:
         process, self._process = self._process, None
-        return _finish(process) if process else ""
-
-    def _complain(self, reason: str) -> None:
-        if reason:
-            self._sent = dict.fromkeys(self._sent, 0)  # sends every file again
+        if process and (reason := _finish(process)):
+            self._sent = dict.fromkeys(self._sent, -1)
             logger.error(
                 f"Cannot copy the checkpoint in '{self._folder}' to SOLVER.CHECKPOINT_URL "
                 f"'{self._cfg.SOLVER.CHECKPOINT_URL}': {reason}"
@@ -91,10 +81,9 @@ class Mirror(HookBase):
 
 
 def _start(cfg: CfgNode, action: str, *words: str) -> subprocess.Popen[str]:
-    seconds = str(cfg.DATALOADER.RETRY_SECONDS)
-    command = [sys.executable, transfer.__file__, seconds, action, cfg.OUTPUT_DIR]
+    command = [sys.executable, transfer.__file__, action, cfg.OUTPUT_DIR, cfg.SOLVER.CHECKPOINT_URL]
     return subprocess.Popen(
-        [*command, cfg.SOLVER.CHECKPOINT_URL, *words], stdout=subprocess.PIPE, text=True,
+        [*command, *words], stdout=subprocess.PIPE, text=True,
         start_new_session=True,  # signals to the run do not reach it
     )  # fmt: skip
 

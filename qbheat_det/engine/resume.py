@@ -1,167 +1,53 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Decides whether a command starts a run or resumes one, and checks that it can.
+"""Decides whether a command starts a run or resumes one, checks that it can, and records starts.
 
 - ``decide_to_resume`` runs first: it fetches the run from ``SOLVER.CHECKPOINT_URL`` and detects a
   restart by torchrun.
 - ``check_start`` refuses a second run in one folder, and other weights for a resumed run.
 - ``check_same_config`` and ``check_same_images`` compare a resumed run with its checkpoint.
+- ``write_run_record`` adds a start to ``run.json``: command, data, versions and device.
 """
 
 import argparse
 import fnmatch
+import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import yaml
+import torch
 from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
 from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.checkpoint import info_of
-from qbheat_det.config.loading import list_leaves
+from qbheat_det.config import dump_config, load_config
+from qbheat_det.config.loading import read_values
+from qbheat_det.core.environment import find_code_version, list_versions
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
 from qbheat_det.data import TrainStream
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 from .mirror import fetch_run
 from .run_flags import RunFlags
-from .run_record import RUN_FILE, find_launch, name_last_checkpoint, read_run_record
 
 logger = logging.getLogger(__name__)
+RUN_FILE = "run.json"
 
 # Keys that may change in a resumed run: device, speed, length and logs.
 _FREE = (
-    "CUDNN_BENCHMARK",
-    "DATALOADER.CACHE_GB",
-    "DATALOADER.NUM_WORKERS",
-    "DATALOADER.RETRY_SECONDS",
-    "DATASETS.CHECK_IMAGES",
-    "DATASETS.TEST",
-    "FLOAT32_PRECISION",
-    "VIS.*",
-    "MODEL.ACTIVATION_CHECKPOINTING",
-    "MODEL.CACHE_FEATURES.FOLDER",
-    "MODEL.CHANNELS_LAST",
-    "MODEL.DEPLOY.*",
-    "MODEL.DEVICE",
-    "MODEL.WEIGHTS",
-    "OUTPUT_DIR",
-    "SOLVER.ACCUMULATE",
-    "SOLVER.CHECKPOINT*",
-    "SOLVER.KEEP_MEMORY",
-    "SOLVER.LOG_*",
-    "SOLVER.WANDB_PROJECT",
-    "TEST.*",
-    "VIS_PERIOD",
-)
+    "CUDNN_BENCHMARK", "DATALOADER.CACHE_GB", "DATALOADER.NUM_WORKERS", "DATALOADER.RETRY_SECONDS",
+    "DATASETS.CHECK_IMAGES", "DATASETS.TEST", "FLOAT32_PRECISION", "MODEL.ACTIVATION_CHECKPOINTING",
+    "MODEL.CACHE_FEATURES.FOLDER", "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*", "MODEL.DEVICE",
+    "MODEL.WEIGHTS", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY",
+    "SOLVER.LOG_*", "SOLVER.WANDB_PROJECT", "TEST.*", "VIS.*", "VIS_PERIOD",
+)  # fmt: skip
 _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
-
-
-def check_same_config(saved: str, cfg: CfgNode) -> None:
-    """Compares the config of a resumed run with its checkpoint, and logs allowed changes.
-
-    Args:
-        saved: YAML in the checkpoint; may be empty.
-        cfg: config of the resumed run.
-
-    Raises:
-        UserError: a key differs that must not change.
-    """
-    before = dict(list_leaves(yaml.safe_load(saved) or {}))
-    now = dict(list_leaves(yaml.safe_load(cfg.dump())))
-    if cfg.SEED < 0:  # keeps the seed of the run
-        now["SEED"] = before.get("SEED", -1)
-    changed = {
-        key: f"{key} {before[key]} -> {now[key]}"
-        for key in now.keys() & before.keys()
-        if before[key] != now[key]
-    }
-    refused = [
-        change
-        for key, change in sorted(changed.items())
-        if key not in _END and not any(fnmatch.fnmatch(key, pattern) for pattern in _FREE)
-    ]
-    if refused:
-        raise UserError(
-            f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
-        )
-    for key, change in changed.items():
-        level = logging.WARNING if key in _END else logging.INFO
-        logger.log(level, f"Changed since the checkpoint: {change}")
-
-
-def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
-    """Checks that a resumed run has the training images of its checkpoint.
-
-    Raises:
-        UserError: they differ, or another trainer wrote the checkpoint.
-    """
-    if "num_images" not in state:
-        raise UserError(
-            "--resume needs a checkpoint of this package's trainer: start a new run with "
-            "MODEL.WEIGHTS"
-        )
-    before, now = state["num_images"], stream.num_images
-    if (before, state["fingerprint"]) == (now, stream.fingerprint):
-        return
-    found = f"there are {now} now" if before != now else "their order or their boxes have changed"
-    raise UserError(f"--resume continues a run on {before} training images, but {found}")
-
-
-def check_start(cfg: CfgNode, flags: RunFlags) -> None:
-    """Checks that a command either resumes a run or starts one.
-
-    Raises:
-        UserError: ``--resume`` has other weights than the run started from, or the folder of a new
-            run contains a run.
-    """
-    given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in flags.overrides else ""
-    folder, last = Path(cfg.OUTPUT_DIR), name_last_checkpoint(Path(cfg.OUTPUT_DIR))
-    if flags.eval_only:
-        if flags.resume and given:
-            raise UserError(f"--resume evaluates a checkpoint, not MODEL.WEIGHTS '{given}'")
-    elif last and not flags.resume:
-        raise UserError(
-            f"OUTPUT_DIR '{folder}' contains a run up to {last}: add --resume to continue it, or "
-            "name another --output"
-        )
-    elif flags.resume and given and not (last and given == _initial_weights(folder)):
-        raise UserError(
-            f"--resume continues the run in OUTPUT_DIR '{folder}', but MODEL.WEIGHTS '{given}' "
-            "starts a new one: leave one of them out"
-        )
-
-
-def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
-    """Warns of a frozen encoder without ``MODEL.WEIGHTS``, and of weights for other pixels."""
-    weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
-    if weights and (info := info_of(weights)) and info.pixel_mean:
-        used = cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD)
-        if used != (info.pixel_format, info.pixel_mean, info.pixel_std):
-            logger.warning(
-                f"'{weights}' is for {info.pixel_format} pixels of mean {list(info.pixel_mean)} "
-                f"and deviation {list(info.pixel_std)}: set INPUT.FORMAT, MODEL.PIXEL_MEAN and "
-                "MODEL.PIXEL_STD to these"
-            )
-    if weights or backbone is None:
-        return
-    encoder = get_encoder(backbone)
-    parameters = list(encoder.parameters())
-    if parameters and not any(parameter.requires_grad for parameter in parameters):
-        logger.warning(
-            f"The {type(encoder).__name__} is frozen with random weights: set MODEL.WEIGHTS, "
-            "unless this is a baseline"
-        )
-
-
-def _initial_weights(folder: Path) -> str:
-    try:
-        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        return str(content["MODEL"]["WEIGHTS"])
-    except (OSError, KeyError, TypeError, UnicodeDecodeError, yaml.YAMLError):
-        return ""
 
 
 def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
@@ -199,6 +85,177 @@ def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
     return True
 
 
+def check_start(cfg: CfgNode, flags: RunFlags) -> None:
+    """Checks that a command either resumes a run or starts one.
+
+    Raises:
+        UserError: ``--resume`` has other weights than the run started from, or the folder of a new
+            run contains a run.
+    """
+    given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in flags.overrides else ""
+    folder, last = Path(cfg.OUTPUT_DIR), name_last_checkpoint(Path(cfg.OUTPUT_DIR))
+    if flags.eval_only:
+        if flags.resume and given:
+            raise UserError(f"--resume evaluates a checkpoint, not MODEL.WEIGHTS '{given}'")
+    elif last and not flags.resume:
+        raise UserError(
+            f"OUTPUT_DIR '{folder}' contains a run up to {last}: add --resume to continue it, or "
+            "name another --output"
+        )
+    elif flags.resume and given and not (last and given == _initial_weights(folder)):
+        raise UserError(
+            f"--resume continues the run in OUTPUT_DIR '{folder}', but MODEL.WEIGHTS '{given}' "
+            "starts a new one: leave one of them out"
+        )
+
+
+def _initial_weights(folder: Path) -> str:
+    path = folder / "config.yaml"
+    return load_config(path).MODEL.WEIGHTS if path.is_file() else ""
+
+
+def check_same_config(saved: str, cfg: CfgNode) -> None:
+    """Compares the config of a resumed run with its checkpoint, and logs allowed changes.
+
+    Args:
+        saved: YAML in the checkpoint; may be empty.
+        cfg: config of the resumed run.
+
+    Raises:
+        UserError: a key differs that must not change.
+    """
+    before, now = read_values(saved), read_values(dump_config(cfg))
+    if cfg.SEED < 0:  # keeps the seed of the run
+        now["SEED"] = before.get("SEED", -1)
+    changed = {
+        key: f"{key} {before[key]} -> {now[key]}"
+        for key in sorted(now.keys() & before.keys())
+        if before[key] != now[key]
+    }
+    free = (*_FREE, *_END)
+    refused = [changed[key] for key in changed if not any(fnmatch.fnmatch(key, p) for p in free)]
+    if refused:
+        raise UserError(
+            f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
+        )
+    for key, change in changed.items():
+        level = logging.WARNING if key in _END else logging.INFO
+        logger.log(level, f"Changed since the checkpoint: {change}")
+
+
+def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
+    """Checks that a resumed run has the training images of its checkpoint.
+
+    Raises:
+        UserError: they differ, or another trainer wrote the checkpoint.
+    """
+    if "num_images" not in state:
+        raise UserError(
+            "--resume needs a checkpoint of this package's trainer: start a new run with "
+            "MODEL.WEIGHTS"
+        )
+    before, now = state["num_images"], stream.num_images
+    if (before, state["fingerprint"]) == (now, stream.fingerprint):
+        return
+    found = f"there are {now} now" if before != now else "their order or their boxes have changed"
+    raise UserError(f"--resume continues a run on {before} training images, but {found}")
+
+
+def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
+    """Warns of a frozen encoder without ``MODEL.WEIGHTS``, and of weights for other pixels."""
+    weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
+    if weights and (info := info_of(weights)) and info.pixel_mean:
+        used = cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD)
+        if used != (info.pixel_format, info.pixel_mean, info.pixel_std):
+            logger.warning(
+                f"'{weights}' is for {info.pixel_format} pixels of mean {list(info.pixel_mean)} "
+                f"and deviation {list(info.pixel_std)}: set INPUT.FORMAT, MODEL.PIXEL_MEAN and "
+                "MODEL.PIXEL_STD to these"
+            )
+    if weights or backbone is None:
+        return
+    encoder = get_encoder(backbone)
+    parameters = list(encoder.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        logger.warning(
+            f"The {type(encoder).__name__} is frozen with random weights: set MODEL.WEIGHTS, "
+            "unless this is a baseline"
+        )
+
+
+def write_run_record(
+    cfg: CfgNode,
+    *,
+    command: Sequence[str],
+    resumed_from: str | None = None,
+    processes: int = 1,
+    seed: int | None = None,
+) -> None:
+    """Appends this start to ``OUTPUT_DIR/run.json``; call it on the main process.
+
+    Args:
+        cfg: resolved config.
+        command: program and arguments.
+        resumed_from: checkpoint that the run was resumed from; None for a new run.
+        processes: number of processes.
+        seed: seed of the run.
+
+    Raises:
+        UserError: the file cannot be written, or is not a list of starts.
+    """
+    path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
+    commit, dirty = find_code_version()
+    if device.startswith("cuda") and torch.cuda.is_available():
+        device = f"{device} ({torch.cuda.get_device_name()})"
+    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL)
+    sources = {name: MetadataCatalog.get(name).get("source") for name in names}
+    start = {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": list(command),
+        "data": {name: source for name, source in sources.items() if source is not None},
+        "resumed_from": resumed_from,
+        "commit": commit,
+        "dirty": dirty,
+        "versions": list_versions(),
+        "device": device,
+        "processes": processes,
+        "seed": seed,
+        "launch": find_launch(),
+    }
+    write_atomically(path, (json.dumps([*read_run_record(path), start], indent=2) + "\n").encode())
+
+
+def find_launch() -> str:
+    """Returns the ``--rdzv-id`` of the torchrun that started this process; "" without one."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if launch == "none" else launch  # torchrun's default, equal for all runs
+
+
 def _began_in_this_launch(folder: Path) -> bool:
     launch, starts = find_launch(), read_run_record(folder / RUN_FILE)
     return bool(launch and starts and starts[-1].get("launch") == launch)
+
+
+def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the starts in a ``run.json``, oldest first; empty without a file.
+
+    Raises:
+        UserError: the file is not a list of starts.
+    """
+    if not Path(path).is_file():
+        return []
+    try:
+        starts = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        starts = None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise UserError(f"'{path}' is not a list of starts: move it")
+    return starts
+
+
+def name_last_checkpoint(folder: Path) -> str:
+    """Returns the name in ``last_checkpoint``, else of the newest file; "" if there is none."""
+    try:
+        return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return max((path.name for path in folder.glob("model_*.pth")), default="")

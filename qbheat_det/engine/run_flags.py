@@ -2,7 +2,6 @@
 """The flags of a training or evaluation, from the command line or Python."""
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -10,7 +9,7 @@ from dataclasses import dataclass, fields
 from detectron2.config import CfgNode
 
 from qbheat_det.checkpoint import find_weights, load_run_config
-from qbheat_det.config import find_config, get_cfg, load_config
+from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, find_kind
 
@@ -54,11 +53,9 @@ class RunFlags:
         knn_train_folder, knn_val_folder: class folders of a nearest-neighbour score.
         knn: score nearest neighbours on the images of ``data`` and ``val``.
         weights: ``MODEL.WEIGHTS``; any name that ``find_weights`` accepts.
-        output: ``OUTPUT_DIR``.
+        output, device, epochs: ``OUTPUT_DIR``, ``MODEL.DEVICE`` and ``SOLVER.EPOCHS``.
         resume: continue the run in ``output``.
         eval_only: evaluate ``weights`` without training.
-        device: ``MODEL.DEVICE``.
-        epochs: ``SOLVER.EPOCHS``.
         minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and ``freeze``.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
         image_size: shorter side of images in pixels in training and evaluation of detectors, or
@@ -96,33 +93,30 @@ class RunFlags:
 
     @classmethod
     def read(cls, args: "argparse.Namespace | RunFlags") -> "RunFlags":
-        """Returns the flags of parsed arguments; flags of config keys become ``opts``.
-
-        Raises:
-            UserError: a flag and an override set the same key, or there is no such config.
-        """
-        given = {field.name: vars(args)[field.name] for field in fields(cls)
-                 if vars(args).get(field.name) is not None}  # fmt: skip
-        flags = cls(**given)
-        pairs = []
-        for name, key in _KEYS.items():
-            value = getattr(flags, name)
-            if value not in (None, "", False):
-                if key in flags.opts[::2]:
-                    raise UserError(f"--{name} and {key} are the same: leave one out")
-                text = {"weights": find_weights, "freeze": lambda _: str(_WHOLE_BACKBONE)}
-                pairs += [key, text.get(name, str)(value)]
-        file = find_config(flags.config_file) if flags.config_file else ""
-        opts = [*pairs, *map(str, flags.opts)]
-        return dataclasses.replace(
-            flags, config_file=file, opts=opts, weights="", output="", device="", epochs=None,
-            batch=None, freeze=False,
-        )  # fmt: skip
+        """Returns the flags of parsed arguments, or of others."""
+        given = {field.name: vars(args).get(field.name) for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The overrides of ``read`` by key."""
-        return dict(zip(self.opts[::2], self.opts[1::2], strict=False))
+        """Config overrides by key, from flags and ``opts``.
+
+        Raises:
+            UserError: a flag and an override set the same key.
+        """
+        opts = self._list_overrides()
+        return dict(zip(opts[::2], opts[1::2], strict=False))
+
+    def _list_overrides(self) -> list[str]:
+        pairs = []
+        for name, key in _KEYS.items():
+            value = vars(self)[name]
+            if value not in (None, "", False):
+                if key in self.opts[::2]:
+                    raise UserError(f"--{name} and {key} are the same: leave one out")
+                text = {"weights": find_weights, "freeze": lambda _: str(_WHOLE_BACKBONE)}
+                pairs += [key, text.get(name, str)(value)]
+        return [*pairs, *map(str, self.opts)]
 
     def load_config(self) -> CfgNode:
         """Returns the config of the flags, before the data sets are entered.
@@ -136,15 +130,15 @@ class RunFlags:
         return cfg
 
     def _load_config(self) -> CfgNode:
-        weights = self.overrides.get("MODEL.WEIGHTS", "")
+        opts, weights = self._list_overrides(), self.overrides.get("MODEL.WEIGHTS", "")
         if self.config_file or (self.eval_only and not weights):
-            return load_config(self.config_file or None, self.opts)
+            return load_config(self.config_file or None, opts)
         if self.eval_only:
-            return load_run_config(weights, opts=self.opts)
+            return load_run_config(weights, opts=opts)
         wanted = self._find_job()
         if not weights:
-            return load_config(find_config(_DEFAULTS[wanted]), self.opts)
-        cfg = load_run_config(weights, opts=self.opts)
+            return load_config(_DEFAULTS[wanted], opts)
+        cfg = load_run_config(weights, opts=opts)
         if (job := find_job(cfg)) != wanted:
             raise UserError(
                 f"'{weights}' are weights of a model for {job}, but the data are {wanted}: name a "

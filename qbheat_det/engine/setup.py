@@ -14,7 +14,8 @@ from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
 
-from qbheat_det.checkpoint import check_weights_file, class_names_of
+from qbheat_det.checkpoint import check_weights_file
+from qbheat_det.config import Rules, at_least, check_values, dump_config, one_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable
 from qbheat_det.data import (
@@ -31,23 +32,35 @@ from qbheat_det.data import (
 from qbheat_det.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .console import filter_detectron2_logs, open_log
 from .data_sources import use_classes_of_folders, use_data_flags, write_split
 from .evaluation import check_neighbours, scores_neighbours
+from .logs import filter_detectron2_logs, open_log
 from .mean_teacher import use_mean_teacher
-from .resume import check_start
+from .resume import check_start, name_last_checkpoint
 from .run_flags import RunFlags
-from .run_record import name_last_checkpoint
+from .step import PRECISIONS
 
 logger = logging.getLogger(__name__)
-_FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")
-_MINIMUM = {
-    "SOLVER.ACCUMULATE": 1,
-    "SOLVER.LOG_PERIOD": 1,
-    "SOLVER.CHECKPOINTS_KEPT": 0,
-    "SOLVER.WEIGHT_DECAY": 0,
-    "DATALOADER.NUM_WORKERS": 0,
-    "DATALOADER.SHUFFLE_SHARDS": 0,
+_RULES: Rules = {
+    "SOLVER.ACCUMULATE": at_least(1),
+    "SOLVER.LOG_PERIOD": at_least(1),
+    "SOLVER.CHECKPOINTS_KEPT": at_least(0),
+    "SOLVER.WEIGHT_DECAY": at_least(0),
+    "SOLVER.AMP.PRECISION": one_of(*PRECISIONS),
+    "SOLVER.EMA.DECAY": (lambda value: 0 <= value < 1, "a factor in [0, 1)"),
+    "DATASETS.VAL_FRACTION": (lambda value: 0 <= value < 1, "a share in [0, 1)"),
+    "DATALOADER.NUM_WORKERS": at_least(0),
+    "DATALOADER.SHUFFLE_SHARDS": at_least(0),
+    "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
+    "INPUT.MIN_SIZE_TRAIN": (lambda value: value and min(value) >= 1, "lengths in pixels"),
+    "TEST.KNN.K": at_least(1),
+    "TEST.KNN.TEMPERATURE": (lambda value: value > 0, "a number above 0"),
+    "TEST.PRECISE_BN.ENABLED": (
+        lambda value: not value,
+        "False: use qbheat export --backbone --recalibrate-bn N",
+    ),
+    "VIS.SHARE": (lambda value: 0 <= value <= 1, "a share in [0, 1]"),
+    "VIS.NUM_IMAGES": at_least(1),
 }
 
 
@@ -63,7 +76,7 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     filter_detectron2_logs()
     args = RunFlags.read(args)
     cfg, given = args.load_config(), args.overrides
-    _check_values(cfg)
+    check_values(cfg, _RULES)
     check_start(cfg, args)
     if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
         check_cacheable(cfg)
@@ -84,12 +97,6 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     elif labelled:
         use_classes_of(cfg, labelled[0])
     _check_num_classes(cfg, given)
-    trained = class_names_of(cfg.MODEL.WEIGHTS) if args.eval_only and cfg.MODEL.WEIGHTS else ()
-    if trained and list(trained) != list(cfg.MODEL.CLASS_NAMES):
-        raise UserError(
-            f"'{cfg.MODEL.WEIGHTS}' was trained on the classes {list(trained)}, but the data have "
-            f"{list(cfg.MODEL.CLASS_NAMES)}"
-        )
     if comm.is_main_process():
         _check_content(cfg, labelled)
     cfg.freeze()
@@ -118,7 +125,7 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     _log_data(cfg)
     logger.debug(f"Process {rank} of {comm.get_world_size()}, started with {args}")
     logger.debug(f"Environment:\n{collect_env_info()}")
-    logger.debug(f"Config:\n{cfg.dump()}")
+    logger.debug(f"Config:\n{dump_config(cfg)}")
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
     if not args.eval_only:
         torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
@@ -151,22 +158,6 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
     model = cfg.MODEL
     for node in (model.MF_DETR, model.RETINANET, model.FCOS, model.ROI_HEADS):
         node.NUM_CLASSES = len(names)
-
-
-def _check_values(cfg: CfgNode) -> None:
-    for key, minimum in _MINIMUM.items():
-        section, name = key.split(".")
-        if cfg[section][name] < minimum:
-            raise UserError(f"{key} must be at least {minimum}, but is {cfg[section][name]}")
-    sizes = cfg.INPUT.MIN_SIZE_TRAIN
-    if not sizes or min(sizes) < 1:
-        raise UserError(f"INPUT.MIN_SIZE_TRAIN must name lengths in pixels, but is {sizes}")
-    if cfg.INPUT.FORMAT not in _FORMATS:
-        raise UserError(f"INPUT.FORMAT is '{cfg.INPUT.FORMAT}', but must be one of {_FORMATS}")
-    if cfg.TEST.PRECISE_BN.ENABLED:
-        raise UserError(
-            "TEST.PRECISE_BN is not supported: use qbheat export --backbone --recalibrate-bn N"
-        )
 
 
 def _check_num_classes(cfg: CfgNode, given: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer
+from detectron2.structures import Instances
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import Tensor, nn
@@ -29,9 +31,13 @@ from qbheat_det.core.environment import supports_bfloat16
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import STEP, seed_place
 from qbheat_det.data import cut
-from qbheat_det.modeling.contracts import SupportsAfterStep, SupportsLossNormalizers, get_metrics
+from qbheat_det.modeling.contracts import (
+    BatchedInputs,
+    SupportsAfterStep,
+    SupportsLossNormalizers,
+    get_metrics,
+)
 
-from .batch_source import BatchedInputs, BatchSource
 from .failure import explain_failure
 
 logger = logging.getLogger(__name__)
@@ -43,6 +49,11 @@ class StepTrainer(SimpleTrainer):
     """Takes a batch from the loader and makes one optimizer step.
 
     ``modeling/contracts.py`` lists optional methods of models, such as ``get_metrics``.
+
+    Attributes:
+        is_between_steps: whether the loader is being asked for a batch.
+        asked_to_stop: whether this process received a signal.
+        stops: whether the run ends after this step; equal on all processes.
     """
 
     def __init__(
@@ -77,9 +88,7 @@ class StepTrainer(SimpleTrainer):
         self.seed = seed
         self.log_period = log_period
         self._teacher = teacher
-        self.is_between_steps = False  # while the loader is asked for a batch
-        self.asked_to_stop = False  # this process, by a signal
-        self.stops = False  # all processes, after this step
+        self.is_between_steps = self.asked_to_stop = self.stops = False
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         self._source = BatchSource(lambda: next(self._data_loader_iter), self._device)
@@ -110,15 +119,8 @@ class StepTrainer(SimpleTrainer):
             if self._teacher:
                 self._teacher(batch)
             with self._average_gradients(index == len(batches) - 1):
-                losses = compute_losses(self.model, batch, normalizers, precision=self.precision)
-                weight = loss_weight(
-                    self._bare,
-                    batch,
-                    micro_batches=self.accumulate,
-                    processes=comm.get_world_size(),
-                    batch_size=self.batch_size,
-                )
-                if weight != 1:
+                losses = self._compute_losses(self.model, batch, normalizers)
+                if (weight := self._loss_weight(batch)) != 1:
                     losses = {name: loss * weight for name, loss in losses.items()}
                 reading = LossReading(losses, asked_to_stop=self.asked_to_stop)
                 self.grad_scaler.scale(torch.stack(list(losses.values())).sum()).backward()
@@ -146,6 +148,19 @@ class StepTrainer(SimpleTrainer):
         super().load_state_dict(state_dict)
         self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
+    def _compute_losses(
+        self, model: nn.Module, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
+    ) -> dict[str, Tensor]:
+        """Returns the training losses of a micro-batch by name."""
+        autocast = torch.autocast(
+            self._device.type, dtype=self.precision, enabled=self.precision is not None
+        )
+        # TorchScript, which Detectron2's focal loss uses, compiles what it has run twice and rounds
+        # differently from then on: a process that resumes would not repeat the bits.
+        with autocast, optimized_execution(False):
+            losses = model(batch, *normalizers)
+        return {"loss": losses} if isinstance(losses, Tensor) else dict(losses)
+
     def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
         """Returns the divisor of each micro-batch's losses, if the model takes one."""
         if len(batches) == 1 or not isinstance(self._bare, SupportsLossNormalizers):
@@ -155,6 +170,12 @@ class StepTrainer(SimpleTrainer):
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(counts)
         return (self._bare.loss_normalizers(counts, len(batches) * comm.get_world_size()),)
+
+    def _loss_weight(self, batch: BatchedInputs) -> float:
+        """Returns the weight of a micro-batch's losses in the sum of this process."""
+        if isinstance(self._bare, SupportsLossNormalizers):  # divides by the counts of all parts
+            return 1 / self.accumulate
+        return len(batch) * comm.get_world_size() / self.batch_size
 
     def _check(
         self,
@@ -171,9 +192,7 @@ class StepTrainer(SimpleTrainer):
                 logged[name] = logged.get(name, 0.0) + value
             return
         seed_step(self.seed, self.iter, comm.get_rank())
-        run = functools.partial(
-            compute_losses, self._bare, normalizers=normalizers, precision=self.precision
-        )
+        run = functools.partial(self._compute_losses, self._bare, normalizers=normalizers)
         raise explain_failure(self._bare, here, batches, run, iteration=self.iter)
 
     def _average_gradients(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -189,7 +208,7 @@ class StepTrainer(SimpleTrainer):
         if (self.iter + 1) % self.log_period:
             return
         scalars = {name: float(value) for name, value in get_metrics(self._bare).items()}
-        norm = getattr(self.optimizer, "gradient_norm", None)
+        norm = getattr(self.optimizer, "gradient_norm", None)  # set by ``clip_before_step``
         if norm is not None:
             scalars["gradient_norm"] = float(norm)
         if self.grad_scaler.is_enabled():
@@ -230,6 +249,70 @@ class LossReading:
         return here, everywhere
 
 
+class BatchSource:
+    """Takes batches from an iterator and, on a GPU, loads one batch ahead.
+
+    Copies are asynchronous if the loader pins memory. A batch stays in memory until the next one is
+    taken: by then the losses of its step have been read, so the GPU no longer needs it.
+    """
+
+    def __init__(self, next_batch: Callable[[], BatchedInputs], device: torch.device) -> None:
+        """``next_batch`` loads a batch, and raises ``StopIteration`` after the last one."""
+        self._next_batch = next_batch
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._ahead: BatchedInputs | None = None
+        self._in_use: BatchedInputs | None = None
+        self._end: Exception | None = None
+        self._waited = 0.0
+
+    def take(self) -> tuple[BatchedInputs, float]:
+        """Returns a batch, and the seconds that the step waited for it.
+
+        On a GPU, waiting counts only while the GPU is idle.
+
+        Raises:
+            StopIteration: there are no more batches.
+        """
+        start = time.perf_counter()
+        if self._stream is None:
+            return self._next_batch(), time.perf_counter() - start
+        self.load_ahead()
+        if self._ahead is None:
+            raise self._end or StopIteration
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._in_use, self._ahead = self._ahead, None
+        return self._in_use, self._waited
+
+    def load_ahead(self) -> None:
+        """Loads the next batch and copies it to the GPU; does nothing on the CPU."""
+        if self._stream is None or self._ahead is not None:
+            return
+        computed = torch.cuda.Event()
+        computed.record(torch.cuda.current_stream(self._device))
+        start = time.perf_counter()
+        try:
+            batch = self._next_batch()
+        except (StopIteration, UserError) as error:  # ``take`` raises it
+            self._end = self._end or error
+            return
+        self._waited = time.perf_counter() - start if computed.query() else 0.0
+        with torch.cuda.stream(self._stream):
+            self._ahead = [_move(entry, self._device) for entry in batch]
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Instances):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _move(part, device) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_move(part, device) for part in value]
+    return value
+
+
 def seed_step(seed: int, iteration: int, rank: int) -> None:
     """Seeds Python, NumPy and torch, on the CPU and on this process's GPU, for one step.
 
@@ -245,58 +328,10 @@ def choose_precision(cfg: CfgNode) -> torch.dtype | None:
     """Returns the type of autocast in ``SOLVER.AMP``; None if it is disabled."""
     if not cfg.SOLVER.AMP.ENABLED:
         return None
-    name = cfg.SOLVER.AMP.PRECISION
-    if name not in PRECISIONS:
-        raise UserError(f"SOLVER.AMP.PRECISION is '{name}', but must be {' or '.join(PRECISIONS)}")
-    _warn_of_emulation(torch.device(cfg.MODEL.DEVICE))
-    return PRECISIONS[name]
-
-
-@functools.cache
-def _warn_of_emulation(device: torch.device) -> None:
+    device = torch.device(cfg.MODEL.DEVICE)
     if device.type == "cpu" and not supports_bfloat16(device):
         logger.warning(
             "This processor emulates half precision, which makes a step ten times as long: "
             "set SOLVER.AMP.ENABLED False"
         )
-
-
-def compute_losses(
-    model: nn.Module,
-    batch: BatchedInputs,
-    normalizers: tuple[Tensor, ...] = (),
-    *,
-    precision: torch.dtype | None,
-) -> dict[str, Tensor]:
-    """Returns the training losses of a micro-batch by name.
-
-    Args:
-        model: the model, in training mode.
-        batch: a micro-batch.
-        normalizers: further arguments of the model's ``forward``; may be empty.
-        precision: type of autocast; None disables autocast.
-    """
-    device = next(model.parameters()).device.type
-    autocast = torch.autocast(device, dtype=precision) if precision else contextlib.nullcontext()
-    # TorchScript, which Detectron2's focal loss uses, compiles what it has run twice and rounds
-    # differently from then on: a process that resumes would not repeat the bits.
-    with autocast, optimized_execution(False):
-        losses = model(batch, *normalizers)
-    return {"loss": losses} if isinstance(losses, Tensor) else dict(losses)
-
-
-def loss_weight(
-    model: nn.Module, batch: BatchedInputs, *, micro_batches: int, processes: int, batch_size: int
-) -> float:
-    """Returns the weight of a micro-batch's losses in the sum of a process.
-
-    Args:
-        model: the model without the distributed wrapper.
-        batch: the micro-batch.
-        micro_batches: number of micro-batches of a step, per process.
-        processes: number of processes.
-        batch_size: number of images of a step, over all processes.
-    """
-    if isinstance(model, SupportsLossNormalizers):  # divides by the counts of all parts
-        return 1 / micro_batches
-    return len(batch) * processes / batch_size
+    return PRECISIONS[cfg.SOLVER.AMP.PRECISION]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
-from detectron2.evaluation import DatasetEvaluator, print_csv_format
+from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 from torch import nn
 
@@ -29,9 +29,7 @@ from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values
 from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import MAPPERS_OF_CLASSES, build_train_stream
-from qbheat_det.engine.interruption import StopSignals, YieldToNewerStart
-from qbheat_det.evaluation import build_evaluator
+from qbheat_det.data import build_train_stream
 from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.modeling.contracts import (
     needs_teacher,
@@ -46,7 +44,6 @@ from qbheat_det.solver import (
 )
 
 from .block_modes import apply_step_keys
-from .console import describe_model
 from .evaluation import (
     Evaluation,
     NeighbourScorer,
@@ -62,14 +59,14 @@ from .hooks import (
     save_checkpoint,
     step_before,
 )
+from .interruption import StopSignals, YieldToNewerStart
 from .launch import distribute
+from .logs import PeriodicWriter, describe_model
 from .mean_teacher import MeanTeacher, build_eval_hooks
 from .mirror import Mirror
+from .monitors import build_token_monitor, build_visualization_hook
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
-from .token_monitor import build_token_monitor
-from .visualize import build_visualization_hook
-from .writers import PeriodicWriter
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -125,11 +122,8 @@ class Trainer(DefaultTrainer):
         )
         self.resumed_from: str | None = None
         self.start_iter, self.max_iter = 0, self.cfg.SOLVER.MAX_ITER
-        self._evaluation = Evaluation(
-            self.cfg,
-            build_loader=(self.cached_features or self.teacher or self).build_test_loader,
-            build_evaluator=self.build_evaluator,
-        )
+        build_loader = (self.cached_features or self.teacher or self).build_test_loader
+        self._evaluation = Evaluation(self.cfg, build_loader)
         self._last_eval_results: dict[str, Any] = {}
         self.register_hooks([*self.build_hooks(), kept_memory])
 
@@ -301,11 +295,6 @@ class Trainer(DefaultTrainer):
         """Returns this process's share of a data set's images."""
         return build_test_loader(cfg, dataset_name)
 
-    @classmethod
-    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
-        classifies = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
-        return build_evaluator(cfg, dataset_name, classifies=classifies)
-
 
 def evaluate(
     cfg: CfgNode, *, resume: bool = False, prepare: Callable[[nn.Module], nn.Module] | None = None
@@ -333,9 +322,7 @@ def evaluate(
     path = checkpointer.find_checkpoint_to_resume() if resume else cfg.MODEL.WEIGHTS
     checkpointer.load(path, checkpointables=[])
     source = TeacherFeatures(cfg) if needs_teacher(model) else Trainer
-    evaluation = Evaluation(
-        cfg, build_loader=source.build_test_loader, build_evaluator=Trainer.build_evaluator
-    )
+    evaluation = Evaluation(cfg, source.build_test_loader)
     results = evaluation(prepare(model) if prepare else model)
     if scores_neighbours(cfg) and comm.is_main_process():
         results = {**results, "knn": NeighbourScorer(cfg, model)(model)}

@@ -3,20 +3,19 @@
 
 Training does not wait for a transfer, and the process that forks data loaders stays free of
 obstore's threads, which do not survive a fork. The script imports nothing from the package.
+The file systems themselves retry requests that fail.
 """
 
 import os
 import re
 import sys
-import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-_FATAL = (FileNotFoundError, ImportError, PermissionError, ValueError)  # a retry cannot help
-_TAG = "last_checkpoint"
+TAG = "last_checkpoint"
 _PERIODIC = re.compile(r"model_(\d{7,})\.pth")
 
 
@@ -31,7 +30,9 @@ def open_address(address: str) -> tuple[Any, str]:
     except ImportError:  # then fsspec asks for packages such as s3fs
         pass
     files, root = fsspec.core.url_to_fs(address)
-    return files, root.rstrip("/")
+    root = root.rstrip("/")
+    files.makedirs(root, exist_ok=True)
+    return files, root
 
 
 def send(folder: Path, address: str, kept: int, names: list[str]) -> None:
@@ -40,10 +41,9 @@ def send(folder: Path, address: str, kept: int, names: list[str]) -> None:
     Removes all but the ``kept`` newest periodic checkpoints; 0 keeps all.
     """
     files, root = open_address(address)
-    files.makedirs(root, exist_ok=True)
     for name in names:
         files.put_file(str(folder / name), f"{root}/{name}")
-    if not kept or _TAG not in names:
+    if not kept or TAG not in names:
         return
     there = [os.path.basename(path) for path in files.ls(root, detail=False)]
     periodic = sorted(filter(_PERIODIC.fullmatch, there), key=_number)
@@ -59,20 +59,19 @@ def fetch(folder: Path, address: str, names: list[str]) -> None:
     A later local checkpoint is kept. With several machines, all start from the remote one.
     """
     files, root = open_address(address)
-    files.makedirs(root, exist_ok=True)
     probe = f"{root}/.{uuid.uuid4().hex}"  # unique, as other machines write probes too
     files.pipe_file(probe, b"")
     files.rm_file(probe)
-    if not files.exists(f"{root}/{_TAG}"):
+    if not files.exists(f"{root}/{TAG}"):
         return
-    last = os.path.basename(files.cat_file(f"{root}/{_TAG}").decode().strip())
-    tag = folder / _TAG
+    last = os.path.basename(files.cat_file(f"{root}/{TAG}").decode().strip())
+    tag = folder / TAG
     own = tag.read_text().strip() if tag.is_file() else ""
     is_later = _number(own) > _number(last) and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     if own and (folder / own).is_file() and (own == last or is_later):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (last, *names, _TAG):
+    for name in (last, *names, TAG):
         if not files.exists(f"{root}/{name}"):
             continue
         partial = folder / f".{name}.{uuid.uuid4().hex[:8]}.incomplete"
@@ -88,35 +87,23 @@ def _number(name: str) -> int:
     return int(found[1]) if found else 10**9  # model_final.pth
 
 
-def _run(seconds: float, action: str, folder: str, address: str, *words: str) -> str:
-    end, pause, is_told = time.monotonic() + seconds, 0.5, False
-    while True:
-        try:
-            if action == "send":
-                send(Path(folder), address, int(words[0]), list(words[1:]))
-            else:
-                fetch(Path(folder), address, list(words))
-        except Exception as error:  # the type depends on the file system
-            if isinstance(error, _FATAL) or time.monotonic() + pause > end:
-                return _describe(error)
-            if not is_told:
-                print(f"waiting for '{address}': {_describe(error)}", file=sys.stderr, flush=True)
-            is_told = True
-            time.sleep(pause)
-            pause = min(2 * pause, 20.0)
+def _run(action: str, folder: str, address: str, *words: str) -> str:
+    """Returns the error of a transfer; "" if it succeeded."""
+    try:
+        if action == "send":
+            send(Path(folder), address, int(words[0]), list(words[1:]))
         else:
-            return ""
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
+            fetch(Path(folder), address, list(words))
+    except OSError as error:
         where = f": '{error.filename}'" if error.filename else ""
-        return f"{error.strerror}{where}"
-    lines = str(error).strip().splitlines()  # obstore prints structs after the first line
-    return lines[0][:300] if lines else type(error).__name__
+        return f"{error.strerror or error}{where}"
+    except Exception as error:  # the type depends on the file system
+        # obstore prints structs after the first line.
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return ""
 
 
 if __name__ == "__main__":
-    reason = _run(float(sys.argv[1]), *sys.argv[2:])
+    reason = _run(*sys.argv[1:])
     print(reason, flush=True)
     os._exit(bool(reason))  # skips Python's shutdown, in which obstore's threads abort

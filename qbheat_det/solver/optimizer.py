@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""AdamW or SGD with learning rates of its own for each layer of the backbone, in fused steps.
+"""AdamW or SGD with layer-wise learning rates for the backbone, in fused steps.
 
-PyTorch's fused kernels compute the same up to rounding and keep the same state, so that
-checkpoints go both ways.
+PyTorch's fused kernels compute the same up to rounding and have the same state as plain ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qbheat_det.config import Rules, at_least, check_values, one_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import (
     SupportsLayerGroups,
@@ -24,8 +24,6 @@ from qbheat_det.modeling.contracts import (
     get_body_name,
     get_token_parameters,
 )
-
-from .schedule import Rules, at_least, check_settings, one_of
 
 _OPTIMIZER_RULES: Rules = {
     "SOLVER.OPTIMIZER": one_of("SGD", "ADAMW"),
@@ -42,28 +40,27 @@ _CLIP_RULES: Rules = {
     "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (lambda value: value > 0, "above 0"),
 }
 
-_HEAD = "<head>"  # stands for a parameter that no pattern matches
+_HEAD = "<head>"  # a name that no pattern matches
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
 
-    Its step is fused if PyTorch has kernels for the device, see ``build_fused``.
-
     Besides Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model": it clips
-    the norm over all parameters together, as DETR does. The optimizer's attribute ``gradient_norm``
-    is then this norm before clipping in the last step, a 0-d tensor; it is None before the first
-    step and with other clipping.
+    the norm over all parameters together, as in DETR. The attribute ``gradient_norm`` of the
+    optimizer is then this norm before clipping in the last step, a 0-d tensor; it is None before
+    the first step and with other clipping.
 
-    Raises a ``UserError`` if a setting is invalid, or no parameter is trainable.
+    Raises:
+        UserError: a setting is invalid, or no parameter is trainable.
     """
     clip = cfg.SOLVER.CLIP_GRADIENTS
     full_model = clip.ENABLED and clip.CLIP_TYPE == "full_model"
     optimizer: Callable[..., Optimizer]
     arguments: dict[str, Any]
-    check_settings(cfg, _OPTIMIZER_RULES)
+    check_values(cfg, _OPTIMIZER_RULES)
     if clip.ENABLED:
-        check_settings(cfg, _CLIP_RULES)
+        check_values(cfg, _CLIP_RULES)
     if cfg.SOLVER.OPTIMIZER == "ADAMW":
         optimizer, arguments = torch.optim.AdamW, {"betas": tuple(cfg.SOLVER.BETAS)}
     else:
@@ -103,25 +100,25 @@ def parameter_groups(
     token_multiplier: float = 1.0,
     bias_lr_factor: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Groups the trainable parameters by learning rate and weight decay, each in one group.
+    """Groups the trainable parameters by learning rate and weight decay.
 
-    A parameter of the backbone that lies k layers below the head, 1 in the backbone's last, has the
-    learning rate ``lr * backbone_multiplier * layer_decay ** k``, every other one ``lr``. There are
-    as many groups as there are different pairs of learning rate and weight decay.
+    A parameter of the backbone's k-th layer below the head has the learning rate
+    ``lr * backbone_multiplier * layer_decay ** k``, where k is 1 in the last layer. Other
+    parameters have ``lr``.
 
     Args:
-        model: a meta-architecture; its child ``backbone`` may have learning rates of its own.
+        model: a meta-architecture.
         lr: learning rate.
-        backbone_multiplier: the backbone's learning rate relative to ``lr``.
-        weight_decay: of weights; the global tokens of a Mobile-Former and a [MASK] token have none.
+        backbone_multiplier: factor on the learning rate of the child ``backbone``.
+        weight_decay: of weights, but not of tokens.
         weight_decay_norm: of the affine parameters of norms.
-        weight_decay_bias: of biases; None for that of weights.
-        layer_decay: see above, and ``layers_above``.
+        weight_decay_bias: of biases; None for ``weight_decay``.
+        layer_decay: factor on the learning rate from layer to layer, see ``layers_above``.
         token_multiplier: further factor on the learning rate of the backbone's token path.
-        bias_lr_factor: the learning rate of biases relative to that of weights.
+        bias_lr_factor: factor on the learning rate of biases.
 
     Raises:
-        UserError: ``layer_decay`` is not 1, and the backbone does not say what its layers are.
+        UserError: ``layer_decay`` is not 1, and the backbone does not name its layers.
     """
     overrides = {name: {"weight_decay": 0.0} for name in ("tokens", "token")}
     # Detectron2 knows biases by the name "bias" alone.
@@ -159,14 +156,10 @@ def adamw(
     betas: Sequence[float] = (0.9, 0.999),
     max_norm: float = 0.0,
 ) -> Optimizer:
-    """AdamW over ``parameter_groups`` for LazyConfigs; its state is read without unpickling."""
-    first, second = betas
+    """Returns AdamW over ``parameter_groups``, for LazyConfigs."""
+    first, second = map(float, betas)  # checkpoints without pickles take no OmegaConf list
     built = build_fused(
-        torch.optim.AdamW,
-        params,
-        lr=lr,
-        betas=(float(first), float(second)),
-        weight_decay=weight_decay,
+        torch.optim.AdamW, params, lr=lr, betas=(first, second), weight_decay=weight_decay
     )
     if max_norm:
         clip_before_step(built, max_norm=max_norm, norm_type=2.0)
@@ -174,10 +167,13 @@ def adamw(
 
 
 def layers_above(backbone: nn.Module) -> dict[str, int]:
-    """Returns for every parameter of a backbone how many layers lie above its own, the head's too.
+    """Returns by parameter name how many layers are above a backbone's parameter, with the head.
 
-    Layers are those of ``group_matcher(coarse)``, as timm's models have it; the last has 1. What
-    belongs to no layer, such as a feature pyramid's own parameters, has 0. A ``UserError`` without.
+    Layers are those of ``group_matcher(coarse)``, as in timm's models; the last has 1. Parameters
+    of no layer, such as those of a feature pyramid, have 0.
+
+    Raises:
+        UserError: the backbone has no ``group_matcher``.
     """
     child = get_body_name(backbone)
     if child and not isinstance(backbone, SupportsLayerGroups):
@@ -200,12 +196,18 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
 def build_fused(
     optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], **arguments: Any
 ) -> Optimizer:
-    """Builds an optimizer with fused kernels where PyTorch has them; it loads any other's state."""
+    """Builds an optimizer, with fused kernels on CPUs and GPUs, that loads the state of any other.
+
+    Args:
+        optimizer: class or function of groups and ``arguments``.
+        groups: parameter groups.
+        arguments: keyword arguments of ``optimizer``.
+    """
     groups = [{**group, "params": list(group["params"])} for group in groups]
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     arguments = {**arguments, "fused": devices <= {"cpu", "cuda"}}
     built = optimizer(groups, **arguments)
-    # Else a scaler of fp16 gradients leaves them scaled, and what clips them does not know.
+    # Otherwise the scaler of float16 gradients would leave them scaled for clipping.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     kernels = {key: built.defaults.get(key) for key in ("fused", "foreach")}
 
@@ -218,7 +220,7 @@ def build_fused(
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Makes each step clip the norm of all gradients, before that ``optimizer.gradient_norm``."""
+    """Clips the norm of all gradients before each step, and keeps it as ``gradient_norm``."""
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]
@@ -229,17 +231,17 @@ def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float)
 
 
 def clip_norm(parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
-    """As ``nn.utils.clip_grad_norm_``, but leaves gradients on a CPU alone if none is clipped."""
+    """Equals ``nn.utils.clip_grad_norm_``, but on CPUs it skips the multiplication by 1."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type).detach()
-    # There the norm is known at once; a GPU would be waited for, and multiplies by 1 instead.
+    # On a GPU, reading the norm would wait for it.
     if norm.device.type != "cpu" or not max_norm / (norm + 1e-6) >= 1:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 def _keep_layout(optimizer: Optimizer) -> None:
-    """Gives moments the layout of their parameters, which fused kernels take for granted."""
+    """Gives moments the layout of their parameters, which fused kernels assume."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -266,6 +268,6 @@ def _backbone_factors(
 
 
 def _norms_unknown_to_detectron2(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of RetinaNet's norms and of "LN", which Detectron2's groups take for weights."""
+    """Returns parameters of RetinaNet's norms and of "LN", which Detectron2 groups as weights."""
     kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
     return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}

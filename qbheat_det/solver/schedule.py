@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Schedules: iterations from epochs, the learning rate from the batch size, and valid settings."""
+"""Schedules: iterations from epochs, and the learning rate from the batch size."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,23 +11,12 @@ from detectron2.solver import build as detectron2_build
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qbheat_det.config import with_values
+from qbheat_det.config import Rules, at_least, check_values, one_of, with_values
 from qbheat_det.core.errors import UserError
 
-Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""By key: whether a value is valid, and what is expected, for the message."""
-
-LR_SCALING: dict[str, Callable[[float], float]] = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
-"""Factor on the learning rate by the ratio of the batch to the reference batch."""
+# Factors on the learning rate by the ratio of the batch size to the reference.
+_LR_SCALING: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 _SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR")
-
-
-def one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value in names, f"one of {', '.join(names)}"
-
-
-def at_least(least: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value >= least, f"at least {least}"
 
 
 def _is_epochs(value: object) -> bool:
@@ -45,7 +34,7 @@ _EPOCH_RULES: Rules = {
         lambda value: value >= 0,
         "the batch that SOLVER.BASE_LR is meant for, or 0 not to scale it",
     ),
-    "SOLVER.LR_SCALING": one_of(*LR_SCALING),
+    "SOLVER.LR_SCALING": one_of(*_LR_SCALING),
     "SOLVER.REFERENCE_WORLD_SIZE": (
         lambda value: value == 0,
         "0: give the batch of a step as SOLVER.IMS_PER_BATCH, whatever the number of processes",
@@ -73,28 +62,31 @@ _ITERATION_RULES: Rules = {
 def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     """Computes iterations from epochs, and the learning rate from the batch size.
 
-    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations, whole or not; an event after some
-    epochs happens at the first iteration by which as many images have been seen. The learning rate
-    is ``SOLVER.BASE_LR`` times the ratio r of the batch to ``SOLVER.REFERENCE_BATCH_SIZE``, or
-    times the root of r, as ``SOLVER.LR_SCALING`` says.
+    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations; numbers of iterations are rounded
+    up. The learning rate is ``SOLVER.BASE_LR`` times the ratio of the batch size to
+    ``SOLVER.REFERENCE_BATCH_SIZE``, or times the root of the ratio (``SOLVER.LR_SCALING``).
 
-    In the result the reference is the batch itself, and the keys in epochs remain. So it resolves
-    to itself, and with another ``SOLVER.IMS_PER_BATCH`` or other data to what ``cfg`` would have
-    resolved to. Epochs override iterations.
+    The result keeps the keys in epochs, and its reference is its batch size. It resolves to itself,
+    and for another batch size or other data to the same config as ``cfg``.
 
-    Returns a copy, frozen if ``cfg`` is; ``num_images`` are after the filters of ``DATALOADER``.
+    Args:
+        cfg: config of a run.
+        num_images: number of training images after the filters of ``DATALOADER``.
+
+    Returns:
+        A copy, frozen if ``cfg`` is.
 
     Raises:
         UserError: a value of the schedule is invalid.
     """
     if num_images < 1:
         raise UserError(f"there are {num_images} images to train on: DATASETS.TRAIN is empty")
-    check_settings(cfg, _EPOCH_RULES)
+    check_values(cfg, _EPOCH_RULES)
     resolved = with_values(cfg)
     solver = resolved.SOLVER
 
     def to_iterations(epochs: float) -> int:
-        # The decimal number as written, so that 0.1 of 30 images are 3 images.
+        # As a decimal number, so that 0.1 of 30 images are 3 images.
         return math.ceil(Fraction(repr(epochs)) * num_images / solver.IMS_PER_BATCH)
 
     for node, epochs, iterations in (
@@ -109,7 +101,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     if solver.STEP_EPOCHS:
         solver.STEPS = tuple(map(to_iterations, solver.STEP_EPOCHS))
     if solver.REFERENCE_BATCH_SIZE:
-        factor = LR_SCALING[solver.LR_SCALING](solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
+        factor = _LR_SCALING[solver.LR_SCALING](solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
         solver.BASE_LR *= factor
         if "BASE_LR_END" in solver:  # of a cosine; Detectron2 v0.6 has no such key
             solver.BASE_LR_END *= factor
@@ -121,7 +113,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
-    """Returns the lines that are logged when a run starts; ``resolved`` is ``cfg`` resolved."""
+    """Returns lines to log at the start of a run; ``resolved`` is the resolved ``cfg``."""
     solver, period = resolved.SOLVER, resolved.TEST.EVAL_PERIOD
     per_epoch = num_images / solver.IMS_PER_BATCH
 
@@ -167,9 +159,11 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
 
-    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out; Detectron2 alone fails on a
-    step that is exactly at the end. Raises a ``UserError`` if a setting of the scheduler is
-    invalid.
+    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out, because Detectron2 fails on a
+    step that is exactly at the end.
+
+    Raises:
+        UserError: a setting of the scheduler is invalid.
     """
     _check_iterations(cfg)
     pruned = with_values(cfg, {"SOLVER.STEPS": _effective_steps(cfg)})
@@ -185,20 +179,10 @@ def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:
 
 
 def _check_iterations(cfg: CfgNode) -> None:
-    check_settings(cfg, _ITERATION_RULES)
+    check_values(cfg, _ITERATION_RULES)
     solver, steps = cfg.SOLVER, [0, *_effective_steps(cfg)]
     if _has_steps(cfg) and sorted(set(steps)) != steps:
         raise UserError(
             f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}; they are iterations "
             f"of {solver.IMS_PER_BATCH} images, so little data makes steps in epochs coincide"
         )
-
-
-def check_settings(cfg: CfgNode, rules: Rules) -> None:
-    """Raises a ``UserError`` that names the key of the first value that is not valid."""
-    for key, (is_valid, expected) in rules.items():
-        value: Any = cfg
-        for part in key.split("."):
-            value = value[part]
-        if not is_valid(value):
-            raise UserError(f"{key} is {value!r}, expected {expected}")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.batch_source import BatchSource, _move
+from qbheat_det.engine.step import BatchSource, _move
 from qbheat_det.inference.encoder import encode, open_encoder
 from qbheat_det.inference.files import predict_files
 from tests.engine import tiny_training
@@ -67,8 +67,8 @@ IN_A_STEP = {
         "engine/step.py StepTrainer.run_step"
     },
     "copies on the stream of the next batch, which the model's does not wait for": {
-        "engine/batch_source.py _move, boxes.to",
-        "engine/batch_source.py _move, instances.to",
+        "engine/step.py _move, boxes.to",
+        "engine/step.py _move, instances.to",
     },
     "the Hungarian algorithm runs on the CPU": {"modeling/detr/criterion.py SetCriterion.match"},
     "each position with a box is a pair, as many as there are": {

@@ -19,6 +19,14 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_training.make_data(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def whole_run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an unbroken run of the tiny RetinaNet, to compare broken ones with."""
+    folder = tmp_path_factory.mktemp("whole")
+    tiny_training.train(folder, tiny_data, {})
+    return folder
+
+
 @pytest.fixture
 def train_afresh(tiny_data: Path) -> TrainAfresh:
     """Trains as in a new process: ``(output_dir, overrides, *flags) -> results``."""

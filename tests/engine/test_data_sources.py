@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import RunFlags, build_config, setup
-from qbheat_det.engine.run_record import find_sources
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import RECIPE, make_folder
@@ -55,7 +54,8 @@ def test_folders_are_all_that_is_trained_on_and_are_recorded(tmp_path: Path) -> 
     assert cfg.MODEL.CLASS_NAMES == []
     assert build_train_stream(cfg).num_images == 5
     folders = [str(tmp_path / name) for name in ("one", "two")]
-    assert find_sources(cfg) == {"custom_images": {"image_folders": folders, "labelled": False}}
+    source = MetadataCatalog.get("custom_images").source
+    assert source == {"image_folders": folders, "labelled": False}
 
 
 def test_an_annotation_file_gives_its_images_without_a_set_to_evaluate_on() -> None:
@@ -153,7 +153,7 @@ def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path: Path)
     first = held_out(cfg)
     assert first == {f"{tmp_path}/MANY/{name}" for name in split["val"]}
     assert build_train_stream(cfg).num_images == 12
-    own = find_sources(cfg)["custom_labelled_val"]
+    own = MetadataCatalog.get("custom_labelled_val").source
     assert own["split"] == {"file": f"{tmp_path}/run/split.json", "part": "val"}
     assert held_out(configure(f"{words} 1", CLASSIFY)) == first
     assert held_out(configure(f"{words} 2", CLASSIFY)) != first

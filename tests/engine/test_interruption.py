@@ -51,12 +51,12 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bits(
     during: str,
     number: int,
     launch: str,
+    whole_run: Path,
     train_afresh: TrainAfresh,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opts = {"SOLVER.CHECKPOINT_PERIOD": "100", "TEST.EVAL_PERIOD": "3"}
-    train_afresh(tmp_path / "whole", opts)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
     handler, folder = signal.getsignal(number), tmp_path / "stopped"
     repeated = [number] * (2 if launch else 1)  # torchrun passes on what all have got already
@@ -68,11 +68,11 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bits(
     assert signal.getsignal(number) is handler
     assert [path.name for path in folder.glob("*.pth")] == ["model_0000002.pth"]
     train_afresh(folder, opts, "--resume")
-    logged = losses(tmp_path / "whole")
+    logged = losses(whole_run)
     if during == "evaluation":  # which comes before the log of its step
         logged.pop(2)
     assert losses(folder) == logged
-    assert_same_bits(state(folder)["model"], state(tmp_path / "whole")["model"])
+    assert_same_bits(state(folder)["model"], state(whole_run)["model"])
 
 
 def test_a_second_interrupt_ends_at_once(
@@ -88,10 +88,13 @@ def test_a_second_interrupt_ends_at_once(
 
 @pytest.mark.parametrize("during", ["step", "evaluation"])
 def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
-    during: str, train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    during: str,
+    whole_run: Path,
+    train_afresh: TrainAfresh,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "stopped"
-    train_afresh(tmp_path / "whole", {})
     with monkeypatch.context() as patch:
         signal_at(4, patch, signal.SIGINT, during=during)
         with pytest.raises(Interrupted, match="after 5 of 5"):
@@ -100,7 +103,7 @@ def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
     assert not (folder / "model_best.safetensors").is_file()
     train_afresh(folder, {}, "--resume")
     assert (folder / "model_best.safetensors").is_file()
-    found, expected = state(folder), state(tmp_path / "whole")
+    found, expected = state(folder), state(whole_run)
     for key in ("model", "trainer"):
         assert_same_bits(found[key], expected[key])
     assert "bbox/AP" in (folder / "metrics.json").read_text()

@@ -26,7 +26,6 @@ def start(folder: Path, data: Path, address: str, *flags: str) -> None:
         "SOLVER.CHECKPOINT_URL": address,
         "SOLVER.CHECKPOINT_PERIOD": "1",
         "SOLVER.CHECKPOINTS_KEPT": "2",
-        "DATALOADER.RETRY_SECONDS": "2.0",
     }
     args = tiny_training.parse(folder, data, opts, *flags)
     args.resume = decide_to_resume(args)
@@ -34,10 +33,9 @@ def start(folder: Path, data: Path, address: str, *flags: str) -> None:
 
 
 def run_on_two_machines(
-    address: str, tiny_data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    address: str, tiny_data: Path, whole: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """Stops a run on one machine and continues on another; returns what was there between."""
-    tiny_training.train(folder / "whole", tiny_data, {"SOLVER.CHECKPOINT_PERIOD": "1"})
     with monkeypatch.context() as patch:
         signal_at(2, patch, signal.SIGTERM)
         with pytest.raises(Interrupted):
@@ -47,18 +45,18 @@ def run_on_two_machines(
     with pytest.raises(UserError, match=r"model_0000002\.pth"):  # a new run would mix with it
         start(folder / "refused", tiny_data, address)
     start(folder / "second", tiny_data, address, "--resume")
-    assert losses(folder / "second") == losses(folder / "whole")
-    assert_same_bits(state(folder / "second")["model"], state(folder / "whole")["model"])
+    assert losses(folder / "second") == losses(whole)
+    assert_same_bits(state(folder / "second")["model"], state(whole)["model"])
     assert files.exists(f"{root}/model_final.safetensors")
     assert files.cat_file(f"{root}/last_checkpoint") == b"model_final.pth"
     return between
 
 
 def test_a_run_continues_on_another_machine(
-    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = tmp_path / "bucket"
-    between = run_on_two_machines(f"file://{bucket}", tiny_data, tmp_path, monkeypatch)
+    between = run_on_two_machines(f"file://{bucket}", tiny_data, whole_run, tmp_path, monkeypatch)
     assert {name for name in between if name.endswith(".pth")} == {
         "model_0000001.pth",
         "model_0000002.pth",
@@ -67,7 +65,7 @@ def test_a_run_continues_on_another_machine(
 
     # A checkpoint without its tag, as a killed transfer leaves it, is not what others begin from.
     (tmp_path / "x").mkdir()
-    shutil.copy(tmp_path / "whole" / "model_final.pth", tmp_path / "x" / "model_0000009.pth")
+    shutil.copy(whole_run / "model_final.pth", tmp_path / "x" / "model_0000009.pth")
     transfer.send(tmp_path / "x", f"file://{bucket}", 1, ["model_0000009.pth"])
     transfer.fetch(tmp_path / "third", f"file://{bucket}", [])
     assert [path.name for path in tmp_path.glob("third/*.pth")] == ["model_final.pth"]
@@ -91,7 +89,7 @@ def test_an_address_that_fails_is_named_before_training(tiny_data: Path, tmp_pat
 
 @pytest.mark.slow
 def test_a_run_continues_from_a_bucket(
-    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_data: Path, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On moto's server, as for shards: $MOTO_SERVER."""
     command = os.environ.get("MOTO_SERVER") or shutil.which("moto_server")
@@ -107,6 +105,6 @@ def test_a_run_continues_from_a_bucket(
     with subprocess.Popen([command, "-H", "127.0.0.1", "-p", str(port)]) as server:
         try:
             put(f"{endpoint}/bucket", b"")
-            run_on_two_machines("s3://bucket/a/run", tiny_data, tmp_path, monkeypatch)
+            run_on_two_machines("s3://bucket/a/run", tiny_data, whole_run, tmp_path, monkeypatch)
         finally:
             server.terminate()

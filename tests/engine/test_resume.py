@@ -1,12 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A run that was stopped goes on as if it had not been, to the last bit."""
 
-import functools
 import multiprocessing
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,27 +78,24 @@ def comparable(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run_whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the folder of the unbroken run of a case, which is trained once."""
-
-    @functools.cache
-    def run(case: str) -> Path:
-        folder = tmp_path_factory.mktemp("whole")
-        tiny_training.train(folder, tiny_data, CASES[case])
-        return folder
-
-    return run
+def whole_runs(
+    whole_run: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Folders of the unbroken runs by case."""
+    folder = tmp_path_factory.mktemp("everything")
+    tiny_training.train(folder, tiny_data, CASES["mf_detr_with_everything"])
+    return {"retinanet": whole_run, "mf_detr_with_everything": folder}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
     case: str,
-    run_whole: Callable[[str], Path],
+    whole_runs: dict[str, Path],
     train_afresh: TrainAfresh,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, broken = run_whole(case), tmp_path
+    whole, broken = whole_runs[case], tmp_path
     break_at(3, monkeypatch)  # between two checkpoints
     with pytest.raises(KeyboardInterrupt):
         train_afresh(broken, CASES[case], "--resume")
@@ -118,9 +113,9 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
 
 
 def test_auxiliary_queries_are_resumed_but_not_exported_and_weights_fit_without_them(
-    run_whole: Callable[[str], Path], tiny_data: Path, tmp_path: Path
+    whole_runs: dict[str, Path], tiny_data: Path, tmp_path: Path
 ) -> None:
-    folder = run_whole("mf_detr_with_everything")
+    folder = whole_runs["mf_detr_with_everything"]
     kept = state(folder)["ema"]  # what is evaluated
     exported, _ = read_weights(str(folder / "model_final.safetensors"))
     missing = kept.keys() - exported.keys()

@@ -18,8 +18,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core import environment
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import step as step_module
-from qbheat_det.engine.batch_source import BatchSource
-from qbheat_det.engine.step import StepTrainer, choose_precision, seed_step
+from qbheat_det.engine.step import BatchSource, StepTrainer, choose_precision, seed_step
 
 Batch = list[dict[str, Any]]
 
@@ -95,7 +94,6 @@ def test_a_processor_that_emulates_half_precision_is_named(
     flags: set[str], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(environment, "read_cpu_flags", lambda: flags)
-    step_module._warn_of_emulation.cache_clear()
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.DEVICE", "cpu", "SOLVER.AMP.ENABLED", True])
     with caplog.at_level("WARNING", logger=step_module.__name__):

@@ -12,7 +12,7 @@ from PIL import Image
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.data.unlabelled import FeatureNoise, StrongColours, hash_pixels
+from qbheat_det.data.unlabelled import FeatureNoise, StrongColours
 from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
@@ -190,12 +190,3 @@ def test_a_result_below_that_of_the_burn_in_is_warned_of_after_a_resume_too(
         hook = again
     (warning,) = [m for m in caplog.messages if "worse" in m]
     assert all(value in warning for value in ("29", "30"))
-
-
-def test_the_digest_is_of_the_pixels(tmp_path: Path) -> None:
-    image = Image.new("RGB", (8, 4), (10, 20, 30))
-    image.save(tmp_path / "a.png")
-    image.save(tmp_path / "b.bmp")
-    image.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png")
-    digests = [hash_pixels(str(tmp_path / name)) for name in ("a.png", "b.bmp", "turned.png")]
-    assert digests[0] == digests[1] != digests[2]

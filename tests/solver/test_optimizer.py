@@ -178,8 +178,13 @@ def test_invalid_settings_are_refused_by_key(key: str, value: str) -> None:
     cfg = load_config(get_config_path(FINETUNE), [*CPU, f"SOLVER.{key}", value])
     with pytest.raises(UserError, match=f"SOLVER.{key}"):
         build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_models_without_a_backbone_or_known_layers_are_refused_by_name() -> None:
     with pytest.raises(UserError, match="Sequential has no backbone"):
         parameter_groups(nn.Sequential(nn.Linear(2, 2)), **PLAIN, layer_decay=0.9)
+    with pytest.raises(UserError, match=r"LAYER_DECAY.*Sequential"):
+        layers_above(nn.Sequential(nn.Conv2d(3, 4, 1)))
 
 
 def test_the_token_path_of_a_mobile_former_has_a_rate_of_its_own() -> None:
@@ -291,8 +296,3 @@ def test_rates_are_those_of_timms_layer_decay_and_of_its_classifier_one() -> Non
     for name, number in layers_above(backbone).items():
         assert 0.8**number == pytest.approx(scales[model.get_parameter(name)]), name
     assert {scales[p] for p in model.head.parameters()} == {1.0}
-
-
-def test_a_backbone_without_known_layers_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"LAYER_DECAY.*Sequential"):
-        layers_above(nn.Sequential(nn.Conv2d(3, 4, 1)))

@@ -1,19 +1,23 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writes metrics to the terminal, ``metrics.json``, TensorBoard and Weights & Biases."""
+"""What a run prints and logs: messages, progress, and metrics in files, TensorBoard and W&B."""
 
+import contextlib
 import copy
-import importlib
 import json
 import logging
+import math
+import shutil
 import sys
 import uuid
-from collections.abc import MutableMapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from detectron2.config import CfgNode
 from detectron2.engine import hooks
+from detectron2.evaluation.testing import flatten_results_dict
 from detectron2.utils.events import (
     CommonMetricPrinter,
     EventWriter,
@@ -21,13 +25,143 @@ from detectron2.utils.events import (
     TensorboardXWriter,
     get_event_storage,
 )
+from torch import nn
 from tqdm import tqdm
 
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import UserError, is_lost_peer
 from qbheat_det.core.files import write_atomically
+from qbheat_det.data import SPLIT_FILE
 
-from .console import JSONPrinter, NewScalars, is_interactive, prints_json
 from .hooks import TrainingRun
+
+T = TypeVar("T")
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LOGGERS = ("detectron2", "fvcore", "qbheat_det")
+_opened: list[logging.Handler] = []  # handlers of the last run in this process
+
+
+def open_log(folder: Path, *, rank: int = 0) -> None:
+    """Writes all messages to ``log.txt``, and prints a summary on the main process.
+
+    Closes the log of an earlier run in this process. Processes with a ``rank`` above 0 write to
+    ``log.txt.rank<rank>``.
+    """
+    _close_log()
+    file = _LogFile(folder / f"log.txt{f'.rank{rank}' if rank else ''}", delay=True)
+    file.setFormatter(
+        logging.Formatter(
+            "[%(asctime)s] %(name)s %(levelname)s: %(message)s", datefmt="%m/%d %H:%M:%S"
+        )
+    )
+    _opened[:] = [file] if rank else [file, _SummaryHandler()]
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        for handler in _opened:
+            logger.addHandler(handler)
+    filter_detectron2_logs()
+
+
+@contextlib.contextmanager
+def removes_empty_run(folder: Path) -> Iterator[None]:
+    """Removes the folder of a run after a ``UserError`` if it has nothing but the log."""
+    try:
+        yield
+    except UserError:
+        if {path.name for path in folder.iterdir()} <= {"log.txt", SPLIT_FILE}:
+            _close_log()
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _close_log() -> None:
+    for handler in _opened:
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
+        handler.close()
+    _opened.clear()
+
+
+class _LogFile(logging.FileHandler):
+    """Ignores a full disk: the next checkpoint reports it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+class _SummaryHandler(logging.Handler):
+    """Prints this package's messages and Detectron2's warnings above the progress bars.
+
+    Without progress bars, it prints Detectron2's line of progress as well.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # Some classes use the logger of the Detectron2 class that they extend.
+        is_own = record.name.startswith("qbheat_det") or record.pathname.startswith(_PACKAGE)
+        is_progress = record.name == "detectron2.utils.events" and not is_interactive()
+        error = record.exc_info[1] if record.exc_info else None
+        is_shown = is_own or is_progress or record.levelno >= logging.WARNING
+        return is_shown and not is_lost_peer(error)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.WARNING:
+            text = text.replace("] ", f"] {record.levelname.lower()}: ", 1)
+        tqdm.write(text, file=sys.stderr)
+
+
+def filter_detectron2_logs() -> None:
+    """Removes Detectron2's messages that are repeated elsewhere or expected."""
+    logging.getLogger("detectron2.engine.train_loop").addFilter(_is_no_user_error)
+    logging.getLogger("detectron2.data.datasets.coco").addFilter(_is_not_about_ids)
+
+
+def _is_no_user_error(record: logging.LogRecord) -> bool:
+    # The tool prints it at the end; Detectron2's loop would log a traceback before.
+    return not (record.exc_info and isinstance(record.exc_info[1], UserError))
+
+
+def _is_not_about_ids(record: logging.LogRecord) -> bool:
+    return "Category ids in annotations" not in str(record.msg)  # gaps are supported
+
+
+def is_interactive() -> bool:
+    """Whether messages go to a terminal or a notebook, where progress bars are drawn."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def track(items: Iterable[T], *, title: str, unit: str = "batch") -> Iterable[T]:
+    """Returns the items with a progress bar if the output is interactive; ``len`` is kept."""
+    return tqdm(items, desc=title, unit=unit, leave=False, delay=1, disable=not is_interactive())
+
+
+def print_results(results: Mapping[str, Any]) -> None:
+    """Prints an evaluation's results as a line of JSON such as ``{"bbox/AP": 40.1}``.
+
+    Does nothing on a terminal, where the log shows them. Values that are not finite become null.
+    """
+    if not sys.stdout.isatty():
+        values = flatten_results_dict(results).items()
+        print(json.dumps({k: float(f"{v:.6g}") if math.isfinite(v) else None for k, v in values}))
+
+
+def describe_model(cfg: CfgNode, model: nn.Module) -> str:
+    """Returns a line with the name, device and size of a model."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, free in sizes if free)
+    return (
+        f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {total / 1e6:.2f} M parameters, "
+        f"{trained / 1e6:.2f} M of them trained"
+    )
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
@@ -54,8 +188,6 @@ class PeriodicWriter(hooks.PeriodicWriter):
             # purge_step hides the steps that a resumed run repeats
             TensorboardXWriter(str(folder), window, purge_step=run.start_iter),
         ]
-        if prints_json():
-            self._writers.append(JSONPrinter(window))
         if cfg.SOLVER.WANDB_PROJECT:
             self._writers.append(WandbWriter(cfg, resume=run.start_iter > 0))
         self._bar = tqdm(
@@ -162,11 +294,18 @@ class WandbWriter(EventWriter):
                 f"Weights & Biases does not start ({error}): run 'wandb login', or set "
                 "WANDB_MODE=offline"
             ) from error
-        self._read = NewScalars(cfg.SOLVER.LOG_PERIOD)
+        self._window_size = cfg.SOLVER.LOG_PERIOD  # iterations of Detectron2's medians
+        self._last = -1
 
     def write(self) -> None:
         """Sends the scalars since the last call."""
-        for iteration, scalars in self._read():
+        by_iteration: dict[int, dict[str, float]] = defaultdict(dict)
+        latest = get_event_storage().latest_with_smoothing_hint(self._window_size)
+        for name, (value, iteration) in latest.items():
+            if iteration > self._last:
+                by_iteration[iteration][name] = value
+        self._last = max(by_iteration, default=self._last)
+        for iteration, scalars in sorted(by_iteration.items()):
             self._run.log(scalars, step=iteration)
 
     def close(self) -> None:
@@ -181,6 +320,7 @@ def check_wandb() -> Any:
         UserError: it is not installed.
     """
     try:
-        return importlib.import_module("wandb")
+        import wandb  # type: ignore[import-not-found]  # optional
     except ImportError as error:
         raise UserError("SOLVER.WANDB_PROJECT needs Weights & Biases: pip install wandb") from error
+    return wandb

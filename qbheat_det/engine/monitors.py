@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Draws figures of the model during training, within a share of the run's time.
+"""Hooks that monitor the model during training: figures, and the similarity of its tokens.
 
 ``import qbheat_det.analysis`` registers the drawing functions in
 ``qbheat_det.core.figures.TRAINING_FIGURES``.
@@ -7,6 +7,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -19,18 +20,28 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.utils import comm
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import TRAINING_FIGURES, Figure, NotApplicable, write_figure
 from qbheat_det.core.seeding import undisturbed
-from qbheat_det.modeling.contracts import PretrainingObjective
+from qbheat_det.modeling.contracts import (
+    PretrainingObjective,
+    SupportsTokenBlocks,
+    get_backbone,
+    get_encoder,
+    get_token_parameters,
+)
 
 from .data_sources import load_fixed_images
 from .evaluation import NeighbourScorer, scores_neighbours
-from .hooks import TrainingRun
+from .hooks import TrainingRun, is_due
 
 logger = logging.getLogger(__name__)
+COLLAPSED = 0.995
+"""Mean cosine over images above which tokens count as collapsed."""
+_READINGS = 5  # consecutive collapsed readings after the warm-up before the warning
 _PER_RUN = 20  # drawings of each figure if VIS.PERIOD is 0
 DrawFigure = Callable[[nn.Module], Figure]
 
@@ -87,7 +98,7 @@ class VisualizationHook(HookBase):
         """Draws the figures that are due and within their share of time."""
         steps, end = self.trainer.iter + 1, self.trainer.max_iter
         period = self._period or math.ceil(end / _PER_RUN)
-        if not comm.is_main_process() or (steps < end and steps % period):
+        if not (comm.is_main_process() and is_due(self.trainer, period)):
             return
         for name in list(self._figures):
             seconds, last = self.costs[name]
@@ -138,11 +149,9 @@ def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHoo
     """Returns a hook for the config's figures and nearest-neighbour score; None if it has none.
 
     Raises:
-        UserError: a key of ``VIS`` is out of range, or the model has no backbone to score.
+        UserError: the model has no backbone to score.
     """
     keys = cfg.VIS
-    if not (0 <= keys.SHARE <= 1 and keys.NUM_IMAGES >= 1):
-        raise UserError("VIS.SHARE must be in [0, 1] and VIS.NUM_IMAGES at least 1")
     figures: dict[str, DrawFigure] = {}
     if keys.ENABLED and isinstance(model, PretrainingObjective):
         load_images = cache(partial(load_fixed_images, cfg))
@@ -152,3 +161,113 @@ def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHoo
         figures["knn"] = NeighbourScorer(cfg, model).draw
     hook = VisualizationHook(figures, period=keys.PERIOD, share=keys.SHARE)
     return hook if figures else None
+
+
+class TokenMonitor(HookBase):
+    """Logs the mean cosines of each block's tokens, and warns once if most blocks collapse.
+
+    The tokens of a Mobile-Former can collapse to the same vectors for all images. The loss still
+    falls, but the tokens then contain no information about the image.
+
+    "cosine_over_images/<block>" compares one token between the images of a micro-batch, and
+    "cosine_over_tokens/<block>" the tokens of one image. Blocks have hooks only in steps that are
+    logged.
+    """
+
+    trainer: TrainingRun
+
+    def __init__(self, blocks: Mapping[str, nn.Module], *, period: int, warmup: int) -> None:
+        """
+        Args:
+            blocks: blocks by name, each returning a feature map and tokens (N, M, D).
+            period: iterations between two readings, at least 1.
+            warmup: first iterations, in which collapse is ignored.
+        """
+        self._blocks = blocks
+        self._period = period
+        self._warmup = warmup
+        self._handles: list[RemovableHandle] = []
+        self._read: dict[str, Tensor] = {}
+        self._collapsed = Counter[str]()  # consecutive readings, by block
+        self._has_warned = False
+
+    def before_step(self) -> None:
+        """Adds hooks to the blocks if a reading is due."""
+        if is_due(self.trainer, self._period):
+            for name, block in self._blocks.items():
+                self._handles.append(block.register_forward_hook(partial(self._keep, name)))
+
+    def after_step(self) -> None:
+        """Logs the readings and removes the hooks."""
+        self.after_train()
+        if not self._read:
+            return
+        values = torch.stack([*self._read.values()]).tolist()
+        names, self._read = list(self._read), {}
+        for name, pair in zip(names, values, strict=True):
+            for kind, value in zip(("images", "tokens"), pair, strict=True):
+                if math.isfinite(value):  # nan for a single image or token
+                    scalar = f"cosine_over_{kind}/{name}"
+                    self.trainer.storage.put_scalar(scalar, value, smoothing_hint=False)
+            if self.trainer.iter >= self._warmup:
+                is_same = pair[0] > COLLAPSED
+                self._collapsed[name] = self._collapsed[name] + 1 if is_same else 0
+        names = [name for name, count in self._collapsed.items() if count >= _READINGS]
+        # Tokens of the first blocks depend little on the image in any network.
+        if 2 * len(names) > len(self._blocks) and not self._has_warned:
+            self._has_warned = True
+            now = self.trainer.cfg.SOLVER.TOKEN_MULTIPLIER
+            logger.warning(
+                f"The tokens of {len(names)} of {len(self._blocks)} blocks have become the same "
+                f"for all images (cosine above {COLLAPSED}; first in '{names[0]}'): a lower "
+                f"SOLVER.TOKEN_MULTIPLIER than {now:g}, such as {now / 10:g}, can keep them apart"
+            )
+
+    def after_train(self) -> None:
+        """Removes the hooks, which remain after an error in a step."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _keep(
+        self, name: str, block: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]
+    ) -> None:
+        # Only the first micro-batch of a step counts.
+        if block.training and name not in self._read:
+            self._read[name] = mean_cosines(output[1].detach())
+
+
+@torch.no_grad()
+def mean_cosines(tokens: Tensor) -> Tensor:
+    """Returns the mean cosine over pairs of images and over pairs of tokens, (2,).
+
+    A mean is nan if there is only one image or token.
+
+    Args:
+        tokens: (N, M, D).
+    """
+    directions = F.normalize(tokens.float(), dim=2)
+    means = []
+    for dim in (0, 1):
+        # The squared length of a sum of n unit vectors is n plus twice the cosines of all pairs.
+        count = directions.shape[dim]
+        lengths = directions.sum(dim=dim).square().sum(dim=-1)
+        pairs = count * (count - 1)
+        means.append((lengths.mean() - count) / pairs if pairs else lengths.new_tensor(math.nan))
+    return torch.stack(means)
+
+
+def build_token_monitor(cfg: CfgNode, model: nn.Module) -> TokenMonitor | None:
+    """Returns a monitor if ``SOLVER.LOG_TOKENS`` is set and the model trains tokens, else None.
+
+    Returns None with ``SOLVER.COMPILE``, because a hook on a compiled block recompiles it.
+    """
+    backbone = get_backbone(model)
+    if backbone is None or cfg.SOLVER.COMPILE or not cfg.SOLVER.LOG_TOKENS:
+        return None
+    encoder = get_encoder(backbone)
+    trained = any(parameter.requires_grad for parameter in get_token_parameters(encoder))
+    if not (trained and isinstance(encoder, SupportsTokenBlocks)):
+        return None
+    return TokenMonitor(
+        encoder.token_blocks(), period=cfg.SOLVER.LOG_PERIOD, warmup=cfg.SOLVER.WARMUP_ITERS
+    )
