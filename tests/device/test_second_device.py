@@ -88,7 +88,7 @@ IN_A_STEP = {
         "modeling/dense.py SyncNormalizer.losses, retinanet.losses",
     },
     "torchvision's GIoU chooses by a mask": {
-        "modeling/semi_supervised.py DenseTeacherLoss.__call__, _utils._loss_inter_union"
+        "modeling/dense.py DenseTeacherLoss.__call__, _utils._loss_inter_union"
     },
 }
 IN_AN_EVALUATION = {

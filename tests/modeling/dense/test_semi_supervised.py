@@ -11,7 +11,7 @@ from detectron2.utils.events import EventStorage
 from torch.testing import assert_close
 
 from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED
-from qbheat_det.modeling.semi_supervised import DensePredictions, DenseTeacherLoss
+from qbheat_det.modeling.dense import DensePredictions, DenseTeacherLoss
 from tests.engine.gradient_cases import NUM_BOXES, make_image
 from tests.modeling.tiny_pretraining import make_tiny_config
 

@@ -9,11 +9,12 @@ from torch.testing import assert_close
 from torchvision.ops import sigmoid_focal_loss
 
 from qbheat_det.modeling.detr import SetCriterion
-from qbheat_det.modeling.detr.criterion import Matches, Targets
-from qbheat_det.modeling.detr.losses import (
+from qbheat_det.modeling.detr.criterion import (
     ClassificationLoss,
     FocalClassification,
+    Matches,
     SoftmaxClassification,
+    Targets,
 )
 
 from ..reference_set_criterion import (

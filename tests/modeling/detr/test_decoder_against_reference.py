@@ -13,9 +13,8 @@ from torch.testing import assert_close
 
 from qbheat_det.modeling.backbone.timm_backbone import TimmBackbone
 from qbheat_det.modeling.detr import MFDETR, MFDecoder, SetCriterion
-from qbheat_det.modeling.detr.criterion import Targets
+from qbheat_det.modeling.detr.criterion import FocalClassification, Targets
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
-from qbheat_det.modeling.detr.losses import FocalClassification
 from qbheat_det.modeling.detr.query_selection import QuerySelection, refine_boxes
 
 from ..reference_mf_decoder import mf_decoder
