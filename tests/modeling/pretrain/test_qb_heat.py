@@ -18,7 +18,7 @@ from qbheat_det.modeling.pretrain import (
     VisibleQuarters,
     visible_positions,
 )
-from qbheat_det.modeling.pretrain.heat_predictor import DIRECTIONS, LinearModels
+from qbheat_det.modeling.pretrain.qb_heat import DIRECTIONS, LinearModels
 from tests.modeling.tiny_pretraining import (
     make_config,
     make_copying_model,

@@ -15,12 +15,12 @@ from qbheat_det.modeling.pretrain import (
     take,
 )
 from qbheat_det.modeling.pretrain.base import PretrainingModel, find_map
-from qbheat_det.modeling.pretrain.pixel_decoder import masked_positions
 from qbheat_det.modeling.pretrain.random_masking import (
     InterpolatedFeatures,
     MaskToken,
     RandomMasking,
 )
+from qbheat_det.modeling.pretrain.reconstruction import masked_positions
 from tests.modeling.tiny_pretraining import (
     MEAN,
     STD,
