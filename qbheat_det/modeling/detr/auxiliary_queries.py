@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import SinePositionEncoding
+from qbheat_det.modeling.image_model import check_value
 
 from .criterion import Matches, SetCriterion, Targets
 from .mf_decoder import QuerySet
@@ -34,11 +35,8 @@ class QueryGroups(nn.Module):
     def __init__(self, *, num_groups: int, num_queries: int, dim: int, weight: float = 1.0) -> None:
         """Takes G from 1 to 99, Q, the width C, and a factor on the losses."""
         super().__init__()
-        if not 1 <= num_groups < 100 or weight < 0:
-            raise ValueError(
-                f"MODEL.MF_DETR.QUERY_GROUPS.COUNT ({num_groups + 1}) is 1 to 100, and WEIGHT "
-                f"({weight}) at least 0"
-            )
+        check_value(1 <= num_groups < 100, "MF_DETR.QUERY_GROUPS.COUNT", num_groups + 1, "1 to 100")
+        check_value(weight >= 0, "MF_DETR.QUERY_GROUPS.WEIGHT", weight, "at least 0")
         self.num_groups = num_groups
         self.num_queries = num_queries
         self.weight = weight
@@ -130,10 +128,8 @@ class Denoising(nn.Module):
             "WEIGHT": (weight, 0, math.inf),
         }
         for key, (value, least, most) in ranges.items():
-            if not least <= value <= most:
-                raise ValueError(
-                    f"MODEL.MF_DETR.DENOISING.{key} is {value}, but must be in [{least}, {most}]"
-                )
+            is_inside = least <= value <= most
+            check_value(is_inside, f"MF_DETR.DENOISING.{key}", value, f"in [{least}, {most}]")
         self.num_classes = num_classes
         self.groups = groups
         self.box_noise = box_noise

@@ -25,6 +25,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
+from qbheat_det.modeling.image_model import check_value
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -145,17 +147,11 @@ class FocalClassification(ClassificationLoss):
         Raises:
             ValueError: a number is out of its range.
         """
-        keys = "MODEL.MF_DETR.FOCAL."
-        if gamma < 0 or 0 < gamma < 1:
-            raise ValueError(
-                f"{keys}GAMMA is 0 or at least 1, not {gamma}: between them, the gradient "
-                "diverges where a prediction equals its target"
-            )
-        if not (0 <= alpha <= 1 and 0 <= iou_target <= 1 and 0 < prior < 1):
-            raise ValueError(
-                f"{keys}ALPHA ({alpha}) and IOU_TARGET ({iou_target}) are in [0, 1], and PRIOR "
-                f"({prior}) is between 0 and 1"
-            )
+        # Between 0 and 1, the gradient diverges where a prediction equals its target.
+        check_value(gamma == 0 or gamma >= 1, "MF_DETR.FOCAL.GAMMA", gamma, "0 or at least 1")
+        check_value(0 <= alpha <= 1, "MF_DETR.FOCAL.ALPHA", alpha, "in [0, 1]")
+        check_value(0 <= iou_target <= 1, "MF_DETR.FOCAL.IOU_TARGET", iou_target, "in [0, 1]")
+        check_value(0 < prior < 1, "MF_DETR.FOCAL.PRIOR", prior, "between 0 and 1")
         self.gamma = gamma
         self.alpha = alpha
         self.iou_target = iou_target
@@ -211,8 +207,8 @@ class SetCriterion(nn.Module):
             ValueError: all weights are zero.
         """
         super().__init__()
-        if not (class_weight or l1_weight or giou_weight):
-            raise ValueError("CLASS_WEIGHT, L1_WEIGHT and GIOU_WEIGHT are all zero")
+        has_weight = bool(class_weight or l1_weight or giou_weight)
+        check_value(has_weight, "MF_DETR.CLASS_WEIGHT", 0, "above 0 where the others are zero")
         self.num_classes = num_classes
         self.classification = classification or SoftmaxClassification()
         self.class_weight = class_weight

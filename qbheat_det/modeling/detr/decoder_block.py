@@ -23,6 +23,7 @@ from qbheat_det.layers import (
     pointwise,
     zero_padding,
 )
+from qbheat_det.modeling.image_model import check_value
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,9 @@ class DecoderWidths:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.dim % self.num_heads or self.dim % 4:
-            raise ValueError(
-                f"HIDDEN_DIM {self.dim} must be divisible by 4 and by NHEADS {self.num_heads}"
-            )
+        fits = not (self.dim % self.num_heads or self.dim % 4)
+        allowed = f"divisible by 4 and NHEADS ({self.num_heads})"
+        check_value(fits, "MF_DETR.HIDDEN_DIM", self.dim, allowed)
 
 
 @dataclass(frozen=True)

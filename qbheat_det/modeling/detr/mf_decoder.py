@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.layers import DynamicReLU, SinePositionEncoding, halve, resize_bilinear
+from qbheat_det.modeling.image_model import check_value
 
 from .decoder_block import (
     DecoderBlock,
@@ -111,10 +112,9 @@ class MFDecoder(nn.Module):
             raise ValueError(
                 f"MF-DETR reads maps at strides 8, 16 and optionally 32, not {strides}"
             )
-        if len(num_blocks) != 3 or min(num_blocks) < 1:
-            raise ValueError(f"NUM_BLOCKS wants three counts >= 1, not {list(num_blocks)}")
-        if num_queries < 1:
-            raise ValueError(f"NUM_OBJECT_QUERIES is at least 1, not {num_queries}")
+        has_blocks = len(num_blocks) == 3 and min(num_blocks) >= 1
+        check_value(has_blocks, "MF_DETR.NUM_BLOCKS", list(num_blocks), "three counts from 1 on")
+        check_value(num_queries >= 1, "MF_DETR.NUM_OBJECT_QUERIES", num_queries, "at least 1")
         widths = widths or DecoderWidths()
         fine, coarse, *coarsest = (cast(int, shape.channels) for shape in input_shape)
         self.position_encoding = SinePositionEncoding(channels=widths.dim)

@@ -21,7 +21,7 @@ from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.contracts import pick_outputs
-from qbheat_det.modeling.image_model import find_cached_images
+from qbheat_det.modeling.image_model import check_value, find_cached_images
 
 from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
 from .criterion import FocalClassification, SetCriterion, SoftmaxClassification, Targets
@@ -274,15 +274,13 @@ def _build_selection(node: CfgNode) -> QuerySelection | None:
 
 
 def _build_criterion(node: CfgNode) -> SetCriterion:
-    if node.CLASSIFICATION not in (known := ("softmax", "focal")):
-        raise ValueError(
-            f"MODEL.MF_DETR.CLASSIFICATION is one of {known}, not '{node.CLASSIFICATION}'"
-        )
+    kind, known = node.CLASSIFICATION, ("softmax", "focal")
+    check_value(kind in known, "MF_DETR.CLASSIFICATION", kind, f"one of {known}")
     softmax = SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT)
     focal = FocalClassification(**{name.lower(): value for name, value in node.FOCAL.items()})
     return SetCriterion(
         num_classes=node.NUM_CLASSES,
-        classification=focal if node.CLASSIFICATION == "focal" else softmax,
+        classification=focal if kind == "focal" else softmax,
         class_weight=node.CLASS_WEIGHT,
         l1_weight=node.L1_WEIGHT,
         giou_weight=node.GIOU_WEIGHT,
@@ -292,11 +290,8 @@ def _build_criterion(node: CfgNode) -> SetCriterion:
 
 def _build_auxiliary_queries(node: CfgNode) -> AuxiliaryQueries | None:
     denoising, groups = node.DENOISING, node.QUERY_GROUPS
-    if denoising.GROUPS < 0 or groups.COUNT < 1:
-        raise ValueError(
-            f"MODEL.MF_DETR.DENOISING.GROUPS ({denoising.GROUPS}) is at least 0 and "
-            f"MODEL.MF_DETR.QUERY_GROUPS.COUNT ({groups.COUNT}) at least 1"
-        )
+    check_value(denoising.GROUPS >= 0, "MF_DETR.DENOISING.GROUPS", denoising.GROUPS, "at least 0")
+    check_value(groups.COUNT >= 1, "MF_DETR.QUERY_GROUPS.COUNT", groups.COUNT, "at least 1")
     kinds: dict[str, QueryGroups | Denoising] = {}
     if groups.COUNT > 1:
         kinds["groups"] = QueryGroups(

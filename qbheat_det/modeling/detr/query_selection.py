@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from qbheat_det.layers import SinePositionEncoding, depthwise, pointwise, zero_padding
 from qbheat_det.layers.padded_maps import valid_sizes
+from qbheat_det.modeling.image_model import check_value
 
 from .criterion import Matches, SetCriterion, Targets
 
@@ -71,11 +72,13 @@ class QuerySelection(nn.Module):
             weight: factor on the dense head's losses.
         """
         super().__init__()
-        if positions_per_box < 1 or weight < 0:
-            raise ValueError(
-                f"MODEL.MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX ({positions_per_box}) is at "
-                f"least 1 and WEIGHT ({weight}) at least 0"
-            )
+        check_value(
+            positions_per_box >= 1,
+            "MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX",
+            positions_per_box,
+            "at least 1",
+        )
+        check_value(weight >= 0, "MF_DETR.QUERY_SELECTION.WEIGHT", weight, "at least 0")
         self.num_queries = num_queries
         self.positions_per_box = positions_per_box
         self.weight = weight

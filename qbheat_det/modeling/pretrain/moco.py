@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.image_model import check_value
 
 from .base import PretrainingModel, ProjectionHead, check_equal_shares, embedding_from_config
 
@@ -35,8 +36,7 @@ class MomentumCopy(nn.Module):
     def __init__(self, module: nn.Module, *, momentum: float) -> None:
         """Takes the module, and m in [0, 1], the share of the copy's weights kept in each step."""
         super().__init__()
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"MODEL.MOCO.MOMENTUM must be in [0, 1], not {momentum}")
+        check_value(0 <= momentum <= 1, "MOCO.MOMENTUM", momentum, "in [0, 1]")
         self.copied = copy.deepcopy(module).requires_grad_(False)
         self.momentum = momentum
 
@@ -62,10 +62,9 @@ class FeatureQueue(nn.Module):
     """
 
     def __init__(self, *, size: int, dim: int) -> None:
-        """Takes K and D, both at least 1."""
+        """Takes K, at least 1, and D."""
         super().__init__()
-        if min(size, dim) < 1:
-            raise ValueError(f"a queue of {size} keys of {dim} numbers cannot be built")
+        check_value(size >= 1, "MOCO.QUEUE_SIZE", size, "at least 1")
         generator = torch.Generator().manual_seed(0)
         random = F.normalize(torch.randn(size, dim, generator=generator), dim=1)
         self.register_buffer("keys", random)
@@ -173,11 +172,8 @@ class MoCo(PretrainingModel):
             norm_groups: parts of each process's batch with their own batch statistics.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
-        if temperature <= 0 or norm_groups < 1:
-            raise ValueError(
-                "MODEL.MOCO.TEMPERATURE must be above 0 and MODEL.MOCO.NORM_GROUPS at least 1, not "
-                f"{temperature} and {norm_groups}"
-            )
+        check_value(temperature > 0, "MOCO.TEMPERATURE", temperature, "above 0")
+        check_value(norm_groups >= 1, "MOCO.NORM_GROUPS", norm_groups, "at least 1")
         self.head = head
         self.momentum_backbone = MomentumCopy(backbone, momentum=momentum)
         self.momentum_head = MomentumCopy(head, momentum=momentum)

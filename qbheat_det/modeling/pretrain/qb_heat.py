@@ -23,6 +23,7 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 
 from qbheat_det.layers import linear
+from qbheat_det.modeling.image_model import check_value
 
 from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
@@ -57,10 +58,9 @@ class LinearModels(nn.Module):
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
         """Takes C, the number of explicit models (8, 4 or 2) and Δx in sides of the image."""
         super().__init__()
-        if num_models not in _EXPLICIT:
-            raise ValueError(f"NUM_MODELS is one of {tuple(_EXPLICIT)}, not {num_models}")
-        if dim < 1:
-            raise ValueError(f"FEATURE_DIM is at least 1, not {dim}")
+        known = tuple(_EXPLICIT)
+        check_value(num_models in known, "QB_HEAT.NUM_MODELS", num_models, f"one of {known}")
+        check_value(dim >= 1, "QB_HEAT.FEATURE_DIM", dim, "at least 1")
         self.offset = offset
         for name in _EXPLICIT[num_models]:
             self.register_parameter(name, nn.Parameter(torch.zeros(dim, dim)))
@@ -91,8 +91,8 @@ class HeatPredictor(nn.Module):
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
         """Takes C, the number of explicit models of a scale, and the kinds of visible quarters."""
         super().__init__()
-        if visible not in (*OFFSETS, "both"):
-            raise ValueError(f"VISIBLE is one of {(*OFFSETS, 'both')}, not '{visible}'")
+        known = *OFFSETS, "both"
+        check_value(visible in known, "QB_HEAT.VISIBLE", visible, f"one of {known}")
         self.dim = dim
         self.visible = visible
         self.scales = nn.ModuleDict(

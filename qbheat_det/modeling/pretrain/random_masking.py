@@ -18,6 +18,7 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 
 from qbheat_det.layers import linear
+from qbheat_det.modeling.image_model import check_value
 
 from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
@@ -29,11 +30,9 @@ class RandomMask:
         """Takes G and the masked share; a ``ValueError`` if it masks none or all positions."""
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
-        if not 0 < num_visible < positions:
-            raise ValueError(
-                f"MODEL.RANDOM_MASKING.MASK_RATIO {mask_ratio} must mask at least one of the "
-                f"{grid_size} x {grid_size} positions, and not all"
-            )
+        masks_some = 0 < num_visible < positions
+        allowed = f"a share that masks some of {positions} positions, and not all"
+        check_value(masks_some, "RANDOM_MASKING.MASK_RATIO", mask_ratio, allowed)
         self.grid_size = grid_size
         self.num_visible = num_visible
 

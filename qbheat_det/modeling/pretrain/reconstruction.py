@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.layers import Linear, linear, replace_linear_layers
+from qbheat_det.modeling.image_model import check_value
 
 from .base import PretrainingModel, find_map
 
-LOSS_POSITIONS = ("masked", "all")
 _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
 
 
@@ -84,12 +84,12 @@ class ReconstructionDecoder(nn.Module):
             ValueError: a number is out of range.
         """
         super().__init__()
-        if min(dim, num_heads, depth) < 1 or dim % num_heads or dim % 4 or not mlp_ratio > 0:
-            raise ValueError(
-                f"DECODER_DIM ({dim}) is divisible by 4 and by DECODER_HEADS ({num_heads}), "
-                f"DECODER_DEPTH ({depth}) and these at least 1, DECODER_MLP_RATIO ({mlp_ratio}) "
-                "above 0"
-            )
+        fits = min(dim, num_heads) >= 1 and not (dim % num_heads or dim % 4)
+        check_value(
+            fits, "QB_HEAT.DECODER_DIM", dim, f"divisible by 4 and DECODER_HEADS ({num_heads})"
+        )
+        check_value(depth >= 1, "QB_HEAT.DECODER_DEPTH", depth, "at least 1")
+        check_value(mlp_ratio > 0, "QB_HEAT.DECODER_MLP_RATIO", mlp_ratio, "above 0")
         self.grid_size = grid_size
         self.patch_size = patch_size
         self.embed = nn.Identity() if in_channels == dim else Linear(in_channels, dim)
@@ -167,8 +167,8 @@ class ReconstructionLoss(nn.Module):
     def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
         """Takes the positions that count, "masked" or "all", and whether to normalise targets."""
         super().__init__()
-        if positions not in LOSS_POSITIONS:
-            raise ValueError(f"LOSS_ON is one of {LOSS_POSITIONS}, not '{positions}'")
+        known = ("masked", "all")
+        check_value(positions in known, "QB_HEAT.LOSS_ON", positions, f"one of {known}")
         self.positions = positions
         self.normalize_patches = normalize_patches
 
@@ -278,8 +278,7 @@ class ReconstructionModel(PretrainingModel):
     def shared_from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Returns all arguments of the constructor but ``predictor``."""
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
-        if node.FEATURE_DIM < 1:
-            raise ValueError(f"MODEL.QB_HEAT.FEATURE_DIM is at least 1, not {node.FEATURE_DIM}")
+        check_value(node.FEATURE_DIM >= 1, "QB_HEAT.FEATURE_DIM", node.FEATURE_DIM, "at least 1")
         backbone = build_backbone(cfg)
         shapes, multiple = backbone.output_shape(), cls.grid_multiple
         stride = find_map(shapes, node.IN_FEATURE, size, multiple=multiple).stride

@@ -22,6 +22,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.image_model import check_value
 
 from .base import (
     PretrainingModel,
@@ -48,12 +49,9 @@ class LipschitzCritic(nn.Module):
     """f(x, y), a network with two hidden layers and a bilinear term; computes in float32."""
 
     def __init__(self, *, dim: int, hidden_dim: int = 256) -> None:
-        """Takes D of x and of y, and the width of the hidden layers, both at least 1."""
+        """Takes D of x and of y, and the width of the hidden layers, at least 1."""
         super().__init__()
-        if min(dim, hidden_dim) < 1:
-            raise ValueError(
-                f"DIM and CRITIC_DIM of the critic are at least 1, not {dim} and {hidden_dim}"
-            )
+        check_value(hidden_dim >= 1, "WASSERSTEIN.CRITIC_DIM", hidden_dim, "at least 1")
         # The first layer of [x, y] in two halves: all pairs of N x and N y need 2N rows of it.
         self.from_x = nn.Linear(dim, hidden_dim)
         self.from_y = nn.Linear(dim, hidden_dim, bias=False)
@@ -140,13 +138,9 @@ class WassersteinDependency(PretrainingModel):
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
-        if form not in FORMS:
-            raise ValueError(f"MODEL.WASSERSTEIN.FORM is one of {FORMS}, not '{form}'")
-        if not (penalty_weight > 0 and radius > 0):
-            raise ValueError(
-                f"MODEL.WASSERSTEIN.PENALTY_WEIGHT ({penalty_weight}) and RADIUS ({radius}) are "
-                "above 0"
-            )
+        check_value(form in FORMS, "WASSERSTEIN.FORM", form, f"one of {FORMS}")
+        check_value(penalty_weight > 0, "WASSERSTEIN.PENALTY_WEIGHT", penalty_weight, "above 0")
+        check_value(radius > 0, "WASSERSTEIN.RADIUS", radius, "above 0")
         self.head = head
         self.critic = critic
         self.form = form
