@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from detectron2.layers import Conv2d, FrozenBatchNorm2d
-from torch.nn import functional as F
 from torch.testing import assert_close
 
 from qbheat_det.layers import (
@@ -16,7 +15,6 @@ from qbheat_det.layers import (
     SinePositionEncoding,
     padding_mask,
     resize_bilinear,
-    zero_padding,
 )
 
 from ..modeling.reference_mf_decoder import bilinear, pixels, sine_code
@@ -109,16 +107,6 @@ def test_gradients_of_the_dynamic_relu_are_correct() -> None:
 SIZES = [(5, 3), (2, 7), (5, 7), (1, 1), (4, 6)]
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-def test_a_convolution_of_a_zeroed_map_equals_the_image_alone(stride: int) -> None:
-    x, kernel = torch.randn(5, 2, 6, 9).double(), torch.randn(3, 2, 3, 3).double()
-    mask = padding_mask(torch.tensor(SIZES), (6, 9))
-    batch = F.conv2d(zero_padding(x, mask), kernel, None, stride, 1)
-    for image, result, (height, width) in zip(x, batch, SIZES, strict=True):
-        alone = F.conv2d(image[None, :, :height, :width], kernel, None, stride, 1)[0]
-        assert_close(result[:, : alone.shape[1], : alone.shape[2]], alone)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -144,12 +132,3 @@ def test_every_image_of_a_padded_batch_is_resized_as_alone(
 def test_the_position_encoding_equals_the_naive_loop(size: tuple[int, int], channels: int) -> None:
     code = SinePositionEncoding(channels=channels)(size)
     assert_close(code[0], pixels(sine_code(*size, channels)).float(), rtol=0, atol=1e-5)
-
-
-def test_the_position_encoding_of_a_padded_image_is_the_one_it_has_alone() -> None:
-    encoding = SinePositionEncoding(channels=16)
-    sizes = [(5, 3), (2, 7), (5, 7), (1, 1)]
-    code = encoding((5, 7), padding_mask(torch.tensor(sizes), (5, 7)))
-    for image, (height, width) in zip(code.unflatten(1, (5, 7)), sizes, strict=True):
-        alone = encoding((height, width))[0].unflatten(0, (height, width))
-        assert_close(image[:height, :width], alone, rtol=0, atol=0)
