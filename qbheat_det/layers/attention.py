@@ -111,7 +111,7 @@ class MapAttention(nn.MultiheadAttention):
         query_bias, _, value_bias = self.in_proj_bias.chunk(3)
         heads = self.num_heads, -1
         query = F.linear(query, weights[0], query_bias).unflatten(2, heads).transpose(1, 2)
-        # Softmax ignores a bias of the keys; that of the values is added to their mean.
+        # Softmax ignores the keys' bias; the values' bias is added to their weighted mean.
         keys, values = (
             _by_channels(x, weight).unflatten(1, heads)
             for x, weight in ((key, weights[1]), (value, weights[2]))

@@ -203,7 +203,7 @@ class SyncNormalizer(DenseDetector):
         return ((labels >= 0) & (labels != self.num_classes)).sum().float()[None]
 
     def _ema_update(self, *args: Any, **kwargs: Any) -> float:
-        return 1.0  # what the detector divides its losses by
+        return 1.0  # the detector's divisor; ``forward`` divides
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

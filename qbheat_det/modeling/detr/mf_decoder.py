@@ -149,7 +149,7 @@ class MFDecoder(nn.Module):
         nn.init.zeros_(self.bbox_embed.last.weight)
         if self.selection is None:
             nn.init.normal_(self.query_position.weight)
-        else:  # the blocks begin with what was selected
+        else:  # the first predictions are those of the selected positions
             nn.init.zeros_(self.class_embed.weight)
             self.selection.reset_parameters()
 

@@ -70,7 +70,7 @@ class LinearModels(nn.Module):
         models: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         for name in ("A", "B"):  # Eq. 9
             models.setdefault(f"{name}2", -models[f"{name}1"])
-        # Autocast would round the products, and with them what the eight have in common.
+        # Autocast would round the products.
         with torch.autocast(models["A1"].device.type, enabled=False):
             for i, j in product("12", "12"):
                 if f"C{i}{j}" not in models:  # Eq. 12

@@ -243,7 +243,7 @@ class ReconstructionModel(PretrainingModel):
         """
         Args:
             backbone: has the output ``in_feature``.
-            predictor: from the features of what is visible to those of the image.
+            predictor: from the features of the visible part to the features of the image.
             decoder: from features to pixels; its grid and patch size give the image size.
             loss: compares patches.
             in_feature: name of the backbone's map.
