@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from qbheat_det.layers import MobileFormerBlock
 from qbheat_det.modeling.backbone import MobileFormer
 from qbheat_det.modeling.pretrain import ReconstructionDecoder, ReconstructionLoss, patchify, take
-from qbheat_det.modeling.pretrain.pixel_decoder import masked_positions
+from qbheat_det.modeling.pretrain.reconstruction import masked_positions
 
 
 class TokenDroppingEncoder(nn.Module):

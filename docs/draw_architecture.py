@@ -26,11 +26,10 @@ ROWS = (
         "modeling.detr",
         "modeling.pretrain",
         "modeling.dense",
-        "modeling.semi_supervised",
         "modeling.classification",
     ),
     ("data", "checkpoint", "solver", "evaluation", "modeling.backbone", "modeling.image_model"),
-    ("layers", "config", "core", "modeling.contracts", "modeling.semi_supervised"),
+    ("layers", "config", "core", "modeling.contracts"),
 )
 WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 108
 COLORS = ("#f6dede", "#fbe0ea", "#fde7d4", "#fff3c9", "#dcebfb", "#e3f3df", "#eeeeee")

@@ -27,10 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "solver": BASE,
     "evaluation": BASE,
     "modeling.image_model": BASE,
-    "modeling.semi_supervised": set(),
     **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
-    "modeling.dense": BASE
-    | {"modeling.backbone", "modeling.image_model", "modeling.semi_supervised"},
     # Weights for timm's own models.
     "modeling.classification": BASE | {"checkpoint", "modeling.backbone", "modeling.image_model"},
     "feature_cache": MIDDLE | {"modeling.backbone", "modeling.image_model"},

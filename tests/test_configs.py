@@ -9,6 +9,7 @@ import pytest
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
+from torch import nn
 
 from qbheat_det.config import load_config
 from qbheat_det.config.loading import list_leaves
@@ -47,8 +48,7 @@ def test_a_recipe_builds_and_its_schedule_is_what_its_card_says(path: Path) -> N
     assert f"configs/{_name(path)}" in card or "make demo" in card
     _check_keys(cfg, card)
     assert cfg.INPUT.FORMAT == "RGB"
-    with torch.device("meta"):
-        model = build_model(cfg)
+    model = _build(cfg)
     optimizer = build_optimizer(cfg, model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trainable)
@@ -58,6 +58,16 @@ def test_a_recipe_builds_and_its_schedule_is_what_its_card_says(path: Path) -> N
     build_mapper(cfg, is_train=True)
     _check_schedule(path, cfg, card)
     _check_rate(path, cfg)
+
+
+_models: dict[str, nn.Module] = {}  # many recipes share one
+
+
+def _build(cfg: CfgNode) -> nn.Module:
+    key = str({**cfg.MODEL, "WEIGHTS": ""})
+    with torch.device("meta"):
+        _models[key] = _models.get(key) or build_model(cfg)
+    return _models[key]
 
 
 def _check_keys(cfg: CfgNode, card: str) -> None:

@@ -37,7 +37,7 @@ LAZY = sorted((CONFIGS / "lazy").rglob("*.py"))
 TOYS = [path for path in LAZY if path.parent.name == "quick_schedules"]
 
 # Of the toy recipes, those that are run, one of each family.
-RUN = [path for path in TOYS if path.name.startswith(("retinanet", "mf_detr", "qb_heat"))]
+RUN = [path for path in TOYS if path.name.startswith(("retinanet", "qb_heat"))]
 _ARCH = {"num_tokens": 2, "token_dim": 16, "stem": 8, "blocks": BLOCKS, "expanded": 32}
 # What makes each model small: keys of the LazyConfig, and the same keys of the YAML config.
 _SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -49,22 +49,6 @@ _SMALL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "max_detections_per_image": 5,
         },
         {"FPN.OUT_CHANNELS": 32, "RETINANET.NUM_CONVS": 1, "RETINANET.SCORE_THRESH_TEST": 0.0},
-    ),
-    "mf_detr": (
-        {
-            "decoder.num_blocks": [1, 1, 1],
-            "decoder.num_queries": 5,
-            "decoder.widths.dim": 16,
-            "decoder.widths.num_heads": 2,
-            "decoder.widths.hidden": 16,
-        },
-        {
-            "MF_DETR.NUM_BLOCKS": [1, 1, 1],
-            "MF_DETR.NUM_OBJECT_QUERIES": 5,
-            "MF_DETR.HIDDEN_DIM": 16,
-            "MF_DETR.NHEADS": 2,
-            "MF_DETR.DIM_FEEDFORWARD": 16,
-        },
     ),
     "qb_heat": (
         {"predictor.dim": 16, "decoder.dim": 16, "decoder.grid_size": 4, "decoder.depth": 1},

@@ -29,7 +29,7 @@ from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
-from qbheat_det.modeling.pretrain.heat_predictor import LinearModels
+from qbheat_det.modeling.pretrain.qb_heat import LinearModels
 
 from .figure import FigureOptions, run_each
 from .plotting import COLORS, QUIET, chart_image, start_figure, themed

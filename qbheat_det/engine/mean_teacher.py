@@ -2,7 +2,7 @@
 """Training with images without labels: the moving average of the weights is the teacher.
 
 After a burn-in on labels alone, the teacher predicts on the weak views of unlabelled images, and
-the model learns these predictions on the strong views (``modeling/semi_supervised.py``). Teacher
+the model learns these predictions on the strong views (``modeling/dense.py``). Teacher
 and position in the unlabelled images follow from a checkpoint, so a run resumes exactly.
 """
 

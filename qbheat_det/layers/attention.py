@@ -2,26 +2,22 @@
 """Multi-head attention between a few queries and a large map, or vice versa.
 
 PyTorch's ``scaled_dot_product_attention`` computes it where it has a fused kernel. It has none with
-dropout on CPUs: there, plain products handle the heads that fit in the cache, and the backward
-computes the weights again. For few queries on a large map, plain products are faster in inference
-too. ``read_attention`` records the weights during a model's forward pass.
+dropout on CPUs, and the one in bfloat16 is slow: plain products replace these two.
+``read_attention`` records the weights during a model's forward pass.
 """
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .cpu_kernels import draw_kept, exported_form, is_half_program, is_recorded, linear, rounded
 from .mobile_former_block import FormerToMobile, MobileToFormer, Watcher
 
-_PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
-_FEW = 8  # least ratio of keys to queries for plain products
-_MOST = 1 << 25  # most weights of an image for plain products; in float32, 128 MiB
+_MOST = 1 << 25  # most weights of an image for plain products in bfloat16
 
 
 def attend(
@@ -48,24 +44,16 @@ def attend(
     Returns:
         (N, Q, heads * d).
     """
-    if is_half_program():
-        few = query.shape[1] * query.shape[2] * key.shape[2] <= _MOST
-        if few:  # in bfloat16, PyTorch's kernel takes twice as long as products
-            return _attend_plainly(query, key.contiguous(), value.contiguous(), masked, dropout)
-        return _attend_fused(query, key, value, masked, dropout)
-    has_plain = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
-    if not has_plain or (fused and not dropout):
-        return _attend_fused(query, key, value, masked, dropout)
-    if is_recorded():
+    if is_half_program():  # in bfloat16, PyTorch's kernel takes twice as long as products
+        is_plain = query.shape[1] * query.shape[2] * key.shape[2] <= _MOST
+    else:
+        on_cpu = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
+        is_plain = on_cpu and (dropout > 0 or (is_recorded() and not fused))
+    if is_plain:
         return _attend_plainly(query, key, value, masked, dropout)
-    if not dropout:
-        num_heads, num_queries, num_keys = *query.shape[1:3], key.shape[2]
-        few = num_keys >= _FEW * num_queries and num_heads * num_queries * num_keys <= _MOST
-        if few and not torch.is_grad_enabled():
-            return _attend_by_image(query, key, value, masked)
-        return _attend_fused(query, key, value, masked, dropout)
-    kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
-    return _AttendInParts.apply(query, key, value, masked, kept, 1 - rounded(dropout))
+    seen = None if masked is None else ~masked
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
+    return attended.transpose(1, 2).flatten(2)
 
 
 class MapAttention(nn.MultiheadAttention):
@@ -105,17 +93,14 @@ class MapAttention(nn.MultiheadAttention):
             masked = by_head if masked is None else masked | by_head
         if exported_form.get() and not is_half_program() and not self.fused:
             return self._attend_in_graph(query, key, value, masked)
+        assert self.in_proj_weight is not None, "keys and values are as wide as the queries"
+        layers = zip(self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3), strict=True)
         heads = (
-            each.unflatten(2, (self.num_heads, -1)) for each in self._project(query, key, value)
+            linear(x, *layer).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for x, layer in zip((query, key, value), layers, strict=True)
         )
-        attended = attend(
-            *(each.transpose(1, 2) for each in heads),
-            masked=masked,
-            dropout=self.dropout if self.training else 0.0,
-            fused=self.fused,
-        )
-        if self._leaves_out_biases:
-            attended = attended + self.in_proj_bias.chunk(3)[2]  # the weights' sum is 1
+        dropout = self.dropout if self.training else 0.0
+        attended = attend(*heads, masked=masked, dropout=dropout, fused=self.fused)
         return linear(attended, self.out_proj.weight, self.out_proj.bias)
 
     def _attend_in_graph(
@@ -126,7 +111,8 @@ class MapAttention(nn.MultiheadAttention):
         query_bias, _, value_bias = self.in_proj_bias.chunk(3)
         heads = self.num_heads, -1
         query = F.linear(query, weights[0], query_bias).unflatten(2, heads).transpose(1, 2)
-        keys, values = (  # without biases, as in inference
+        # Softmax ignores the keys' bias; the values' bias is added to their weighted mean.
+        keys, values = (
             _by_channels(x, weight).unflatten(1, heads)
             for x, weight in ((key, weights[1]), (value, weights[2]))
         )
@@ -137,21 +123,6 @@ class MapAttention(nn.MultiheadAttention):
         attended = attended.transpose(1, 2).flatten(2) + value_bias
         return F.linear(attended, self.out_proj.weight, self.out_proj.bias)
 
-    @property
-    def _leaves_out_biases(self) -> bool:
-        # Adding a bias is a pass over the map. Softmax ignores a bias of the keys, which is equal
-        # for all keys of a query; the bias of the values is added to the output.
-        return not (torch.is_grad_enabled() or is_recorded())
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        weight, bias = self.in_proj_weight, self.in_proj_bias
-        assert weight is not None, "keys and values are as wide as the queries"
-        biases: list[Tensor | None] = [*bias.chunk(3)]
-        if self._leaves_out_biases:
-            biases[1:] = None, None
-        parts = zip((query, key, value), weight.chunk(3), biases, strict=True)
-        return tuple(linear(*layer) for layer in parts)
-
 
 def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
     """(N, L, C) to (N, C, L), as a product, or as a convolution, which runtimes quantise."""
@@ -161,105 +132,22 @@ def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
     return weight @ x
 
 
-def _attend_fused(
-    query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, dropout: float
-) -> Tensor:
-    seen = None if masked is None else ~masked
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
-    return attended.transpose(1, 2).flatten(2)
-
-
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, dropout: float
 ) -> Tensor:
     """Attends by the plain formula, which compilers and exporters optimise."""
+    if is_half_program():
+        key, value = key.contiguous(), value.contiguous()
     logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     if masked is not None:
         logits = logits.masked_fill(masked, float("-inf"))
-    weights = F.dropout(logits.softmax(dim=-1), dropout)
+    weights = logits.softmax(dim=-1)
+    if dropout and is_recorded():
+        weights = F.dropout(weights, dropout)
+    elif dropout:  # the values are fewer numbers to scale than the weights
+        weights = weights * draw_kept(weights.shape, dropout)
+        value = value / (1 - rounded(dropout))
     return (weights @ value).transpose(1, 2).flatten(2)
-
-
-def _attend_by_image(query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None) -> Tensor:
-    """Attends by products batched over heads, which read keys and values without copies."""
-    num_images, num_heads, num_queries, width = query.shape
-    out = query.new_empty(num_images, num_queries, num_heads, width)
-    if masked is not None:
-        masked = masked.expand(*query.shape[:3], key.shape[2])
-    for image in range(num_images):
-        weights = torch.bmm(query[image] * width**-0.5, key[image].transpose(1, 2))
-        if masked is not None:
-            weights.masked_fill_(masked[image], float("-inf"))
-        torch.softmax(weights, dim=-1, out=weights)
-        out[image] = torch.bmm(weights, value[image]).transpose(0, 1)
-    return out.flatten(2)
-
-
-class _AttendInParts(torch.autograd.Function):
-    """Plain products, some heads of an image at a time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        masked: Tensor | None,
-        kept: Tensor,
-        share: float,
-    ) -> Tensor:
-        num_images, num_heads, num_queries, width = query.shape
-        out = query.new_empty(num_images, num_queries, num_heads, width)
-        shape = (num_images, num_heads, num_queries, key.shape[2])
-        masked = None if masked is None else masked.expand(shape)
-        for part in _parts(shape):
-            weights = _weights(query[part], key[part], None if masked is None else masked[part])
-            found = torch.bmm(weights.mul_(kept[part]), value[part])
-            out.transpose(1, 2)[part] = found.div_(share)
-        ctx.save_for_backward(query, key, value, masked, kept, out)
-        ctx.share = share
-        return out.flatten(2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, masked, kept, out = ctx.saved_tensors
-        arrived = gradient.view_as(out).transpose(1, 2)
-        # Softmax's backward subtracts this mean, computed from the output.
-        mean = (gradient.view_as(out) * out).sum(dim=-1, keepdim=True).transpose(1, 2)
-        grads = [_empty_by_rows(each) for each in (query, key, value)]
-        for part in _parts((*query.shape[:3], key.shape[2])):
-            weights = _weights(query[part], key[part], None if masked is None else masked[part])
-            above = arrived[part] / ctx.share
-            inner = torch.bmm(above, value[part].transpose(1, 2)).mul_(kept[part])
-            inner.sub_(mean[part]).mul_(weights)
-            grads[2][part] = torch.bmm(weights.mul_(kept[part]).transpose(1, 2), above)
-            scale = query.shape[-1] ** -0.5
-            grads[0][part] = torch.bmm(inner, key[part]).mul_(scale)
-            grads[1][part] = torch.bmm(inner.transpose(1, 2), query[part]).mul_(scale)
-        return *grads, None, None, None
-
-
-def _weights(query: Tensor, key: Tensor, masked: Tensor | None) -> Tensor:
-    """Returns (heads, Q, L) of some heads of one image."""
-    logits = torch.bmm(query * query.shape[-1] ** -0.5, key.transpose(1, 2))
-    if masked is not None:
-        logits.masked_fill_(masked, float("-inf"))
-    return logits.softmax(dim=-1)
-
-
-def _parts(shape: tuple[int, int, int, int]) -> Iterator[tuple[int, slice]]:
-    num_images, num_heads, num_queries, num_keys = shape
-    step = max(1, min(num_heads, _PART // max(1, num_queries * num_keys)))
-    for image in range(num_images):
-        for head in range(0, num_heads, step):
-            yield image, slice(head, head + step)
-
-
-def _empty_by_rows(like: Tensor) -> Tensor:
-    """Returns (N, heads, length, d) in the memory layout of (N, length, heads, d)."""
-    num_images, num_heads, length, width = like.shape
-    return like.new_empty(num_images, length, num_heads, width).transpose(1, 2)
 
 
 AttentionRecord = dict[str, list[Tensor]]

@@ -1,19 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Faster forms on CPUs of linear layers, dropout, Detectron2's convolutions and dynamic ReLU.
 
-Dropout draws masks from a fast generator, four 16-bit numbers per word. PyTorch's generator seeds
-it for each mask, so that one seed determines all results.
-
 Linear layers of many rows are 1x1 convolutions on processors with AVX-512 that are not Intel's:
 there, MKL's product reaches half the rate of oneDNN's convolution (docs/performance.md).
 
-Convolutions fold a frozen BatchNorm into their weights. oneDNN is slow to train depthwise
-convolutions with k outputs per input channel (Mobile-Former, arXiv:2108.05895), and fast for k = 1.
-With a stride of 1, each input channel is repeated k times; otherwise, where oneDNN is slow in
-bfloat16 only, the convolution runs in float32. Results are Detectron2's up to rounding, and
-parameters have its names.
+Convolutions fold a frozen BatchNorm into their weights. Results are Detectron2's up to rounding,
+and parameters have its names.
 
-Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, slopes from the first global token.
+Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, arXiv:2108.05895: the first global
+token determines the slopes.
 """
 
 import functools
@@ -22,7 +17,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from detectron2.layers import Conv2d, FrozenBatchNorm2d
 from torch import Tensor, nn
@@ -68,19 +62,22 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns a tensor of the same shape."""
-        drops = self.training and 0 < self.p < 1 and not self.inplace
+        drops = self.training and 0 < self.p < 1
         if not drops or input.device.type != "cpu" or is_recorded():
             return super().forward(input)
         return input * draw_kept(input.shape, self.p) / (1 - rounded(self.p))
 
 
 def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
-    """Returns int8 zeros, with probability ``rounded(rate)``, and ones: bytes multiply fastest."""
+    """Returns int8 zeros, with probability ``rounded(rate)``, and ones: bytes multiply fastest.
+
+    Each drawn word makes four values of 16 bits, which takes a third of the time of PyTorch's
+    dropout.
+    """
     count = torch.Size(shape).numel()
-    generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
-    words = torch.from_numpy(generator.random_raw(-(-count // 4)).view(np.int16))
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-count // 4),), device="cpu")
     limit = round(rounded(rate) * _STEPS) - _STEPS // 2
-    return (words[:count] >= limit).view(torch.int8).view(shape)
+    return (words.view(torch.int16)[:count] >= limit).view(torch.int8).view(shape)
 
 
 def rounded(rate: float) -> float:
@@ -171,80 +168,18 @@ class DepthwiseConv2d(NormedConv2d):
     """A depthwise convolution: output channels c k to c k + k - 1 read input channel c."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Like the base class, with faster training for k > 1."""
-        if not self._is_slow(x):
+        """As the base class, but for k > 1 trained in float32 instead of bfloat16.
+
+        oneDNN's backward pass in bfloat16 takes twice the time.
+        """
+        is_half = torch.is_autocast_enabled("cpu") or x.dtype == torch.bfloat16
+        is_wide = self.out_channels > self.in_channels
+        if not (is_half and is_wide and torch.is_grad_enabled() and x.device.type == "cpu"):
             return super().convolve(x, weight, bias)
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = bias if bias is None else bias.to(dtype)
-        if self.stride == (1, 1):
-            return _Widened.apply(x, weight, bias, self.padding, self.dilation)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         with torch.autocast("cpu", enabled=False):
             full = None if bias is None else bias.float()
-            return super().convolve(x.float(), weight.float(), full).to(x.dtype)
-
-    def _is_slow(self, x: Tensor) -> bool:
-        """Whether oneDNN's backward pass is slow, and a faster form exists."""
-        if not torch.is_grad_enabled() or x.device.type != "cpu" or x.dim() != 4:
-            return False
-        if isinstance(self.padding, str) or not self.out_channels > self.in_channels == self.groups:
-            return False
-        half = torch.is_autocast_enabled("cpu") or x.dtype == torch.bfloat16
-        return half or self.stride == (1, 1)
-
-
-class _Widened(torch.autograd.Function):
-    """Repeats each channel k times, then convolves with one output per channel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        padding: tuple[int, int],
-        dilation: tuple[int, int],
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # the backward computes the wide map again
-        ctx.placed = padding, dilation
-        wide = _repeat_channels(x, len(weight) // x.shape[1])
-        return F.conv2d(wide, weight, bias, 1, padding, dilation, len(weight))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        padding, dilation = ctx.placed
-        groups, times = len(weight), len(weight) // x.shape[1]
-        wanted = list(ctx.needs_input_grad[:3])
-        # Stride, padding, dilation, transposed, output padding, groups, which gradients are needed.
-        settings = [1, 1], padding, dilation, False, [0, 0], groups, wanted
-        of_wide, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            gradient, _repeat_channels(x, times), weight, [groups], *settings
-        )
-        of_x = _sum_channels(of_wide, times) if wanted[0] else None
-        return of_x, of_weight, of_bias, None, None
-
-
-def _repeat_channels(x: Tensor, times: int) -> Tensor:
-    """(N, C, H, W) to (N, C k, H, W) in the same layout, each channel k times in a row."""
-    if x.is_contiguous():
-        return x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2)
-    count, channels, height, width = x.shape
-    rows = x.permute(0, 2, 3, 1).reshape(-1, 1, channels)
-    wide = F.interpolate(rows, scale_factor=times, mode="nearest")  # faster than a copy
-    return wide.view(count, height, width, -1).permute(0, 3, 1, 2)
-
-
-def _sum_channels(x: Tensor, times: int) -> Tensor:
-    """(N, C k, H, W) to (N, C, H, W) in the same layout, the sum of each k channels."""
-    if x.is_contiguous():
-        return x.unflatten(1, (-1, times)).sum(dim=2)
-    count, _, height, width = x.shape
-    pixels = x.permute(0, 2, 3, 1)
-    sums = pixels.reshape(-1, times) @ x.new_ones(times, 1)  # a product is faster than a sum
-    return sums.view(count, height, width, -1).permute(0, 3, 1, 2)
+            return super().convolve(x.float(), weight.float(), full).to(dtype)
 
 
 def _is_watched(module: nn.Module) -> bool:

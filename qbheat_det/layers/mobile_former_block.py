@@ -2,10 +2,9 @@
 """The Mobile-Former block and its four parts, and the token-free block before it.
 
 Paper: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, Sec. 3.1
-and Fig. 3. Table 8 of the QB-Heat paper has the widths, except the second hidden width of a
-down-sampling block. The authors' public ImageNet code and the parameter counts of the QB-Heat paper
-(Tables 1 and 5) determine the rest: the gate on Mobile->Former, and in Former the keys and values
-without projections, the norms after the additions, and the MLP of twice the tokens' width.
+and Fig. 3. The authors' public ImageNet code and the parameter counts of the QB-Heat paper (Tables
+1 and 5) determine the rest: the gate on Mobile->Former, and in Former the keys and values without
+projections, the norms after the additions, and the MLP of twice the tokens' width.
 """
 
 from collections.abc import Callable
@@ -267,9 +266,9 @@ class MobileFormerBlock(nn.Module):
 def has_rows(x: Tensor) -> bool:
     """Whether a bridge multiplies the rows of a channels-last map.
 
-    Such a map cannot be split into heads without a copy, so the tokens are split instead: each
-    head's row is zero in the channels of other heads, which gives the same sums. This is faster for
-    several images outside of compilers, and in programs in bfloat16.
+    Such a map cannot be split into heads without a copy, so the tokens are split instead, with
+    zeros in the channels of other heads. This is faster for several images outside of compilers,
+    and in programs in bfloat16.
     """
     if not is_half_program() and (is_recorded() or len(x) == 1):
         return False

@@ -1,12 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What the trainer, the data, the checkpoints and the tools ask of a model.
+"""Optional attributes and methods of models, for the trainer, the data and the tools.
 
-Any ``nn.Module`` that Detectron2 can build fits. What a model may offer beyond that is a Protocol
-here, or a function with a default for models that lack an attribute. Models inherit from none of
+Any ``nn.Module`` that Detectron2 can build fits. Whatever else a model may offer is a Protocol
+here, or a function with a default for models that lack the attribute. Models do not inherit from
 these classes, and code outside ``modeling`` reads such attributes through this file alone.
 
-From Python 3.12 on, ``isinstance`` does not find a module's parameters, buffers and children, so
-the Protocols have none of these.
+The Protocols have no parameters, buffers and children, which ``isinstance`` does not find from
+Python 3.12 on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,30 +22,27 @@ BatchedInputs = list[dict[str, Any]]
 """Dicts of a dataset mapper."""
 
 
-# Training
-
-
 @runtime_checkable
 class SupportsLossNormalizers(Protocol):
-    """A model that divides its losses by counts of a batch, such as that of its boxes.
+    """A model that divides its losses by counts of a batch, such as its number of boxes.
 
-    With micro-batches, ``forward`` takes the result of ``loss_normalizers`` as second argument;
-    otherwise it sums over processes itself. Losses of other models are means over images.
+    ``forward`` takes the result of ``loss_normalizers`` as an optional second argument; without
+    it, it sums over processes itself. Losses of other models are means over images.
     """
 
     def loss_counts(self, batched_inputs: BatchedInputs) -> Tensor:
-        """Returns the counts of a batch, whose sum over all parts of a step is meant."""
+        """Returns the counts of a batch; the trainer sums them over all parts of a step."""
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns what each of ``parts`` divides by, from the sum of their counts."""
+        """Returns the divisors of each of ``parts``, from the sum of their counts."""
 
 
 @runtime_checkable
 class SupportsAfterStep(Protocol):
-    """A model that changes more than its weights between steps, such as a queue."""
+    """A model with state besides weights that changes between steps, such as a queue."""
 
     def after_step(self) -> None:
-        """Called once after each step of the optimizer, also if the float16 scaler skipped it."""
+        """Updates the state after each step of the optimizer, skipped ones included."""
 
 
 UNLABELLED = "unlabelled"
@@ -55,7 +52,7 @@ STRONG = "strong"
 """Key of an unlabelled image with its strong view: an image, or features by name."""
 
 PSEUDO_LABELS = "pseudo_labels"
-"""Key of an unlabelled image with what the teacher predicts on its weak view."""
+"""Key of an unlabelled image with the teacher's predictions on its weak view."""
 
 
 @runtime_checkable
@@ -63,11 +60,11 @@ class SupportsUnlabelled(Protocol):
     """A detector that learns from unlabelled images, the ``UNLABELLED`` ones of its batch."""
 
     def pseudo_labels(self, batched_inputs: BatchedInputs) -> Sequence[Any]:
-        """Returns, for each image, what the same model learns from as ``PSEUDO_LABELS``."""
+        """Returns the ``PSEUDO_LABELS`` of each image, from which the same model learns."""
 
 
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
-    """Returns ``metrics``: tensors () by name to log beside the losses of the last batch."""
+    """Returns ``metrics``: tensors () by name of the last batch, logged beside its losses."""
     return getattr(model, "metrics", {})
 
 
@@ -81,21 +78,18 @@ def has_held_out_loss(model: type | object) -> bool:
     return bool(getattr(model, "held_out_loss", True))
 
 
-# Checkpoints and files of weights
-
-
 def train_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``train_only_modules``: children that are in checkpoints, not in trained weights."""
+    """Returns ``train_only_modules``: children that only checkpoints have, not trained weights."""
     return tuple(getattr(model, "train_only_modules", ()))
 
 
 def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``pretrain_only_modules``: children that only models that name them too load."""
+    """Returns ``pretrain_only_modules``: children that models which do not name them skip."""
     return tuple(getattr(model, "pretrain_only_modules", ()))
 
 
 def optional_modules(model: nn.Module) -> list[str]:
-    """Returns paths of modules that files may hold but the config leaves out, see each module."""
+    """Returns paths of modules that files may hold although the config leaves them out."""
     return [
         f"{path}.{child}".lstrip(".")
         for path, module in model.named_modules()
@@ -104,11 +98,8 @@ def optional_modules(model: nn.Module) -> list[str]:
 
 
 def equivalent_configs(model: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Returns ``equivalent_configs``: by config key, values under which weights predict alike."""
+    """Returns ``equivalent_configs``: by config key, values that do not change predictions."""
     return getattr(model, "equivalent_configs", {})
-
-
-# Images
 
 
 @runtime_checkable
@@ -128,27 +119,17 @@ class FixedSizeModel(Protocol):
 
 @runtime_checkable
 class PretrainingObjective(FixedSizeModel, Protocol):
-    """A model that trains its backbone without labels; other models take the backbone over."""
+    """A model that trains its backbone without labels, for other models to use."""
 
     held_out_loss: bool
     """See ``has_held_out_loss``."""
 
 
-@runtime_checkable
-class ReconstructionObjective(PretrainingObjective, Protocol):
-    """A model that sees a part of an image and reconstructs its pixels.
-
-    In evaluation it returns "reconstruction" (3, S, S), "visible" (S, S) and "loss_reconstruction"
-    for each image, and takes the quarters that are visible as its second argument if it has any.
-    """
-
-    @property
-    def views(self) -> Mapping[str, Sequence[str]]:
-        """Kinds of visible parts by name, each with the quarters that images take in turn."""
-
-
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns ``views`` of a config's model by ``views_from_config(cfg)``; by default one."""
+    """Returns ``views_from_config(cfg)`` of a config's model: by kind, the quarters to see in turn.
+
+    Models without it see the whole image.
+    """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
         return {"image": ()}
@@ -156,7 +137,7 @@ def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
 
 
 def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers ``pixel_mean`` and ``pixel_std`` by name, those that a model has."""
+    """Returns the buffers ``pixel_mean`` and ``pixel_std`` by name, if a model has them."""
     found = {name: getattr(model, name, None) for name in ("pixel_mean", "pixel_std")}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
@@ -168,21 +149,18 @@ def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]
 
 
 def masks_padding(model: object) -> bool:
-    """Returns ``masks_padding``: a padded batch gives what its images give one by one."""
+    """Returns ``masks_padding``: padding does not change the results of an image."""
     return bool(getattr(model, "masks_padding", False))
 
 
 def needs_teacher(model: nn.Module) -> bool:
-    """Returns ``needs_teacher``: entries have a teacher's maps by name as "targets"."""
+    """Returns ``needs_teacher``: entries need a teacher's maps by name as "targets"."""
     return bool(getattr(model, "needs_teacher", False))
-
-
-# Backbones
 
 
 @runtime_checkable
 class SupportsLayerGroups(Protocol):
-    """A backbone that knows its layers, as timm's models do, for layer-wise decay."""
+    """A backbone that groups its parameters by layer, as timm's models do."""
 
     def group_matcher(self, coarse: bool = False) -> Any:
         """Returns patterns of parameter names, see ``timm.models.group_parameters``."""
@@ -190,26 +168,26 @@ class SupportsLayerGroups(Protocol):
 
 @runtime_checkable
 class SupportsTokenBlocks(Protocol):
-    """A backbone whose blocks pass a few tokens on beside the map, as a Mobile-Former's do."""
+    """A backbone whose blocks return a map and a few tokens, as a Mobile-Former's do."""
 
     def token_blocks(self) -> Mapping[str, nn.Module]:
-        """Returns, by name, the blocks that return a map and the tokens (N, M, D) they changed."""
+        """Returns by name the blocks that return a map and tokens (N, M, D)."""
 
 
 def get_backbone(model: nn.Module) -> Backbone | None:
-    """Returns ``backbone``; None if a model has none, or one that is not Detectron2's kind."""
+    """Returns ``backbone``; None if a model has none, or none of Detectron2's class."""
     backbone = getattr(model, "backbone", None)
     return backbone if isinstance(backbone, Backbone) else None
 
 
 def get_timm_name(model: nn.Module) -> str:
-    """Returns ``timm_name`` of the network that a model stands on; "" if it is not timm's."""
+    """Returns ``timm_name`` of a model's backbone; "" if it is not timm's."""
     names = (getattr(module, "timm_name", "") for module in model.modules())
     return next(filter(None, names), "")
 
 
 def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns parameters of what parts list as ``token_path``, as a Mobile-Former does."""
+    """Returns the parameters of all children that a module lists as ``token_path``."""
     return [
         parameter
         for module in model.modules()
@@ -220,26 +198,26 @@ def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def get_body_name(backbone: nn.Module) -> str:
-    """Returns the name of the child with a backbone's layers, as in pyramids; "" without one."""
+    """Returns the name of the child that a pyramid or wrapper adds to; "" for other backbones."""
     children = dict(backbone.named_children())
     return next((name for name in ("bottom_up", "net") if name in children), "")
 
 
 def get_encoder(backbone: Backbone) -> Backbone:
-    """Returns the network below a feature pyramid, or behind cached features (``encoder``)."""
+    """Returns the network below a feature pyramid, or the ``encoder`` of cached features."""
     below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
     below = below if isinstance(below, Backbone) else backbone
     return getattr(below, "encoder", below)
 
 
 def get_in_features(module: nn.Module) -> list[str] | None:
-    """Returns names of the backbone's outputs that a model or pyramid reads; None if unknown."""
+    """Returns the names of the outputs that a model or pyramid reads; None if unknown."""
     names = getattr(module, "head_in_features", None) or getattr(module, "in_features", None)
     return list(names) if names else None
 
 
 def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:
-    """Returns the shapes of a backbone's outputs; a ``ValueError`` names the key of a wrong one."""
+    """Returns the shapes of a backbone's outputs; a ``ValueError`` names the key of wrong names."""
     shapes = backbone.output_shape()
     if not names or set(names) - set(shapes):
         known = list(shapes)
@@ -248,5 +226,5 @@ def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[Sha
 
 
 def get_freeze_all(backbone: Backbone) -> int:
-    """Returns ``freeze_all``: the least ``MODEL.BACKBONE.FREEZE_AT`` that freezes all layers."""
+    """Returns ``freeze_all``: the lowest ``MODEL.BACKBONE.FREEZE_AT`` that freezes all layers."""
     return int(getattr(backbone, "freeze_all", 5))

@@ -3,14 +3,18 @@
 
 Papers: arXiv:1708.02002 and arXiv:2006.09214. Detectron2 divides the losses by a running mean of
 the number of positive anchors, which each process keeps for its own images and loses on resume.
-Here it is of all processes together, updated once a step, and a buffer in checkpoints.
+Here the mean is over all processes, updated once per step, and a buffer in checkpoints. FCOS is
+registered and built from ``MODEL.FCOS``, with two fixes from Detectron2's main branch: images
+without boxes, and GroupNorm heads on a recent PyTorch.
 
-FCOS is registered and built from ``MODEL.FCOS`` too. Two bugs of v0.6, fixed on main, are fixed
-here: labels of images without boxes, and GroupNorm heads on a recent PyTorch.
+Unlabelled images: "Dense Teacher", arXiv:2207.02541. A detector learns from a teacher's dense
+scores, without pseudo-boxes, NMS and score threshold. The teacher is the moving average of the
+weights. It sees the weak view of an image, the student the strong view.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +27,92 @@ from detectron2.modeling.meta_arch.fcos import FCOS, FCOSHead
 from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils import comm
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.ops import generalized_box_iou_loss
 
 from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED, pick_outputs
 from qbheat_det.modeling.image_model import find_cached_images
-from qbheat_det.modeling.semi_supervised import (
-    DensePredictions,
-    DenseTeacherLoss,
-    decode_boxes,
-)
 
 _COUNT = "num_positives"  # key that ``losses`` adds to the losses
+
+
+@dataclass(frozen=True)
+class DensePredictions:
+    """Predictions of a dense detector at R anchors or locations of N images.
+
+    Attributes:
+        logits: (N, R, K), of a sigmoid for each class.
+        boxes: (N, R, 4), XYXY, in pixels of the padded batch.
+        quality: (N, R), logits of the centerness; None for RetinaNet.
+    """
+
+    logits: Tensor
+    boxes: Tensor
+    quality: Tensor | None = None
+
+    def split(self) -> list["DensePredictions"]:
+        """Returns the predictions of each image, with N = 1."""
+        fields = [
+            each.split(1) for each in (self.logits, self.boxes, self.quality) if each is not None
+        ]
+        return [DensePredictions(*part) for part in zip(*fields, strict=True)]
+
+    @staticmethod
+    def join(parts: list["DensePredictions"]) -> "DensePredictions":
+        """Reverses ``split``."""
+        qualities = [part.quality for part in parts if part.quality is not None]
+        return DensePredictions(
+            torch.cat([part.logits for part in parts]),
+            torch.cat([part.boxes for part in parts]),
+            torch.cat(qualities) if qualities else None,
+        )
+
+
+@dataclass(frozen=True)
+class DenseTeacherLoss:
+    """The losses on unlabelled images (Sec. 3 of the paper).
+
+    Attributes:
+        top_share: share of the locations of a batch that learn from the teacher, in (0, 1]: those
+            with the highest class scores. The others learn the score zero.
+        weight: factor on the losses.
+        gamma: exponent of the quality focal loss (arXiv:2006.04388).
+    """
+
+    top_share: float = 0.01
+    weight: float = 1.0
+    gamma: float = 2.0
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> "DenseTeacherLoss":
+        """Takes ``MODEL.SEMI``."""
+        return cls(top_share=cfg.MODEL.SEMI.TOP_SHARE, weight=cfg.MODEL.SEMI.WEIGHT)
+
+    def __call__(self, student: DensePredictions, teacher: DensePredictions) -> dict[str, Tensor]:
+        """Returns the losses by name; ``teacher`` has no gradients."""
+        num_classes = student.logits.shape[-1]
+        logits = student.logits.float().reshape(-1, num_classes)
+        targets = teacher.logits.float().reshape(-1, num_classes).sigmoid()
+        best = targets.amax(dim=1)
+        top = best.topk(max(1, int(self.top_share * len(best)))).indices
+        targets = torch.zeros_like(targets).index_copy(0, top, targets[top])
+        total = best[top].sum()
+        bce = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        distance = (targets - logits.sigmoid()).abs() ** self.gamma
+        losses = {"loss_teacher_cls": (distance * bce).sum() / total}
+        # A location counts as much as the teacher is certain of it.
+        weights = best[top] / total
+        boxes = (each.boxes.float().reshape(-1, 4)[top] for each in (student, teacher))
+        giou = generalized_box_iou_loss(*boxes)
+        losses["loss_teacher_box"] = (weights * giou).sum()
+        if student.quality is not None and teacher.quality is not None:
+            quality = F.binary_cross_entropy_with_logits(
+                student.quality.float().flatten()[top],
+                teacher.quality.float().flatten()[top].sigmoid(),
+                reduction="none",
+            )
+            losses["loss_teacher_ctr"] = (weights * quality).sum()
+        return {name: self.weight * loss for name, loss in losses.items()}
 
 
 class SyncNormalizer(DenseDetector):
@@ -53,7 +133,7 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """As in the detector; ``normalizers`` are by default those of all processes' batches."""
+        """As in the detector; ``normalizers`` by default come from the batches of all processes."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
@@ -64,7 +144,7 @@ class SyncNormalizer(DenseDetector):
             normalizers = self.loss_normalizers(count, comm.get_world_size())
         losses = {name: total / normalizers[0] for name, total in outputs.items()}
         unlabelled = [one for entry in batched_inputs for one in entry.get(UNLABELLED, ())]
-        return {**losses, **self._learn_from_teacher(unlabelled)}
+        return {**losses, **self._learn_from_teacher(unlabelled)} if unlabelled else losses
 
     @torch.no_grad()
     def pseudo_labels(self, batched_inputs: list[dict[str, Any]]) -> list[DensePredictions]:
@@ -72,9 +152,7 @@ class SyncNormalizer(DenseDetector):
         return self._predict_densely(batched_inputs).split()
 
     def _learn_from_teacher(self, unlabelled: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Returns the losses of the strong views; none without unlabelled images."""
-        if not unlabelled:
-            return {}
+        """Returns the losses of the strong views."""
         teacher = DensePredictions.join([entry[PSEUDO_LABELS] for entry in unlabelled])
         key = "features" if "features" in unlabelled[0] else "image"
         strong = [{**entry, key: entry[STRONG]} for entry in unlabelled]
@@ -85,19 +163,16 @@ class SyncNormalizer(DenseDetector):
         features = [maps[name] for name in self.head_in_features]
         outputs = self.head(features)
         sizes = [self.num_classes, 4, 1][: len(outputs)]  # FCOS has a centerness
-        logits, deltas, *quality = self._transpose_dense_predictions(outputs, sizes)
-        boxes = decode_boxes(self.box2box_transform, self.anchor_generator(features), deltas)
-        centerness = torch.cat(quality[0], dim=1).squeeze(2) if quality else None
-        return DensePredictions(torch.cat(logits, dim=1), boxes, centerness)
+        levels = self._transpose_dense_predictions(outputs, sizes)
+        logits, deltas, *quality = (torch.cat(each, dim=1) for each in levels)
+        anchors = Boxes.cat(self.anchor_generator(features)).tensor
+        boxes = [self.box2box_transform.apply_deltas(image, anchors) for image in deltas]
+        return DensePredictions(logits, torch.stack(boxes), *(each.squeeze(2) for each in quality))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """As in the detector; entries with "features" become a ``CachedImages``."""
-        if "features" in batched_inputs[0]:
-            divisibility = self.backbone.size_divisibility
-            cached = find_cached_images(batched_inputs, divisibility, self.device)
-            if cached is not None:
-                return cached
-        return super().preprocess_image(batched_inputs)
+        cached = find_cached_images(batched_inputs, self.backbone.size_divisibility, self.device)
+        return super().preprocess_image(batched_inputs) if cached is None else cached
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns (1,): the number of positive anchors of a batch, without the backbone."""
@@ -128,12 +203,12 @@ class SyncNormalizer(DenseDetector):
         return ((labels >= 0) & (labels != self.num_classes)).sum().float()[None]
 
     def _ema_update(self, *args: Any, **kwargs: Any) -> float:
-        return 1.0  # what the detector divides its losses by
+        return 1.0  # the detector's divisor; ``forward`` divides
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Weights of Detectron2's own class are complete without the running mean.
+        # Detectron2's own class has no such buffer.
         state_dict.setdefault(f"{prefix}loss_normalizer", self.loss_normalizer)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -146,7 +221,7 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {**super().from_config(cfg), "teacher_loss": teacher_loss_from_config(cfg)}
+        return {**super().from_config(cfg), "teacher_loss": DenseTeacherLoss.from_config(cfg)}
 
 
 @META_ARCH_REGISTRY.register()
@@ -160,7 +235,7 @@ class SyncFCOS(SyncNormalizer, FCOS):
         node, backbone = cfg.MODEL.FCOS, build_backbone(cfg)
         input_shape = pick_outputs(backbone, node.IN_FEATURES, "MODEL.FCOS.IN_FEATURES")
         return {
-            "teacher_loss": teacher_loss_from_config(cfg),
+            "teacher_loss": DenseTeacherLoss.from_config(cfg),
             "backbone": backbone,
             "head": build_fcos_head(
                 input_shape=input_shape,
@@ -187,12 +262,6 @@ class SyncFCOS(SyncNormalizer, FCOS):
     ) -> tuple[list[Tensor], Any]:
         """As in ``FCOS``, for images without boxes too: all of their locations are background."""
         return super().label_anchors(anchors, [_or_empty_box(found) for found in gt_instances])
-
-
-def teacher_loss_from_config(cfg: CfgNode) -> DenseTeacherLoss:
-    """Returns the losses of ``MODEL.SEMI``."""
-    keys = cfg.MODEL.SEMI
-    return DenseTeacherLoss(top_share=keys.TOP_SHARE, weight=keys.WEIGHT)
 
 
 def build_fcos_head(

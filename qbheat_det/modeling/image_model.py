@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Images in, one vector out: what models have around their backbones.
+"""Common parts of models around their backbones: input, cached features, pooled features.
 
-``find_cached_images`` is for entries of which only a frozen encoder's outputs are loaded, not the
-pixels; ``ImageModel`` is the base of classifiers and pre-training objectives; ``PooledFeatures``
-gives one vector for an image, its map averaged over positions and joined with the first token
-(QB-Heat, arXiv:2211.13228, Table 8; for a backbone without tokens, the map alone).
+The pooled vector of an image is its map averaged over positions, joined with the first token
+(QB-Heat, arXiv:2211.13228, Table 8); without tokens, the map alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,23 +19,25 @@ from torch.nn import functional as F
 from qbheat_det.core.errors import UserError
 
 
+def check_value(is_allowed: bool, key: str, value: object, allowed: str) -> None:
+    """Raises a ``ValueError`` that names a key below ``MODEL`` and its value, unless allowed."""
+    if not is_allowed:
+        raise ValueError(f"MODEL.{key} is {value}, but must be {allowed}")
+
+
 @dataclass(frozen=True)
 class CachedImages:
-    """Takes the place of the pixels (N, 3, H, W) on the way through a model to its encoder.
+    """Replaces the pixels (N, 3, H, W) on their way through a model to its encoder."""
 
-    ``features`` are for each image the encoder's outputs by name, (C, h, w) or (M, D); ``shape`` is
-    that of the pixels after padding.
-    """
-
-    features: Sequence[Mapping[str, Tensor]]
-    shape: torch.Size
+    features: Sequence[Mapping[str, Tensor]]  # outputs by name of each image, (C, h, w) or (M, D)
+    shape: torch.Size  # of the padded pixels
     device: torch.device
 
     def batch(self, name: str, stride: int | None, layout: torch.memory_format) -> Tensor:
         """Returns one output of all images, float32, on the device: a map, or tokens (N, M, D).
 
         Maps are (N, C, ceil(H / stride), ceil(W / stride)), zero at the right and the bottom of
-        smaller images; a ``UserError`` if one is larger than its image allows.
+        smaller images. Raises a ``UserError`` if a map is larger.
         """
         maps = [outputs[name] for outputs in self.features]
         if stride is None:
@@ -46,7 +46,7 @@ class CachedImages:
         stays = maps[0].device == self.device
         batch = torch.empty(
             (len(maps), maps[0].shape[0], *size),
-            dtype=torch.float32 if stays else maps[0].dtype,  # half as much to transfer
+            dtype=torch.float32 if stays else maps[0].dtype,  # fewer bytes to transfer
             memory_format=layout,
             device=maps[0].device,
             pin_memory=self.device.type == "cuda" and not stays,
@@ -58,7 +58,7 @@ class CachedImages:
                     f"cached features '{name}' are {height} x {width}, but the image is "
                     f"{size[0]} x {size[1]} at stride {stride}: they are of another image"
                 )
-            if stored.shape == out.shape:  # most often; cutting takes as long as copying
+            if stored.shape == out.shape:  # the usual case; slicing takes as long as copying
                 out.copy_(stored)
                 continue
             out[:, :height, :width] = stored
@@ -70,9 +70,9 @@ class CachedImages:
 def find_cached_images(
     batched_inputs: Sequence[Mapping[str, Any]], size_divisibility: int, device: torch.device
 ) -> ImageList | None:
-    """Returns the images of a batch whose entries hold "features"; None where they hold pixels.
+    """Returns the images of a batch with cached "features"; None if its entries have only pixels.
 
-    The pixels (3, H, W) then only give the size; the batch is padded to ``size_divisibility``.
+    The pixels (3, H, W) only give the size; the batch is padded to ``size_divisibility``.
     """
     if not batched_inputs or not all("features" in entry for entry in batched_inputs):
         return None
@@ -84,10 +84,10 @@ def find_cached_images(
 
 
 class ImageModel(nn.Module):
-    """A backbone that reads images of one size.
+    """A backbone for images of one size: the base of classifiers and pre-training objectives.
 
-    A subclass adds a head and a ``forward`` that returns losses in training. Attributes are those
-    of ``FixedSizeModel`` in ``modeling/contracts.py``.
+    A subclass adds a head and a ``forward`` that returns losses in training. The attributes are
+    those of ``FixedSizeModel`` in ``modeling/contracts.py``.
     """
 
     mapper_name: str
@@ -130,7 +130,7 @@ class ImageModel(nn.Module):
     def preprocess_image(
         self, batched_inputs: Sequence[Mapping[str, Any]], key: str = "image"
     ) -> Tensor:
-        """Returns the images (3, S, S) under ``key`` of all entries as (N, 3, S, S), normalised.
+        """Returns the images (3, S, S) of all entries under ``key``, normalised: (N, 3, S, S).
 
         Raises a ``UserError`` if an image has another size, or is missing.
         """
@@ -145,7 +145,7 @@ class ImageModel(nn.Module):
                 )
         if (cached := find_cached_images(batched_inputs, 0, self.device)) is not None:
             return cached.tensor
-        # Stacked first, so that a batch is transferred at once, as bytes.
+        # Stacked before the transfer, which takes one copy of bytes.
         images = torch.stack([entry[key] for entry in batched_inputs])
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
@@ -154,14 +154,16 @@ class ImageModel(nn.Module):
 class PooledFeatures(nn.Module):
     """From a backbone's outputs to one vector for each image, without parameters.
 
-    The map ``in_feature`` has ``channels`` C, the tokens ``token_dim`` D, 0 without tokens; the
-    vector has the ``width`` C + D.
+    The map ``in_feature`` has ``channels`` C, the tokens ``token_dim`` D (0 without tokens), and
+    the vector ``width`` C + D.
     """
 
     def __init__(self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:
-        """Takes the backbone's ``output_shape()``, optionally with "tokens", and the map's name."""
+        """Takes the backbone's ``output_shape()`` and the map's name."""
         super().__init__()
         tokens = input_shape.get("tokens")
+        maps = [name for name in input_shape if name != "tokens"]
+        check_value(in_feature in maps, "CLASSIFIER.IN_FEATURE", in_feature, f"one of {maps}")
         self.in_feature = in_feature
         self.in_features = [in_feature] if tokens is None else [in_feature, "tokens"]
         self.channels = int(input_shape[in_feature].channels or 0)
@@ -174,7 +176,7 @@ class PooledFeatures(nn.Module):
         return self.join_token(pooled, features)
 
     def join_token(self, pooled: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Joins another pooling of the map, (N, E), with the first token if there are tokens."""
+        """Joins any pooled map (N, E) with the first token, if there are tokens."""
         if "tokens" not in self.in_features:
             return pooled
         return torch.cat([pooled, features["tokens"][:, 0]], dim=1)

@@ -16,7 +16,6 @@ from qbheat_det.layers import (
     Linear,
     MapAttention,
     MobileToFormer,
-    attention,
     cpu_kernels,
     linear,
     padding_mask,
@@ -24,7 +23,7 @@ from qbheat_det.layers import (
     replace_linear_layers,
 )
 from qbheat_det.layers.attention import attend
-from qbheat_det.layers.cpu_kernels import draw_kept, rounded
+from qbheat_det.layers.cpu_kernels import draw_kept
 from qbheat_det.modeling.backbone import MobileFormer
 
 from ..modeling.tiny_pretraining import SMALL_ARCH
@@ -43,12 +42,8 @@ def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, factor: T
     return torch.einsum("nhql,nhld->nqhd", weights, value).flatten(2)
 
 
-@pytest.mark.parametrize("part", [1, 100], ids=["by head", "by two heads"])
-def test_attention_with_dropout_equals_the_formula_with_its_gradients(
-    part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_with_dropout_equals_the_formula_with_its_gradients() -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(attention, "_PART", part)
     tensors = draw(5, 9)
     hidden = torch.rand(2, 1, 1, 9) < 0.3
     hidden[..., 0] = False
@@ -67,12 +62,12 @@ def test_attention_with_dropout_equals_the_formula_with_its_gradients(
         assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_attention_without_dropout_equals_pytorchs(masked: bool, training: bool) -> None:
+def test_attention_without_dropout_equals_pytorchs(masked: bool) -> None:
     torch.manual_seed(0)
-    ours = MapAttention(dim=16, num_heads=4).train(training)
-    theirs = nn.MultiheadAttention(16, 4, batch_first=True).train(training)
+    ours = MapAttention(dim=16, num_heads=4)
+    nn.init.normal_(ours.in_proj_bias)
+    theirs = nn.MultiheadAttention(16, 4, batch_first=True)
     theirs.load_state_dict(ours.state_dict())
     query, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
     masks: dict[str, Any] = {}
@@ -88,36 +83,6 @@ def test_attention_without_dropout_equals_pytorchs(masked: bool, training: bool)
         assert_close(ours(query, memory + 1, memory, **masks), wanted)
     for (read,) in (outer[""], record["0"]):
         assert_close(read, weights)
-
-
-def spy(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
-    """Counts the calls of one of the ways to attend."""
-    counted = Mock(side_effect=getattr(attention, name))
-    monkeypatch.setattr(attention, name, counted)
-    return counted
-
-
-@pytest.mark.parametrize("num_keys", [7, 90], ids=["fused", "plain"])
-def test_attention_without_gradients_equals_pytorchs_for_few_and_many_keys(
-    num_keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ways = {name: spy(monkeypatch, name) for name in ("_attend_fused", "_attend_by_image")}
-    torch.manual_seed(0)
-    ours = MapAttention(dim=12, num_heads=3).double().eval()
-    nn.init.normal_(ours.in_proj_bias)
-    nn.init.normal_(ours.out_proj.bias)
-    theirs = nn.MultiheadAttention(12, 3, batch_first=True).double().eval()
-    theirs.load_state_dict(ours.state_dict())
-    query, keys = (torch.randn(2, length, 12).double() for length in (5, num_keys))
-    ignored = torch.rand(2, num_keys) < 0.3
-    ignored[:, 0] = False
-    with torch.no_grad():
-        for mask in (None, ignored):
-            found = ours(query, keys, keys + 1, key_padding_mask=mask)
-            wanted, _ = theirs(query, keys, keys + 1, key_padding_mask=mask)
-            assert_close(found, wanted)
-    taken = "_attend_fused" if num_keys == 7 else "_attend_by_image"
-    assert {name: way.call_count for name, way in ways.items() if way.called} == {taken: 2}
 
 
 def test_exported_attention_among_positions_is_pytorchs_kernel() -> None:
@@ -171,96 +136,45 @@ def test_watchers_are_removed_even_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_the_dropout_mask_has_its_rate_and_pytorchs_seed(rate: float) -> None:
+def test_dropout_multiplies_by_a_mask_of_its_rate_and_pytorchs_seed(rate: float) -> None:
+    x, layer = torch.randn(300, 1010, requires_grad=True), Dropout(rate)
     torch.manual_seed(0)
-    kept = draw_kept((3, 8, 100, 101), rate)
-    assert kept.dtype == torch.int8
-    assert kept.shape == (3, 8, 100, 101)
+    found = layer(x)
+    assert not torch.equal(layer(x), found)
+    torch.manual_seed(0)
+    kept = draw_kept(x.shape, rate)
     assert set(kept.unique().tolist()) == {0, 1}
     assert_close(kept.double().mean().item(), 1 - rate, rtol=0, atol=0.005)
-    assert_close(rounded(rate), rate, rtol=0, atol=1e-5)
-    assert not torch.equal(draw_kept(kept.shape, rate), kept)
-    torch.manual_seed(0)
-    assert_close(draw_kept(kept.shape, rate), kept)
+    assert_close(found, x * kept / (1 - rate), rtol=1e-4, atol=0)
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert_close(gradient, kept / (1 - rate), rtol=1e-4, atol=0)
 
 
-def test_dropout_multiplies_by_its_mask_forward_and_backward() -> None:
-    x = torch.randn(4, 9, 33, requires_grad=True)
-    layer = Dropout(0.25)
-    torch.manual_seed(1)
-    found = layer(x)
-    torch.manual_seed(1)
-    factor = draw_kept(x.shape, 0.25) / 0.75
-    assert_close(found, x * factor)
-    above = torch.randn_like(x)
-    assert_close(torch.autograd.grad(found, x, above)[0], above * factor)
-
-
-@pytest.fixture(params=[True, False], ids=["convolutions", "products"])
-def preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: request.param)
+@pytest.mark.parametrize("convolves", [True, False])
+def test_linear_layers_and_their_gradients_are_pytorchs(
+    convolves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: convolves)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    return bool(request.param)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts convolutions."""
     convolve = Mock(side_effect=F.conv2d)
     monkeypatch.setattr(F, "conv2d", convolve)
-    return convolve
-
-
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("shape", [(64, 8), (2, 9, 7, 8)])
-def test_linear_equals_the_formula_with_its_gradients(
-    preferred: bool, shape: tuple[int, ...], with_bias: bool
-) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(shape, requires_grad=True)
-    weight = torch.randn(5, 8, requires_grad=True)
-    bias = torch.randn(5, requires_grad=True) if with_bias else None
-    wanted = torch.einsum("...c,oc->...o", x, weight)
-    wanted = wanted if bias is None else wanted + bias
-    found = linear(x, weight, bias)
-    assert_close(found, wanted)
-    assert found.is_contiguous()
-    leaves = [x, weight] if bias is None else [x, weight, bias]
-    above = torch.randn_like(wanted)
-    assert_close(
-        torch.autograd.grad(found, leaves, above), torch.autograd.grad(wanted, leaves, above)
-    )
-
-
-def test_linear_layers_are_convolutions_only_for_many_rows_of_float32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: True)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    convolve = counted(monkeypatch)
-    for rows, dtype in ((63, torch.float32), (64, torch.float64), (64, torch.bfloat16)):
-        linear(torch.zeros(rows, 8, dtype=dtype), torch.zeros(5, 8, dtype=dtype))
-    assert not convolve.called
-    linear(torch.zeros(64, 8), torch.zeros(5, 8))
-    assert convolve.call_count == 1
-    layer, x = Linear(8, 5).eval(), torch.randn(64, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
-    torch.jit.trace(layer, x, check_trace=False)
-    program = torch.export.export(layer, (x,), strict=False)
-    with monkeypatch.context() as one_thread:
-        one_thread.setattr(torch, "get_num_threads", lambda: 1)
-        linear(torch.zeros(64, 8), torch.zeros(5, 8))
-    assert convolve.call_count == 1
-    assert "conv" not in str(program.graph)
-    assert_close(program.module()(x), F.linear(x, layer.weight, layer.bias))
-
-
-def test_replaced_linear_layers_keep_parameters_and_results(preferred: bool) -> None:
     torch.manual_seed(0)
     block = Block(16, 2).eval()
-    x = torch.randn(2, 40, 16)
-    wanted, state = block(x), {key: each.clone() for key, each in block.state_dict().items()}
-    replace_linear_layers(block)
-    assert {type(each) for each in block.modules() if isinstance(each, nn.Linear)} == {Linear}
-    assert_close(block(x), wanted)
+    x = torch.randn(2, 40, 16, requires_grad=True)
+    state = {key: value.clone() for key, value in block.state_dict().items()}
+    results = []
+    for _ in range(2):
+        y = block(x)
+        gradients = torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
+        results.append([y, *gradients])
+        replace_linear_layers(block)
+    assert_close(*results)
     assert_close(block.state_dict(), state)
+    assert {type(each) for each in block.modules() if isinstance(each, nn.Linear)} == {Linear}
+    assert convolve.call_count == 4 * convolves
+    for rows, dtype in ((63, torch.float32), (64, torch.float64), (64, torch.bfloat16)):
+        linear(torch.zeros(rows, 8, dtype=dtype), torch.zeros(5, 8, dtype=dtype))
+    assert convolve.call_count == 4 * convolves  # few rows, or another type
+    layer = Linear(8, 5).eval()
+    program = torch.export.export(layer, (torch.randn(64, 8),), strict=False)
+    assert "conv" not in str(program.graph)

@@ -5,8 +5,8 @@ from detectron2.config import LazyCall as L
 
 from qbheat_det.modeling.backbone import shapes_of
 from qbheat_det.modeling.detr import MFDETR, MFDecoder, SetCriterion
+from qbheat_det.modeling.detr.criterion import SoftmaxClassification
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
-from qbheat_det.modeling.detr.losses import SoftmaxClassification
 
 from ..data.constants import constants
 from .mobile_former import model as backbone

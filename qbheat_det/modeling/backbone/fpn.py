@@ -2,10 +2,9 @@
 """Feature pyramid on any backbone, for Detectron2's RetinaNet, Faster R-CNN and Mask R-CNN.
 
 Papers: "Feature Pyramid Networks", Lin et al., arXiv:1612.03144; "Focal Loss for Dense Object
-Detection", arXiv:1708.02002 (P6, P7). Deviation: Mobile-Former ends at stride 16, so P5 too is a
-strided convolution, on P4. That agrees with the multiply-adds which the QB-Heat paper prints for
-MF-285M (Table 14); its P6 is not the same for all three sizes and cannot be recovered. Detectron2's
-detectors pass no image sizes, so padding counts as image, as in Detectron2.
+Detection", arXiv:1708.02002 (P6, P7). Deviation: Mobile-Former ends at stride 16, so P5 is a
+strided convolution on P4 too. This gives the multiply-adds of MF-285M in the QB-Heat paper (Table
+14); those of its three sizes have no common P6. Padding counts as image, as in Detectron2.
 """
 
 from typing import Any
@@ -29,7 +28,7 @@ class StridedLevels(nn.Module):
     """Coarser levels by 3x3 convolutions of stride 2, as in RetinaNet (P6 -> ReLU -> P7)."""
 
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
-        """Takes C of all levels, the level to start from, such as "p4", and how many to add."""
+        """Takes the width C, the level to start from, such as "p4", and the number to add."""
         super().__init__()
         self.in_feature = in_feature  # Detectron2's FPN reads this and num_levels
         self.num_levels = num_levels
@@ -50,7 +49,7 @@ class StridedLevels(nn.Module):
 
 
 def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
-    """Returns Detectron2's FPN, which loads ``bottom_up`` from files with or without prefixes."""
+    """Builds Detectron2's FPN; it loads ``bottom_up`` from files with or without prefixes."""
     fpn = FPN(bottom_up=bottom_up, **kwargs)
     accept_prefixes(fpn)
     return fpn
@@ -60,8 +59,8 @@ def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
 def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds an FPN on the outputs ``MODEL.FPN.IN_FEATURES`` of ``MODEL.FPN.BOTTOM_UP``.
 
-    ``MODEL.FPN.TOP_LEVELS`` strided levels follow the coarsest one: with "s8" and "s16" and three
-    of them the result is "p3" … "p7", and so it is with "s32" besides and two.
+    ``MODEL.FPN.TOP_LEVELS`` strided levels follow the coarsest one: "s8", "s16" and three of them
+    give "p3" … "p7".
     """
     return _build(cfg, input_shape, cfg.MODEL.FPN.BOTTOM_UP)
 
@@ -74,7 +73,7 @@ def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FP
 
 def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     node, wanted = cfg.MODEL.FPN, list(cfg.MODEL.FPN.IN_FEATURES)
-    # A backbone with the outputs that the pyramid takes, and no others.
+    # The backbone has no outputs that the pyramid does not take.
     kinds = ("MOBILE_FORMER", "TIMM", "RESNETS")
     own = with_values(cfg, {f"MODEL.{kind}.OUT_FEATURES": wanted for kind in kinds})
     bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)

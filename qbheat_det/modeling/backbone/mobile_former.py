@@ -34,6 +34,7 @@ from qbheat_det.layers import (
     pointwise,
     zero_padding,
 )
+from qbheat_det.modeling.image_model import check_value
 
 from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, named_arch
 from .prefixes import accept_prefixes
@@ -44,9 +45,9 @@ class MobileFormer(Backbone):
     """A convolutional network and a few global tokens that exchange information.
 
     Outputs are named by stride: "s2", "s4", "s8", "s16" are the maps after the last block at that
-    stride; the name of the last one with "_expanded" is the final 1x1 convolution (the paper's
-    output for classifiers and decoders); "tokens" is (N, M, D). Any image size is accepted: a map
-    at stride s has ceil(H / s) x ceil(W / s) positions. Only needed layers are built.
+    stride; the last name with "_expanded" is the final 1x1 convolution (the paper's output for
+    classifiers and decoders); "tokens" is (N, M, D). Images may have any size: a map at stride s
+    has ceil(H / s) x ceil(W / s) positions. Layers that no output needs are not built.
     """
 
     token_path = ("tokens", "last_bridge")
@@ -77,18 +78,16 @@ class MobileFormer(Backbone):
             ValueError: an unknown output name, or a ``freeze_at`` or ``drop_path`` out of range.
         """
         super().__init__()
-        groups = _split_into_stages(arch.blocks)
         shapes = arch.output_shapes()
         known = list(shapes)
         *self._stage_names, self._expanded_name, _ = known
         if not out_features or set(out_features) - set(known):
             raise ValueError(f"outputs of MobileFormer are {known}, not {list(out_features)}")
-        if not 0 <= drop_path < 1:
-            raise ValueError(f"DROP_PATH is a rate in [0, 1), not {drop_path}")
-        if not 0 <= freeze_at <= len(groups) + 1:
-            raise ValueError(f"FREEZE_AT is 0 … {len(groups) + 1} here, not {freeze_at}")
+        check_value(0 <= drop_path < 1, "MOBILE_FORMER.DROP_PATH", drop_path, "in [0, 1)")
+        is_level = 0 <= freeze_at <= self.freeze_all
+        check_value(is_level, "BACKBONE.FREEZE_AT", freeze_at, f"in 0 … {self.freeze_all}")
         self._out_features = list(out_features)
-        # Weights with these layers are of this model too.
+        # Weights files may have these layers.
         unused = {"expand": self._expanded_name, "last_bridge": "tokens"}
         self.optional_modules = tuple(k for k, name in unused.items() if name not in out_features)
 
@@ -102,8 +101,7 @@ class MobileFormer(Backbone):
             bias=False,
             norm=get_norm(norm, arch.stem),
         )
-        built = groups[: self._num_stages_needed()]
-        self.stages = _build_stages(built, arch, norm, drop_path)
+        self.stages = _build_stages(arch, self._num_stages_needed(), norm, drop_path)
         last = shapes[self._stage_names[-1]].channels
         self.last_bridge: nn.Module | None = None
         if arch.head_dim and "tokens" in self._out_features:
@@ -132,8 +130,8 @@ class MobileFormer(Backbone):
     def forward(self, x: Tensor, image_sizes: Tensor | None = None) -> dict[str, Tensor]:
         """From normalised images (N, 3, H, W) to the outputs by name, see the class.
 
-        With ``image_sizes`` (N, 2), heights and widths in pixels of a padded batch, each image
-        gives what it gives alone; without them, padding counts as image.
+        With ``image_sizes`` (N, 2), heights and widths in pixels, the padding of a batch does not
+        change an image's outputs; without them, padding counts as image.
         """
         stages = list(self.run_stages(x, image_sizes))
         outputs = {name: out for name, out, _ in stages}
@@ -159,7 +157,7 @@ class MobileFormer(Backbone):
             yield name, x, tokens
 
     def reset_parameters(self) -> None:
-        """As in the authors' code: convolutions by fan-out, linear layers N(0, 0.01)."""
+        """Initialises as the authors' code: convolutions by fan-out, linear layers N(0, 0.01)."""
         nn.init.normal_(self.tokens)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -169,7 +167,7 @@ class MobileFormer(Backbone):
                 nn.init.zeros_(module.bias)
 
     def freeze(self, freeze_at: int = 0) -> "MobileFormer":
-        """Freezes from the stem on: no gradients, no changes of BatchNorm, no dropped paths."""
+        """Freezes from the stem on: gradients, BatchNorm's statistics and dropped paths."""
         if freeze_at >= 1:
             self.tokens.requires_grad_(False)
             self.stem = _freeze(self.stem)
@@ -225,26 +223,18 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
         raise UserError(f"MODEL.MOBILE_FORMER.BLOCKS is not a network: {error}") from error
 
 
-def _split_into_stages(blocks: Iterable[BlockSpec]) -> list[list[BlockSpec]]:
-    stages: list[list[BlockSpec]] = [[]]
-    for block in blocks:
-        if block.halves:
-            stages.append([])
-        stages[-1].append(block)
-    return stages
-
-
-def _build_stages(
-    groups: list[list[BlockSpec]], arch: MobileFormerArch, norm: str, drop_path: float
-) -> nn.ModuleList:
-    rates = iter(torch.linspace(0, drop_path, len(arch.blocks), device="cpu").tolist())
-    stages, channels = nn.ModuleList(), arch.stem
-    for group in groups:
-        stage = nn.ModuleList()
-        for spec in group:
-            stage.append(_build_block(spec, channels, arch.token_dim, norm, next(rates)))
-            channels = spec.out
-        stages.append(stage)
+def _build_stages(arch: MobileFormerArch, count: int, norm: str, drop_path: float) -> nn.ModuleList:
+    """Builds the first ``count`` stages."""
+    rates = torch.linspace(0, drop_path, len(arch.blocks), device="cpu").tolist()
+    stages, channels = nn.ModuleList([nn.ModuleList()]), arch.stem
+    for spec, rate in zip(arch.blocks, rates, strict=True):
+        if spec.halves and len(stages) == count:
+            break
+        if spec.halves:
+            stages.append(nn.ModuleList())
+        block = _build_block(spec, channels, arch.token_dim, norm, rate)
+        cast(nn.ModuleList, stages[-1]).append(block)
+        channels = spec.out
     return stages
 
 
@@ -254,16 +244,19 @@ def _build_block(
     widths = {"in_channels": channels, "hidden": spec.hidden, "out_channels": spec.out}
     if spec.kind in ("lite", "lite_down"):
         return LiteBottleneck(**widths, norm=norm, stride=2 if spec.halves else 1)
-    shared: dict[str, Any] = {**widths, "token_dim": token_dim, "norm": norm}
-    if spec.kind == "down":
-        kind: type[Mobile | DownMobile] = DownMobile
-        shared["second_hidden"] = spec.second_hidden
-    else:
-        kind = Mobile
+    shared: dict[str, Any] = {
+        **widths,
+        "token_dim": token_dim,
+        "norm": norm,
+        "drop_path": drop_path,
+    }
+    is_down = spec.kind == "down"
     return MobileFormerBlock(
         to_former=MobileToFormer(token_dim=token_dim, channels=channels),
         former=Former(token_dim=token_dim, drop_path=drop_path),
-        mobile=kind(**shared, drop_path=drop_path),
+        mobile=DownMobile(**shared, second_hidden=spec.second_hidden)
+        if is_down
+        else Mobile(**shared),
         to_mobile=FormerToMobile(token_dim=token_dim, channels=spec.out),
     )
 

@@ -26,8 +26,7 @@ BlockKind = Literal["lite", "lite_down", "down", "plain"]
 class BlockSpec:
     """One block: its kind, expanded width, output width and, in a "down" block, the second width.
 
-    "lite" has no tokens, "plain" keeps the resolution; "down", and "lite_down" without tokens,
-    halve the map and start a stage.
+    "lite" and "lite_down" have no tokens; "down" and "lite_down" halve the map and start a stage.
     """
 
     kind: BlockKind
@@ -46,7 +45,7 @@ class MobileFormerArch:
     """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper.
 
     ``head_dim`` is the width of the hidden layer in the classifier of the ImageNet networks, which
-    also have a last Mobile->Former after the last block; 0 for the paper's networks without both.
+    also have a Mobile->Former after the last block; 0 for the paper's networks, without both.
     """
 
     num_tokens: int
@@ -203,7 +202,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
 
 
 def named_arch(variant: str) -> MobileFormerArch:
-    """Returns one of ``MOBILE_FORMER_ARCHS``; a ``UserError`` if there is none of that name."""
+    """Returns one of ``MOBILE_FORMER_ARCHS``; a ``UserError`` if the name is unknown."""
     if variant not in MOBILE_FORMER_ARCHS:
         known = [*MOBILE_FORMER_ARCHS, "custom"]
         raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")

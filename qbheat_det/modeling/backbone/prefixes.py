@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights by Detectron2's own ``DetectionCheckpointer``, whose names have other prefixes.
+"""Lets Detectron2's ``DetectionCheckpointer`` load backbones from files with other prefixes.
 
-It takes prefixes off or puts them on for a few formats only; of all else it loads nothing, and
-warns. The package's checkpointers do not need this: they match names first.
+For most formats it compares names as they are, loads nothing, and warns. The package's own
+checkpointers match names before they load.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _PREFIXES = ("backbone.bottom_up.", "backbone.", _PYRAMID)
 
 
 def accept_prefixes(backbone: Backbone) -> None:
-    """Lets ``load_state_dict`` find a backbone, or that below a pyramid, by whatever prefix.
+    """Lets ``load_state_dict`` find a backbone, or the one below a pyramid, under any prefix.
 
     A file with a part of the encoder, or with none of it, raises a ``UserError``.
     """
@@ -39,7 +39,7 @@ def _find_own(
     encoder = [name.removeprefix(below) for name in names if name.startswith(below)]
     own = prefix + below
     if not any(own + name in state_dict for name in encoder):
-        # Below another module only names that begin with that module's are seen here.
+        # Inside another module, the hook sees only names that begin with that module's.
         others = [each for each in (prefix, *(prefix + p for p in _PREFIXES)) if each != own]
         found = max(others, key=lambda each: sum(each + name in state_dict for name in encoder))
         moved = {found + name: own + name for name in encoder}

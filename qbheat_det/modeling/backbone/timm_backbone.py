@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from qbheat_det.config.loading import TIMM_PREFIX, check_timm_name
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers.cpu_kernels import is_recorded
-from qbheat_det.modeling.image_model import ImageModel
+from qbheat_det.modeling.image_model import ImageModel, check_value
 
 from .prefixes import accept_prefixes
 
@@ -37,9 +37,9 @@ _PROBE_SIZE = (64, 96)  # of an image whose maps differ in height, width and cha
 class TimmBackbone(Backbone):
     """Returns the feature maps of a timm model, named by stride: "s2", "s4", "s8", "s16", "s32".
 
-    If several maps have one stride, the last one is used. Stages after the last output are removed.
-    Images are padded to a multiple of the coarsest stride, and padding is not masked. ``net`` is
-    the timm model; its weights load without renaming.
+    Uses the last of several maps with one stride. Stages after the last output are removed.
+    Images are padded to a multiple of the coarsest stride, and padding counts as image. ``net`` is
+    the timm model.
     """
 
     @configurable
@@ -50,9 +50,9 @@ class TimmBackbone(Backbone):
         Args:
             name: name of the timm model.
             out_features: names of the outputs.
-            freeze_at: 0 trains everything; k freezes all layers that maps of stride 2^k or less
-                depend on (in a ResNet, 2 is stem and first stage, as in Detectron2); 5 freezes the
-                whole network. Frozen BatchNorms keep their statistics.
+            freeze_at: 0 trains everything; k freezes all layers behind maps of stride 2^k or less
+                (in a ResNet, 2 is stem and first stage, as in Detectron2); 5 freezes the whole
+                network. Frozen BatchNorms keep their statistics.
             in_channels: channels of the image.
 
         Raises:
@@ -60,8 +60,8 @@ class TimmBackbone(Backbone):
             ValueError: an output name is unknown, or ``freeze_at`` is out of range.
         """
         super().__init__()
-        if not 0 <= freeze_at <= _FREEZE_ALL:
-            raise ValueError(f"FREEZE_AT is 0 … {_FREEZE_ALL} here, not {freeze_at}")
+        is_level = 0 <= freeze_at <= _FREEZE_ALL
+        check_value(is_level, "BACKBONE.FREEZE_AT", freeze_at, f"in 0 … {_FREEZE_ALL}")
         check_timm_name(name)
         self.timm_name = name  # see ``modeling/contracts.py``
         self.net = timm.create_model(name, pretrained=False, in_chans=in_channels)
@@ -79,7 +79,7 @@ class TimmBackbone(Backbone):
         self._indices = self.net.prune_intermediate_layers(
             [infos[key]["index"] for key in self._out_features], prune_norm=True
         )
-        # Weights of the whole model hold these modules.
+        # Weights of the whole model have these modules.
         removed = {key.rpartition(".")[0] for key in whole - set(self.net.state_dict())} - {""}
         self.optional_modules = tuple(f"net.{path}" for path in sorted(removed))
         # Detectron2's Backbone builds output_shape() from these two.
@@ -102,7 +102,7 @@ class TimmBackbone(Backbone):
 
     @property
     def size_divisibility(self) -> int:
-        """The coarsest stride: networks round other sizes up or down."""
+        """The coarsest stride: networks round odd sizes differently."""
         return max(self._out_feature_strides.values())
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class TimmBackbone(Backbone):
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
     ) -> dict[str, set[str]]:
-        """Runs the network once, and returns the parameters that each map depends on, by name."""
+        """Runs the network once; returns the names of the parameters behind each map."""
         built = {k: info for k, info in infos.items() if info["index"] <= max(self._indices)}
         named = dict(self.net.named_parameters())
         device = next(iter(named.values())).device
@@ -130,10 +130,8 @@ class TimmBackbone(Backbone):
                 raise _refusal(name, f"({type(error).__name__})") from error
             sources = {}
             for (key, info), out in zip(built.items(), maps, strict=True):
-                expected = (
-                    info["num_chs"],
-                    *(-(-side // info["reduction"]) for side in x.shape[2:]),
-                )
+                sides = (-(-side // info["reduction"]) for side in _PROBE_SIZE)
+                expected = (info["num_chs"], *sides)
                 if out.shape[1:] != expected:
                     raise _refusal(name, f"('{key}' is {tuple(out.shape[1:])}, not {expected})")
                 found = torch.autograd.grad(
@@ -150,7 +148,7 @@ class TimmBackbone(Backbone):
             if freeze_at == _FREEZE_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
                 frozen |= names
         for name, parameter in self.net.named_parameters():
-            # In networks of several branches, some parts contribute to no output but stay.
+            # In networks with several branches, some parts that remain reach no output.
             parameter.requires_grad_(name in used - frozen)
         for path, module in list(self.net.named_modules()):
             if isinstance(module, _BatchNorm) and f"{path}.weight" in frozen:
@@ -186,7 +184,7 @@ def _refusal(name: str, reason: str) -> UserError:
 
 
 def register_timm_backbone(name: str) -> None:
-    """Registers ``timm:<name>`` with Detectron2, for a model that timm registers later."""
+    """Registers ``timm:<name>`` with Detectron2."""
 
     def build(cfg: CfgNode, input_shape: ShapeSpec) -> TimmBackbone:
         return TimmBackbone(**{**TimmBackbone.from_config(cfg, input_shape), "name": name})
@@ -200,7 +198,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """The frozen timm network of ``MODEL.TEACHER``, whose maps ``FeatureDistillation`` predicts."""
+    """The frozen timm network of ``MODEL.TEACHER``; ``FeatureDistillation`` predicts its maps."""
 
     mapper_name = "pretrain"
 
@@ -254,9 +252,9 @@ def _build_teacher(cfg: CfgNode) -> TimmBackbone:
 
 
 class LeanReLU6(nn.ReLU6):
-    """``nn.ReLU6`` that stores only its output for the backward pass, as the next layer does.
+    """``nn.ReLU6`` that stores only its output for the backward pass.
 
-    PyTorch's also stores a copy of its input: a third of EfficientNet-Lite's activation memory.
+    PyTorch's also stores its input: a third of EfficientNet-Lite's activation memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -283,8 +281,8 @@ class _ReLU6(torch.autograd.Function):
 class TraceableConv2dSame(Conv2dSame):
     """``Conv2dSame`` with constant padding in graphs for images of any size.
 
-    In such graphs, the sides of the input are multiples of the stride. ``torch.export`` cannot
-    trace timm's own expression for the padding.
+    In such graphs, the sides of the input are multiples of the stride. With timm's expression for
+    the padding, ``torch.export`` does not end for a whole network.
     """
 
     @classmethod

@@ -3,7 +3,7 @@
 
 QB-Heat, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12: a linear ("lin") and a transformer decoder
 ("tran-1", "tran-4"), which by its counts (Tables 6 and 15) has no position embedding; heads of
-width 64 are chosen here. The pooled map is joined with the first token, if any (Table 8).
+width 64 are chosen here. The pooled map is joined with the first token, if there is one (Table 8).
 
 Mixup, arXiv:1710.09412, and CutMix, arXiv:1905.04899, are timm's; label smoothing:
 arXiv:1512.00567.
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers import Linear, replace_linear_layers
-from qbheat_det.modeling.image_model import ImageModel, PooledFeatures
+from qbheat_det.modeling.image_model import ImageModel, PooledFeatures, check_value
 
 
 class LinearDecoder(nn.Module):
@@ -44,7 +44,7 @@ class LinearDecoder(nn.Module):
         probing.
         """
         super().__init__()
-        self.pool = _pool(input_shape, in_feature)
+        self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
         width = self.pool.width
         self.norm = nn.BatchNorm1d(width, affine=False) if normalize else nn.Identity()
         self.classifier = nn.Linear(width, num_classes)
@@ -74,14 +74,10 @@ class TransformerDecoder(nn.Module):
         The paper has widths of 192, 384 and 768 for MF-285M, MF-1.0G and MF-3.7G.
         """
         super().__init__()
-        if dim <= 0 or dim % 64:
-            raise ValueError(f"MODEL.CLASSIFIER.WIDTH must be a multiple of 64, not {dim}")
-        if depth < 1 or not 0 <= dropout < 1:
-            raise ValueError(
-                "MODEL.CLASSIFIER.DEPTH is at least 1 and MODEL.CLASSIFIER.DROPOUT in [0, 1), not "
-                f"{depth} and {dropout}"
-            )
-        self.pool = _pool(input_shape, in_feature)
+        check_value(dim > 0 and not dim % 64, "CLASSIFIER.WIDTH", dim, "a multiple of 64")
+        check_value(depth >= 1, "CLASSIFIER.DEPTH", depth, "at least 1")
+        check_value(0 <= dropout < 1, "CLASSIFIER.DROPOUT", dropout, "in [0, 1)")
+        self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
         self.projection = Linear(self.pool.channels, dim)
         self.blocks = nn.Sequential(
             *(Block(dim, dim // 64, qkv_bias=True, proj_drop=dropout) for _ in range(depth))
@@ -102,18 +98,6 @@ class TransformerDecoder(nn.Module):
         return self.classifier(self.pool.join_token(pooled, features))
 
 
-def _pool(input_shape: Mapping[str, ShapeSpec], in_feature: str) -> PooledFeatures:
-    shape = input_shape.get(in_feature)
-    if shape is None or not shape.channels or in_feature == "tokens":
-        maps = [name for name in input_shape if name != "tokens"]
-        raise ValueError(
-            f"the classifier reads the map '{in_feature}', but the backbone's maps are "
-            f"{', '.join(maps) or 'none'}: set MODEL.CLASSIFIER.IN_FEATURE to one of them, or add "
-            "it to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
-        )
-    return PooledFeatures(input_shape=input_shape, in_feature=in_feature)
-
-
 class BatchMixing:
     """Mixes image i of N with image N - 1 - i, and their labels likewise.
 
@@ -129,17 +113,15 @@ class BatchMixing:
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
-        """Args:
-        num_classes: K.
-        label_smoothing: share of a target that is distributed evenly over all classes.
-        mixup: alpha of Mixup's Beta(alpha, alpha); 0 turns it off.
-        cutmix: alpha of CutMix's; with both, each batch takes one at random.
+        """Takes K, the share of a target for all classes alike, and alphas of Beta distributions.
+
+        An alpha of 0 turns Mixup or CutMix off; with both, each batch takes one at random.
         """
-        if num_classes < 1 or not 0 <= label_smoothing < 1 or not (mixup >= 0 and cutmix >= 0):
-            raise ValueError(
-                f"MODEL.CLASSIFIER.NUM_CLASSES ({num_classes}) is at least 1, LABEL_SMOOTHING "
-                f"({label_smoothing}) in [0, 1), MIXUP ({mixup}) and CUTMIX ({cutmix}) at least 0"
-            )
+        smooth = 0 <= label_smoothing < 1
+        check_value(num_classes >= 1, "CLASSIFIER.NUM_CLASSES", num_classes, "at least 1")
+        check_value(smooth, "CLASSIFIER.LABEL_SMOOTHING", label_smoothing, "in [0, 1)")
+        check_value(mixup >= 0, "CLASSIFIER.MIXUP", mixup, "at least 0")
+        check_value(cutmix >= 0, "CLASSIFIER.CUTMIX", cutmix, "at least 0")
         self.num_classes = num_classes
         self.label_smoothing = label_smoothing
         shared = {"label_smoothing": label_smoothing, "num_classes": num_classes}
@@ -166,9 +148,8 @@ class BatchMixing:
 class ImageClassifier(ImageModel):
     """An encoder, a decoder to class scores, and cross-entropy, a mean over images.
 
-    An encoder without trainable parameters is frozen: it stays in evaluation mode. Gradients of
-    several processes are those of one with the joined batch, except for random mixing and dropout,
-    and for BatchNorm's statistics of each process.
+    An encoder without trainable parameters stays in evaluation mode. Several processes have the
+    gradients of one, except for random mixing, dropout, and BatchNorm's statistics.
     """
 
     pretrain_only_modules = ("decoder",)
@@ -183,7 +164,7 @@ class ImageClassifier(ImageModel):
         mixing: BatchMixing,
         **others: Any,
     ) -> None:
-        """As ``ImageModel``, with a decoder to logits (N, K), and what makes targets of labels."""
+        """As ``ImageModel``, with a decoder to logits (N, K), and the mixing of images."""
         pool = decoder.pool
         super().__init__(
             backbone=backbone,
@@ -206,16 +187,14 @@ class ImageClassifier(ImageModel):
             "num_classes": node.NUM_CLASSES,
             "in_feature": node.IN_FEATURE,
         }
+        known = ("linear", "transformer")
+        check_value(node.DECODER in known, "CLASSIFIER.DECODER", node.DECODER, f"one of {known}")
         decoder: LinearDecoder | TransformerDecoder
         if node.DECODER == "linear":
             decoder = LinearDecoder(**shared, normalize=node.NORMALIZE)
-        elif node.DECODER == "transformer":
+        else:
             sizes = {"dim": node.WIDTH, "depth": node.DEPTH, "dropout": node.DROPOUT}
             decoder = TransformerDecoder(**shared, **sizes)
-        else:
-            raise ValueError(
-                f'MODEL.CLASSIFIER.DECODER is "linear" or "transformer", not "{node.DECODER}"'
-            )
         return {
             "backbone": backbone,
             "decoder": decoder,
@@ -236,7 +215,7 @@ class ImageClassifier(ImageModel):
         return self.mixing.num_classes
 
     def train(self, mode: bool = True) -> "ImageClassifier":
-        """Sets the mode, except of a frozen encoder, which stays in evaluation mode."""
+        """Sets the mode; a frozen encoder stays in evaluation mode."""
         super().train(mode)
         if self.backbone_is_frozen:
             self.backbone.eval()
@@ -245,9 +224,8 @@ class ImageClassifier(ImageModel):
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
         """From dicts of a mapper with "image" (3, S, S), in training with "label" from 0 on.
 
-        Returns {"loss_cls"}, (), in training; else for each image {"scores"} (K,), which sum to
-        one. An image of another size, or a label that is missing or out of range, is a
-        ``UserError``.
+        Returns {"loss_cls"}, (), in training; else {"scores"} (K,) of each image, which sum to one.
+        Raises a ``UserError`` for an image of another size, or a label missing or out of range.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:

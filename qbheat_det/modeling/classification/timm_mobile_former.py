@@ -1,11 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mobile-Former in timm: ``timm.create_model("mobile_former_285m")``.
 
-The network is ``MobileFormer`` with the names of its tensors; ``TimmMobileFormer`` adds the methods
-of timm's models, as tested by timm 1.0.31.
-
-Importing this module registers "mobile_former_285m" and the others of ``TIMM_NAMES`` with timm, and
-as ``timm:<name>`` with Detectron2.
+``TimmMobileFormer`` is ``MobileFormer``, with the same names of tensors, and the methods of timm's
+models. Importing this module registers the names in ``TIMM_NAMES`` with timm, and as
+``timm:<name>`` with Detectron2.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ class TimmMobileFormer(MobileFormer):
     """A Mobile-Former with class scores and timm's access to its stages.
 
     timm's heads take one map, so ``forward_features`` concatenates the first token to every
-    position, (N, C + D, H / 16, W / 16), which pooling over positions does not change.
+    position; pooling over positions gives the token again.
     """
 
     def __init__(
@@ -45,15 +43,10 @@ class TimmMobileFormer(MobileFormer):
         drop_path_rate: float = 0.0,
         norm: str = "BN",
     ) -> None:
-        """Takes timm's arguments, and those of ``MobileFormer``; K of 0 has no classifier."""
+        """Takes timm's arguments; ``num_classes`` 0 builds no classifier."""
         outputs = list(arch.output_shapes())
-        super().__init__(
-            arch=arch,
-            out_features=outputs,
-            norm=norm,
-            drop_path=drop_path_rate,
-            in_channels=in_chans,
-        )
+        widths = {"arch": arch, "out_features": outputs, "in_channels": in_chans}
+        super().__init__(**widths, norm=norm, drop_path=drop_path_rate)
         self.in_chans = in_chans
         self.drop_rate = drop_rate
         self.num_features = arch.expanded + arch.token_dim
@@ -82,7 +75,7 @@ class TimmMobileFormer(MobileFormer):
         return self._last_map(*list(self.run_stages(x))[-1][1:])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """From the map of ``forward_features`` to logits, or with ``pre_logits`` to their input."""
+        """From the map of ``forward_features`` to logits, or to their input (``pre_logits``)."""
         x = self.global_pool(x)
         if not isinstance(self.neck, nn.Identity):  # of the ImageNet networks
             token_dim = self.tokens.shape[1]
@@ -99,12 +92,11 @@ class TimmMobileFormer(MobileFormer):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """As in timm: the maps of stages, after that of ``forward_features``."""
+        """As in timm: the map of ``forward_features``, and the maps of stages."""
         if output_fmt != "NCHW":
             raise ValueError(f"maps of Mobile-Former are NCHW, not {output_fmt}")
         taken, _ = feature_take_indices(len(self.stages), indices)
         run = list(self.run_stages(x))
-        # In the order of the network, each once, as in timm's models.
         maps = [run[index][1] for index in sorted(set(taken))]
         return maps if intermediates_only else (self._last_map(*run[-1][1:]), maps)
 
@@ -114,7 +106,7 @@ class TimmMobileFormer(MobileFormer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """As in timm: removes layers after the stages in ``indices``; "norm" is the expansion."""
+        """As in timm: removes layers after the stages in ``indices``; the norm is the expansion."""
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm:
@@ -148,7 +140,7 @@ class TimmMobileFormer(MobileFormer):
     def load_pretrained(self, path: str, prefix: str = "") -> None:
         """Loads weights of any model of the package with this backbone, from a file or address.
 
-        Raises a ``UserError`` if the file cannot be read, or its backbone is not this one.
+        Raises a ``UserError`` if the file cannot be read, or has another backbone.
         """
         load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
 
@@ -184,8 +176,7 @@ _WITHOUT_WEIGHTS: dict[str, Any] = {
 }
 """timm's ``pretrained_cfg`` of a Mobile-Former."""
 
-# timm reads this when an entry point is registered. A model has no weights: its number of classes
-# must not depend on published ones.
+# timm reads this when an entry point is registered.
 default_cfgs = dict.fromkeys(TIMM_NAMES.values(), _WITHOUT_WEIGHTS)
 
 

@@ -1,19 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Queries that pass through MF-DETR's decoder beside its own in training, and their losses.
+"""Additional queries of MF-DETR's decoder in training, and their losses.
 
-They are refined by the same weights, but neither the object queries nor the map read them. Groups
-of object queries are matched one-to-one each: "Group DETR", arXiv:2207.13085; the first group is
-the decoder's own, and the map reads it alone (a deviation). Denoising queries are ground truth with
-noise: "DN-DETR", arXiv:2203.01305, and for the negatives "DINO", arXiv:2203.03605, Sec. 3.3.
+The same weights refine them, but neither the object queries nor the map attend to them. Each group
+of object queries is matched one-to-one: "Group DETR", arXiv:2207.13085; the map reads the first
+group alone, the decoder's own (a deviation). Denoising queries are ground truth with noise:
+"DN-DETR", arXiv:2203.01305, and for the negatives "DINO", arXiv:2203.03605, Sec. 3.3.
 
 Deviations: as in DAB-DETR, a two-layer network over the sine code of a noised box gives a query's
-position; there is no indicator beside the embedded label; the number of groups depends on the
-image's own boxes, so that an image gives the same alone as beside a crowded one.
+position; labels have no indicator; the number of groups depends on the image's own boxes, so that
+other images of the batch change nothing.
 """
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import SinePositionEncoding
+from qbheat_det.modeling.image_model import check_value
 
 from .criterion import Matches, SetCriterion, Targets
 from .mf_decoder import QuerySet
@@ -33,13 +33,10 @@ class QueryGroups(nn.Module):
     prefix = "loss_group_"
 
     def __init__(self, *, num_groups: int, num_queries: int, dim: int, weight: float = 1.0) -> None:
-        """Takes G from 1 to 99, Q of each group, C, and a factor on the groups' losses."""
+        """Takes G from 1 to 99, Q, the width C, and a factor on the losses."""
         super().__init__()
-        if not 1 <= num_groups < 100 or weight < 0:
-            raise ValueError(
-                f"MODEL.MF_DETR.QUERY_GROUPS.COUNT ({num_groups + 1}) is 2 to 100 with groups, "
-                f"whose attention grows with its square, and WEIGHT ({weight}) at least 0"
-            )
+        check_value(1 <= num_groups < 100, "MF_DETR.QUERY_GROUPS.COUNT", num_groups + 1, "1 to 100")
+        check_value(weight >= 0, "MF_DETR.QUERY_GROUPS.WEIGHT", weight, "at least 0")
         self.num_groups = num_groups
         self.num_queries = num_queries
         self.weight = weight
@@ -67,9 +64,9 @@ class QueryGroups(nn.Module):
         """Returns ``SetCriterion.block_losses`` of each block and group.
 
         Logits (L, N, E, K + 1) and boxes (L, N, E, 4), cxcywh in [0, 1] of the unpadded image, are
-        of the queries from ``forward``; ``normalizers`` (2,) of classes and of boxes.
+        predictions of the queries from ``forward``; ``normalizers`` (2,) of classes and boxes.
         """
-        # A group of a block is matched as a block is: (L * G, N, Q, …).
+        # The criterion takes each group of a block as a block: (L * G, N, Q, …).
         logits, boxes = (
             each.unflatten(2, (self.num_groups, -1)).transpose(1, 2).flatten(0, 1)
             for each in (logits, boxes)
@@ -77,7 +74,7 @@ class QueryGroups(nn.Module):
         return criterion.block_losses(logits, boxes, targets, normalizers)
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """As ``SetCriterion.normalizers``, of the boxes in each image."""
+        """Returns the divisors for images with so many boxes, as ``SetCriterion.normalizers``."""
         return criterion.normalizers(counts, self.num_queries)
 
 
@@ -91,7 +88,7 @@ class _Layout(NamedTuple):
 
 
 class Denoising(nn.Module):
-    """Makes denoising queries of a batch's ground truth, and computes their losses."""
+    """Denoising queries from the ground truth of a batch, and their losses."""
 
     prefix = "loss_dn_"
 
@@ -111,16 +108,16 @@ class Denoising(nn.Module):
         Args:
             num_classes: K.
             dim: C, width of the decoder's queries.
-            groups: noised copies of each box, at most; queries of one copy attend to each other.
-            box_noise: largest shift of a corner, relative to half the side of its box, in [0, 2];
-                that of a negative is one to two times as large.
+            groups: most noised copies of each box; queries of one copy attend to each other.
+            box_noise: largest shift of a corner in half sides of its box, in [0, 2]; corners of
+                negatives move once to twice as far.
             label_noise: probability that a random class replaces a label.
             negatives: whether each copy has a second one, with more noise, that is no object.
-            max_queries: of one image, which reduces its groups, and then its boxes.
+            max_queries: most queries of one image; reduces its groups, and then its boxes.
             weight: factor on the losses.
 
         Raises:
-            ValueError: a number is out of its range.
+            ValueError: a number is out of range.
         """
         super().__init__()
         ranges = {
@@ -131,10 +128,8 @@ class Denoising(nn.Module):
             "WEIGHT": (weight, 0, math.inf),
         }
         for key, (value, least, most) in ranges.items():
-            if not least <= value <= most:
-                raise ValueError(
-                    f"MODEL.MF_DETR.DENOISING.{key} is {value}, but must be in [{least}, {most}]"
-                )
+            is_inside = least <= value <= most
+            check_value(is_inside, f"MF_DETR.DENOISING.{key}", value, f"in [{least}, {most}]")
         self.num_classes = num_classes
         self.groups = groups
         self.box_noise = box_noise
@@ -151,11 +146,10 @@ class Denoising(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, targets: Targets, noise: Tensor | None = None) -> QuerySet:
-        """Returns the queries of a batch, as many for each image as for the one with the most.
+        """Returns E queries for each image; those beyond an image's own are masked.
 
         ``noise`` (N, E, 6) in [0, 1) is random by default: four numbers move the corners of a box,
-        the fifth selects labels to replace, the sixth their new values. No query attends to those
-        beyond an image's own.
+        the fifth selects labels to replace, the sixth their new values.
         """
         device = targets.boxes.device
         layout = _Layout(*(field.to(device, non_blocking=True) for field in self._layout(targets)))
@@ -176,9 +170,9 @@ class Denoising(nn.Module):
         )
 
     def noised_boxes(self, boxes: Tensor, negative: Tensor, shift: Tensor) -> Tensor:
-        """Returns boxes (N, E, 4), cxcywh in [0, 1], with their corners moved within the image.
+        """Moves the corners of boxes (N, E, 4), cxcywh in [0, 1], within the image.
 
-        ``negative`` (N, E) is True where a corner moves further; ``shift`` (N, E, 4) is random.
+        ``negative`` (N, E) is True where corners move further; ``shift`` (N, E, 4) is random.
         """
         signed = 2 * shift - 1
         further = torch.where(signed < 0, -1.0, 1.0) * negative[..., None]
@@ -197,9 +191,10 @@ class Denoising(nn.Module):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
+        """As ``QueryGroups.losses``, of each block."""
         layout, device = self._layout(targets), logits.device
-        # Indices come from the counts on the host, so that nothing waits for the device: the
-        # queries of all images in one row, without gaps.
+        # The queries of all images in one row, without gaps. Indices come from the counts on the
+        # host, so that nothing waits for the device.
         image, query = layout.valid.nonzero(as_tuple=True)
         kept = (~layout.negative[image, query]).nonzero()[:, 0]
         target = image * targets.labels.shape[1] + layout.target[image, query]
@@ -226,6 +221,7 @@ class Denoising(nn.Module):
         )
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
+        """As ``QueryGroups.normalizers``."""
         kept = sum(groups * used for groups, used in map(self._shape_of, counts))
         return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
 
@@ -236,23 +232,18 @@ class Denoising(nn.Module):
 
     def _layout(self, targets: Targets) -> _Layout:
         """Returns the layout of a batch's queries, on the CPU."""
-        return _lay_out(tuple(map(self._shape_of, targets.counts)), self.copies)
-
-
-@lru_cache(maxsize=1)  # the losses of a batch use the layout of its queries again
-def _lay_out(shapes: tuple[tuple[int, int], ...], copies: int) -> _Layout:
-    """Returns the layout of queries, on the CPU, from groups and boxes in each of each image."""
-    groups, used = torch.tensor(shapes).T[..., None]
-    length = copies * used  # of a group, (N, 1)
-    total = groups * length
-    index = torch.arange(int(total.max())).expand(len(shapes), -1)  # (N, E)
-    inside = index % length.clamp(min=1)
-    return _Layout(
-        target=torch.where(index < total, inside % used.clamp(min=1), 0),
-        group=index // length.clamp(min=1),
-        negative=inside >= used,
-        valid=index < total,
-    )
+        shapes = torch.tensor([self._shape_of(count) for count in targets.counts])  # (N, 2)
+        groups, used = shapes.T[..., None]
+        length = self.copies * used  # of a group, (N, 1)
+        total = groups * length
+        index = torch.arange(int(total.max())).expand(len(shapes), -1)  # (N, E)
+        inside = index % length.clamp(min=1)
+        return _Layout(
+            target=torch.where(index < total, inside % used.clamp(min=1), 0),
+            group=index // length.clamp(min=1),
+            negative=inside >= used,
+            valid=index < total,
+        )
 
 
 class AuxiliaryQueries(nn.ModuleDict):
@@ -262,14 +253,11 @@ class AuxiliaryQueries(nn.ModuleDict):
         """Returns the queries for a batch; those of one kind do not attend to the other."""
         parts = [kind(targets) for kind in self._kinds()]
         widths = [part.content.shape[1] for part in parts]
-        rows = [
-            F.pad(
-                part.masked.expand(len(targets.counts), -1, -1),
-                (sum(widths[:index]), sum(widths[index + 1 :])),
-                value=True,
-            )
-            for index, part in enumerate(parts)
-        ]
+        rows = []
+        for index, part in enumerate(parts):
+            others = sum(widths[:index]), sum(widths[index + 1 :])
+            own = part.masked.expand(len(targets.counts), -1, -1)
+            rows.append(F.pad(own, others, value=True))
         return QuerySet(
             content=torch.cat([part.content for part in parts], dim=1),
             position=torch.cat([part.position for part in parts], dim=1),
@@ -284,7 +272,7 @@ class AuxiliaryQueries(nn.ModuleDict):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """Returns weighted losses by name, "loss_group_ce" and so on, summed over the blocks.
+        """Returns weighted losses by name, such as "loss_group_ce", summed over the blocks.
 
         ``outputs`` are "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4) of the queries
         from ``forward``; ``normalizers`` (P, 2) has a row for each kind.

@@ -2,10 +2,16 @@
 """The set prediction loss of DETR: one-to-one matching of boxes to queries, then losses.
 
 Paper: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3.1. Deviation: all
-decoder blocks and images of a step are computed at once: matching costs on the device, one
-transfer, SciPy's solver. The sums are those of the paper.
+decoder blocks and images of a step are matched at once: costs on the device, one transfer, SciPy's
+solver.
+
+Focal loss: arXiv:1708.02002, with the IoU as target: generalized focal loss, arXiv:2006.04388, and
+its cost in matching: Deformable DETR, arXiv:2010.04159. Deviation: targets may follow the IoU in
+part (``iou_target``), with the balance alpha of the plain loss.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,10 +21,11 @@ import torch
 from detectron2.utils import comm
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
-from .losses import ClassificationLoss, SoftmaxClassification
+from qbheat_det.modeling.image_model import check_value
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,127 @@ class Matches(NamedTuple):
     target: Tensor
 
 
+class ClassificationLoss(ABC):
+    """A loss of logits (…, K + 1), of which the last is the no-object class."""
+
+    name: str
+    """Its value of ``MODEL.MF_DETR.CLASSIFICATION``."""
+    initial_bias: float = 0.0
+    """Of the logits."""
+    least_normalizer: float = 1.0
+    """Smallest divisor of a sum over an effective batch."""
+    reads_quality: bool = True
+    """Whether ``loss`` uses the IoU."""
+
+    @abstractmethod
+    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
+        """Returns (N, …), the loss of each query, before division by ``normalizer``.
+
+        Args:
+            logits: (N, …, K + 1), float32.
+            wanted: (N, …), classes in [0, K], where K is "no object".
+            quality: (N, …), IoU of a query's box with the matched box, without gradient; 0 for
+                others.
+        """
+
+    @abstractmethod
+    def normalizer(self, matched: int, unmatched: int) -> float:
+        """Returns the divisor of a sum over so many queries of a whole batch."""
+
+    @abstractmethod
+    def scores(self, logits: Tensor) -> Tensor:
+        """From logits (…, K + 1) to probabilities of the classes (…, K)."""
+
+    def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """From logits (…, K + 1) and classes (…, T) to (…, T): 1 - p in DETR, less the constant."""
+        return -self.scores(logits).gather(-1, labels)
+
+
+class SoftmaxClassification(ClassificationLoss):
+    """DETR's softmax over K + 1 classes, with a smaller weight for queries without a box."""
+
+    name = "softmax"
+    least_normalizer = 1e-6  # the divisor is 0 only if the sum is
+    reads_quality = False
+
+    def __init__(self, *, no_object_weight: float = 0.1) -> None:
+        """Takes that weight."""
+        self.no_object_weight = no_object_weight
+
+    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
+        weight = logits.new_ones(logits.shape[-1])
+        weight[-1] = self.no_object_weight
+        return F.cross_entropy(logits.movedim(-1, 1), wanted, weight, reduction="none")
+
+    def normalizer(self, matched: int, unmatched: int) -> float:
+        return matched + self.no_object_weight * unmatched
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(dim=-1)[..., :-1]
+
+
+class FocalClassification(ClassificationLoss):
+    """A sigmoid for each class; the last of the K + 1 logits is not used.
+
+    The loss of a class is its binary cross-entropy with the target t, weighted by
+    abs(t - p)^gamma and by alpha for the wanted class, 1 - alpha for others. An ``iou_target`` of 0
+    gives RetinaNet's focal loss, 1 the quality focal loss.
+    """
+
+    name = "focal"
+
+    def __init__(
+        self,
+        *,
+        gamma: float = 2.0,
+        alpha: float = 0.25,
+        iou_target: float = 1.0,
+        prior: float = 0.01,
+    ) -> None:
+        """
+        Args:
+            gamma: exponent of the distance between target and prediction.
+            alpha: weight of the wanted class; 1 - alpha of the others.
+            iou_target: share of the IoU in the target of a match; with 0 the target is 1.
+            prior: probability of each class before training.
+
+        Raises:
+            ValueError: a number is out of its range.
+        """
+        # Between 0 and 1, the gradient diverges where a prediction equals its target.
+        check_value(gamma == 0 or gamma >= 1, "MF_DETR.FOCAL.GAMMA", gamma, "0 or at least 1")
+        check_value(0 <= alpha <= 1, "MF_DETR.FOCAL.ALPHA", alpha, "in [0, 1]")
+        check_value(0 <= iou_target <= 1, "MF_DETR.FOCAL.IOU_TARGET", iou_target, "in [0, 1]")
+        check_value(0 < prior < 1, "MF_DETR.FOCAL.PRIOR", prior, "between 0 and 1")
+        self.gamma = gamma
+        self.alpha = alpha
+        self.iou_target = iou_target
+        self.initial_bias = -math.log((1 - prior) / prior)
+
+    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
+        logits = logits[..., :-1]
+        is_wanted = wanted[..., None] == torch.arange(logits.shape[-1], device=logits.device)
+        target = (1 - self.iou_target * (1 - quality))[..., None] * is_wanted
+        entropy = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        balance = self.alpha * is_wanted + (1 - self.alpha) * ~is_wanted
+        distance = (target - logits.sigmoid()).abs()
+        return (balance * distance.pow(self.gamma) * entropy).sum(dim=-1)
+
+    def normalizer(self, matched: int, unmatched: int) -> float:
+        return float(matched)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits[..., :-1].sigmoid()
+
+    def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns the focal loss of the class if wanted, minus the one if not."""
+        logits = logits.gather(-1, labels)
+        p = logits.sigmoid()
+        wanted = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
+        unwanted = -(1 - self.alpha) * p.pow(self.gamma) * F.logsigmoid(-logits)
+        return wanted - unwanted
+
+
 class SetCriterion(nn.Module):
     """Matches predictions to ground truth; losses of class, L1 and GIoU, already weighted."""
 
@@ -79,8 +207,8 @@ class SetCriterion(nn.Module):
             ValueError: all weights are zero.
         """
         super().__init__()
-        if not (class_weight or l1_weight or giou_weight):
-            raise ValueError("CLASS_WEIGHT, L1_WEIGHT and GIOU_WEIGHT are all zero")
+        has_weight = bool(class_weight or l1_weight or giou_weight)
+        check_value(has_weight, "MF_DETR.CLASS_WEIGHT", 0, "above 0 where the others are zero")
         self.num_classes = num_classes
         self.classification = classification or SoftmaxClassification()
         self.class_weight = class_weight
@@ -95,7 +223,7 @@ class SetCriterion(nn.Module):
 
         Args:
             outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
-                of the unpadded image, one entry of L a block.
+                of the unpadded image, of L blocks.
             targets: ground truth of the N images.
             normalizers: (2,), from ``mean_normalizers`` of the effective batch.
         """
@@ -110,10 +238,10 @@ class SetCriterion(nn.Module):
 
     @torch.no_grad()
     def match(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Matches:
-        """Returns the assignment of least cost: of the class, L1 of cxcywh and -GIoU.
+        """Assigns boxes to queries at the least cost of class, L1 distance and -GIoU.
 
-        Of logits (L, N, Q, K + 1) and boxes (L, N, Q, 4) these are min(Q, T_i) pairs for each block
-        and image i, ordered by block, image and query.
+        From logits (L, N, Q, K + 1) and boxes (L, N, Q, 4) to min(Q, T_i) pairs for each block and
+        image i, ordered by block, image and query.
         """
         cost = self.matching_cost(logits.float(), boxes.float(), targets).cpu().numpy()
         rows = [np.empty((4, 0), dtype=np.int64)]
@@ -152,26 +280,42 @@ class SetCriterion(nn.Module):
         normalizers: Tensor,
         matches: Matches | None = None,
     ) -> dict[str, Tensor]:
-        """Returns weighted "loss_ce", "loss_bbox", "loss_giou", (L,), as ``forward``."""
+        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou" of each block, (L,) each.
+
+        Arguments are those of ``forward`` and ``match``, in float32.
+        """
         if matches is None:
             matches = self.match(logits, boxes, targets)
         classes, num_boxes = normalizers
-        class_sums = self.class_losses(logits, boxes, targets, matches).sum(dim=(1, 2))
+        where = matches.block, matches.image, matches.query
+        predicted, true_boxes = boxes[where], targets.boxes[matches.image, matches.target]  # (P, 4)
+        wanted = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
+        wanted[where] = targets.labels[matches.image, matches.target]
+        quality = boxes.new_zeros(wanted.shape)
+        if self.classification.reads_quality:
+            quality[where] = _pair_by_pair(box_iou, predicted.detach(), true_boxes)
+        class_sums = self.classification.loss(logits, wanted, quality).sum(dim=(1, 2))
+        distance = (predicted - true_boxes).abs().sum(dim=-1)
+        overlap = _pair_by_pair(generalized_box_iou, predicted, true_boxes)
+        zeros = boxes.new_zeros(len(boxes))
+        sums = [zeros.index_add(0, matches.block, pairs) for pairs in (distance, 1 - overlap)]
         return {
             "loss_ce": self.class_weight * class_sums / classes,
-            **self.localisation(boxes, targets, matches, num_boxes),
+            "loss_bbox": sums[0] * (self.l1_weight / num_boxes),
+            "loss_giou": sums[1] * (self.giou_weight / num_boxes),
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
-        """Returns the divisors of a batch's sums, of classes and boxes, from its boxes."""
-        # The same for every block, which all have as many matches.
+        """Returns the divisors of a batch's sums of classes and boxes, the same for each block.
+
+        ``counts`` are the boxes of each image.
+        """
         matched = sum(min(count, num_queries) for count in counts)
         unmatched = len(counts) * num_queries - matched
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
         """From sums (…, 2) of ``normalizers`` over all parts to the divisors of each, (…, 2)."""
-        # The least divisors of the whole batch.
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
 
@@ -181,35 +325,6 @@ class SetCriterion(nn.Module):
             counts = counts.clone()
             torch.distributed.all_reduce(counts)
         return self.mean_normalizers(counts, comm.get_world_size())
-
-    def class_losses(
-        self, logits: Tensor, boxes: Tensor, targets: Targets, matches: Matches
-    ) -> Tensor:
-        """Returns (L, N, Q): the classification loss of each query, not weighted or divided."""
-        where = (matches.block, matches.image, matches.query)
-        wanted = torch.full(logits.shape[:3], self.num_classes, device=logits.device)
-        wanted[where] = targets.labels[matches.image, matches.target]
-        quality = boxes.new_zeros(wanted.shape)
-        if self.classification.reads_quality:
-            true_boxes = targets.boxes[matches.image, matches.target]
-            quality[where] = _pair_by_pair(box_iou, boxes.detach()[where], true_boxes)
-        return self.classification.loss(logits, wanted, quality)
-
-    def localisation(
-        self, boxes: Tensor, targets: Targets, matches: Matches, num_boxes: Tensor
-    ) -> dict[str, Tensor]:
-        """Returns weighted "loss_bbox" and "loss_giou", (L,) each, divided by ``num_boxes``."""
-        predicted = boxes[matches.block, matches.image, matches.query]  # (P, 4)
-        wanted = targets.boxes[matches.image, matches.target]
-        distance = (predicted - wanted).abs().sum(dim=-1)
-        overlap = _pair_by_pair(generalized_box_iou, predicted, wanted)
-        by_block = boxes.new_zeros(len(boxes))
-        return {
-            "loss_bbox": by_block.index_add(0, matches.block, distance)
-            * (self.l1_weight / num_boxes),
-            "loss_giou": by_block.index_add(0, matches.block, 1 - overlap)
-            * (self.giou_weight / num_boxes),
-        }
 
 
 def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 """The blocks of MF-DETR's decoder: queries and a map that update each other.
 
 Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows DETR,
-arXiv:2005.12872 (post-norm), the rest Mobile-Former, arXiv:2108.05895. Determined by the paper's
-counts: full projections on the query side, hidden width 1024, expansion 6 in M-F-. Chosen here: 8
-heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a block's start.
+arXiv:2005.12872 (post-norm), the rest Mobile-Former, arXiv:2108.05895. The paper's counts
+determine full projections on the query side, hidden width 1024, and expansion 6 in M-F-. Chosen
+here: 8 heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a block's start.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from qbheat_det.layers import (
     pointwise,
     zero_padding,
 )
+from qbheat_det.modeling.image_model import check_value
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,9 @@ class DecoderWidths:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.dim % self.num_heads or self.dim % 4:
-            raise ValueError(
-                f"HIDDEN_DIM {self.dim} must be divisible by 4 and by NHEADS {self.num_heads}"
-            )
+        fits = not (self.dim % self.num_heads or self.dim % 4)
+        allowed = f"divisible by 4 and NHEADS ({self.num_heads})"
+        check_value(fits, "MF_DETR.HIDDEN_DIM", self.dim, allowed)
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,8 @@ class LevelMap:
 
 def feed_forward(widths: DecoderWidths) -> nn.Sequential:
     """Linear, ReLU, dropout, Linear."""
-    return nn.Sequential(
-        Linear(widths.dim, widths.hidden),
-        nn.ReLU(),
-        Dropout(widths.dropout),
-        Linear(widths.hidden, widths.dim),
-    )
+    first, last = Linear(widths.dim, widths.hidden), Linear(widths.hidden, widths.dim)
+    return nn.Sequential(first, nn.ReLU(), Dropout(widths.dropout), last)
 
 
 def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
@@ -139,7 +135,7 @@ class QueryLayer(nn.Module):
     def forward(
         self, queries: Tensor, position: Tensor, level: LevelMap, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """From queries and positions (N, Q, C), and the map to attend to, to the next of both.
+        """Updates queries and positions (N, Q, C) by the map.
 
         ``mask`` (N * heads, Q, Q) is True where a query (row) may not attend to another.
         """
@@ -156,7 +152,7 @@ class QueryLayer(nn.Module):
 
 
 class TransformerMobile(nn.Module):
-    """The map's own layer in M-F+: a transformer encoder layer over all positions."""
+    """The map side of M-F+: a transformer encoder layer over all positions."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -176,7 +172,7 @@ class TransformerMobile(nn.Module):
 
 
 class LiteMobile(nn.Module):
-    """The map's own layer in M-F-: a lite bottleneck with dynamic ReLU, without norms."""
+    """The map side of M-F-: a lite bottleneck with dynamic ReLU, without norms."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -202,7 +198,7 @@ class QueryToMap(nn.Module):
         self.value = nn.Linear(widths.dim, widths.dim)
 
     def forward(self, level: LevelMap, queries: Tensor, position: Tensor) -> Tensor:
-        """From queries and positions (N, Q, C) to (N, HW, C): the map plus what it attends to."""
+        """From queries and positions (N, Q, C) to (N, HW, C): the map plus the attended queries."""
         query, key, value = (
             t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for t in (level.x + level.position, self.key(queries + position), self.value(queries))
@@ -211,7 +207,7 @@ class QueryToMap(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One block: the query side, then the map side, which a decoder's last block lacks."""
+    """One block: the query side, then the map side, which the decoder's last block lacks."""
 
     def __init__(
         self,

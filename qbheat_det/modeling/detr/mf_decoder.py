@@ -2,10 +2,10 @@
 """MF-DETR's decoder: Mobile-Former blocks between object queries and a map, coarse to fine.
 
 Paper: QB-Heat, arXiv:2211.13228, Sec. 5, B.2 and Table 13 (MF-Dec-522 and MF-Dec-211). The map
-starts from the backbone's stride-16 output taken down to stride 32 and comes up to 16 and 8, where
-the backbone's maps are added.
+starts at stride 32, from the backbone's output at stride 16, and is upsampled to strides 16 and 8,
+where the backbone's maps are added.
 
-Not printed in the paper: the laterals (1x1 convolution and GroupNorm, added after up-sampling) and
+Not printed in the paper: the laterals (1x1 convolution and GroupNorm, added after upsampling) and
 the last block's missing map side; both follow from the printed counts.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.layers import DynamicReLU, SinePositionEncoding, halve, resize_bilinear
+from qbheat_det.modeling.image_model import check_value
 
 from .decoder_block import (
     DecoderBlock,
@@ -36,21 +37,17 @@ from .query_selection import QuerySelection, refine_boxes
 
 @dataclass(frozen=True)
 class QuerySet:
-    """E further queries for each of N images, and what they may not attend to.
+    """E additional queries for each of N images, and the queries that they may not attend to."""
 
-    ``content`` and ``position`` are (N, E, C). ``masked`` (N or 1, E, E) is True where a query
-    (row) may not attend to another, ``reads_own`` (E,) where it attends to the decoder's own.
-    """
-
-    content: Tensor
-    position: Tensor
-    masked: Tensor
-    reads_own: Tensor
+    content: Tensor  # (N, E, C)
+    position: Tensor  # (N, E, C)
+    masked: Tensor  # (N or 1, E, E), True where a query (row) may not attend to another
+    reads_own: Tensor  # (E,), True where a query attends to the decoder's own
 
     def mask(self, num_own: int) -> Tensor:
         """Returns (N, Q + E, Q + E), True where a query (row) may not attend to another.
 
-        The decoder's own Q queries come first and attend to none of these.
+        The decoder's own Q queries come first and do not attend to the others.
         """
         num_images, num_extra = self.content.shape[:2]
         own = torch.arange(num_own + num_extra, device=self.masked.device) >= num_own
@@ -96,31 +93,28 @@ class MFDecoder(nn.Module):
     ) -> None:
         """
         Args:
-            input_shape: shapes of the backbone's maps at strides 8 and 16, in this order, and if it
-                has one of the map at stride 32, which is added to that of stride 16 taken down.
+            input_shape: shapes of the backbone's maps at strides 8 and 16, and optionally 32, in
+                this order.
             num_classes: K, without the no-object class.
             num_queries: Q.
             num_blocks: blocks at strides 32 (M-F+), 16 and 8 (M-F-); (5, 2, 2) and (2, 1, 1) are
                 the paper's.
             widths: sizes of the blocks, the paper's by default.
             norm: name for ``detectron2.layers.get_norm``, of the down- and up-convolutions.
-            selection: makes the queries of the maps; by default they are learned, the same for all
-                images.
+            selection: takes the queries from the maps; by default they are learned.
 
         Raises:
-            ValueError: the input strides are not 8, 16 and perhaps 32, or there is no query, or a
-                level has no block.
+            ValueError: other input strides, no query, or a level without blocks.
         """
         super().__init__()
         strides = [shape.stride for shape in input_shape]
         if strides not in ([8, 16], [8, 16, 32]):
             raise ValueError(
-                f"MF-DETR reads maps at strides 8, 16 and, if it is there, 32, not {strides}"
+                f"MF-DETR reads maps at strides 8, 16 and optionally 32, not {strides}"
             )
-        if len(num_blocks) != 3 or min(num_blocks) < 1:
-            raise ValueError(f"NUM_BLOCKS wants three counts >= 1, not {list(num_blocks)}")
-        if num_queries < 1:
-            raise ValueError(f"NUM_OBJECT_QUERIES is at least 1, not {num_queries}")
+        has_blocks = len(num_blocks) == 3 and min(num_blocks) >= 1
+        check_value(has_blocks, "MF_DETR.NUM_BLOCKS", list(num_blocks), "three counts from 1 on")
+        check_value(num_queries >= 1, "MF_DETR.NUM_OBJECT_QUERIES", num_queries, "at least 1")
         widths = widths or DecoderWidths()
         fine, coarse, *coarsest = (cast(int, shape.channels) for shape in input_shape)
         self.position_encoding = SinePositionEncoding(channels=widths.dim)
@@ -155,7 +149,7 @@ class MFDecoder(nn.Module):
         nn.init.zeros_(self.bbox_embed.last.weight)
         if self.selection is None:
             nn.init.normal_(self.query_position.weight)
-        else:  # the blocks begin with what was selected
+        else:  # the first predictions are those of the selected positions
             nn.init.zeros_(self.class_embed.weight)
             self.selection.reset_parameters()
 
@@ -167,14 +161,14 @@ class MFDecoder(nn.Module):
     ) -> dict[str, Any]:
         """Returns "pred_logits" (L, N, Q + E, K + 1) and "pred_boxes" (L, N, Q + E, 4).
 
-        L counts the blocks while training and is 1, the last block, otherwise. Boxes are cxcywh in
-        [0, 1] of the unpadded image, further queries last. With a ``selection``, in training, also
-        "proposals", what it chose from.
+        L is the number of blocks in training, and 1, the last block, in inference. Boxes are cxcywh
+        in [0, 1] of the unpadded image; additional queries come last. With a ``selection``, in
+        training also returns the "proposals" that it selects from.
 
         Args:
             features: the backbone's maps, finest first, (N, C, H, W) each.
             padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
-            extra: E further queries for each image, which do not influence the decoder's own.
+            extra: E additional queries for each image, which do not change the decoder's own.
         """
         if self.selection is None:
             states = self.refine_queries(features, padding, extra)
@@ -220,7 +214,7 @@ class MFDecoder(nn.Module):
     def _refine(
         self, maps: "DecoderMaps", queries: Tensor, position: Tensor, extra: QuerySet | None
     ) -> Tensor:
-        """Returns content (N, Q, C), with that of further queries, after every block."""
+        """Returns the content of all queries after every block, (L, N, Q + E, C)."""
         mask = None
         if extra is not None:
             queries = torch.cat([queries, extra.content.to(queries)], dim=1)

@@ -21,12 +21,11 @@ from torchvision.ops import box_convert
 
 from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.contracts import pick_outputs
-from qbheat_det.modeling.image_model import find_cached_images
+from qbheat_det.modeling.image_model import check_value, find_cached_images
 
 from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
-from .criterion import SetCriterion, Targets
+from .criterion import FocalClassification, SetCriterion, SoftmaxClassification, Targets
 from .decoder_block import DecoderWidths
-from .losses import ClassificationLoss, FocalClassification, SoftmaxClassification
 from .mf_decoder import MFDecoder
 from .query_selection import QuerySelection
 
@@ -38,8 +37,8 @@ class MFDETR(nn.Module):
     """A backbone, a decoder with object queries, and a set loss.
 
     Any Detectron2 backbone with maps at strides 8 and 16 fits. If its ``forward`` takes
-    ``image_sizes``, as ``MobileFormer``'s does, a padded batch gives what its images give one by
-    one; else a warning is logged. In training, BatchNorm's statistics include the padding.
+    ``image_sizes``, as in ``MobileFormer``, padding does not change the results of an image;
+    otherwise a warning is logged. In training, BatchNorm's statistics include the padding.
     """
 
     train_only_modules = ("auxiliary_queries",)
@@ -64,7 +63,7 @@ class MFDETR(nn.Module):
             in_features: names of the backbone's maps at strides 8 and 16.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
-            auxiliary_queries: further queries in training, with losses of their own.
+            auxiliary_queries: additional queries in training, with their own losses.
         """
         super().__init__()
         self.backbone = backbone
@@ -98,7 +97,7 @@ class MFDETR(nn.Module):
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
-            # Built last, so that the random weights of all else are the same with and without it.
+            # Built last, so that it does not change the other random weights.
             "auxiliary_queries": _build_auxiliary_queries(node),
         }
 
@@ -121,7 +120,7 @@ class MFDETR(nn.Module):
                 with ``gt_boxes`` (absolute XYXY) and ``gt_classes``; "height" and "width" of the
                 wanted output in inference, the image's own by default.
             normalizers: in training, the result of ``loss_normalizers`` for the effective batch;
-                by default for the batches of all processes in this call.
+                by default for the batches of all processes.
 
         Returns:
             A dict of losses in training; else a list of {"instances": Instances} with
@@ -147,10 +146,10 @@ class MFDETR(nn.Module):
         targets: Targets,
         normalizers: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Returns the losses of the criterion, then those of auxiliary queries.
+        """Returns the losses of the decoder's queries, and of proposals or auxiliary queries.
 
-        Features are maps at strides 8 and 16, (N, C, H, W) each, ``padding`` (N, 1, H, W) at stride
-        8; for ``normalizers`` see ``forward``.
+        Features are maps at strides 8 and 16, (N, C, H, W) each, ``padding`` (N, 1, H, W) is at
+        stride 8; for ``normalizers`` see ``forward``.
         """
         if normalizers is None:
             counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
@@ -174,14 +173,14 @@ class MFDETR(nn.Module):
         }
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (P, 2): divisors of a batch's losses of classes and boxes, by itself.
+        """Returns (P, 2): divisors of a batch's losses of classes and boxes.
 
-        The first row is of the object queries, the others of each kind of auxiliary queries.
+        The first row is for the object queries, the others for each kind of auxiliary queries.
         """
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns (P, 2), divisors of each part, from the sum of all ``loss_counts``."""
+        """Returns (P, 2), the divisors of each part, from the sum of all ``loss_counts``."""
         return self.criterion.mean_normalizers(counts, parts)
 
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:
@@ -193,10 +192,9 @@ class MFDETR(nn.Module):
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalises the images and stacks them, zeros at the right and the bottom."""
         divisibility = self.backbone.size_divisibility
-        if "features" in batched_inputs[0]:
-            cached = find_cached_images(batched_inputs, divisibility, self.device)
-            if cached is not None:
-                return cached
+        cached = find_cached_images(batched_inputs, divisibility, self.device)
+        if cached is not None:
+            return cached
         images = [
             (entry["image"].to(self.device, non_blocking=True) - self.pixel_mean) / self.pixel_std
             for entry in batched_inputs
@@ -205,16 +203,15 @@ class MFDETR(nn.Module):
 
     def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
         """Returns the maps at strides 8 and 16, and the padding mask (N, 1, H, W) at stride 8."""
-        height, width = images.tensor.shape[-2:]
-        if all(tuple(size) == (height, width) for size in images.image_sizes):
-            sizes = None
-        else:
+        size = tuple(images.tensor.shape[-2:])
+        sizes = padding = None
+        if any(tuple(each) != size for each in images.image_sizes):
             sizes = torch.tensor(images.image_sizes).to(self.device, non_blocking=True)
-        if sizes is not None and self.masks_padding:
-            features = self.backbone(images.tensor, sizes)
-        else:
-            features = self.backbone(images.tensor)
-        padding = None if sizes is None else padding_mask(sizes, (height, width))
+            padding = padding_mask(sizes, size)
+        inputs = (
+            [images.tensor] if sizes is None or not self.masks_padding else [images.tensor, sizes]
+        )
+        features = self.backbone(*inputs)
         return [features[name] for name in self.in_features], halve(halve(halve(padding)))
 
     def prepare_targets(self, batched_inputs: list[dict[str, Any]]) -> Targets:
@@ -240,14 +237,8 @@ class MFDETR(nn.Module):
             scale = torch.tensor([width, height] * 2).to(corners.device, non_blocking=True)
             boxes = Boxes(corners[index] * scale)
             boxes.clip((height, width))
-            results.append(
-                Instances(
-                    (height, width),
-                    pred_boxes=boxes,
-                    scores=scores[index],
-                    pred_classes=classes[index],
-                )
-            )
+            fields = {"scores": scores[index], "pred_classes": classes[index]}
+            results.append(Instances((height, width), pred_boxes=boxes, **fields))
         return results
 
 
@@ -283,19 +274,13 @@ def _build_selection(node: CfgNode) -> QuerySelection | None:
 
 
 def _build_criterion(node: CfgNode) -> SetCriterion:
-    focal = {name.lower(): value for name, value in node.FOCAL.items()}
-    classifications: dict[str, ClassificationLoss] = {
-        "softmax": SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT),
-        "focal": FocalClassification(**focal),
-    }
-    if node.CLASSIFICATION not in classifications:
-        raise ValueError(
-            f"MODEL.MF_DETR.CLASSIFICATION is one of {[*classifications]}, not "
-            f"'{node.CLASSIFICATION}'"
-        )
+    kind, known = node.CLASSIFICATION, ("softmax", "focal")
+    check_value(kind in known, "MF_DETR.CLASSIFICATION", kind, f"one of {known}")
+    softmax = SoftmaxClassification(no_object_weight=node.NO_OBJECT_WEIGHT)
+    focal = FocalClassification(**{name.lower(): value for name, value in node.FOCAL.items()})
     return SetCriterion(
         num_classes=node.NUM_CLASSES,
-        classification=classifications[node.CLASSIFICATION],
+        classification=focal if kind == "focal" else softmax,
         class_weight=node.CLASS_WEIGHT,
         l1_weight=node.L1_WEIGHT,
         giou_weight=node.GIOU_WEIGHT,
@@ -305,11 +290,8 @@ def _build_criterion(node: CfgNode) -> SetCriterion:
 
 def _build_auxiliary_queries(node: CfgNode) -> AuxiliaryQueries | None:
     denoising, groups = node.DENOISING, node.QUERY_GROUPS
-    if denoising.GROUPS < 0 or groups.COUNT < 1:
-        raise ValueError(
-            f"MODEL.MF_DETR.DENOISING.GROUPS ({denoising.GROUPS}) is at least 0 and "
-            f"MODEL.MF_DETR.QUERY_GROUPS.COUNT ({groups.COUNT}) at least 1"
-        )
+    check_value(denoising.GROUPS >= 0, "MF_DETR.DENOISING.GROUPS", denoising.GROUPS, "at least 0")
+    check_value(groups.COUNT >= 1, "MF_DETR.QUERY_GROUPS.COUNT", groups.COUNT, "at least 1")
     kinds: dict[str, QueryGroups | Denoising] = {}
     if groups.COUNT > 1:
         kinds["groups"] = QueryGroups(

@@ -1,11 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Object queries chosen from the maps, where a dense head is most certain of an object.
+"""Object queries from the positions of the maps where a dense head is most certain of an object.
 
 For training on a few hundred images. Two-stage queries: "Deformable DETR", arXiv:2010.04159, Sec.
-4.2; distinct queries by suppression within the neighbourhood, in the manner of "Dense Distinct
-Query for End-to-End Object Detection", arXiv:2303.12776. Boxes and classes of the decoder's blocks
-are refinements of those of the chosen positions. The dense head is trained one-to-many: each box is
-assigned to the positions of least matching cost.
+4.2; suppression of neighbours, similar to "Dense Distinct Query", arXiv:2303.12776. The decoder's
+blocks refine the boxes and classes of the selected positions. The dense head is trained
+one-to-many: each box is assigned to the positions of least matching cost.
 """
 
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 from qbheat_det.layers import SinePositionEncoding, depthwise, pointwise, zero_padding
 from qbheat_det.layers.padded_maps import valid_sizes
+from qbheat_det.modeling.image_model import check_value
 
 from .criterion import Matches, SetCriterion, Targets
 
@@ -27,40 +27,34 @@ _OUTSIDE_COST = 1e3  # of a position whose centre is not in the box
 
 
 class Proposals(NamedTuple):
-    """What the dense head predicts at the P positions of all levels.
+    """Predictions of the dense head at the P positions of all levels."""
 
-    ``logits`` (N, P, K + 1), ``boxes`` (N, P, 4), cxcywh relative to the unpadded image,
-    ``centers`` (N or 1, P, 2) of the positions, ``features`` (N, P, C), and ``distinct`` (N, P),
-    True where no neighbour has a higher score.
-    """
-
-    logits: Tensor
-    boxes: Tensor
-    centers: Tensor
-    features: Tensor
-    distinct: Tensor
+    logits: Tensor  # (N, P, K + 1)
+    boxes: Tensor  # (N, P, 4), cxcywh in [0, 1] of the unpadded image
+    centers: Tensor  # (N, P, 2), of the positions
+    features: Tensor  # (N, P, C)
+    distinct: Tensor  # (N, P), True where no neighbour has a higher score
 
 
 class SelectedQueries(NamedTuple):
-    """Q queries: content and position (N, Q, C), what they refine: logits (N, Q, K + 1), boxes."""
+    """Q queries, and the predictions that they refine."""
 
-    content: Tensor
-    position: Tensor
-    logits: Tensor
-    boxes: Tensor
+    content: Tensor  # (N, Q, C)
+    position: Tensor  # (N, Q, C)
+    logits: Tensor  # (N, Q, K + 1)
+    boxes: Tensor  # (N, Q, 4)
 
 
 def refine_boxes(boxes: Tensor, deltas: Tensor) -> Tensor:
     """Moves boxes (…, 4), cxcywh, by deltas (…, 4): shares of their sides, logarithms of scales."""
     centers, sizes = boxes.chunk(2, dim=-1)
     shift, scale = deltas.chunk(2, dim=-1)
-    return torch.cat(
-        [centers + shift * sizes, sizes * scale.clamp(max=_MAX_LOG_SCALE).exp()], dim=-1
-    )
+    scale = scale.clamp(max=_MAX_LOG_SCALE).exp()
+    return torch.cat([centers + shift * sizes, sizes * scale], dim=-1)
 
 
 class QuerySelection(nn.Module):
-    """A dense head over the maps of all levels, and queries from its most certain positions."""
+    """A dense head on the maps of all levels, which selects positions as queries."""
 
     def __init__(
         self,
@@ -71,23 +65,20 @@ class QuerySelection(nn.Module):
         positions_per_box: int = 6,
         weight: float = 1.0,
     ) -> None:
-        """
-        Args:
-            num_classes: K.
-            num_queries: Q.
-            dim: C, of maps and queries.
-            positions_per_box: positions that each box is assigned to in training.
-            weight: factor on the dense head's losses.
+        """Takes K, Q, the width C of maps and queries, and for training:
 
-        Raises:
-            ValueError: a number is out of its range.
+        Args:
+            positions_per_box: positions that each box is assigned to.
+            weight: factor on the dense head's losses.
         """
         super().__init__()
-        if positions_per_box < 1 or weight < 0:
-            raise ValueError(
-                f"MODEL.MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX ({positions_per_box}) is at "
-                f"least 1 and WEIGHT ({weight}) at least 0"
-            )
+        check_value(
+            positions_per_box >= 1,
+            "MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX",
+            positions_per_box,
+            "at least 1",
+        )
+        check_value(weight >= 0, "MF_DETR.QUERY_SELECTION.WEIGHT", weight, "at least 0")
         self.num_queries = num_queries
         self.positions_per_box = positions_per_box
         self.weight = weight
@@ -102,19 +93,19 @@ class QuerySelection(nn.Module):
         self.box_embed = nn.Sequential(nn.Linear(2 * dim, dim), nn.ReLU(), nn.Linear(dim, dim))
 
     def reset_parameters(self) -> None:
-        """Small weights for the predictions, so that all positions begin alike."""
+        """Gives the predictions small weights, so that all positions start alike."""
         for layer in (self.class_embed, self.bbox_embed):
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
 
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
-        """From maps (N, C, H, W), one for each stride, and their paddings (N, 1, H, W), or None."""
+        """From the maps of all levels (N, C, H, W) and their padding, (N, 1, H, W) or None."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
         return Proposals(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 
     def select(self, proposals: Proposals) -> SelectedQueries:
-        """Returns the Q distinct proposals of the highest scores as queries."""
-        # With Q empty ones, so that a small map has as many queries.
+        """Returns the Q distinct proposals with the highest scores as queries."""
+        # Q empty proposals, for maps with fewer positions.
         logits, boxes, features = (
             F.pad(field, (0, 0, 0, self.num_queries), value=value)
             for field, value in (
@@ -138,7 +129,7 @@ class QuerySelection(nn.Module):
     def losses(
         self, proposals: Proposals, targets: Targets, criterion: SetCriterion, normalizers: Tensor
     ) -> dict[str, Tensor]:
-        """Returns the weighted losses of the dense head, "loss_proposal_ce" and so on.
+        """Returns the weighted losses of the dense head, such as "loss_proposal_ce".
 
         ``normalizers`` (2,) are the divisors of the decoder's own losses.
         """
@@ -154,7 +145,7 @@ class QuerySelection(nn.Module):
 
     @torch.no_grad()
     def assign(self, proposals: Proposals, targets: Targets, criterion: SetCriterion) -> Matches:
-        """Assigns each box to positions of least cost; a position has the box of its least cost."""
+        """Assigns each box to the positions of least cost; a position takes its cheapest box."""
         logits, boxes = (x.detach().float()[None] for x in (proposals.logits, proposals.boxes))
         cost = criterion.matching_cost(logits, boxes, targets)[0]  # (N, P, T)
         low, high = targets.boxes[:, None].chunk(2, dim=-1)
@@ -207,12 +198,12 @@ class QuerySelection(nn.Module):
         height, width = size
         if padding is None:
             # Not new_tensor, which the exporter cannot follow.
-            extent = torch.cat([like.new_full((1, 1), side) for side in size], dim=1)
-            extent = extent.expand(like.shape[0], -1)
+            extent = torch.cat([like.new_full((len(like), 1), side) for side in size], dim=1)
         else:
             extent = valid_sizes(padding).to(like.dtype)
-        rows = torch.arange(height, device=like.device, dtype=like.dtype) + 0.5
-        columns = torch.arange(width, device=like.device, dtype=like.dtype) + 0.5
+        rows, columns = (
+            torch.arange(side, device=like.device, dtype=like.dtype) + 0.5 for side in size
+        )
         x = (columns / extent[:, 1:])[:, None].expand(-1, height, -1)
         y = (rows / extent[:, :1])[:, :, None].expand(-1, -1, width)
         centers = torch.stack([x, y], dim=-1).flatten(1, 2)

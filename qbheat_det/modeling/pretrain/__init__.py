@@ -2,17 +2,28 @@
 """Pre-training objectives; importing this package registers them."""
 
 from .distillation import FeatureDistillation
-from .heat_predictor import HeatPredictor
 from .moco import MoCo
-from .pixel_decoder import ReconstructionDecoder, patchify, take, unpatchify
-from .qb_heat import CORNERS, QUADRANTS, QUADRANTS_OF, QBHeat, VisibleQuarters, visible_positions
+from .qb_heat import (
+    QUADRANTS,
+    QUADRANTS_OF,
+    HeatPredictor,
+    QBHeat,
+    VisibleQuarters,
+    visible_positions,
+)
 from .random_masking import InterpolatedMasking, MaskTokenMasking
-from .reconstruction import ReconstructionLoss, ReconstructionModel
+from .reconstruction import (
+    ReconstructionDecoder,
+    ReconstructionLoss,
+    ReconstructionModel,
+    patchify,
+    take,
+)
 from .wasserstein import WassersteinDependency
 
 __all__ = [
-    "CORNERS", "QUADRANTS", "QUADRANTS_OF", "FeatureDistillation", "HeatPredictor",
+    "QUADRANTS", "QUADRANTS_OF", "FeatureDistillation", "HeatPredictor",
     "InterpolatedMasking", "MaskTokenMasking", "MoCo", "QBHeat", "ReconstructionDecoder",
     "ReconstructionLoss", "ReconstructionModel", "VisibleQuarters", "WassersteinDependency",
-    "patchify", "take", "unpatchify", "visible_positions",
+    "patchify", "take", "visible_positions",
 ]  # fmt: skip

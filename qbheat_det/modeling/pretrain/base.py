@@ -1,12 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What pre-training objectives have in common: a backbone, one of its maps, images of one size.
+"""Common parts of pre-training objectives: a backbone, one of its maps, images of one size.
 
 A subclass adds the parts of its objective and a ``forward`` that returns losses in training. The
-dataset mapper decodes and crops. What an objective draws at random it draws in the model, and
-``forward`` takes it as an argument too, for tests and figures.
+dataset mapper decodes and crops. The model makes the objective's random choices, and ``forward``
+takes them as an optional argument, for tests and figures.
 
-``ProjectionHead`` follows "Improved Baselines with Momentum Contrastive Learning" (MoCo-v2),
-arXiv:2003.04297, whose perceptron of two layers without BatchNorm is SimCLR's.
+``ProjectionHead`` is the perceptron of two layers without BatchNorm of "Improved Baselines with
+Momentum Contrastive Learning" (MoCo-v2), arXiv:2003.04297.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class PretrainingModel(ImageModel):
-    """A backbone to pre-train, and the map of it that the objective learns from."""
+    """A backbone to pre-train, and its map that the objective learns from."""
 
     pretrain_only_modules: tuple[str, ...] = ()
     mapper_name = "pretrain"
@@ -40,8 +40,8 @@ class PretrainingModel(ImageModel):
         for name, other in backbone.output_shape().items():
             if (other.stride or 0) > shape.stride:
                 logger.warning(
-                    f"The layers of '{name}' come after '{in_feature}', which the objective learns "
-                    "from: they keep their random weights"
+                    f"The layers of '{name}' come after '{in_feature}', from which the objective "
+                    "learns: they keep their random weights"
                 )
         super().__init__(backbone=backbone, in_feature=in_feature, image_size=image_size, **others)
 
@@ -68,17 +68,17 @@ class ProjectionHead(nn.Module):
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """From the map (N, C, H, W) and "tokens", if any, to (N, D), float32, rows of length 1."""
         projected = self.out(F.relu(self.hidden(self.pool(features))))
-        # In float32 under autocast too: half precision would blur similarities near one.
+        # Float32 under autocast too: half precision has few steps near a similarity of 1.
         return F.normalize(projected.float(), dim=1)
 
 
 def embedding_from_config(
     cfg: CfgNode, node: CfgNode, *, multiple: int | None = None
 ) -> dict[str, Any]:
-    """Returns arguments of objectives that compare embeddings: ``PretrainingModel``'s and "head".
+    """Returns the arguments of ``PretrainingModel`` and a "head", for embeddings of images.
 
     ``node`` has the objective's keys ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``; for ``multiple``
-    see ``find_map``. Raises a ``ValueError`` if there is no such map, or a width is not positive.
+    see ``find_map``.
     """
     backbone, size = build_backbone(cfg), cfg.INPUT.PRETRAIN.SIZE
     shapes = backbone.output_shape()
@@ -96,11 +96,11 @@ def embedding_from_config(
 
 
 def check_equal_shares(batch_size: int, processes: int) -> None:
-    """Raises a ``UserError`` unless all processes get as many images, which gathering needs."""
+    """Raises a ``UserError`` if the processes have different numbers of images."""
     if batch_size % processes:
         raise UserError(
-            f"SOLVER.IMS_PER_BATCH {batch_size} is no multiple of the {processes} processes: this "
-            "objective compares images across processes and needs as many from each"
+            f"SOLVER.IMS_PER_BATCH {batch_size} is no multiple of the {processes} processes, which "
+            "need equal numbers of images: this objective compares images of all processes"
         )
 
 
@@ -109,14 +109,14 @@ def find_map(
 ) -> ShapeSpec:
     """Returns the shape of a backbone's map, or raises a ``ValueError``.
 
-    With ``multiple``, the number of positions along a side of the map must be a multiple of it, and
-    each position cover stride x stride pixels of the image; None allows any image size.
+    With ``multiple``, the map's side in positions must be a multiple of it, and the image's side a
+    multiple of the stride; None allows any image size.
     """
     strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
     if name not in strides:
         raise ValueError(
-            f"IN_FEATURE '{name}' is no map of the backbone, which has the strides {strides}; "
-            "more can be requested (MODEL.TIMM.OUT_FEATURES, MODEL.MOBILE_FORMER.OUT_FEATURES)"
+            f"IN_FEATURE '{name}' is no map of the backbone, whose strides are {strides}: add it "
+            "to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
         )
     side = (multiple or 1) * strides[name]
     if image_size < 1 or (multiple and image_size % side):

@@ -1,11 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Pre-training by prediction of the features of a frozen teacher, from a quarter or the whole.
+"""Pre-training by prediction of a frozen teacher's features, from a quarter or the whole image.
 
 The encoder sees a quarter of the image and linear models predict the features of the rest, as in
-QB-Heat (arXiv:2211.13228); what they are compared with is not the pixels but the map of a network
-that others have trained. With the whole image visible it is plain feature distillation; the target
-and the loss are those of arXiv:2205.14141: each feature vector is brought to mean 0 and variance 1,
-and the error is a smooth L1 loss of β = 2.
+QB-Heat (arXiv:2211.13228), but the target is the map of a trained network instead of pixels. With
+the whole image visible, this is feature distillation. Target and loss: arXiv:2205.14141; each
+feature vector is normalised to mean 0 and variance 1, and the error is a smooth L1 loss of β = 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,21 +20,20 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone.timm_backbone import find_teacher_maps
 
 from .base import PretrainingModel, find_map
-from .heat_predictor import OFFSETS, HeatPredictor
-from .qb_heat import QBHeat, VisibleQuarters
+from .qb_heat import OFFSETS, HeatPredictor, QBHeat, VisibleQuarters
 
 _BETA = 2.0
 
 
 class MapPrediction(nn.Module):
-    """The parts that predict one map of the teacher from one of the encoder."""
+    """Predicts one map of the teacher from one of the encoder."""
 
     def __init__(
         self, *, channels: int, dim: int, target_channels: int, predictor: HeatPredictor | None
     ) -> None:
-        """Takes the channels of the encoder's map, C of what is predicted, and those of the target.
+        """Takes the channels of the encoder's map, of predicted features and of the target.
 
-        ``predictor`` predicts the features of the hidden part; None if the whole image is visible.
+        ``predictor`` predicts the features of the masked part; None if the whole image is visible.
         """
         super().__init__()
         self.projection = nn.Linear(channels, dim)
@@ -47,13 +45,13 @@ class MapPrediction(nn.Module):
 class FeatureDistillation(PretrainingModel):
     """An encoder of a part of the image, linear predictions of the rest, and a linear layer.
 
-    Maps of encoder and teacher have G x G positions over the image, each pair its own G.
-    ``MODEL.QB_HEAT`` has the keys of the part that is visible, of the linear models and of the
-    projection; ``MODEL.TEACHER`` those of the teacher.
+    A map of the encoder and its target have G x G positions over the image. ``MODEL.QB_HEAT`` has
+    the keys of the visible part, the linear models and the projection; ``MODEL.TEACHER`` has the
+    teacher's.
     """
 
     pretrain_only_modules = ("projection", "predictor", "head", "finer")
-    optional_modules = ("predictor", "finer")  # as after quarters, or two maps
+    optional_modules = ("predictor", "finer")
     needs_teacher = True
 
     @configurable
@@ -124,15 +122,15 @@ class FeatureDistillation(PretrainingModel):
 
     @classmethod
     def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-        """See ``get_views``: those of ``QBHeat``, or the whole image."""
+        """Returns the views of ``QBHeat``, or the whole image; see ``get_views``."""
         return QBHeat.views_from_config(cfg) or {"image": ()}
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
         """From dicts with "image" (3, S, S), a teacher's maps (T, G, G) as "targets", "place".
 
-        Returns the losses, () each, in training; else for each image {"loss_feature"}, of all maps
-        together, with its "place" if it has one. Without targets {"target"} in evaluation, the main
-        map predicted from the whole image, of vectors of mean 0 and variance 1.
+        Returns the losses, () each, in training. In evaluation, returns for each image
+        {"loss_feature"}, the sum over its maps, with its "place" if it has one; without targets
+        {"target"}, the main map predicted from the whole image, normalised.
         """
         images = self.preprocess_image(batched_inputs)
         if not (self.training or "targets" in batched_inputs[0]):
@@ -175,7 +173,7 @@ class FeatureDistillation(PretrainingModel):
 
 
 def feature_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Returns mean errors (N,), of predictions and a teacher's features (N, G, G, T)."""
+    """Returns the mean error of each image, (N,), from predictions and targets (N, G, G, T)."""
     target = F.layer_norm(target.float(), target.shape[-1:])
     error = F.smooth_l1_loss(predicted.float(), target, beta=_BETA, reduction="none")
     return error.flatten(1).mean(dim=1)

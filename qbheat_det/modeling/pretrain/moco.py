@@ -2,12 +2,12 @@
 """MoCo-v2: pre-training by contrast of two views of an image with views of other images.
 
 Papers: "Momentum Contrast", arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive
-Learning", arXiv:2003.04297. Keys enter the queue and the momentum encoder is updated at the end of
-a step, which gives the same numbers.
+Learning", arXiv:2003.04297. The queue and the momentum encoder are updated at the end of a step,
+which gives the same numbers.
 
-Shuffled BatchNorm (the first paper, Sec. 3.3): with shared batch statistics the encoder could
-recognise the right key by these. So the images of all processes are redistributed for the encoder
-of keys; with few processes, groups within each have the same effect.
+Shuffled BatchNorm (the first paper, Sec. 3.3): from shared batch statistics, the encoder could
+recognise the right key. So the images of all processes are redistributed for the encoder of keys;
+with few processes, groups within each process have the same effect.
 """
 
 import copy
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.image_model import check_value
 
 from .base import PretrainingModel, ProjectionHead, check_equal_shares, embedding_from_config
 
@@ -29,14 +30,13 @@ from .base import PretrainingModel, ProjectionHead, check_equal_shares, embeddin
 class MomentumCopy(nn.Module):
     """A copy of a module whose weights follow it slowly (Eq. 2), without gradients.
 
-    As in MoCo, only weights follow; BatchNorm's statistics are of the copy's own inputs.
+    As in MoCo, BatchNorm's statistics do not follow: they come from the copy's own inputs.
     """
 
     def __init__(self, module: nn.Module, *, momentum: float) -> None:
-        """Takes the module, and m in [0, 1], the share of its weights kept in each step."""
+        """Takes the module, and m in [0, 1], the share of the copy's weights kept in each step."""
         super().__init__()
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"MODEL.MOCO.MOMENTUM must be in [0, 1], not {momentum}")
+        check_value(0 <= momentum <= 1, "MOCO.MOMENTUM", momentum, "in [0, 1]")
         self.copied = copy.deepcopy(module).requires_grad_(False)
         self.momentum = momentum
 
@@ -48,7 +48,7 @@ class MomentumCopy(nn.Module):
     @torch.no_grad()
     def follow(self, module: nn.Module) -> None:
         """Moves each weight k towards that of ``module``, q: k becomes m k + (1 - m) q."""
-        # As k + (1 - m)(q - k), so that equal weights keep their bits.
+        # k + (1 - m)(q - k): equal weights keep their bits.
         torch._foreach_lerp_(
             list(self.copied.parameters()), list(module.parameters()), 1 - self.momentum
         )
@@ -57,16 +57,14 @@ class MomentumCopy(nn.Module):
 class FeatureQueue(nn.Module):
     """K keys of D numbers, first in, first out (Sec. 3.2).
 
-    Keys of a step are held until it ends, so that micro-batches make no difference. Keys and
-    position are buffers in checkpoints; a new queue has random directions, the same in every
-    process.
+    Keys of a step are held until it ends, so that micro-batches make no difference. A new queue has
+    random directions, the same in every process.
     """
 
     def __init__(self, *, size: int, dim: int) -> None:
-        """Takes K and D, both at least 1."""
+        """Takes K, at least 1, and D."""
         super().__init__()
-        if min(size, dim) < 1:
-            raise ValueError(f"a queue of {size} keys of {dim} numbers cannot be built")
+        check_value(size >= 1, "MOCO.QUEUE_SIZE", size, "at least 1")
         generator = torch.Generator().manual_seed(0)
         random = F.normalize(torch.randn(size, dim, generator=generator), dim=1)
         self.register_buffer("keys", random)
@@ -80,8 +78,8 @@ class FeatureQueue(nn.Module):
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(
-                f"more than the queue's {len(self.keys)} keys came in one step: either "
-                "MODEL.MOCO.QUEUE_SIZE is below SOLVER.IMS_PER_BATCH, or nothing calls after_step"
+                f"a step has more than the queue's {len(self.keys)} keys: MODEL.MOCO.QUEUE_SIZE is "
+                "below SOLVER.IMS_PER_BATCH, or after_step is not called"
             )
 
     @torch.no_grad()
@@ -98,7 +96,7 @@ class FeatureQueue(nn.Module):
 
 
 def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: int) -> Tensor:
-    """Returns (N, D) of images (N, 3, H, W), encoded in ``groups`` parts of about equal size."""
+    """From images (N, 3, H, W) to (N, D), encoded in ``groups`` parts of about equal size."""
     parts = images.tensor_split(min(groups, len(images)))
     return torch.cat([embed(part) for part in parts])
 
@@ -118,12 +116,12 @@ def embed_shuffled(
     """Encodes the images of all processes, distributed to them by ``order``.
 
     Args:
-        embed: from images (n, 3, H, W) to (n, D), in ``groups`` with batch statistics of their own.
-        images: (N, 3, H, W), those of this process; equally many on each.
+        embed: from images (n, 3, H, W) to (n, D), in ``groups`` with their own batch statistics.
+        images: (N, 3, H, W), those of this process; N is the same on each.
         order: (P N,), of the images of P processes; the first N go to the first process.
 
     Returns:
-        (P N, D), in the original order, the first process first.
+        (P N, D), in the original order.
     """
     num_images, rank = len(images), comm.get_rank()
     mine = order[rank * num_images : (rank + 1) * num_images]
@@ -166,26 +164,23 @@ class MoCo(PretrainingModel):
         norm_groups: int = 1,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, with a head to embeddings, a queue of as wide keys, and:
+        """As ``PretrainingModel``, with a head to embeddings (N, D), a queue of keys (K, D), and:
 
         Args:
             temperature: divides similarities, above 0.
             momentum: see ``MomentumCopy``.
-            norm_groups: parts of each process's batch with batch statistics of their own.
+            norm_groups: parts of each process's batch with their own batch statistics.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
-        if temperature <= 0 or norm_groups < 1:
-            raise ValueError(
-                "MODEL.MOCO.TEMPERATURE must be above 0 and MODEL.MOCO.NORM_GROUPS at least 1, not "
-                f"{temperature} and {norm_groups}"
-            )
+        check_value(temperature > 0, "MOCO.TEMPERATURE", temperature, "above 0")
+        check_value(norm_groups >= 1, "MOCO.NORM_GROUPS", norm_groups, "at least 1")
         self.head = head
         self.momentum_backbone = MomentumCopy(backbone, momentum=momentum)
         self.momentum_head = MomentumCopy(head, momentum=momentum)
         self.queue = queue
         self.temperature = temperature
         self.norm_groups = norm_groups
-        # "contrast_accuracy": share of queries more similar to their own key than to all others.
+        # "contrast_accuracy": per cent of queries most similar to their own key.
         self.metrics: dict[str, Tensor] = {}
         self.register_load_state_dict_post_hook(_copy_missing_weights)
 
@@ -216,11 +211,11 @@ class MoCo(PretrainingModel):
             order: of the images of all processes, see ``embed_shuffled``; random by default.
 
         Returns:
-            {"loss_contrastive"}, (), in training; else a list with a dict for each image:
-            "embedding" (D,), of length 1, by the encoder of queries.
+            {"loss_contrastive"}, (), in training; else {"embedding"} (D,) of each image, of length
+            1, by the encoder of queries.
 
         Raises:
-            UserError: an image has another size, or there is one view.
+            UserError: an image has another size, or is missing.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -259,10 +254,7 @@ class MoCo(PretrainingModel):
 def check_batch(
     queue_size: int, groups: int, *, batch_size: int, processes: int, accumulate: int
 ) -> None:
-    """Raises a ``UserError`` unless the queue holds whole batches and groups have two images.
-
-    A query and its key in a group of one would have the same batch statistics.
-    """
+    """Raises a ``UserError`` unless the queue holds whole batches and groups have two images."""
     if queue_size < 1 or queue_size % batch_size:
         raise UserError(
             f"MODEL.MOCO.QUEUE_SIZE {queue_size} is no multiple of SOLVER.IMS_PER_BATCH "
@@ -271,13 +263,13 @@ def check_batch(
     smallest = batch_size // processes // accumulate
     if groups > 1 and smallest // groups < 2:
         raise UserError(
-            f"MODEL.MOCO.NORM_GROUPS {groups} leaves groups of one image of the {smallest} that a "
+            f"MODEL.MOCO.NORM_GROUPS {groups} makes groups of one image from the {smallest} that a "
             "process has at once: lower it, or raise SOLVER.IMS_PER_BATCH"
         )
 
 
 def _copy_missing_weights(model: MoCo, incompatible: Any) -> None:
-    """Lets the momentum encoder start as the encoder, with weights of another kind of model."""
+    """Starts the momentum encoder as the encoder if the weights are another model's."""
     missing = set(incompatible.missing_keys)
     pairs = (model.momentum_backbone, model.backbone), (model.momentum_head, model.head)
     for name, (follower, module) in zip(("backbone", "head"), pairs, strict=True):

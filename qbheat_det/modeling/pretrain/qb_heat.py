@@ -2,30 +2,151 @@
 """QB-Heat: pre-training by linear prediction of three quarters of an image from the fourth.
 
 Paper: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al.,
-arXiv:2211.13228, Sec. 3, 4 and Appendix A. Not said there and chosen here: the four corners are
-equally frequent within a batch; see the other parts for theirs. With Mobile-Former, the objective
-learns from "s16_expanded", which the paper counts as part of the backbone and which its classifiers
-and decoders read: from an earlier map, the last convolution would keep random weights.
+arXiv:2211.13228, Sec. 3, 4 and Appendix A. A feature moves by a finite difference (Eq. 5),
+z(x + Δx, y) = (I + Δx A) z(x, y), with one matrix for each of eight directions.
+
+Not in the paper and chosen here: the learned matrix is M = Δx A itself and starts at zero; the
+diagonal C_ij combines the directions of A_i and B_j; the four corners are equally frequent within a
+batch. With Mobile-Former, the objective learns from "s16_expanded", which the paper counts as part
+of the backbone and which its classifiers and decoders read: from an earlier map, the last
+convolution would keep random weights.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
-from torch import Tensor
+from torch import Tensor, nn
 
-from .heat_predictor import OFFSETS, HeatPredictor
-from .pixel_decoder import ReconstructionDecoder
-from .reconstruction import ReconstructionModel
+from qbheat_det.layers import linear
+from qbheat_det.modeling.image_model import check_value
+
+from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
 CORNERS = ("top_left", "top_right", "bottom_left", "bottom_right")
 QUADRANTS = (*CORNERS, "centre")
 """Positions of the visible quarter; a corner's index is twice its row plus its column."""
 QUADRANTS_OF = {"corner": CORNERS, "centre": ("centre",), "both": QUADRANTS}
 """Possible positions for each value of ``MODEL.QB_HEAT.VISIBLE``."""
+DIRECTIONS: dict[str, tuple[int, int]] = {
+    "A1": (1, 0),
+    "A2": (-1, 0),
+    "B1": (0, 1),
+    "B2": (0, -1),
+    "C11": (1, 1),
+    "C12": (1, -1),
+    "C21": (-1, 1),
+    "C22": (-1, -1),
+}
+"""Signs of Δx (to the right) and Δy (down) of each matrix, by name in the paper."""
+_NAMES = {signs: name for name, signs in DIRECTIONS.items()}
+OFFSETS = {"corner": 1 / 2, "centre": 1 / 4}
+"""Side of a predicted block in sides of the image, by the kind of visible quarter."""
+_EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
+
+
+class LinearModels(nn.Module):
+    """The matrices of one scale, each (C, C): A, B and C of the paper times their offset.
+
+    The explicit ones are parameters of the same names, from which the implicit ones follow.
+    """
+
+    def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
+        """Takes C, the number of explicit models (8, 4 or 2) and Δx in sides of the image."""
+        super().__init__()
+        known = tuple(_EXPLICIT)
+        check_value(num_models in known, "QB_HEAT.NUM_MODELS", num_models, f"one of {known}")
+        check_value(dim >= 1, "QB_HEAT.FEATURE_DIM", dim, "at least 1")
+        self.offset = offset
+        for name in _EXPLICIT[num_models]:
+            self.register_parameter(name, nn.Parameter(torch.zeros(dim, dim)))
+
+    def matrices(self) -> dict[str, Tensor]:
+        """Returns all eight by the names of ``DIRECTIONS``, with gradients, in float32."""
+        models: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        for name in ("A", "B"):  # Eq. 9
+            models.setdefault(f"{name}2", -models[f"{name}1"])
+        # Autocast would round the products.
+        with torch.autocast(models["A1"].device.type, enabled=False):
+            for i, j in product("12", "12"):
+                if f"C{i}{j}" not in models:  # Eq. 12
+                    a, b = models[f"A{i}"], models[f"B{j}"]
+                    models[f"C{i}{j}"] = a + b + (a @ b + b @ a) / 2
+        return models
+
+
+class HeatPredictor(nn.Module):
+    """Predicts the features of the whole image from those of the visible quarter.
+
+    A visible corner predicts the three other quarters, over half the image. Each of the four
+    quarters of a visible centre predicts the three blocks outward of it, over a quarter of the
+    image. In both cases a block lies in one corner of an area of twice its side and predicts the
+    rest.
+    """
+
+    def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
+        """Takes C, the number of explicit models of a scale, and the kinds of visible quarters."""
+        super().__init__()
+        known = *OFFSETS, "both"
+        check_value(visible in known, "QB_HEAT.VISIBLE", visible, f"one of {known}")
+        self.dim = dim
+        self.visible = visible
+        self.scales = nn.ModuleDict(
+            {
+                kind: LinearModels(dim=dim, num_models=num_models, offset=offset)
+                for kind, offset in OFFSETS.items()
+                if visible in (kind, "both")
+            }
+        )
+
+    def forward(self, z: Tensor, counts: Sequence[int]) -> Tensor:
+        """From features (N, H, W, C) of visible quarters, ordered by position, to (N, 2H, 2W, C).
+
+        ``counts`` are their numbers at each of the four corners and at the centre. Visible features
+        stay in place, with the predicted ones around.
+        """
+        *corners, centre = z.split(list(counts))
+        # Empty groups are included, so that every matrix has a gradient on every process.
+        whole = []
+        if "corner" in self.scales:
+            models = self._matrices("corner")
+            whole += [extend(group, corner, models) for corner, group in enumerate(corners)]
+        if "centre" in self.scales:
+            models = self._matrices("centre")
+            # Each quarter of the centre lies in the inner corner of a quarter of the image.
+            blocks = [block for row in centre.chunk(2, dim=1) for block in row.chunk(2, dim=2)]
+            whole.append(_tile([extend(block, 3 - i, models) for i, block in enumerate(blocks)]))
+        return torch.cat(whole)
+
+    def _matrices(self, scale: str) -> dict[str, Tensor]:
+        return cast(LinearModels, self.scales[scale]).matrices()
+
+
+def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
+    """Predicts from (N, H, W, C) away from a corner, to (N, 2H, 2W, C).
+
+    The index of the ``corner`` where the block lies is twice its row plus its column; ``models``
+    are (C, C) for each of ``DIRECTIONS``.
+    """
+    row, column = divmod(corner, 2)
+    others = [block for block in product((0, 1), (0, 1)) if block != (row, column)]
+    weight = torch.cat([models[_NAMES[right - column, down - row]] for down, right in others])
+    # The identity is added apart: in bfloat16, I + M would lose a small M.
+    blocks = [z + change for change in linear(z, weight).chunk(3, dim=-1)]
+    blocks.insert(corner, z)
+    return _tile(blocks)
+
+
+def _tile(blocks: Sequence[Tensor]) -> Tensor:
+    """Puts four blocks (N, H, W, C), in the order of the corners, into one (N, 2H, 2W, C)."""
+    top_left, top_right, bottom_left, bottom_right = blocks
+    top = torch.cat([top_left, top_right], dim=2)
+    bottom = torch.cat([bottom_left, bottom_right], dim=2)
+    return torch.cat([top, bottom], dim=1)
 
 
 @dataclass(frozen=True)
@@ -33,8 +154,7 @@ class VisibleQuarters:
     """Positions of the visible quarters of a batch, whose images are ordered by position.
 
     The counts are numbers on the host, so that nothing waits for the device. In batches of a
-    multiple of 8 (of 4 without "centre") they are the same in every draw: shapes are static, and
-    compiled graphs are reused.
+    multiple of 8 (of 4 without "centre") they never change, so compiled graphs are reused.
     """
 
     order: Tensor  # (N,), indices of the images
@@ -42,7 +162,7 @@ class VisibleQuarters:
 
     @classmethod
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
-        """Draws from torch's global generators; with "both", half of the images have corners."""
+        """Draws from torch's global generators; with "both", half of the images show corners."""
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
         counts = [at_corners // 4] * 4
@@ -53,7 +173,7 @@ class VisibleQuarters:
 
     @classmethod
     def at(cls, quadrants: Sequence[str], *, device: torch.device) -> "VisibleQuarters":
-        """Takes one name of ``QUADRANTS`` for each image, all of which are known."""
+        """Takes a name of ``QUADRANTS`` for each image."""
         indices = [QUADRANTS.index(quadrant) for quadrant in quadrants]
         order = sorted(range(len(indices)), key=indices.__getitem__)
         counts = tuple(indices.count(index) for index in range(len(QUADRANTS)))
@@ -62,24 +182,14 @@ class VisibleQuarters:
     def crop(self, images: Tensor) -> Tensor:
         """Returns the visible quarters (N, C, S / 2, S / 2) of ordered images (N, C, S, S)."""
         half = images.shape[-1] // 2
-        corners = [(i // 2 * half, i % 2 * half) for i in range(4)]
-        return torch.cat(
-            [
-                group[..., top : top + half, left : left + half]
-                for group, (top, left) in zip(
-                    images.split(self.counts), [*corners, (half // 2, half // 2)], strict=True
-                )
-            ]
-        )
+        firsts = [*product((0, half), (0, half)), (half // 2, half // 2)]  # row and column
+        groups = zip(images.split(self.counts), firsts, strict=True)
+        return torch.cat([x[..., i : i + half, j : j + half] for x, (i, j) in groups])
 
     def spread(self, values: Tensor) -> Tensor:
         """From one value for each of ``QUADRANTS``, (5, ...), to one for each image, (N, ...)."""
-        return torch.cat(
-            [
-                value.expand(count, *value.shape)
-                for value, count in zip(values, self.counts, strict=True)
-            ]
-        )
+        pairs = zip(values, self.counts, strict=True)
+        return torch.cat([value.expand(count, *value.shape) for value, count in pairs])
 
 
 def visible_positions(size: int) -> Tensor:
@@ -96,8 +206,8 @@ class QBHeat(ReconstructionModel):
     """An encoder of a quarter of the image, linear predictions of the rest, a decoder to pixels.
 
     The encoder gets the visible quarter alone. Its map has G x G positions over the image, G a
-    multiple of 4. The paper's matrices are ``predictor.scales["corner"].matrices()["A1"]`` and so
-    on.
+    multiple of 4. The paper's matrices are in ``predictor.scales["corner"].matrices()`` and
+    ``predictor.scales["centre"].matrices()``.
     """
 
     predictor: HeatPredictor
@@ -121,13 +231,13 @@ class QBHeat(ReconstructionModel):
 
     @classmethod
     def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-        """Returns ``views`` of the model of a config."""
+        """Returns the ``views`` of a config's model."""
         visible = cfg.MODEL.QB_HEAT.VISIBLE
         return {kind: QUADRANTS_OF[kind] for kind in OFFSETS if visible in (kind, "both")}
 
     @property
     def views(self) -> Mapping[str, Sequence[str]]:
-        """The kinds of visible quarters, "corner" and "centre", with their quadrants."""
+        """The kinds of visible quarters with their quadrants."""
         return {kind: QUADRANTS_OF[kind] for kind in self.predictor.scales}
 
     def forward(
@@ -137,11 +247,11 @@ class QBHeat(ReconstructionModel):
         Args:
             batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, in some test sets,
                 "place", a name of ``QUADRANTS``.
-            quadrants: positions of the visible quarters, a name of ``QUADRANTS`` for each image.
-                By default random in training; else "place", or without it each in turn.
+            quadrants: name of ``QUADRANTS`` of the visible quarter for each image. By default
+                random in training; in evaluation "place", or without it each in turn.
 
         Returns:
-            A dict of losses in training; else what ``inference`` returns for each image, with its
+            A dict of losses in training; else the results of ``inference`` for each image, with
             "place".
         """
         images = self.preprocess_image(batched_inputs)
@@ -173,9 +283,10 @@ class QBHeat(ReconstructionModel):
 
     @staticmethod
     def in_order(quarters: VisibleQuarters, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the results of ``inference``, with "place", in the batch's order."""
+        """Returns the results of ``inference``, with "place", in the order of the batch."""
         counts = zip(QUADRANTS, quarters.counts, strict=True)
         names = [name for name, count in counts for _ in range(count)]
-        by_index = zip(quarters.order.tolist(), names, found, strict=True)
-        results = {index: {**result, "place": name} for index, name, result in by_index}
-        return [results[index] for index in range(len(found))]
+        results: list[dict[str, Any]] = [{}] * len(found)
+        for index, name, result in zip(quarters.order.tolist(), names, found, strict=True):
+            results[index] = {**result, "place": name}
+        return results

@@ -2,11 +2,10 @@
 """Random masking: pre-training by reconstruction of patches masked all over the image.
 
 Two objectives that differ in the features of masked positions: one learned [MASK] token as in MAE,
-arXiv:2111.06377, or interpolated from visible ones, which applies QB-Heat's assumption that
-neighbouring features differ by a linear map. Deviations from MAE: the encoder is convolutional, so
-it takes the whole image with zeros at masked patches, at its full cost, and visible positions see
-visible neighbours. Its output at masked positions is discarded. Decoder, target and their config
-keys, ``MODEL.QB_HEAT``, are QB-Heat's.
+arXiv:2111.06377, or interpolation of visible features, by QB-Heat's assumption that neighbouring
+features differ by a linear map. Deviations from MAE: the convolutional encoder takes the whole
+image with zeros at masked patches, at its full cost, and its outputs there are discarded. Decoder,
+target and their config keys, ``MODEL.QB_HEAT``, are QB-Heat's.
 """
 
 import zlib
@@ -19,26 +18,21 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 
 from qbheat_det.layers import linear
+from qbheat_det.modeling.image_model import check_value
 
-from .pixel_decoder import ReconstructionDecoder
-from .reconstruction import ReconstructionModel
+from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
 
 class RandomMask:
     """Draws masks with the same number of visible positions, K of G x G, in each image."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
-        """
-        Raises:
-            ValueError: the ratio leaves no position visible, or masks none.
-        """
+        """Takes G and the masked share; a ``ValueError`` if it masks none or all positions."""
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
-        if not 0 < num_visible < positions:
-            raise ValueError(
-                f"MODEL.RANDOM_MASKING.MASK_RATIO {mask_ratio} of the {grid_size} x {grid_size} "
-                "positions must leave at least one visible and mask at least one"
-            )
+        masks_some = 0 < num_visible < positions
+        allowed = f"a share that masks some of {positions} positions, and not all"
+        check_value(masks_some, "RANDOM_MASKING.MASK_RATIO", mask_ratio, allowed)
         self.grid_size = grid_size
         self.num_visible = num_visible
 
@@ -62,10 +56,10 @@ class RandomMask:
 class InterpolatedFeatures(nn.Module):
     """Masked features are linear maps of mixtures of the nearest visible ones along x and y.
 
-    With l and r the nearest visible columns on both sides of a masked column j of the same row,
-    they give (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l); next to the border, only one counts.
-    The same holds along y, with M_y; the result is the mean over the axes with a visible neighbour.
-    A position with none takes the mean of the image's visible features. M starts at 0.
+    If l and r are the nearest visible columns on both sides of a masked column j in a row, the
+    feature is (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l); next to the border, only one counts.
+    The same holds along y, with M_y. The result is the mean over the axes with a visible neighbour,
+    or the mean of the image's visible features without one. M starts at 0.
     """
 
     def __init__(self, *, dim: int) -> None:
@@ -76,10 +70,7 @@ class InterpolatedFeatures(nn.Module):
         self.y = nn.Parameter(torch.zeros(dim, dim))  # M_y
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """From (N, G, G, C) to the same, with visible features as they are.
-
-        ``visible`` (N, G, G) is True where the encoder got the patch.
-        """
+        """From (N, G, G, C) to the same shape; features that are ``visible`` (N, G, G) stay."""
         along_x, any_x = interpolate(z, visible)
         along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
         along_y, any_y = along_y.transpose(1, 2), any_y.transpose(1, 2)
@@ -104,6 +95,7 @@ class MaskToken(nn.Module):
         self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))  # as in MAE
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
+        """As ``InterpolatedFeatures.forward``."""
         return torch.where(visible.unsqueeze(-1), z, self.token.to(z.dtype))
 
 
@@ -121,12 +113,11 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     between = (index - before) / (after - before).clamp(min=1)  # 0 at visible positions
     weight_after = torch.where(has_before & has_after, between, has_after.float())
     weight_before = torch.where(has_before, 1 - weight_after, 0.0)
-    # One matrix (W, W) for a row, not gathered neighbours, whose gradients a GPU adds in random
-    # order.
+    # A matrix (W, W) for each row: a GPU adds gradients of gathered neighbours in random order.
     weights = weight_before.unsqueeze(-1) * (before.unsqueeze(-1) == index)
     weights = weights + weight_after.unsqueeze(-1) * (after.unsqueeze(-1) == index)
     with torch.autocast(z.device.type, enabled=False):
-        # Masked features have weight 0, and must not be infinite.
+        # Masked features have weight 0, but may not be finite.
         mixed = weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0)
     return mixed, has_before | has_after
 
@@ -163,13 +154,14 @@ class RandomMasking(ReconstructionModel):
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
         """From dicts with "image" (3, S, S) and a name to losses or ``inference``'s results.
 
-        ``visible`` (N, G, G) is True where the encoder gets the patch, as many in each image: by
-        default random in training, and a function of the image's name in evaluation.
+        ``visible`` (N, G, G) is True where the encoder gets the patch, equally often in each image;
+        by default random in training, and a function of the image's name in evaluation.
         """
         images = self.preprocess_image(batched_inputs)
-        num_visible = self.mask.num_visible if visible is None else int(visible[0].sum())
         if visible is None:
-            visible = self.choose_visible(batched_inputs)
+            visible, num_visible = self.choose_visible(batched_inputs), self.mask.num_visible
+        else:
+            num_visible = int(visible[0].sum())
         z = self.predictor(self.encode(self.hide(images, visible)), visible)
         visible = visible.flatten(1)
         if self.training:
@@ -177,7 +169,7 @@ class RandomMasking(ReconstructionModel):
         return self.inference(z, images, visible)
 
     def choose_visible(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns which positions are visible, (N, G, G), see ``forward``."""
+        """Returns the visible positions (N, G, G), see ``forward``."""
         if self.training:
             return self.mask.draw(len(batched_inputs), device=self.device)
         names = [

@@ -1,42 +1,181 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What objectives that reconstruct masked pixels share: QB-Heat and random masking.
+"""Common parts of the objectives that reconstruct masked pixels: QB-Heat and random masking.
 
-They differ in which part of the image the encoder gets and in how the features of the rest are
-predicted; all read ``MODEL.QB_HEAT``. QB-Heat, arXiv:2211.13228, Sec. 4; normalised patches, and
-that masked positions count, are MAE's, arXiv:2111.06377.
+The objectives differ in the part of the image that the encoder gets, and in the prediction of the
+other features. All read ``MODEL.QB_HEAT``. Papers: QB-Heat, arXiv:2211.13228, Sec. 4; "Masked
+Autoencoders Are Scalable Vision Learners" (MAE), arXiv:2111.06377, for the decoder's heads, MLP,
+positions and initialisation, normalised patches, and a loss on masked positions.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from math import isqrt
 from typing import Any, Protocol
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone, build_backbone
+from timm.layers import build_sincos2d_pos_embed
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import PretrainingModel, find_map
-from .pixel_decoder import ReconstructionDecoder, masked_positions, patchify, unpatchify
+from qbheat_det.layers import Linear, linear, replace_linear_layers
+from qbheat_det.modeling.image_model import check_value
 
-LOSS_POSITIONS = ("masked", "all")
+from .base import PretrainingModel, find_map
+
 _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
+
+
+class DecoderBlock(Block):
+    """timm's pre-norm block, without dropout and layer scale, that can skip queries.
+
+    The last block computes nothing for patches that do not count: three in four in QB-Heat.
+    """
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """From (N, L, D) to the same, or to (N, K, D) for the indices (N, K) of ``positions``."""
+        if positions is None:
+            return super().forward(x, **kwargs)
+        memory = self.norm1(x)
+        x = take(x, positions) + self._attend(take(memory, positions), memory)
+        return x + self.mlp(self.norm2(x))
+
+    def _attend(self, queries: Tensor, memory: Tensor) -> Tensor:
+        """Attends from (N, K, D) to (N, L, D) with timm's weights; returns (N, K, D)."""
+        attention = self.attn
+        dim = queries.shape[-1]
+        weight_q, weight_kv = attention.qkv.weight.split([dim, 2 * dim])
+        bias_q, bias_kv = attention.qkv.bias.split([dim, 2 * dim])
+        heads = (attention.num_heads, -1)
+        query = linear(queries, weight_q, bias_q).unflatten(2, heads).transpose(1, 2)
+        pairs = linear(memory, weight_kv, bias_kv).unflatten(2, (2, *heads))
+        key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        return attention.proj(attended.transpose(1, 2).flatten(2))
+
+
+class ReconstructionDecoder(nn.Module):
+    """Pre-norm transformer blocks over all positions, visible and predicted, and a linear head."""
+
+    def __init__(
+        self,
+        *,
+        in_channels: int,
+        grid_size: int,
+        patch_size: int,
+        dim: int = 512,
+        depth: int = 6,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+    ) -> None:
+        """
+        Args:
+            in_channels: C of the features.
+            grid_size: G, rows and columns of the features.
+            patch_size: rows and columns of pixels that a position reconstructs.
+            dim: width of the blocks, divisible by 4 and by ``num_heads``.
+            depth: number of blocks.
+            num_heads: of the attention.
+            mlp_ratio: hidden width of the feed-forward networks, in widths.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        super().__init__()
+        fits = min(dim, num_heads) >= 1 and not (dim % num_heads or dim % 4)
+        check_value(
+            fits, "QB_HEAT.DECODER_DIM", dim, f"divisible by 4 and DECODER_HEADS ({num_heads})"
+        )
+        check_value(depth >= 1, "QB_HEAT.DECODER_DEPTH", depth, "at least 1")
+        check_value(mlp_ratio > 0, "QB_HEAT.DECODER_MLP_RATIO", mlp_ratio, "above 0")
+        self.grid_size = grid_size
+        self.patch_size = patch_size
+        self.embed = nn.Identity() if in_channels == dim else Linear(in_channels, dim)
+        position = build_sincos2d_pos_embed([grid_size, grid_size], dim)
+        self.register_buffer("position", position, persistent=False)
+        self.position: Tensor  # (G * G, dim)
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        self.blocks = nn.Sequential(
+            *(
+                DecoderBlock(dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=True, norm_layer=norm)
+                for _ in range(depth)
+            )
+        )
+        replace_linear_layers(self.blocks)
+        self.norm = norm(dim)
+        self.head = Linear(dim, 3 * patch_size**2)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    @property
+    def image_size(self) -> int:
+        """Side of the image in pixels."""
+        return self.grid_size * self.patch_size
+
+    def forward(self, z: Tensor, positions: Tensor | None = None) -> Tensor:
+        """From (N, G, G, C) to pixels in ``patchify``'s order, (N, G * G, 3 * patch_size ** 2).
+
+        With indices (N, K) of ``positions``, reconstructs only these, (N, K, …).
+        """
+        x = self.embed(z.flatten(1, 2)) + self.position
+        *blocks, last = self.blocks
+        for block in blocks:
+            x = block(x)
+        return self.head(self.norm(last(x, positions)))
+
+
+def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -> Tensor:
+    """Cuts (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2).
+
+    With indices (N, K) of ``positions``, returns only these.
+    """
+    squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
+    # One copy, after which the values of a patch are contiguous.
+    patches = squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    return patches if positions is None else take(patches, positions)
+
+
+def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
+    """Reverses ``patchify``."""
+    grid_size = isqrt(patches.shape[1])
+    maps = patches.transpose(1, 2).unflatten(2, (grid_size, grid_size))
+    return F.pixel_shuffle(maps, patch_size)
+
+
+def take(x: Tensor, positions: Tensor) -> Tensor:
+    """From (N, L, D) and indices (N, K) to (N, K, D)."""
+    first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
+    rows = (positions + first[:, None]).flatten()  # whole rows: gather takes numbers one by one
+    return x.flatten(0, 1).index_select(0, rows).unflatten(0, positions.shape)
+
+
+def masked_positions(visible: Tensor, count: int) -> Tensor:
+    """From (N, L), False at ``count`` positions each, to the indices (N, count) of these, in order.
+
+    The host knows the count, so that nothing waits for the device.
+    """
+    return visible.byte().argsort(dim=1, stable=True)[:, :count]
 
 
 class ReconstructionLoss(nn.Module):
     """Mean squared error over the pixels of patches, P = 3 * patch_size ** 2 in each."""
 
     def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
-        """Takes what counts, "masked" or "all", and whether targets are normalised patches."""
+        """Takes the positions that count, "masked" or "all", and whether to normalise targets."""
         super().__init__()
-        if positions not in LOSS_POSITIONS:
-            raise ValueError(f"LOSS_ON is one of {LOSS_POSITIONS}, not '{positions}'")
+        known = ("masked", "all")
+        check_value(positions in known, "QB_HEAT.LOSS_ON", positions, f"one of {known}")
         self.positions = positions
         self.normalize_patches = normalize_patches
 
     def forward(self, predicted: Tensor, patches: Tensor, visible: Tensor) -> Tensor:
         """From predicted and true patches (N, L, P) to the loss of each image, (N,).
 
-        ``visible`` (N, L) is True where the encoder got the patch, equally often in each image.
+        ``visible`` (N, L) is True where the encoder got the patch.
         """
         error = (predicted.float() - self.find_target(patches)).square().mean(dim=-1)
         if self.positions == "all":
@@ -45,7 +184,7 @@ class ReconstructionLoss(nn.Module):
         return (error * masked).sum(dim=1) / masked.sum(dim=1)
 
     def over_batch(self, predicted: Tensor, patches: Tensor) -> Tensor:
-        """Returns the mean error, (), of predictions and true patches (N, K, P) that all count."""
+        """Returns the mean error, (), of predicted and true patches (N, K, P), which all count."""
         return F.mse_loss(predicted.float(), self.find_target(patches))
 
     def find_target(self, patches: Tensor) -> Tensor:
@@ -60,30 +199,26 @@ class ReconstructionLoss(nn.Module):
         """Brings predictions (N, L, P) to pixel values, with the true patches' statistics."""
         if not self.normalize_patches:
             return predicted.float()
-        mean, deviation = _statistics(patches)
-        return predicted.float() * deviation + mean
-
-
-def _statistics(patches: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and standard deviation of each patch, (N, L, 1)."""
-    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-    return mean, (variance + _EPSILON).sqrt()
+        variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+        return predicted.float() * (variance + _EPSILON).sqrt() + mean
 
 
 class FeaturePredictor(Protocol):
-    """A module from the features of what the encoder got to those of all positions."""
+    """A module that predicts the features of all positions from those of the visible part."""
 
     dim: int
     """C of the features."""
 
     def __call__(self, z: Tensor, *args: Any) -> Tensor:
-        """From features, and what else the objective passes, to (N, G, G, C)."""
+        """From features and further arguments of the objective to (N, G, G, C)."""
 
 
 class ReconstructionModel(PretrainingModel):
-    """An encoder of what is visible, predicted features of the rest, a decoder to pixels.
+    """An encoder of the visible part, predicted features of the rest, a decoder to pixels.
 
-    The map has G x G positions over the image, one for each patch of its stride.
+    The map has G x G positions over the image, one for each patch of its stride. In evaluation, the
+    model returns ``inference``'s results. It takes quarters to show as its second argument, if it
+    has any in ``views``.
     """
 
     pretrain_only_modules = ("projection", "predictor", "decoder")
@@ -92,7 +227,7 @@ class ReconstructionModel(PretrainingModel):
 
     @property
     def views(self) -> Mapping[str, Sequence[str]]:
-        """See ``ReconstructionObjective`` in ``modeling/contracts.py``."""
+        """Kinds of visible parts by name, each with the quarters that images show in turn."""
         return {"patches": ()}
 
     def __init__(
@@ -108,7 +243,7 @@ class ReconstructionModel(PretrainingModel):
         """
         Args:
             backbone: has the output ``in_feature``.
-            predictor: from the features of what is visible to those of the image.
+            predictor: from the features of the visible part to the features of the image.
             decoder: from features to pixels; its grid and patch size give the image size.
             loss: compares patches.
             in_feature: name of the backbone's map.
@@ -143,8 +278,7 @@ class ReconstructionModel(PretrainingModel):
     def shared_from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """Returns all arguments of the constructor but ``predictor``."""
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
-        if node.FEATURE_DIM < 1:
-            raise ValueError(f"MODEL.QB_HEAT.FEATURE_DIM is at least 1, not {node.FEATURE_DIM}")
+        check_value(node.FEATURE_DIM >= 1, "QB_HEAT.FEATURE_DIM", node.FEATURE_DIM, "at least 1")
         backbone = build_backbone(cfg)
         shapes, multiple = backbone.output_shape(), cls.grid_multiple
         stride = find_map(shapes, node.IN_FEATURE, size, multiple=multiple).stride
@@ -168,17 +302,17 @@ class ReconstructionModel(PretrainingModel):
         }
 
     def encode(self, visible: Tensor) -> Tensor:
-        """From images (N, 3, H, W), or the visible parts of them, to features (N, h, w, C)."""
+        """From images or visible parts of them, (N, 3, H, W), to features (N, h, w, C)."""
         z: Tensor = self.projection(self.backbone(visible)[self.in_feature])
         return z.permute(0, 2, 3, 1).contiguous()
 
     def training_losses(
         self, z: Tensor, images: Tensor, visible: Tensor, num_masked: int
     ) -> dict[str, Tensor]:
-        """Returns the mean loss, decoding only positions that count.
+        """Returns the mean loss, decoding only the positions that count.
 
-        From features (N, G, G, C), normalised images (N, 3, S, S), and where the encoder got the
-        patch, (N, G * G), all but ``num_masked`` in each image.
+        Takes features (N, G, G, C), normalised images (N, 3, S, S), and where the encoder got the
+        patch, (N, G * G): False at ``num_masked`` positions of each image.
         """
         masked = None
         if self.loss.positions == "masked":
@@ -188,10 +322,10 @@ class ReconstructionModel(PretrainingModel):
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
-        """Returns of each image "reconstruction" (3, S, S), "visible" (S, S) and its loss.
+        """Returns for each image "reconstruction" (3, S, S), "visible" (S, S) and the loss.
 
-        Arguments are those of ``training_losses``. Reconstructions are in the mapper's pixels;
-        normalised patches get mean and deviation of the image's.
+        Arguments are those of ``training_losses``. Reconstructions are pixels as from the mapper;
+        normalised patches get the mean and deviation of the image's patches.
         """
         size, grid = self.decoder.patch_size, self.decoder.grid_size
         predicted, patches = self.decoder(z), patchify(images, size)

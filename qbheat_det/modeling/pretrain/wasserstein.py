@@ -2,13 +2,13 @@
 """Pre-training by the Wasserstein dependency between two areas of an image.
 
 Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al.,
-arXiv:1903.11780, in its dual form; the gradient penalty is that of "Improved Training of
-Wasserstein GANs", arXiv:1704.00028. Not said in the paper, or different here: the areas are two
-corners of an image, as in QB-Heat; distances are between features of the length ``radius``, not
-between images, so that the penalty goes through the critic alone; encoder and critic maximise the
-same estimate in one step; slopes are those in x and y together, and cost nothing below 1
-(arXiv:1709.08894); the critic has a bilinear term; both expectations come from all pairs of a
-batch, where terms of f in x alone cancel. See docs/objectives.md.
+arXiv:1903.11780, in its dual form; gradient penalty: "Improved Training of Wasserstein GANs",
+arXiv:1704.00028. Not in the paper, or different here: the areas are two corners of an image, as in
+QB-Heat; distances are between features of the length ``radius``, not between images, so that the
+penalty trains the critic alone; encoder and critic maximise the same estimate in one step; slopes
+are in x and y together, and cost nothing below 1 (arXiv:1709.08894); the critic has a bilinear
+term; both expectations come from all pairs of a batch, where terms of f in x alone cancel. See
+docs/objectives.md.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.modeling.image_model import check_value
 
 from .base import (
     PretrainingModel,
@@ -37,7 +38,7 @@ Pairs = tuple[Tensor, Tensor]
 
 
 class DependencyDraw(NamedTuple):
-    """What is random in training on N images; corners are twice their row plus their column."""
+    """Random choices in training on N images; a corner is twice its row plus its column."""
 
     first: Tensor  # (N,), a corner of each image
     second: Tensor  # (N,), another one
@@ -48,13 +49,10 @@ class LipschitzCritic(nn.Module):
     """f(x, y), a network with two hidden layers and a bilinear term; computes in float32."""
 
     def __init__(self, *, dim: int, hidden_dim: int = 256) -> None:
-        """Takes D of x and of y, and the width of the hidden layers, both at least 1."""
+        """Takes D of x and of y, and the width of the hidden layers, at least 1."""
         super().__init__()
-        if min(dim, hidden_dim) < 1:
-            raise ValueError(
-                f"DIM and CRITIC_DIM of the critic are at least 1, not {dim} and {hidden_dim}"
-            )
-        # The first layer of [x, y] in two halves: all pairs of N x and N y take 2N rows of it.
+        check_value(hidden_dim >= 1, "WASSERSTEIN.CRITIC_DIM", hidden_dim, "at least 1")
+        # The first layer of [x, y] in two halves: all pairs of N x and N y need 2N rows of it.
         self.from_x = nn.Linear(dim, hidden_dim)
         self.from_y = nn.Linear(dim, hidden_dim, bias=False)
         self.rest = nn.Sequential(
@@ -73,20 +71,19 @@ class LipschitzCritic(nn.Module):
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
         """Returns (N,), the critic's slope between pairs of the same image and of different images.
 
-        The pairs are detached: the critic gets gradients of the slopes, the encoder none.
         ``mixing`` (N,) in [0, 1] is the share of ``joint`` in the point on the line between them.
+        The pairs are detached, so the encoder gets no gradients from the slopes.
         """
         share = mixing[:, None]
         between = [
             (share * one.detach().float() + (1 - share) * other.detach().float()).requires_grad_()
             for one, other in zip(joint, others, strict=True)
         ]
-        # The caller's autocast would compute the gradient in half precision. Gradients are needed
-        # under no_grad too.
+        # Autocast would compute the gradient in half precision; no_grad has none.
         with torch.autocast(mixing.device.type, enabled=False), torch.enable_grad():
             values = self(*between)
             gradients = torch.autograd.grad(values.sum(), between, create_graph=True)
-        # The norm has no derivative at zero, where the critic is flat: 1e-12 gives it one.
+        # 1e-12: the norm has no derivative at zero, where the critic is flat.
         return (torch.cat(gradients, dim=1).square().sum(dim=1) + 1e-12).sqrt()
 
 
@@ -109,9 +106,9 @@ def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
 class WassersteinDependency(PretrainingModel):
     """An encoder of two quarters of each image, and a critic of pairs of quarters.
 
-    Every area is compared with every other of the batch, over all processes, which need a ``NORM``
-    that synchronises: by statistics of each process, the right pairs could be recognised. The
-    critic's layers have N x N x ``CRITIC_DIM`` values for N images.
+    Every area is compared with every other of the batch, over all processes. These need a ``NORM``
+    that synchronises: the statistics of a process would give the right pairs away. The critic's
+    layers have N x N x ``CRITIC_DIM`` values for N images.
 
     The dual form of the loss is E f(x, y) over the joint distribution minus E f(x, y') over the
     product of the marginals. The contrastive form, which the paper trains, has log-sum-exp over all
@@ -135,25 +132,21 @@ class WassersteinDependency(PretrainingModel):
     ) -> None:
         """As ``PretrainingModel``, with a head to embeddings (N, D) and a critic of pairs.
 
-        ``form`` is "dual" or "contrastive". ``penalty_weight`` is of the squared excess of slopes
-        over 1: at the optimum of the dual form for a distance W, the slope is 1 + W / (2 weight).
-        ``radius`` is the length that embeddings are scaled to.
+        ``form`` is "dual" or "contrastive". ``penalty_weight`` multiplies the squared excess of
+        slopes over 1: at the optimum of the dual form for a distance W, the slope is
+        1 + W / (2 weight). ``radius`` is the length of embeddings.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
-        if form not in FORMS:
-            raise ValueError(f"MODEL.WASSERSTEIN.FORM is one of {FORMS}, not '{form}'")
-        if not (penalty_weight > 0 and radius > 0):
-            raise ValueError(
-                f"MODEL.WASSERSTEIN.PENALTY_WEIGHT ({penalty_weight}) and RADIUS ({radius}) are "
-                "above 0: without a penalty the critic's values mean nothing"
-            )
+        check_value(form in FORMS, "WASSERSTEIN.FORM", form, f"one of {FORMS}")
+        check_value(penalty_weight > 0, "WASSERSTEIN.PENALTY_WEIGHT", penalty_weight, "above 0")
+        check_value(radius > 0, "WASSERSTEIN.RADIUS", radius, "above 0")
         self.head = head
         self.critic = critic
         self.form = form
         self.penalty_weight = penalty_weight
         self.radius = radius
-        # "distance", the dual estimate, see ``penalty_weight``, and "slope", the critic's mean.
+        # "distance", the dual estimate, and "slope", the critic's mean slope.
         self.metrics: dict[str, Tensor] = {}
 
     @classmethod
@@ -171,10 +164,11 @@ class WassersteinDependency(PretrainingModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
     ) -> Any:
-        """From dicts with "image" (3, S, S) to "loss_dependency" and "loss_penalty", ().
+        """From dicts with "image" (3, S, S) to "loss_dependency" and "loss_penalty", () each.
 
-        Else for each image {"embedding"} (D,), of length ``radius``, of the whole image. ``drawn``
-        is what is random in training. Less than two images in training are a ``UserError``.
+        In evaluation, returns {"embedding"} (D,) of each whole image, of length ``radius``.
+        ``drawn`` are the random choices in training. Raises a ``UserError`` if a step has fewer
+        than two images.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -185,7 +179,7 @@ class WassersteinDependency(PretrainingModel):
         all_x, all_y, partners = gather_pairs(x, y)
         if len(all_y) < 2:
             raise UserError(
-                "the Wasserstein dependency compares each image with others, but a step has one: "
+                "the Wasserstein dependency compares images with each other, but a step has one: "
                 "raise SOLVER.IMS_PER_BATCH, or lower SOLVER.ACCUMULATE"
             )
         values = self.critic(x[:, None], all_y[None])
@@ -202,7 +196,7 @@ class WassersteinDependency(PretrainingModel):
         return {"loss_dependency": loss, "loss_penalty": penalty}
 
     def draw(self, num_images: int) -> DependencyDraw:
-        """Draws from the device's global generator, with each corner first equally often."""
+        """Draws from the device's global generator; each corner comes first equally often."""
         device = self.device
         turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
         offset = torch.randint(1, 4, (num_images,), device=device)
@@ -215,9 +209,9 @@ class WassersteinDependency(PretrainingModel):
 
 
 def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gathers the pairs (N, D) of all processes, with gradients; N is equal on all.
+    """Gathers the pairs (N, D) of all processes, with gradients; N is the same on each.
 
-    Returns all x and all y, (M, D), and the indices of this process's among them, (N,).
+    Returns all x and all y, (M, D), and the indices of this process's pairs, (N,).
     """
     own = torch.arange(len(x), device=x.device)
     if comm.get_world_size() == 1:

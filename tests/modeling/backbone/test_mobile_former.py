@@ -75,12 +75,6 @@ def test_frozen_tensors_are_bit_equal_after_training_and_the_others_move(freeze_
         assert parameter.requires_grad != name.startswith(frozen), name
 
 
-def test_a_frozen_network_drops_no_path_while_training() -> None:
-    model = MobileFormer(arch=SMALL_ARCH, out_features=["s16"], freeze_at=5, drop_path=0.9).train()
-    image = torch.rand(2, 3, 32, 32)
-    torch.testing.assert_close(model(image)["s16"], model(image)["s16"], atol=0, rtol=0)
-
-
 def test_only_what_the_outputs_need_is_built() -> None:
     model = MobileFormer(arch=SMALL_ARCH, out_features=["s4"])
     assert len(model.stages) == 2
@@ -272,15 +266,3 @@ def test_features_are_refused_unless_they_are_of_these_weights_and_images() -> N
         model([{"image": torch.zeros(3, 8, 8)}])
     with pytest.raises(UserError):
         model(random_entries(rows=9))
-
-
-def test_a_copy_of_the_model_reads_its_own_entries_and_shares_the_encoder() -> None:
-    model, cached = make_cached()
-    cached.trust()
-    other = copy.deepcopy(model)
-    first, second = random_entries(), random_entries()
-    for it, entries in ((model, first), (other, second), (model, second)):
-        torch.testing.assert_close(it(entries)["s4"][0], entries[0]["features"]["s4"])
-    assert isinstance(other.backbone, CachedBackbone)
-    assert other.backbone is not cached
-    assert other.backbone.encoder is cached.encoder

@@ -34,25 +34,6 @@ def build(*opts: Any) -> MFDETR:
     return model
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-@pytest.mark.parametrize(("opts", "classification"), [(DENOISING, ()), (BOTH, FOCAL)])
-def test_the_main_losses_are_those_without_help(
-    opts: tuple[Any, ...], classification: tuple[Any, ...], batch: tuple[int, ...]
-) -> None:
-    images = [make_image(index) for index in batch]
-    plain, helped = build(*classification), build(*opts, *classification)
-    for model in (plain, helped):
-        # At its start all boxes are the same, and of two assignments that cost the same, rounding
-        # chooses.
-        generator = torch.Generator().manual_seed(0)
-        torch.nn.init.normal_(model.decoder.bbox_embed.last.weight, generator=generator)
-    plain, helped = plain(images), helped(images)
-    for name, loss in plain.items():
-        assert_close(helped[name], loss, rtol=1e-6, atol=1e-6, msg=name)
-    kinds = {name.rpartition("_")[0] for name in set(helped) - set(plain)}
-    assert kinds == ({"loss_dn", "loss_group"} if opts == BOTH else {"loss_dn"})
-
-
 def test_the_network_of_inference_is_the_same_to_the_bit() -> None:
     images = [make_image(index) for index in (0, 5)]
     plain, helped = build(*FOCAL).eval(), build(*BOTH, *FOCAL).eval()
@@ -86,23 +67,6 @@ def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:
     group = [4 + 0.1 * 17, 4.0]
     assert_close(counts, torch.tensor([group, group, [12 + 0.1 * 12, 12.0]]))
     assert_close(model.loss_normalizers(counts, parts=4), counts / 4)
-
-
-def infer(model: MFDETR) -> tuple[Tensor, list[Any]]:
-    """Logits of the last block (N, Q, K + 1), and the instances of inference."""
-    images = [make_image(index) for index in (0, 5)]
-    with torch.no_grad():
-        features, padding = model.extract_features(model.preprocess_image(images))
-        logits = model.decoder(features, padding)["pred_logits"][-1]
-        return logits, [result["instances"] for result in model(images)]
-
-
-def test_inference_under_sigmoids_takes_the_highest_and_never_no_object() -> None:
-    logits, found = infer(build(*FOCAL).eval())
-    for row, instances in zip(logits, found, strict=True):
-        scores, classes = row[:, :-1].sigmoid().max(dim=-1)
-        assert_close(instances.scores, scores)
-        assert_close(instances.pred_classes, classes, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
@@ -242,27 +206,3 @@ def test_losses_and_gradients_equal_the_naive_ones(counts: list[int], settings: 
     sum(wanted.values()).backward()
     for own, reference in zip(ours, theirs, strict=True):
         assert_close(own.grad, reference.grad.float(), rtol=1e-4, atol=1e-6)
-
-
-def test_an_image_has_the_same_queries_alone_as_beside_a_crowded_one() -> None:
-    settings = Settings(groups=5, max_queries=24)
-    denoising, (noise, _) = part(settings), noise_for([2, 12], settings)
-    together = denoising(Targets.stack(*ground_truth([2, 12], K)), noise)
-    labels, boxes = ground_truth([2, 12], K)
-    alone = denoising(Targets.stack(labels[:1], boxes[:1]), noise[:1, :20])
-    assert alone.position.shape[1] == 20  # five groups of two boxes and their negatives
-    assert_close(together.position[:1, :20], alone.position)
-    assert_close(together.masked[:1, :20, :20], alone.masked)
-
-
-def test_nothing_waits_for_the_device() -> None:
-    """On the meta device there is no value to wait for: reading one raises."""
-    settings, counts, loss = Settings(), [3, 0, 4], criterion(K)
-    denoising = part(settings).to("meta")
-    labels, boxes = ([t.to("meta") for t in each] for each in ground_truth(counts, K))
-    targets = Targets.stack(labels, boxes)
-    queries = denoising(targets)
-    width = queries.content.shape[1]
-    outputs = (torch.zeros(2, 3, width, size, device="meta") for size in (K + 1, 4))
-    losses = denoising.losses(*outputs, targets, loss, torch.ones(2, device="meta"))
-    assert all(value.is_meta for value in losses.values())

@@ -2,7 +2,6 @@
 """MoCo-v2 as a whole: its steps against a second implementation, its files, what is refused."""
 
 import copy
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
 from qbheat_det.modeling.pretrain import MoCo
 from qbheat_det.modeling.pretrain.base import ProjectionHead
-from qbheat_det.modeling.pretrain.moco import FeatureQueue, MomentumCopy, embed_shuffled
+from qbheat_det.modeling.pretrain.moco import FeatureQueue, MomentumCopy
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 SIZE = 8
@@ -179,44 +178,6 @@ def test_every_parameter_of_a_backbone_with_tokens_has_a_gradient() -> None:
     assert int(model.queue.next) == 4
 
 
-def unit(*shape: int) -> Tensor:
-    return F.normalize(torch.randn(*shape), dim=-1)
-
-
-def test_the_queue_is_that_of_the_standard_library() -> None:
-    queue = FeatureQueue(size=12, dim=3)
-    reference = deque(queue.keys.clone(), maxlen=12)
-    for step in range(9):
-        for part in unit(4, 3).split([4, 1, 3][step % 3]):  # micro-batches
-            queue.hold(part)
-            reference.extend(part)
-        queue.push_held()
-        oldest = int(queue.next)
-        assert oldest == 4 * (step + 1) % 12
-        torch.testing.assert_close(
-            queue.keys.roll(-oldest, dims=0), torch.stack(list(reference)), rtol=0, atol=0
-        )
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_copy_follows_as_in_numpy(momentum: float) -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    follower = MomentumCopy(module, momentum=momentum)
-    own = dict(follower.copied.named_parameters())
-    expected = {name: value.detach().double().numpy().copy() for name, value in own.items()}
-    for _ in range(5):
-        for parameter in module.parameters():
-            parameter.data += torch.randn_like(parameter)
-        follower.follow(module)
-        for name, parameter in module.named_parameters():
-            now = parameter.detach().double().numpy()
-            expected[name] = momentum * expected[name] + (1 - momentum) * now
-        for name, value in own.items():
-            torch.testing.assert_close(
-                value.double(), torch.from_numpy(expected[name]), rtol=1e-5, atol=1e-6
-            )
-
-
 def test_a_copy_of_equal_weights_keeps_its_bits_and_its_own_statistics() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     follower = MomentumCopy(module, momentum=0.999)
@@ -226,21 +187,3 @@ def test_a_copy_of_equal_weights_keeps_its_bits_and_its_own_statistics() -> None
     for a, b in zip(follower.copied.parameters(), module.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     torch.testing.assert_close(follower.copied[1].running_mean, torch.zeros(4), rtol=0, atol=0)
-
-
-def against_the_mean(images: Tensor) -> Tensor:
-    """An encoder whose output depends on the images beside, as with BatchNorm."""
-    pixels = images.flatten(1)
-    return pixels - pixels.mean(dim=0)
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_shuffled_groups_are_those_of_a_loop_over_images(groups: int) -> None:
-    images = torch.randn(6, 1, 2, 2)
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    found = embed_shuffled(against_the_mean, images, order, groups)
-    size = 6 // groups
-    for place, image in enumerate(order.tolist()):
-        group = order[place // size * size : (place // size + 1) * size]
-        mean = torch.stack([images[j].flatten() for j in group]).mean(dim=0)
-        torch.testing.assert_close(found[image], images[image].flatten() - mean)

@@ -6,7 +6,6 @@ import torch
 from detectron2.modeling import build_model
 from torch import Tensor, nn
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.pretrain import (
     MaskTokenMasking,
     ReconstructionDecoder,
@@ -14,17 +13,15 @@ from qbheat_det.modeling.pretrain import (
     patchify,
     take,
 )
-from qbheat_det.modeling.pretrain.base import PretrainingModel, find_map
-from qbheat_det.modeling.pretrain.pixel_decoder import masked_positions
 from qbheat_det.modeling.pretrain.random_masking import (
     InterpolatedFeatures,
     MaskToken,
     RandomMasking,
 )
+from qbheat_det.modeling.pretrain.reconstruction import masked_positions
 from tests.modeling.tiny_pretraining import (
     MEAN,
     STD,
-    PatchesAsMap,
     make_copying_model,
     make_inputs,
     make_tiny_config,
@@ -196,18 +193,6 @@ def test_raw_pixels_give_the_mean_squared_error(positions: str, expected: float)
     torch.testing.assert_close(found, torch.tensor([expected]))
 
 
-def test_the_loss_of_an_image_depends_on_nothing_but_its_masked_patches() -> None:
-    patches, predicted = torch.randn(2, 3, 4, 48).unbind()
-    visible = torch.tensor([[True, False, False, False]] * 3)
-    changed = predicted.clone()
-    changed[:, 0] = 100
-    changed[2] = 100
-    loss = ReconstructionLoss()
-    before, after = (loss(each, patches, visible) for each in (predicted, changed))
-    torch.testing.assert_close(after[:2], before[:2])
-    assert after[2] > before[2]
-
-
 @pytest.mark.parametrize("normalize", [True, False])
 def test_restoring_undoes_the_normalisation(normalize: bool) -> None:
     patches = 5 + 3 * torch.randn(2, 4, 48)
@@ -245,33 +230,3 @@ def test_the_loss_over_a_batch_is_the_mean_of_those_of_its_images(normalize: boo
     hidden = masked_positions(visible, 3)
     found = loss.over_batch(take(predicted, hidden), take(patches, hidden))
     torch.testing.assert_close(found, loss(predicted, patches, visible).mean())
-
-
-def make_model() -> PretrainingModel:
-    values = {"backbone": PatchesAsMap(), "in_feature": "map", "head_in_features": ["map"]}
-    return PretrainingModel(**values, image_size=32, pixel_mean=MEAN, pixel_std=STD)
-
-
-def test_images_are_normalised_by_channel() -> None:
-    inputs = make_inputs(3, 32)
-    found = make_model().preprocess_image(inputs)
-    for channel in range(3):
-        expected = (inputs[1]["image"][channel].float() - MEAN[channel]) / STD[channel]
-        torch.testing.assert_close(found[1, channel], expected)
-
-
-@pytest.mark.parametrize("key", ["image", "image_key"])
-def test_an_image_of_another_size_or_none_is_named(key: str) -> None:
-    entry = {"image": torch.zeros(3, 32, 16, dtype=torch.uint8), "file_name": "a.jpg"}
-    with pytest.raises(UserError, match="a\\.jpg"):
-        make_model().preprocess_image([entry], key=key)
-
-
-@pytest.mark.parametrize(("multiple", "size"), [(1, 72), (4, 72), (4, 0), (None, 0)])
-def test_a_side_that_does_not_fall_into_positions_is_refused(
-    multiple: int | None, size: int
-) -> None:
-    shapes, side = PatchesAsMap().output_shape(), 16 * (multiple or 1)
-    assert find_map(shapes, "map", side, multiple=multiple).stride == 16
-    with pytest.raises(ValueError, match=rf"multiple of {side}, not {size}: set .* to \d+"):
-        find_map(shapes, "map", size, multiple=multiple)
