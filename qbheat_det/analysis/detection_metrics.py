@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pycocotools import mask
+import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from torchvision.ops import box_iou
 
 from qbheat_det.evaluation import complete_annotations
 
@@ -179,26 +180,21 @@ def _find_overlaps(found: Boxes, truth: Boxes) -> Array:
 
 def _measure_iou(first: Array, second: Array) -> Array:
     """Returns the IoU of boxes (A, 4) and (B, 4), XYXY, as (A, B)."""
-    xywh = [np.hstack([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]]) for xyxy in (first, second)]
-    return np.asarray(mask.iou(*xywh, [0] * len(second))).reshape(len(first), len(second))
+    return np.asarray(box_iou(torch.from_numpy(first), torch.from_numpy(second)))
 
 
 def choose_threshold(errors: DetectionErrors) -> float:
     """Returns the score threshold that maximizes F1 over all classes at IoU 0.50.
 
-    If no detection is correct, the threshold keeps as many detections as there are boxes. It is 0.5
-    without detections.
+    It is the highest score if no detection is correct, and 0.5 without detections.
     """
     counted = errors.types != IGNORED
     scores, correct = errors.scores[counted], errors.types[counted] == "correct"
-    num_boxes = len(errors.matches)
     if not len(scores):
         return 0.5
     order = np.argsort(-scores, kind="stable")
     scores, correct = scores[order], correct[order]
-    if not correct.any():
-        return float(scores[min(max(1, num_boxes), len(scores)) - 1])
-    f1 = 2 * np.cumsum(correct) / (np.arange(1, len(scores) + 1) + num_boxes)
+    f1 = 2 * np.cumsum(correct) / (np.arange(1, len(scores) + 1) + len(errors.matches))
     f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are all kept or all dropped
     return float(scores[np.argmax(f1)])
 
@@ -232,9 +228,7 @@ def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int
         np.delete(truth.classes, missed), minlength=num_classes
     ))  # fmt: skip
     detected = np.full(len(truth.classes), num_classes)
-    is_wrong = ~np.isin(errors.types, ("correct", IGNORED)) & (errors.scores >= threshold)
-    wrong = np.flatnonzero(is_wrong)
-    for index in wrong[np.argsort(-errors.scores[wrong], kind="stable")]:
+    for index in _find_wrong(errors, threshold):
         near = missed[truth.image_ids[missed] == found.image_ids[index]]
         near = near[detected[near] == num_classes]
         overlaps = _measure_iou(found.xyxy[index][None], truth.xyxy[near])[0]
@@ -246,14 +240,21 @@ def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int
     return counts
 
 
-def count_errors_by_image(errors: DetectionErrors, threshold: float) -> dict[int, int]:
+def count_errors_by_image(errors: DetectionErrors, threshold: float) -> Counter[int]:
     """Counts wrong detections of at least that score and missed boxes by image id."""
-    is_wrong = ~np.isin(errors.types, ("correct", IGNORED)) & (errors.scores >= threshold)
+    wrong = errors.found.image_ids[_find_wrong(errors, threshold)]
     missed = errors.truth.image_ids[find_missed_boxes(errors, threshold)]
-    return Counter(np.concatenate([errors.found.image_ids[is_wrong], missed]).tolist())
+    return Counter(np.concatenate([wrong, missed]).tolist())
+
+
+def _find_wrong(errors: DetectionErrors, threshold: float) -> Indices:
+    """Returns the wrong detections of at least that score, the highest first."""
+    is_wrong = ~np.isin(errors.types, ("correct", IGNORED)) & (errors.scores >= threshold)
+    wrong = np.flatnonzero(is_wrong)
+    return wrong[np.argsort(-errors.scores[wrong], kind="stable")]
 
 
 def find_false_alarms(errors: DetectionErrors, threshold: float) -> Indices:
     """Returns the false alarms of at least that score, the highest first."""
-    alarms = np.flatnonzero((errors.types == "false alarm") & (errors.scores >= threshold))
-    return alarms[np.argsort(-errors.scores[alarms], kind="stable")]
+    wrong = _find_wrong(errors, threshold)
+    return wrong[errors.types[wrong] == "false alarm"]

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.core.figures import Image
+from qbheat_det.evaluation import find_confusions
 from qbheat_det.inference.drawing import BACKGROUND, Color, RGBImage, draw_boxes, get_font
 
 Format = Literal["svg", "png", "jpg"]
@@ -30,6 +31,7 @@ HEADING: Color = (226, 228, 232)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
 _LONGEST_NAME = 40
+_MOST_NAMED, _MOST_LISTED = 110, 30  # classes on the axes of a confusion matrix, confusions beside
 _GAP = 4  # pixels between the images of a grid
 _DPI = {"svg": 160, "png": 160, "jpg": 100}
 _MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png", "jpg": "image/jpeg"}
@@ -86,6 +88,38 @@ def add_legend(figure: Figure, axes: Axes) -> None:
     columns = int(min(3, len(labels), max(1, width // (0.6 + 0.075 * max(map(len, labels))))))
     figure.set_size_inches(width, height + 0.2 * -(-len(labels) // columns))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+@themed
+def plot_confusion(
+    counts: npt.NDArray[np.int64], class_names: Sequence[str], *, unit: str = "images"
+) -> Figure:
+    """Draws a confusion matrix (K, K) beside a list of the most frequent confusions."""
+    number = len(class_names)
+    printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
+    names = [to_text(name, longest=26) for name in printable]
+    side = float(np.clip(0.11 * number, 3.6, 9.0))
+    figure = start_figure(height=side + 1.8, width=side + 6.5)
+    axes, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
+    shares = counts / counts.sum(axis=1).clip(min=1)[:, None]
+    strength = np.sqrt(shares)[..., None]
+    wrong, correct = np.array([0.84, 0.27, 0.31]), np.array([0.12, 0.44, 0.92])
+    color = np.where(np.eye(number, dtype=bool)[..., None], correct, wrong)
+    axes.imshow(1 - strength * (1 - color))
+    axes.grid(visible=False)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("class")
+    if number <= _MOST_NAMED:
+        size = 8 if number <= 60 else 5
+        axes.set_xticks(range(number), names, rotation=90, fontsize=size)
+        axes.set_yticks(range(number), names, fontsize=size)
+    total = int(counts.sum())
+    lines = [f"Most confused ({total - counts.trace():,} of {total:,} {unit} are wrong)", ""]
+    for i, j, count in find_confusions(counts)[: min(_MOST_LISTED, int(5 * side))]:
+        lines.append(f"{names[i]} → {names[j]}:  {count:,} of {counts[i].sum():,}")
+    text.set_axis_off()
+    text.text(0, 1, "\n".join(lines), fontsize=8, va="top", linespacing=1.5, color=INK)
+    return figure
 
 
 @themed

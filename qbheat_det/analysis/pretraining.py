@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from detectron2.config import CfgNode
+from detectron2.modeling import Backbone
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
 from matplotlib.figure import Figure as Chart
 from matplotlib.markers import CARETUPBASE
@@ -24,20 +25,12 @@ from torch.nn import functional as F
 from qbheat_det.checkpoint import info_of
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.inference.drawing import RGBImage
-from qbheat_det.modeling.contracts import FixedSizeModel
+from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone, get_encoder
 from qbheat_det.modeling.pretrain import ReconstructionModel
 from qbheat_det.probing import find_feature
 from qbheat_det.probing.features import recalibrate_bn
 
-from .figure import (
-    Entries,
-    FigureOptions,
-    batch_images,
-    crop_squares,
-    find_encoder,
-    find_size,
-    run_on_images,
-)
+from .attention import Entries, batch_images, crop_squares, find_size
 from .plotting import (
     chart_image,
     enlarge,
@@ -48,7 +41,7 @@ from .plotting import (
     to_rgb,
     to_text,
 )
-from .run import Run
+from .run import FigureOptions, Run, run_on_images
 
 _GREY = 128
 _NORMALIZED = "Each masked patch has the image's mean and contrast."
@@ -197,15 +190,13 @@ def draw_correlation(
     options: FigureOptions,
     *,
     correlated_images: int = _NUM_IMAGES,
-    size: int | None = None,
     map: str | None = None,
 ) -> Figure:
     """Draws histograms of spatial correlation, one chart per map and one line per run.
 
-    ``size`` is the image side in pixels (None: the first run's), ``map`` the name of the
-    feature map (None: the map that each model reads).
+    ``map`` is the name of the feature map (None: the map that each model reads).
     """
-    side = size or find_size(runs, _PAPER_SIZE)
+    side = find_size(runs, _PAPER_SIZE)
     results = run_on_images(
         runs,
         lambda run, files: _correlate(run, map, files, side),
@@ -239,7 +230,7 @@ def measure_in_training(
         raise NotApplicable(f"{type(model).__name__} has no images of one size")
     entries = load_images(_NUM_IMAGES)
     name = model.in_feature
-    encoder, batches = find_encoder(model), batch_images(model, entries, "correlation")
+    encoder, batches = _find_encoder(model), batch_images(model, entries, "correlation")
     found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
     values = torch.cat(found).tolist()
     return Figure(
@@ -271,8 +262,16 @@ def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
     return figure
 
 
+def _find_encoder(model: nn.Module) -> Backbone:
+    """Returns the backbone below a model's feature pyramid; ``NotApplicable`` without one."""
+    backbone = get_backbone(model)
+    if backbone is None:
+        raise NotApplicable(f"{type(model).__name__} has no backbone")
+    return get_encoder(backbone)
+
+
 def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) -> _Correlation:
-    encoder = find_encoder(run.model)
+    encoder = _find_encoder(run.model)
     if wanted is None and run.kind != "detector":
         name = cast(FixedSizeModel, run.model).in_feature
     else:  # a detector's coarsest map
@@ -280,7 +279,6 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
     entries = crop_squares(run.cfg, files, size)
     info = info_of(str(run.weights))
     untrained = info is not None and info.iteration <= 0 and run.kind != "detector"
-
     if untrained and any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules()):
         encoder, keys = copy.deepcopy(encoder), run.cfg.MODEL
         images = [entry["image"] for entry in entries]

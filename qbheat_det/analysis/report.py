@@ -30,9 +30,7 @@ from qbheat_det.core.figures import (
 )
 from qbheat_det.core.files import check_writable, write_atomically
 
-from .curves import has_step
-from .figure import FigureOptions
-from .run import Run
+from .run import FigureOptions, Run
 
 logger = logging.getLogger(__name__)
 _UNKNOWN = "unknown"
@@ -73,8 +71,8 @@ def build_report(
         options: options of all figures.
         keywords: arguments of single figures, by name.
         output: the page (``.html``).
-        command: the command that rebuilds the page, which is printed on it.
-        title: title of the page; the labels of the runs by default.
+        command: the command that rebuilds the page, printed on it.
+        title: title of the page; by default the labels of the runs.
         lead: first paragraph of the page.
 
     Raises:
@@ -104,10 +102,8 @@ def _draw(
 ) -> FigureResult:
     try:
         return FigureResult(name, FIGURES[name](runs, options, **keywords))
-    except NotApplicable as reason:
-        return FigureResult(name, reason=str(reason))
-    except UserError as error:
-        return FigureResult(name, reason=str(error), failed=True)
+    except (NotApplicable, UserError) as error:
+        return FigureResult(name, reason=str(error), failed=isinstance(error, UserError))
     except Exception as error:  # keep the figures that are already drawn
         logger.exception("figure '%s' failed", name)
         return FigureResult(name, reason=f"{type(error).__name__}: {error}", failed=True)
@@ -117,8 +113,7 @@ def describe_runs(runs: Iterable[Run]) -> Table:
     """Returns model, weights and length of each run, or "unknown" if a file is missing."""
     rows = []
     for run in runs:
-        steps = [record for record in run.metrics if has_step(record)]
-        last = max(steps, key=lambda record: record["iteration"], default={})
+        last = max(run.metrics, key=lambda record: record["iteration"], default={})
         number = f"{int(last['iteration']) + 1:,}" if last else _UNKNOWN
         epochs = f"{last['epoch']:.1f}" if "epoch" in last else _UNKNOWN
         weights = kind = model = backbone = _UNKNOWN
