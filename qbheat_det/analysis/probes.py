@@ -18,7 +18,7 @@ from matplotlib.figure import Figure as MplFigure
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
-from qbheat_det.probing import depth_of, width_of
+from qbheat_det.probing import parse_transformer
 
 from . import plotting
 from .run import FigureOptions, Run, run_each
@@ -238,9 +238,9 @@ def _parse_results(content: Mapping[str, Any]) -> list[ProbeResult]:
         is_run = len(set(numbers)) == len(numbers) and (None not in numbers or len(numbers) == 1)
         series = "random" if seen == 0 else str(path.parent if is_run else path.with_suffix(""))
         decoder = Decoder(int(row["probe"] == "linear"))
-        if depth := depth_of(row["probe"]):
-            width = width_of(row["probe"]) or int(content["setting"]["tran"]["width"])
-            decoder = Decoder(2, depth, width)
+        depth, width = parse_transformer(row["probe"])
+        if depth:
+            decoder = Decoder(2, depth, width or int(content["setting"]["tran"]["width"]))
         if row["top1"] is not None:
             found.append(
                 ProbeResult(
