@@ -71,16 +71,12 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
     """Returns name, input and output stride of each block with tokens, by number from 1."""
     found = {}
-    stride = 2  # of the stem
-    blocks = [
-        (f"stages.{i}.{j}", block)
-        for i, stage in enumerate(backbone.stages)
-        for j, block in enumerate(cast(nn.ModuleList, stage))
-    ]
-    for number, (name, block) in enumerate(blocks, start=1):
-        before, stride = stride, stride * cast(int, block.stride)
-        if isinstance(block, MobileFormerBlock):
-            found[number] = (name, before, stride)
+    stride, number = 2, 0  # the stem's stride
+    for i, stage in enumerate(backbone.stages):
+        for j, block in enumerate(cast(nn.ModuleList, stage)):
+            before, stride, number = stride, stride * cast(int, block.stride), number + 1
+            if isinstance(block, MobileFormerBlock):
+                found[number] = (f"stages.{i}.{j}", before, stride)
     return found
 
 
@@ -139,11 +135,9 @@ def draw_attention(
     if no run has a Mobile-Former with tokens.
     """
     size = find_size(runs, _PAPER_SIZE)
+    nothing = "no attention of tokens"
     results = run_on_images(
-        runs,
-        lambda run, files: _attend(run, files, size),
-        options,
-        nothing="no attention of tokens",
+        runs, lambda run, files: _attend(run, files, size), options, nothing=nothing
     )
     found = results.found
     blocks = {label: [block.number for block in one[0][1]] for label, one in found.items()}

@@ -41,11 +41,10 @@ themed = matplotlib.rc_context(fname=Path(__file__).with_name("theme.mplstyle"))
 
 
 @themed
-def start_figure(*, height: float, width: float, constrained: bool = True) -> Figure:
-    """Returns an empty figure of a size in inches; a ``constrained`` layout is slow."""
+def start_figure(*, height: float, width: float) -> Figure:
+    """Returns an empty figure of a size in inches."""
     figure = Figure(figsize=(width, height))  # without pyplot, which keeps global state
-    if constrained:
-        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     return figure
 
 
@@ -200,23 +199,8 @@ def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, longest: int)
     return draw_boxes(shrink(part, longest), shifted, [""], [color], min_side=0)
 
 
-def color_map(values: npt.ArrayLike, low: float, high: float, colors: str) -> RGBImage:
-    """Maps values (H, W) from ``low`` to ``high`` to (H, W, 3) by a matplotlib color map."""
-    share = (np.asarray(values, dtype=np.float64) - low) / max(high - low, 1e-12)
-    colored: RGBImage = matplotlib.colormaps[colors](np.clip(share, 0, 1), bytes=True)[..., :3]
-    return np.ascontiguousarray(colored)
-
-
-def overlay_map(
-    image: RGBImage,
-    values: npt.ArrayLike,
-    *,
-    stride: float,
-    low: float = 0.0,
-    high: float,
-    colors: str = "viridis",
-) -> RGBImage:
-    """Overlays a grey image with an interpolated feature map (h, w) in colors.
+def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: float) -> RGBImage:
+    """Overlays a grey image with an interpolated feature map (h, w), in colors from 0 to ``high``.
 
     Positions are ``stride`` pixels apart (may be fractional), the first one half a stride from the
     corner.
@@ -229,8 +213,9 @@ def overlay_map(
     # The border repeats the outermost values.
     small, edge = np.asarray(values, dtype=np.float32), cv2.BORDER_REPLICATE
     smooth = cv2.remap(small, columns, rows, cv2.INTER_LINEAR, borderMode=edge)
+    colored = matplotlib.colormaps["viridis"](np.clip(smooth / high, 0, 1), bytes=True)[..., :3]
     grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
-    mixed = cv2.addWeighted(color_map(smooth, low, high, colors), 0.65, grey, 0.35, 0)
+    mixed = cv2.addWeighted(np.ascontiguousarray(colored), 0.65, grey, 0.35, 0)
     return np.asarray(mixed, dtype=np.uint8)
 
 
@@ -241,19 +226,16 @@ def enlarge(image: RGBImage, side: int = 160) -> RGBImage:
     return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)
 
 
-def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
+def tile_images(images: Sequence[RGBImage], *, columns: int) -> RGBImage:
     """Tiles images of any sizes row by row, each centered in a cell of equal size."""
-    cell_height = max(image.shape[0] for image in images)
-    cell_width = max(image.shape[1] for image in images)
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
-    height, width = rows * (cell_height + gap) - gap, columns * (cell_width + gap) - gap
-    sheet = np.full((height, width, 3), BACKGROUND, dtype=np.uint8)
+    step = np.max([image.shape[:2] for image in images], axis=0) + 2 * _GAP
+    sheet = np.full((*(step * (rows, columns) - 2 * _GAP), 3), BACKGROUND, dtype=np.uint8)
     for index, image in enumerate(images):
-        row, column = divmod(index, columns)
-        top = row * (cell_height + gap) + (cell_height - image.shape[0]) // 2
-        left = column * (cell_width + gap) + (cell_width - image.shape[1]) // 2
-        sheet[top : top + image.shape[0], left : left + image.shape[1]] = image
+        place = step * divmod(index, columns)
+        top, left = place + (step - 2 * _GAP - image.shape[:2]) // 2
+        sheet[top:, left:][: image.shape[0], : image.shape[1]] = image
     return sheet
 
 

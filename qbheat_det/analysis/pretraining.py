@@ -8,7 +8,7 @@ subtracted.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any, cast
 
@@ -30,17 +30,8 @@ from qbheat_det.modeling.pretrain import ReconstructionModel
 from qbheat_det.probing import find_feature
 from qbheat_det.probing.features import recalibrate_bn
 
+from . import plotting
 from .attention import Entries, batch_images, crop_squares, find_size
-from .plotting import (
-    chart_image,
-    enlarge,
-    list_styles,
-    plot_grid,
-    start_chart,
-    themed,
-    to_rgb,
-    to_text,
-)
 from .run import FigureOptions, Run, run_on_images
 
 _GREY = 128
@@ -76,7 +67,7 @@ def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
     """Reconstructs mapped images from every view; images cycle through a view's quadrants."""
-    inputs = [to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
+    inputs = [plotting.to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
     losses: dict[str, list[dict[str, Any]]] = {}
     for view, quadrants in model.views.items():
@@ -86,7 +77,7 @@ def reconstruct_images(
         for image, output in zip(inputs, outputs, strict=True):
             visible = output["visible"].cpu().numpy()[..., None]
             shown.append(np.where(visible, image, np.uint8(_GREY)))
-            made = np.rint(to_rgb(output["reconstruction"], pixel_format).clip(0, 255))
+            made = np.rint(plotting.to_rgb(output["reconstruction"], pixel_format).clip(0, 255))
             completed.append(np.where(visible, image, made.astype(np.uint8)))
             place = {"place": output["place"]} if quadrants else {}
             losses[view].append({**place, "loss": float(output["loss_reconstruction"])})
@@ -149,10 +140,12 @@ def _require_reconstruction(model: nn.Module) -> ReconstructionModel:
 
 def _draw_grid(label: str, made: Reconstructions) -> Image:
     """Draws one row per image and one column per entry of ``columns``."""
-    rows = [list(map(enlarge, images)) for images in zip(*made.columns.values(), strict=True)]
-    chart = plot_grid(rows, column_names=list(made.columns), note=made.note)
+    rows = [
+        list(map(plotting.enlarge, images)) for images in zip(*made.columns.values(), strict=True)
+    ]
+    chart = plotting.plot_grid(rows, column_names=list(made.columns), note=made.note)
     caption = f"{label}: images, visible parts, and predictions.".removeprefix(": ")
-    return chart_image(chart, caption=caption, format="jpg")
+    return plotting.chart_image(chart, caption=caption, format="jpg")
 
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
@@ -200,9 +193,8 @@ def draw_correlation(
     results = run_on_images(
         runs,
         lambda run, files: _correlate(run, map, files, side),
-        options,
+        replace(options, num_images=correlated_images),
         nothing="no spatial correlation",
-        number=correlated_images,
     )
     found = results.found
     note = f"{len(results.files):,} images, the centre square of each at {side} pixels."
@@ -210,7 +202,7 @@ def draw_correlation(
     for name in dict.fromkeys(one.map for one in found.values()):
         chart = plot_histograms({k: one for k, one in found.items() if one.map == name}, name)
         caption = f"Spatial correlation of the map {name}. Triangles are means."
-        images[f"histograms_{name}"] = chart_image(chart, caption=caption)
+        images[f"histograms_{name}"] = plotting.chart_image(chart, caption=caption)
     rows = []
     for label, one in found.items():
         means = (f"{fmean(one.values):.3f}", f"{pstdev(one.values):.3f}")
@@ -241,17 +233,17 @@ def measure_in_training(
     )
 
 
-@themed
+@plotting.themed
 def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
     """Draws a histogram per run over common bins, and a mark at each mean."""
-    figure, axes = start_chart(height=3.4 + 0.2 * len(found))
+    figure, axes = plotting.start_chart(height=3.4 + 0.2 * len(found))
     edges = np.histogram_bin_edges(np.concatenate([v.values for v in found.values()]), bins=_BINS)
-    styles = list_styles(len(found))
+    styles = plotting.list_styles(len(found))
     for (label, one), style in zip(found.items(), styles, strict=True):
         dash = ":" if one.is_control else style["linestyle"]
         shares = 100 * np.histogram(one.values, bins=edges)[0] / len(one.values)
         mean = fmean(one.values)
-        text = f"{to_text(label)}: mean {mean:.3f}, {len(one.values):,} images"
+        text = f"{plotting.to_text(label)}: mean {mean:.3f}, {len(one.values):,} images"
         axes.stairs(shares, edges, color=style["color"], ls=dash, lw=1.8, label=text)
         axes.plot(mean, 0, marker=CARETUPBASE, ms=8, color=style["color"], zorder=3)
     axes.set_ylim(bottom=0)

@@ -29,6 +29,7 @@ from qbheat_det.core.figures import (
     write_figure,
 )
 from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.text import join_first
 
 from .run import FigureOptions, Run
 
@@ -80,9 +81,8 @@ def build_report(
     """
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
-    labels, about = [run.label for run in runs], describe_runs(runs)
-    title = title or (", ".join(labels) if len(labels) < 4 else f"{len(labels)} runs")
-    write = functools.partial(write_page, output, title, lead, about, command=command)
+    title = title or join_first(run.label for run in runs)
+    write = functools.partial(write_page, output, title, lead, describe_runs(runs), command=command)
     check_writable(folder / "curves.json")
     write(list(results.values()))
     for name in FIGURES:  # left by an earlier report
@@ -136,10 +136,9 @@ def write_page(
     command: str,
 ) -> None:
     """Writes all figures, the table of runs, and the reasons of missing figures."""
-    figures = [result.figure for result in results if result.figure is not None]
-    missing = [(result.name, result.reason) for result in results if result.figure is None]
-    sections = [*figures, Figure("runs", "Runs", table=runs)]
-    if missing:
+    sections = [result.figure for result in results if result.figure is not None]
+    sections.append(Figure("runs", "Runs", table=runs))
+    if missing := [(result.name, result.reason) for result in results if result.figure is None]:
         table = Table(("Figure", "Reason"), missing)
         sections.append(Figure("missing", "Missing figures", table=table))
     text = _load_template().render(title=title, lead=lead, sections=sections, command=command)

@@ -323,10 +323,9 @@ def run_on_images(
     options: FigureOptions,
     *,
     nothing: str,
-    number: int | None = None,
 ) -> RunResults[Found]:
-    """Calls ``run_each`` with the same image files for all runs, by default ``num_images``."""
-    entries = choose_images(runs, number or options.num_images, options.images)
+    """Calls ``run_each`` with the same ``options.num_images`` image files for all runs."""
+    entries = choose_images(runs, options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
     results = run_each(runs, lambda run: compute(run, files), nothing=nothing)
     return replace(results, files=files, unreadable=entries.unreadable)

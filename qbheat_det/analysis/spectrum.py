@@ -246,8 +246,7 @@ def draw_training_spectrum(
 def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
     """Draws magnitudes of eigenvalues at each scale, and of one scale against the other."""
     panels = len(learned.offsets) + (len(learned.offsets) == 2)
-    figure = start_figure(height=3.4, width=4 * panels, constrained=False)
-    figure.subplots_adjust(wspace=0.35)
+    figure = start_figure(height=3.4, width=4 * panels)
     for index, (scale, values) in enumerate(learned.eigenvalues.items(), 1):
         axes = figure.add_subplot(1, panels, index)
         for name, matrix in control.eigenvalues[scale].items():
