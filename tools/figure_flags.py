@@ -16,7 +16,7 @@ FIGURES = {
     "reconstructions": "images reconstructed from a corner and from the center",
     "correlation": "histograms over images of the spatial correlation of feature maps",
     "attention": "attention between global tokens and pixels, both ways",
-    "detections": "AP by size and class, curves, errors, missed boxes and false alarms",
+    "detections": "AP by size and class, curves, missed and wrong boxes",
     "classes": "confusion matrix of a classifier",
     "probes": "accuracies of probes by decoder, by its width and by images seen",
     "spectrum": "eigenvalues of A and B at both scales, and Table 3",

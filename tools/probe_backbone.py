@@ -3,8 +3,8 @@
 """Probe frozen backbones on class folders: kNN, a linear classifier, tran-1, tran-4.
 
 Each backbone encodes all images once. Probes learn from the training images and classify the
-validation images. L2 penalty, dropout and number of epochs are chosen for each backbone on a part of
-the training images. A row is a file of weights or a random initialization of the same config.
+validation images. L2 penalty, dropout and number of epochs are chosen for each backbone on a part
+of the training images. A row is a file of weights or a random initialization of the same config.
 --recalibrate-bn adds a second row with BatchNorm statistics of whole training images, because
 QB-Heat estimates them on quarters of images.
 

@@ -31,7 +31,7 @@ from .run import FigureOptions, Run, run_each
 _TRUTH_COLOR: Color = (64, 156, 255)
 _FOUND_COLOR: Color = (255, 150, 30)
 _PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
-_CELLS = 8  # crops of missed boxes, and of false alarms
+_CELLS = 8  # crops of missed boxes, and of wrong detections
 _MOST_CLASSES = 40  # in the chart of AP; with more classes, it has the best and the worst 20
 _CLASSES_EXPLANATION = (
     "Rows are true classes, columns predicted ones; the color is the share of the row. Blue cells "
@@ -235,7 +235,7 @@ def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
 
 
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
-    """Draws crops of the largest missed boxes and the most confident false alarms, if any."""
+    """Draws crops of the largest missed boxes and the most confident wrong detections, if any."""
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}
     crops = [
@@ -243,7 +243,7 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
         for box in metrics.find_missed_boxes(errors, run.threshold)[:_CELLS].tolist()
     ] + [
         (errors.found, box, f"{names[errors.found.classes[box]]} {errors.scores[box]:.2f}",
-         _FOUND_COLOR) for box in metrics.find_false_alarms(errors, run.threshold)[:_CELLS].tolist()
+         _FOUND_COLOR) for box in metrics.find_wrong(errors, run.threshold)[:_CELLS].tolist()
     ]  # fmt: skip
     cells = []
     for boxes, index, text, color in crops:
@@ -251,7 +251,7 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
         cells.append(add_heading(crop_box(pixels, boxes.xyxy[index], color, _CROP_SIDE), text))
     if not cells:
         return None
-    caption = f"{run.label}: largest missed boxes, and false alarms with the highest scores"
+    caption = f"{run.label}: largest missed boxes, and wrong detections with the highest scores"
     sheet = tile_images(cells, columns=4)
     return Image.from_rgb(
         sheet, alt="; ".join(text for *_, text, _ in crops), caption=caption, quality=82
@@ -260,14 +260,13 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
 
 def _explain(runs: Sequence[RunDetections]) -> list[str]:
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
-    types = "; ".join(f"{name}: {text}" for name, text in metrics.ERROR_TYPES.items())
     use = f"qbheat predict --weights {shlex.quote(str(runs[0].weights))} --images photos/"
     use += f" --threshold {runs[0].threshold:.2g}"
     return [
         *([f"Detect objects in other images: {use}"] if len(runs) == 1 else []),
         "AP and curves are COCO's and use all detections. Errors and images use detections from a "
         f"score threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
-        f"Types of detections: {types}. A missed box has no correct detection.",
+        "A correct detection matches a box of its class at IoU 0.50; a missed box has none.",
     ]
 
 

@@ -13,8 +13,6 @@ from PIL import Image
 
 from qbheat_det.analysis import detections
 from qbheat_det.analysis.detection_metrics import (
-    IGNORED,
-    MISSED,
     DetectionErrors,
     DetectionScores,
     choose_threshold,
@@ -23,8 +21,8 @@ from qbheat_det.analysis.detection_metrics import (
     count_errors_by_image,
     evaluate_boxes,
     find_errors,
-    find_false_alarms,
     find_missed_boxes,
+    find_wrong,
     score_detections,
 )
 from qbheat_det.analysis.detections import draw_detections
@@ -94,6 +92,11 @@ def judge(truth: dict[str, Any], found: list[dict[str, Any]]) -> DetectionErrors
     return find_errors(evaluate_boxes(truth, found))
 
 
+def list_kinds(judged: DetectionErrors) -> list[str]:
+    pairs = zip(judged.correct, judged.wrong, strict=True)
+    return ["correct" if right else "wrong" if wrong else "ignored" for right, wrong in pairs]
+
+
 def test_ap_and_precision_are_those_computed_by_hand() -> None:
     scores = score(make_truth([(1, 3, A), (1, 3, B)]),
                    [(1, 3, A, 0.9), (1, 3, C, 0.8), (1, 3, B, 0.7)])  # fmt: skip
@@ -142,9 +145,9 @@ def _judge_naively(truth: dict[str, Any], found: list[dict[str, Any]]) -> list[s
             taken.add(max(free, key=iou.__getitem__))
             kinds[d] = "correct"
         elif any(_is_on_crowd(found[d]["bbox"], a["bbox"]) for a in own if a["iscrowd"]):
-            kinds[d] = IGNORED
+            kinds[d] = "ignored"
         else:
-            kinds[d] = "false alarm" if max(iou.values(), default=0) <= 0.1 else "other"
+            kinds[d] = "wrong"
     return kinds
 
 
@@ -153,13 +156,13 @@ def test_types_are_those_of_a_naive_matching_and_the_threshold_has_the_best_f1(s
     truth, found = draw_case(seed)
     judged = judge(truth, found)
     expected = _judge_naively(truth, found)
-    assert judged.types.tolist() == expected
-    assert {"correct", "other", IGNORED} < set(expected)
+    assert list_kinds(judged) == expected
+    assert set(expected) == {"correct", "wrong", "ignored"}
 
     def f1(threshold: float) -> float:
-        kept = (judged.scores >= threshold) & (judged.types != IGNORED)
-        num_correct = int((judged.types[kept] == "correct").sum())
-        return 2 * num_correct / (int(kept.sum()) + len(judged.matches))
+        counts = count_errors(judged, threshold)
+        kept = counts["correct"] + counts["wrong"]
+        return 2 * counts["correct"] / (kept + len(judged.matches))
 
     candidates = sorted(set(judged.scores.tolist()), reverse=True)
     assert choose_threshold(judged) == max(candidates, key=f1)  # the highest of equal ones
@@ -175,12 +178,10 @@ def test_types_and_thresholds_by_hand() -> None:
         (1, 7, [80, 0, 95, 15], 0.4),
     ])  # fmt: skip
     judged = judge(truth, found)
-    assert judged.types.tolist() == ["correct", "other", "other", "other", "false alarm"]
+    assert list_kinds(judged) == ["correct", "wrong", "wrong", "wrong", "wrong"]
     assert judged.matches.tolist() == [0, -1, -1]
-    counts = {"correct": 1, "false alarm": 1, "other": 3, MISSED: 2}
-    assert count_errors(judged, 0.0) == counts
-    assert find_false_alarms(judged, 0.45).tolist() == []
-    assert find_false_alarms(judged, 0.0).tolist() == [4]
+    assert count_errors(judged, 0.0) == {"correct": 1, "wrong": 4, "missed": 2}
+    assert find_wrong(judged, 0.65).tolist() == [1, 2]
     assert find_missed_boxes(judged, 0.0).tolist() == [1, 2]  # the larger first
     assert find_missed_boxes(judged, 0.95).tolist() == [1, 0, 2]
 
@@ -189,8 +190,8 @@ def test_types_and_thresholds_by_hand() -> None:
     assert choose_threshold(judge(truth, [])) == 0.5
     # Beyond a hundred detections of an image and class none counts.
     many = [(1, 3, A, 1 - i / 1000) for i in range(103)]
-    types = judge(make_truth([(1, 3, A)]), make_found(many)).types.tolist()
-    assert types == ["correct"] + ["other"] * 99 + [IGNORED] * 3
+    kinds = list_kinds(judge(make_truth([(1, 3, A)]), make_found(many)))
+    assert kinds == ["correct"] + ["wrong"] * 99 + ["ignored"] * 3
 
 
 SQUARE, DISC = 4, 9  # category ids
@@ -251,7 +252,7 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
     assert run["AP50"] == pytest.approx(AP_DISC / 2)
     assert run["class_ap"] == pytest.approx({"square": 0, "disc": AP_DISC})
     assert figure.data["boxes"] == {"square": 1, "disc": 2}
-    assert run["errors"] == {"correct": 1, "false alarm": 1, "other": 1, "missed": 2}
+    assert run["errors"] == {"correct": 1, "wrong": 2, "missed": 2}
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
         "ap", "predictions_1", "predictions_2", "predictions_3", "precision_recall", "errors",

@@ -16,7 +16,6 @@ from qbheat_det.evaluation import score_neighbours
 from qbheat_det.probing import FrozenFeatures, cache_features
 from qbheat_det.probing.features import channel_statistics, split_by_class
 from qbheat_det.probing.probes import (
-    TransformerProbe,
     TransformerSettings,
     Whitening,
     fit_linear_probe,
@@ -254,18 +253,6 @@ def test_it_is_a_function_of_the_seed_and_ignores_units_of_channels() -> None:
     assert not torch.equal(first, other)
     torch.testing.assert_close(first, units, rtol=1e-2, atol=1e-3)
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_classification_is_that_of_averaged_weights() -> None:
-    settings = dataclasses.replace(_SETTINGS, batch_size=48)  # one step: a decay of one half
-    features = draw_maps(48)
-    probe = TransformerProbe(features, num_classes=3, dropout=0.0, settings=settings)
-    probe.run_epoch()
-    first = [weight.detach().clone() for weight in probe.decoder.parameters()]
-    probe.run_epoch()
-    second, average = probe.decoder.parameters(), probe.average.module.parameters()
-    for one, other, mean in zip(first, second, average, strict=True):
-        torch.testing.assert_close(mean, (one + other) / 2)
 
 
 def test_tokens_are_read_where_there_are_any() -> None:
