@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Multiply-adds and parameters: of the paper's components beside its tables, or of a config.
+"""Count multiply-adds and parameters of the paper's components, or of a config's detector.
 
 python tools/analyze_model.py --all [--json FILE]
 python tools/analyze_model.py --config-file F [--size H W] [--depth N] [KEY VALUE …]
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from figure_flags import integer
+from figure_flags import number
 
 if TYPE_CHECKING:  # imported below after the arguments are parsed
     from qbheat_det.analysis.paper_tables import PaperCell
@@ -21,11 +21,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--all", action="store_true", help="the paper's tables")
-    which.add_argument("--config-file", metavar="F", help="a detector")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables' cells there")
+    which.add_argument(
+        "--all", action="store_true", help="all components, beside the paper's tables"
+    )
+    which.add_argument("--config-file", metavar="F", help="YAML of a detector")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells of the tables")
     parser.add_argument(
-        "--size", type=integer(least=32), nargs=2, default=(800, 1333), metavar=("H", "W")
+        "--size", type=number(int, 32), nargs=2, default=(800, 1333), metavar=("H", "W")
     )
     parser.add_argument("--depth", type=int, default=2, help="levels of modules (default: 2)")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
@@ -48,7 +50,7 @@ def analyze(args: argparse.Namespace) -> None:
 
     from qbheat_det.evaluation.complexity import CountingRule
 
-    warnings.filterwarnings("ignore")  # of the tracer, which meets Python numbers in every model
+    warnings.filterwarnings("ignore")  # the tracer warns of Python numbers in every model
     for rule in CountingRule:
         print(f"{rule.name}: {rule.value}")
     if args.all:

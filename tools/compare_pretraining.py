@@ -1,17 +1,17 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compare objectives of pre-training: same encoder, same number of images seen, same probes.
+"""Compare pre-training objectives: same encoder, same number of images seen, same probes.
 
-Each objective is pre-trained under each seed, and its frozen encoder is probed (nearest neighbors,
-linear, tran-k). Every step is a command in a process of its own that continues where it was
-stopped: repeat this command to go on. OUTPUT/comparison.md and .json are rewritten after each step.
+Pre-trains each objective under each seed and probes the frozen encoder (nearest neighbors, linear,
+tran-k). Each step is a command that runs in a process of its own and resumes its work: repeat this
+command to continue. OUTPUT/comparison.md and .json are rewritten after each step.
 
 examples:
-  # the commands, and which are done
+  # print the commands, and which are done
   qbheat compare --data flowers/train --val flowers/val \\
       --epochs 20 --seeds 1 2 3 --output output/comparison --plan
 
-  # all objectives, the random encoder first; two commands at a time
+  # all objectives, the random encoder first; two commands at once
   qbheat compare --data flowers/train --val flowers/val \\
       --epochs 20 --seeds 1 2 3 --output output/comparison --jobs 2
 
@@ -36,20 +36,20 @@ _RESERVED = {"SEED", "SOLVER.EPOCHS", "SOLVER.MAX_ITER", "OUTPUT_DIR", "MODEL.WE
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--data", required=True, metavar="DIR", help="class folders to train on")
-    add("--val", required=True, metavar="DIR", help="class folders that probes classify")
+    add("--data", required=True, metavar="DIR", help="class folders for pre-training and probes")
+    add("--val", required=True, metavar="DIR", help="class folders that the probes classify")
     add("--objectives", metavar="NAME|FILE", nargs="+", default=[],
         help="in configs/objectives, or config files (default: all, random first)")  # fmt: skip
-    add("--epochs", type=float, required=True, help="over the images of pre-training")
+    add("--epochs", type=float, required=True, help="epochs of pre-training")
     add("--seeds", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     add("--probes", nargs="+", default=["knn", "linear", "tran-1"], metavar="PROBE",
         help="knn, linear, tran-1, tran-4 (default: the first three)")  # fmt: skip
     add("--recalibrate-bn", type=int, default=1024, metavar="N",
-        help="whole training images for BatchNorm's statistics (default: 1024)")  # fmt: skip
-    add("--output", type=Path, required=True, metavar="DIR", help="folder of everything")
-    add("--jobs", type=int, default=1, help="commands at a time (default: 1)")
+        help="training images for BatchNorm statistics (default: 1024)")  # fmt: skip
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of all results")
+    add("--jobs", type=int, default=1, help="commands at once (default: 1)")
     add("--plan", action="store_true", help="print the commands and run none")
-    add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of every objective")
+    add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs")
     args = parser.parse_intermixed_args(argv)
     if len(args.opts) % 2:
         parser.error("overrides are pairs of KEY VALUE, but one has no partner")
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs or lists the commands; returns the exit code."""
-    from qbheat_det.analysis.comparison import compare, is_done
+    from qbheat_det.analysis.comparison import compare
     from qbheat_det.analysis.comparison_plan import Comparison, list_rows, load_objectives
     from qbheat_det.probing import check_probes
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.plan:
         for job in (job for row in list_rows(comparison) for job in row.jobs):
-            print(f"{job.title}: {'done' if is_done(job) else shlex.join(job.command)}")
+            print(f"{job.title}: {'done' if job.is_done() else shlex.join(job.command)}")
         return 0
     table, failed = compare(comparison, jobs=args.jobs)
     print(table)

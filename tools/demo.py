@@ -2,9 +2,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Train a detector of blood cells on a frozen encoder, pre-trained and random, and compare both.
 
-Each encoder encodes 48 microscope images once; then RetinaNet's decoder is trained on the features.
-BatchNorm's statistics of both encoders are estimated on the same images. A report shows predictions
-on 40 other images.
+Each encoder encodes 48 microscope images once, and RetinaNet's decoder is trained on the features.
+Both encoders have BatchNorm statistics of these images. A report shows predictions on 40 other
+images.
 
 The images come with the package; nothing is downloaded. The demo takes two minutes on two cores.
 
@@ -150,9 +150,8 @@ def start_run(output: Path, opts: Sequence[str]) -> "Trainer":
 def write_report(paths: dict[str, str], page: Path, device: str, lead: str) -> Path:
     """Writes the page of tools/report.py with ``FIGURES`` of runs by their labels."""
     from qbheat_det.analysis import load_figures
-    from qbheat_det.analysis.figure import FigureOptions
     from qbheat_det.analysis.report import build_report
-    from qbheat_det.analysis.run import Run
+    from qbheat_det.analysis.run import FigureOptions, Run
 
     load_figures()
     runs = [Run.open(path, label=label, device=device) for label, path in paths.items()]

@@ -1,21 +1,20 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Probe frozen backbones on a folder of class folders: kNN, a linear classifier, tran-1, tran-4.
+"""Probe frozen backbones on class folders: kNN, a linear classifier, tran-1, tran-4.
 
-Each backbone goes over all images once; the probes learn from what it gave for the training images
-and classify the others. Settings that decide (L2 penalty, dropout, length) are chosen for each
-backbone on a part of the training images, never on those that are classified. Rows are files of
-weights and random initialisations of the same config, each as it is and, with --recalibrate-bn,
-with BatchNorm's statistics estimated anew on whole training images: pre-training by quarters
-gathers them on quarters.
+Each backbone encodes all images once. Probes learn from the training images and classify the
+validation images. L2 penalty, dropout and number of epochs are chosen for each backbone on a part
+of the training images. A row is a file of weights or a random initialization of the same config.
+--recalibrate-bn adds a second row with BatchNorm statistics of whole training images, because
+QB-Heat estimates them on quarters of images.
 
 examples:
-  # the checkpoints of a run beside two random backbones; the config is the one in the weights
+  # checkpoints of a run beside two random backbones; the config comes from the weights
   qbheat probe --weights output/pretraining/model_*.pth --random-seeds 1 2 \\
       --data flowers/train --val flowers/val --recalibrate-bn 1024 \\
-      --json probes.json --plot probes.svg
+      --json probes.json
 
-  # any backbone of any config on larger images, by two probes only
+  # the backbone of any config on larger images, two probes only
   qbheat probe --config-file custom/qb_heat_285M_cpu.yaml --random \\
       --data flowers/train --val flowers/val --probes knn linear \\
       INPUT.PRETRAIN.SIZE 224
@@ -25,7 +24,7 @@ examples:
       --data flowers/train --val flowers/val --probes tran-1:192 tran-1:384 \\
       --json output/pretraining/probes.json
 
-With --json, a command that was stopped and is repeated goes on with the rows that are missing.
+With --json, a repeated command continues with the missing rows.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import check_inputs, make_parser
 
-if TYPE_CHECKING:  # imported by main, after the arguments were parsed
+if TYPE_CHECKING:  # imported below after the arguments are parsed
     from detectron2.config import CfgNode
 
 _HEADERS = ("backbone", "images seen", "BatchNorm", "probe", "top-1, %", "top-5, %", "chosen")
@@ -46,8 +45,8 @@ _HEADERS = ("backbone", "images seen", "BatchNorm", "probe", "top-1, %", "top-5,
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--data", required=True, metavar="DIR", help="class folders to learn from")
-    add("--val", required=True, metavar="DIR", help="class folders that are classified")
+    add("--data", required=True, metavar="DIR", help="class folders that train the probes")
+    add("--val", required=True, metavar="DIR", help="class folders that the probes classify")
     add("--config-file", metavar="FILE", help="YAML; by default the config of the first weights")
     add(
         "--weights",
@@ -57,22 +56,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=[],
         help="checkpoints, exported backbones, detectors (.safetensors, .pth, qbheat://NAME)",
     )
-    add("--random", action="store_true", help="a random initialisation, under SEED (or 0)")
-    add("--random-seeds", metavar="SEED", type=int, nargs="+", default=[], help="several of them")
+    add("--random", action="store_true", help="a random initialization under SEED (or 0)")
+    add(
+        "--random-seeds",
+        metavar="SEED",
+        type=int,
+        nargs="+",
+        default=[],
+        help="several random ones",
+    )
     add(
         "--probes",
         metavar="PROBE",
         nargs="+",
         default=["knn", "linear", "tran-1"],
-        help="of knn, linear, tran-1 and tran-4; the first three by default. tran-1:384 has this "
-        "width, a multiple of 64, in place of MODEL.CLASSIFIER.WIDTH",
+        help="knn, linear, tran-1, tran-4 (default: the first three); tran-1:384 sets the width, a "
+        "multiple of 64, instead of MODEL.CLASSIFIER.WIDTH",
     )
     add(
         "--recalibrate-bn",
         metavar="N",
         type=int,
         default=0,
-        help="a second row for each, with BatchNorm's statistics from N whole training images",
+        help="a second row for each backbone, with BatchNorm statistics of N training images",
     )
     add("--feature", metavar="NAME", default="", help="a map of the backbone, such as s16")
     add(
@@ -80,21 +86,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="GB",
         type=float,
         default=8.0,
-        help="what maps may take, which only tran-1 and tran-4 keep (default 8)",
+        help="memory for feature maps, which tran-1 and tran-4 keep (default: 8)",
     )
-    add(
-        "--json",
-        metavar="FILE",
-        type=Path,
-        help="keep the figures in this file, current at any time",
-    )
-    add("--plot", metavar="FILE", type=Path, help="draw top-1 against images seen (.svg, .png)")
+    add("--json", metavar="FILE", type=Path, help="write each row to this file at once")
     add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of the config")
     return parser.parse_intermixed_args(argv)
 
 
 def load(args: argparse.Namespace) -> "CfgNode":
-    """Returns the config that the arguments ask for, or that the first weights hold."""
+    """Returns the config of ``--config-file``, or else of the first weights."""
     import torch
 
     from qbheat_det.checkpoint import load_run_config
@@ -115,18 +115,12 @@ def load(args: argparse.Namespace) -> "CfgNode":
 
 
 def check(args: argparse.Namespace) -> None:
-    """Checks what can be checked before minutes go into the first row.
-
-    Raises:
-        UserError: an argument is not sound.
-    """
+    """Raises a ``UserError`` if an argument is invalid, before the first row takes minutes."""
     from qbheat_det.checkpoint import check_weights_file, find_weights
     from qbheat_det.core.errors import UserError
 
     if args.recalibrate_bn < 0:
         raise UserError(f"--recalibrate-bn is a number of images, not {args.recalibrate_bn}")
-    if args.plot is not None and args.plot.suffix not in (".svg", ".png"):
-        raise UserError(f"--plot names an image, .svg or .png, not '{args.plot}'")
     args.weights = [find_weights(name) for name in args.weights]
     for file in args.weights:
         check_weights_file(file)
@@ -136,7 +130,7 @@ def check(args: argparse.Namespace) -> None:
 
 def describe(row: dict[str, Any]) -> tuple[str, ...]:
     """Returns the cells of a row, in the order of the headers."""
-    tried = {
+    chosen = {
         key: f"{value:.2g}" if isinstance(value, float) else value
         for key, value in row["chosen"].items()
         if key in ("l2", "dropout", "epochs")
@@ -147,7 +141,7 @@ def describe(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['recalibrated']:,} whole images" if row["recalibrated"] else "as stored",
         row["probe"],
         *(f"{row[key]:.2f} ± {row[f'{key}_standard_error']:.2f}" for key in ("top1", "top5")),
-        ", ".join(f"{key} {value}" for key, value in tried.items()),
+        ", ".join(f"{key} {value}" for key, value in chosen.items()),
     )
 
 
@@ -157,13 +151,13 @@ def print_line(cells: Sequence[str]) -> None:
 
 
 def print_closing(result: dict[str, Any]) -> None:
-    """Says under the table what its figures are."""
+    """Prints the settings below the table."""
     setting = result["setting"]
     knn = setting["knn"]
     print(
-        f"\nThe map '{setting['feature']}' of whole images of {setting['size']} pixels; kNN by "
-        f"its mean over positions, k {knn['k']}, temperature {knn['temperature']}; ± one standard "
-        f"error over the images classified. {result['skipped_images']} images left out."
+        f"\nMap '{setting['feature']}' of whole images at {setting['size']} pixels. kNN uses its "
+        f"mean over positions, k {knn['k']}, temperature {knn['temperature']}. ± is one standard "
+        f"error over images. Left out: {result['skipped_images']} images."
     )
 
 
@@ -176,12 +170,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Probes one backbone after another, and prints a row for each probe."""
+    """Probes each backbone and prints a row for each probe."""
     import logging
 
-    from qbheat_det.analysis.accuracy import plot_probes
-    from qbheat_det.analysis.plotting import chart_image
-    from qbheat_det.core.files import write_atomically
     from qbheat_det.probing import BackboneProbe
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -204,11 +195,7 @@ def run(args: argparse.Namespace) -> None:
         probe.probe_weights(file)
     for number in [*([max(cfg.SEED, 0)] if args.random else []), *args.random_seeds]:
         probe.probe_random(number)
-    result = probe.results
-    print_closing(result)
-    if args.plot is not None:
-        chart = chart_image(plot_probes(result), format=args.plot.suffix[1:])
-        write_atomically(args.plot, chart.content)
+    print_closing(probe.results)
 
 
 if __name__ == "__main__":

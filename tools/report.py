@@ -11,12 +11,12 @@ examples:
   qbheat report ours=output/pretraining random=output/random \\
       --images photos/ --output output/report.html
 
-  # some figures only (qbheat visualize --list has them all)
+  # some figures only (qbheat visualize --help lists all)
   qbheat report output/pretraining --only curves spectrum --output output/report.html
 
 Beside report.html, the folder report/ has each image as a file and the numbers behind it as JSON.
-Figures that do not exist for these runs are named at the end of the page with the reason. The page
-is rewritten after each figure, so Ctrl-C leaves a page of those drawn so far.
+The end of the page lists missing figures with the reason. The page is rewritten after each figure,
+so Ctrl-C leaves a page with the figures drawn so far.
 
 exit code: 0; 1 if a figure failed (the others are on the page); 2 if a run or flag is wrong; 130
 after Ctrl-C.
@@ -27,7 +27,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import make_parser
@@ -44,10 +43,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="the page (default: output/report.html); its files go to the folder of that name",
     )
-    chosen = parser.add_mutually_exclusive_group()
-    names: dict[str, Any] = {"nargs": "+", "choices": FIGURES, "metavar": "FIGURE"}
-    chosen.add_argument("--only", help="these figures", **names)
-    chosen.add_argument("--without", default=[], help="all but these", **names)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=FIGURES,
+        default=list(FIGURES),
+        metavar="FIGURE",
+        help="these figures (default: all)",
+    )
     for name in FIGURES:
         add_figure_flags(name, parser)
     args = parser.parse_args(argv)
@@ -67,17 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_report(args: argparse.Namespace) -> int:
     """Writes the page; returns the exit code."""
     from qbheat_det.analysis import load_figures
-    from qbheat_det.analysis.figure import FigureOptions
     from qbheat_det.analysis.report import build_report
-    from qbheat_det.analysis.run import open_runs
+    from qbheat_det.analysis.run import FigureOptions, open_runs
 
     load_figures()
-    names = args.only or [name for name in FIGURES if name not in args.without]
     results = build_report(
-        [name for name in FIGURES if name in names],
+        [name for name in FIGURES if name in args.only],
         open_runs(args.runs, config_file=args.config_file, device=args.device, opts=args.opts),
         FigureOptions(args.images, args.num_images, args.seed),
-        {name: read_keywords(name, args) for name in names},
+        {name: read_keywords(name, args) for name in args.only},
         output=args.output,
         command=args.command,
     )

@@ -1,11 +1,8 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Draw a figure of runs or checkpoints: images, and the numbers behind them as JSON.
+"""Draw a figure of runs or checkpoints, and write the numbers behind it as JSON.
 
 examples:
-  # all figures
-  qbheat visualize --list
-
   # losses, AP and learning rate of two runs on one axis
   qbheat visualize curves output/run_a output/run_b --axis images --output output/figures
 
@@ -13,10 +10,10 @@ examples:
   qbheat visualize curves --help
 
 A run is the folder that a training wrote (OUTPUT_DIR), or a checkpoint (.safetensors, .pth).
-Several runs are drawn side by side; LABEL=PATH sets a label. --images names a folder of images;
-without it they are those of the run's test set.
+Several runs are drawn side by side; LABEL=PATH sets a label. --images names a folder of images; by
+default, images of the run's test set are drawn.
 
-exit code: 0; 1 if the figure does not exist for these runs (the message says why); 2 if a run or a
+exit code: 0; 1 if these runs do not have the figure (the message gives the reason); 2 if a run or a
 flag is wrong.
 """
 
@@ -32,8 +29,7 @@ from figure_flags import FIGURES, add_figure_flags, add_run_flags, read_keywords
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--list", action="store_true", help="list the figures and exit")
-    figures = parser.add_subparsers(dest="figure", metavar="FIGURE", title="figures")
+    figures = parser.add_subparsers(dest="figure", metavar="FIGURE", title="figures", required=True)
     for name, description in FIGURES.items():
         own = figures.add_parser(name, help=description, description=f"{description}.")
         add_run_flags(own)
@@ -45,18 +41,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             help="folder for the images and the JSON (default: output/figures)",
         )
         add_figure_flags(name, own)
-    args = parser.parse_args(argv)
-    if not (args.list or args.figure):
-        parser.error(f"name a figure ({', '.join(FIGURES)}), or --list")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.list:
-        width = max(map(len, FIGURES))
-        print("\n".join(f"{name:<{width}}  {summary}" for name, summary in FIGURES.items()))
-        return 0
     from qbheat_det.core.errors import exit_on_user_error
 
     return exit_on_user_error(visualize)(args)
@@ -65,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def visualize(args: argparse.Namespace) -> int:
     """Draws the figure and prints the paths of its files; returns the exit code."""
     from qbheat_det.analysis import load_figures
-    from qbheat_det.analysis.figure import FigureOptions
-    from qbheat_det.analysis.run import open_runs
+    from qbheat_det.analysis.run import FigureOptions, open_runs
     from qbheat_det.core.figures import NotApplicable, write_figure
     from qbheat_det.core.files import check_writable
 

@@ -11,11 +11,11 @@ __all__ = ["load_figures"]
 def load_figures() -> dict[str, Callable[..., Figure]]:
     """Imports all modules that draw figures, which registers them, and returns ``FIGURES``."""
     from . import (  # noqa: F401  here, because matplotlib takes a second to import
-        accuracy,
         attention,
         curves,
         detections,
         pretraining,
+        probes,
         spectrum,
     )
 

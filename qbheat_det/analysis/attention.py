@@ -1,33 +1,34 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures "attention", of the global tokens of a Mobile-Former, and "queries", of MF-DETR.
+"""Figure "attention", of the global tokens of a Mobile-Former, and images of one size for encoders.
 
 Paper: QB-Heat, arXiv:2211.13228, Appendix E, Fig. 13 and 14. It draws four blocks and names 10 and
 12 of them; 3 and 6 are the last blocks at strides 4 and 8 in Table 8.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 import torch
-from detectron2.structures import Instances
+from detectron2.config import CfgNode
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qbheat_det.config import with_values
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
-from qbheat_det.data import build_mapper
+from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
 from qbheat_det.engine.data_sources import read_spread
 from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
-from qbheat_det.modeling.detr.mf_detr import MFDETR
+from qbheat_det.modeling.contracts import get_pixel_statistics
 
 from . import plotting
-from .figure import FigureOptions, batch_images, crop_squares, find_size, run_on_images
-from .run import Run
+from .run import FigureOptions, Run, run_on_images
 
 Bridge = Literal["to_former", "to_mobile"]
 Heads = Literal["mean", "apart"]
@@ -43,13 +44,8 @@ _EXPLANATION = (
     "attention. Mobile←Former shows which tokens each pixel attends to (Fig. 14). Identical tokens "
     "have identical maps. Tokens of an untrained network attend everywhere.",
 )
-_COARSEST = 32  # stride of the first level; each next level halves it
-_STRIDES = (32, 16, 8)
-_QUERY_CELL = 200  # pixels
-_QUERY_EXPLANATION = (
-    "Each row is a predicted box. Colors show the attention of its query in the last block of each "
-    "scale, averaged over heads.",
-)
+_BATCH_SIZE = 32
+Entries = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -75,16 +71,12 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
     """Returns name, input and output stride of each block with tokens, by number from 1."""
     found = {}
-    stride = 2  # of the stem
-    blocks = [
-        (f"stages.{i}.{j}", block)
-        for i, stage in enumerate(backbone.stages)
-        for j, block in enumerate(cast(nn.ModuleList, stage))
-    ]
-    for number, (name, block) in enumerate(blocks, start=1):
-        before, stride = stride, stride * cast(int, block.stride)
-        if isinstance(block, MobileFormerBlock):
-            found[number] = (name, before, stride)
+    stride, number = 2, 0  # the stem's stride
+    for i, stage in enumerate(backbone.stages):
+        for j, block in enumerate(cast(nn.ModuleList, stage)):
+            before, stride, number = stride, stride * cast(int, block.stride), number + 1
+            if isinstance(block, MobileFormerBlock):
+                found[number] = (f"stages.{i}.{j}", before, stride)
     return found
 
 
@@ -143,11 +135,9 @@ def draw_attention(
     if no run has a Mobile-Former with tokens.
     """
     size = find_size(runs, _PAPER_SIZE)
+    nothing = "no attention of tokens"
     results = run_on_images(
-        runs,
-        lambda run, files: _attend(run, files, size),
-        options,
-        nothing="no attention of tokens",
+        runs, lambda run, files: _attend(run, files, size), options, nothing=nothing
     )
     found = results.found
     blocks = {label: [block.number for block in one[0][1]] for label, one in found.items()}
@@ -219,118 +209,31 @@ def _list_maps(
             for row, maps in zip(rows, weights, strict=True)]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class QueryAttention:
-    """The n most confident predictions of one image, and the attention of their queries.
-
-    Boxes are in pixels of the model's input; ``maps`` (n, heads, H, W) by stride sum to 1 over the
-    pixels.
-    """
-
-    found: Instances
-    maps: Mapping[int, Tensor]
-
-
-@torch.no_grad()
-def read_queries(model: MFDETR, entry: Mapping[str, Any], count: int) -> QueryAttention:
-    """Returns the attention of the ``count`` most confident queries in one mapped image."""
-    names = {
-        _COARSEST >> i: f"levels.{i}.{len(cast(nn.ModuleList, level)) - 1}.query_layer"
-        ".cross_attention"
-        for i, level in enumerate(model.decoder.levels)
-    }
-    images = model.preprocess_image([dict(entry)])
-    features, padding = model.extract_features(images)
-    with read_attention(model.decoder, names.values()) as record:
-        outputs = model.decoder(features, padding)
-    (found,) = model.inference(outputs, images.image_sizes)
-    chosen = found.scores.argsort(descending=True, stable=True)[:count]
-    maps = {}
-    for stride, name in names.items():
-        # Each level halves the map of the finer level, rounding up, from stride 8.
-        height, width = (-(-length * 8 // stride) for length in features[0].shape[-2:])
-        (read,) = record[name]
-        maps[stride] = read.unflatten(-1, (height, width))[0].transpose(0, 1)[chosen].cpu()
-    return QueryAttention(found=found[chosen].to("cpu"), maps=maps)
-
-
-_Detected = list[tuple[RGBImage, QueryAttention, list[str]]]
-"""For each image of one run: pixels, attention, names of the predicted classes."""
-
-
-@register_figure("queries")
-def draw_queries(runs: Sequence[Run], options: FigureOptions, *, query_boxes: int = 3) -> Figure:
-    """Draws the attention of the queries of the most confident ``query_boxes`` of each image.
-
-    Raises ``NotApplicable`` if no run is an MF-DETR.
-    """
-    results = run_on_images(
-        runs,
-        lambda run, files: _detect(run, files, query_boxes),
-        options,
-        nothing="no object queries",
-    )
-    data = {
-        label: [
-            [
-                {"class": name, "score": float(score), "box": box}
-                for name, score, box in zip(
-                    names, attention.found.scores, attention.found.pred_boxes.tensor, strict=True
-                )
-            ]
-            for _, attention, names in one
-        ]
-        for label, one in results.found.items()
-    }
-    images = {f"image_{i + 1}": _draw_queries(results.found, i) for i in range(len(results.files))}
-    title = "Cross-attention of object queries"
-    return results.draw("queries", title, _QUERY_EXPLANATION, images, runs=data)
-
-
-def _detect(run: Run, files: Sequence[str], count: int) -> _Detected:
-    cfg = run.cfg
-    if cfg.MODEL.META_ARCHITECTURE != "MFDETR":
-        raise NotApplicable(f"'{run.label}' is a {cfg.MODEL.META_ARCHITECTURE}, not an MFDETR")
+def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
+    """Returns entries with "image" (3, S, S), cropped by the run's or pre-training's mapper."""
+    cfg = with_values(cfg)
+    if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
+        cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
+    if size is not None:
+        cfg.INPUT.PRETRAIN.SIZE = size
     records = [{"file_name": name} for name in files]
-    entries = read_spread(records, build_mapper(cfg, is_train=False), len(records))
-    model = cast(MFDETR, run.model)
-    bar = tqdm(entries, unit="image", desc=f"queries, {run.label}", delay=2, leave=False)
-    names, detected = dict(enumerate(cfg.MODEL.CLASS_NAMES)), []
-    for entry in bar:
-        attention = read_queries(model, entry, count)
-        classes = [names.get(k, f"class {k}") for k in attention.found.pred_classes.tolist()]
-        pixels = plotting.to_rgb(entry["image"], cfg.INPUT.FORMAT).astype(np.uint8)
-        detected.append((pixels, attention, classes))
-    return detected
+    return read_spread(records, build_mapper(cfg, is_train=False), len(records))
 
 
-def _draw_queries(found: Mapping[str, _Detected], index: int) -> Image:
-    """Draws the boxes of one image with the rows of all runs below each other."""
-    grid, names = [], []
-    for label, one in found.items():
-        pixels, attention, classes = one[index]
-        image = plotting.shrink(pixels, _QUERY_CELL)
-        factor = image.shape[1] / pixels.shape[1]
-        for i, name in enumerate(classes):
-            box = attention.found.pred_boxes.tensor[i] * factor
-            row = [_draw_box(image, box)]
-            for stride, maps in attention.maps.items():
-                values = maps[i].mean(dim=0).numpy()
-                top = find_top([values])
-                overlay = plotting.overlay_map(image, values, stride=stride * factor, high=top)
-                row.append(_draw_box(overlay, box))
-            grid.append(row)
-            prefix = f"{plotting.to_text(label)}\n" if len(found) > 1 else ""
-            names.append(
-                f"{prefix}{plotting.to_text(name)}\n{float(attention.found.scores[i]):.2f}"
-            )
-    columns = ["prediction", *(f"stride {stride}" for stride in _STRIDES)]
-    chart = plotting.plot_grid(grid, column_names=columns, row_names=names)
-    return plotting.chart_image(chart, caption=f"Queries of image {index + 1}.", format="jpg")
+def find_size(runs: Sequence[Run], default: int) -> int:
+    """Returns the image side in pixels of the first run that takes square images."""
+    for run in runs:
+        with contextlib.suppress(NotApplicable, UserError):  # reported where the run is used
+            if run.kind != "detector":
+                return int(run.cfg.INPUT.PRETRAIN.SIZE)
+    return default
 
 
-def _draw_box(image: RGBImage, box: Tensor) -> RGBImage:
-    """Returns a copy with a box (4,), XYXY in pixels, in black and white for contrast."""
-    x0, y0, x1, y1 = (round(value) for value in box.tolist())
-    picture = cv2.rectangle(image.copy(), (x0, y0), (x1 - 1, y1 - 1), (0, 0, 0), 3)
-    return np.asarray(cv2.rectangle(picture, (x0, y0), (x1 - 1, y1 - 1), (255, 255, 255), 1))
+def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
+    """Yields normalized images (n, 3, S, S) on the model's device; shows a bar if it takes long."""
+    statistics = get_pixel_statistics(model)
+    mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
+    starts = range(0, len(entries), _BATCH_SIZE)
+    for start in tqdm(starts, unit="batch", desc=label, delay=2, leave=False):
+        images = torch.stack([entry["image"] for entry in entries[start : start + _BATCH_SIZE]])
+        yield (images.to(mean.device) - mean) / std

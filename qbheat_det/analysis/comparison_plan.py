@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Plans a comparison of objectives: for each seed and objective, pre-training and then probes."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from detectron2.config import CfgNode
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.config.loading import list_leaves
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.figures import to_json
 from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_folders
 
 RANDOM = "random"
@@ -55,15 +57,14 @@ class Comparison:
     opts: Sequence[str] = ()
 
     @cached_property
-    def images(self) -> dict[str, list[dict[str, Any]]]:
-        """The records of "train" and "val"; raises a ``UserError`` if a folder has none."""
-        train, val = load_class_folders(self.train_folder, self.val_folder)
-        return {"train": train, "val": val}
+    def images(self) -> list[list[dict[str, Any]]]:
+        """The training and validation records; raises a ``UserError`` if a folder has none."""
+        return list(load_class_folders(self.train_folder, self.val_folder))
 
     @cached_property
-    def contents(self) -> dict[str, int]:
-        """Checksums of the images of "train" and "val"."""
-        return {name: fingerprint_records(records) for name, records in self.images.items()}
+    def contents(self) -> list[int]:
+        """Checksums of the training and validation images."""
+        return [fingerprint_records(records) for records in self.images]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,29 @@ class Job:
     def record_file(self) -> Path:
         return self.folder / f"{self.stage}.json"
 
+    def is_done(self) -> bool:
+        """Checks whether the command has succeeded.
+
+        Raises:
+            UserError: if it succeeded with other settings.
+        """
+        if not self.record_file.is_file():
+            return False
+        try:
+            record = json.loads(self.record_file.read_text(encoding="utf-8"))
+            command, old = list(record["command"]), dict(record["settings"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"'{self.record_file}' is not a result of a comparison") from error
+        # A key that the record lacks is of a newer version of the package and has its default.
+        changed = [f"{key} {old[key]} -> {value}" for key, value in to_json(self.settings).items()
+                   if old.get(key, value) != value]  # fmt: skip
+        if changed:
+            raise UserError(
+                f"'{self.record_file}' has other settings: {'; '.join(changed)}. Undo the change, "
+                f"use another --output, or remove the file and '{self.stage}' beside it"
+            )
+        return command == self.command
+
 
 @dataclass(frozen=True)
 class Row:
@@ -92,11 +116,6 @@ class Row:
     seed: int
     folder: Path
     jobs: list[Job]
-
-    @property
-    def weights(self) -> Path:
-        """The file of the pre-trained or initialized weights."""
-        return self.folder / "pretraining" / WEIGHTS
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
@@ -164,26 +183,29 @@ def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
     command = [
         *(sys.executable, str(comparison.tools / "train_net.py"), "--config-file", file),
         *("--data" if is_labelled else "--images", comparison.train_folder),
-        *("--output", str(row.weights.parent), "--resume", "SEED", str(row.seed), *opts),
+        *("--output", str(row.folder / "pretraining"), "--resume", "SEED", str(row.seed), *opts),
         *(("DATASETS.VAL_FRACTION", "0") if is_labelled else ()),  # probes have their own images
     ]
     leaves = list_leaves(yaml.safe_load(load_config(file, opts).dump()))
     settings = {key: value for key, value in leaves if not key.startswith(_FREE_KEYS)}
-    settings["contents"] = comparison.contents["train"]
+    settings["contents"] = comparison.contents[0]
     title = f"{row.objective.name} seed {row.seed} pretraining"
     return Job(title, "pretraining", row.folder, command, settings)
 
 
 def _plan_probes(comparison: Comparison, row: Row) -> Job:
     number = str(comparison.num_recalibrated)
+    encoder = ["--weights", str(row.folder / "pretraining" / WEIGHTS)]
+    opts = ["SEED", str(row.seed)]  # the same split of the training images for each objective
+    if row.objective.name == RANDOM:
+        encoder = ["--random", "--config-file", row.objective.config_file]
+        opts += comparison.opts
     command = [
-        *(sys.executable, str(comparison.tools / "probe_backbone.py")),
-        *("--weights", str(row.weights), "--recalibrate-bn", number),
+        *(sys.executable, str(comparison.tools / "probe_backbone.py"), *encoder),
+        *("--recalibrate-bn", number, "--probes", *comparison.probes),
         *("--data", comparison.train_folder, "--val", comparison.val_folder),
-        *("--probes", *comparison.probes),
-        *("--json", str(row.folder / "probes/rows.json")),  # ends the list of probes
-        *("SEED", str(row.seed)),  # the same split of the training images for each objective
+        *("--json", str(row.folder / "probes/rows.json"), *opts),
     ]
-    settings = {"contents": list(comparison.contents.values()), "recalibrate_bn": number}
+    settings = {"contents": comparison.contents, "recalibrate_bn": number}
     title = f"{row.objective.name} seed {row.seed} probes"
     return Job(title, "probes", row.folder, command, settings)

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure as Chart
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
 
 from . import plotting
-from .figure import FigureOptions
-from .run import Run
+from .run import FigureOptions, Run, run_each
 
 Curve = tuple[list[float], list[float]]
 """Ascending positions on an axis, and values; nan is a gap."""
@@ -32,18 +31,21 @@ _FEW_POINTS = 25  # shorter curves have markers
 _LOG_SCALE_FROM = 100.0  # ratio of the largest to the smallest value
 _EXPLANATION = (
     "Losses are comparable only between runs of one model, so each model has its own charts. "
-    "Training losses are medians over the last steps. Markers show measured points of short curves."
+    "Training losses are medians over the last steps.",
 )
 
 
 @register_figure("curves")
 def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "epochs") -> Figure:
     """Draws one panel per logged quantity, with one line per run."""
-    logged = [run for run in runs if _find_length(run, axis)]
-    left_out = [f"'{run.label}' has no metrics.json with {AXES[axis]}"
-                for run in runs if run not in logged]  # fmt: skip
-    if not logged:
-        raise NotApplicable(f"no curves: {'; '.join(left_out)}")
+
+    def check(run: Run) -> Run:
+        if not _find_length(run, axis):
+            raise NotApplicable(f"'{run.label}' has no metrics.json with {AXES[axis]}")
+        return run
+
+    results = run_each(runs, check, nothing="no curves")
+    logged = list(results.found.values())
     panels: dict[str, tuple[str, dict[str, Curve]]] = {}
     data: dict[str, dict[str, Any]] = {run.label: {} for run in logged}
     quantities = find_quantities([record for run in logged for record in run.metrics])
@@ -65,10 +67,6 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
     if panels:
         chart = plot_curves(panels, [run.label for run in logged], AXES[axis])
         images["all"] = plotting.chart_image(chart, caption=f"{', '.join(panels)}.")
-    paragraphs = [_EXPLANATION]
-    if left_out:
-        paragraphs.append(f"Left out: {'; '.join(left_out)}.")
-    numbers = {"axis": axis, "runs": data, "left_out": left_out}
     keys = [key for key, (_, label) in quantities.items()
             if label.endswith("(%)") or key == "total_loss"]  # fmt: skip
     rows = []
@@ -77,7 +75,8 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
         last = [_last(read_series(run.metrics, key)[1]) for key in keys]
         rows.append((run.label, *(_format(value) for value in (*lengths, *last))))
     table = Table(("Run", *AXES.values(), *keys), rows)
-    return Figure("curves", "Training curves", paragraphs, images, numbers, table)
+    title = "Training curves"
+    return results.draw("curves", title, _EXPLANATION, images, table, axis=axis, runs=data)
 
 
 @plotting.themed
@@ -109,12 +108,6 @@ def plot_curves(
     return figure
 
 
-def has_step(record: Mapping[str, Any]) -> bool:
-    """Checks whether a record of ``metrics.json`` has a finite iteration."""
-    iteration = record.get("iteration")
-    return isinstance(iteration, int | float) and math.isfinite(iteration)
-
-
 def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
     """Returns the ascending iterations and the values of a logged key.
 
@@ -124,7 +117,7 @@ def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
     points = {
         float(record["iteration"]): float(record[key])
         for record in records
-        if isinstance(record.get(key), int | float) and has_step(record)
+        if isinstance(record.get(key), int | float)
     }
     if not any(map(math.isfinite, points.values())):
         return [], []

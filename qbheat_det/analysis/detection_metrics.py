@@ -1,9 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""COCO's metrics of detections, and the type of each error.
-
-A detection is correct if COCO matches it at IoU 0.50. A false alarm lies on the background, as in
-TIDE (arXiv:2008.08115, Sec. 2.2).
-"""
+"""COCO's metrics of detections, and correct, wrong and missed boxes at IoU 0.50."""
 
 import contextlib
 import io
@@ -15,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pycocotools import mask
+import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from torchvision.ops import box_iou
 
 from qbheat_det.evaluation import complete_annotations
 
@@ -27,15 +24,7 @@ Entry = Mapping[str, Any]
 
 CURVE_IOUS = {0.5: 0, 0.75: 5}
 """Rows in COCO's IoU thresholds (0.50 to 0.95) whose precision-recall curves are kept."""
-IGNORED = "ignored"
-ERROR_TYPES = {
-    "correct": "matches a box of its class",
-    "false alarm": "IoU of at most 0.1 with every box",
-    "other": "wrong location, wrong class, or duplicate",
-}
-"""Types of detections and their meaning."""
-MISSED = "missed"
-_BACKGROUND_IOU, _MATCH_IOU = 0.1, 0.5
+_MATCH_IOU = 0.5
 
 
 @dataclass(frozen=True)
@@ -65,16 +54,17 @@ class Boxes:
 
 @dataclass(frozen=True)
 class DetectionErrors:
-    """D detections with their error types, and B ground-truth boxes without crowds.
+    """D detections that are correct or not, and B ground-truth boxes without crowds.
 
-    ``types`` (D,) are keys of ``ERROR_TYPES``, or ``IGNORED`` for detections that COCO ignores: on
-    a crowd of their class, or beyond the 100 highest scores of an image and class. ``matches`` (B,)
-    is the index of each box's correct detection with any score, or -1.
+    Neither ``correct`` nor ``wrong`` (D,) are detections that COCO ignores: on a crowd of their
+    class, or beyond the 100 highest scores of an image and class. ``matches`` (B,) is the index of
+    each box's correct detection with any score, or -1.
     """
 
     found: Boxes
     scores: Array
-    types: npt.NDArray[np.str_]
+    correct: npt.NDArray[np.bool_]
+    wrong: npt.NDArray[np.bool_]
     truth: Boxes
     matches: Indices
 
@@ -128,9 +118,9 @@ def score_detections(evaluator: Any) -> DetectionScores:
 
 
 def find_errors(evaluator: Any) -> DetectionErrors:
-    """Assigns an error type to each detection of ``evaluate_boxes``.
+    """Finds correct and wrong detections of ``evaluate_boxes``.
 
-    The type depends only on the detection and on higher scores, so a threshold does not change it.
+    They depend only on the detection and on higher scores, so a threshold does not change them.
     Among equal scores, the earlier detection comes first.
     """
     annotations = [entry for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]]
@@ -146,13 +136,11 @@ def find_errors(evaluator: Any) -> DetectionErrors:
             ids[rows], ignored[rows] = one["dtMatches"][0], one["dtIgnore"][0]
     row = {entry["id"]: b for b, entry in enumerate(annotations)}  # crowds have none
     matched = np.array([row.get(int(identity), -1) for identity in ids], dtype=np.int64)
-    is_alarm = _find_overlaps(found, truth) <= _BACKGROUND_IOU
-    types = np.select([ignored, matched >= 0, is_alarm],
-                      [IGNORED, "correct", "false alarm"], "other")  # fmt: skip
+    correct = matched >= 0
     matches = np.full(len(annotations), -1, dtype=np.int64)
-    matches[matched[matched >= 0]] = np.flatnonzero(matched >= 0)
+    matches[matched[correct]] = np.flatnonzero(correct)
     scores = np.array([entry["score"] for entry in detections], dtype=np.float64)
-    return DetectionErrors(found, scores, types, truth, matches)
+    return DetectionErrors(found, scores, correct, ~(correct | ignored), truth, matches)
 
 
 def _read_boxes(entries: Sequence[Entry], category_ids: Sequence[int]) -> Boxes:
@@ -167,47 +155,30 @@ def _read_boxes(entries: Sequence[Entry], category_ids: Sequence[int]) -> Boxes:
     )
 
 
-def _find_overlaps(found: Boxes, truth: Boxes) -> Array:
-    """Returns the highest IoU of each of D detections with a box of its image, (D,)."""
-    overlaps = np.zeros(len(found.classes))
-    for image in np.unique(found.image_ids):
-        own, boxes = found.image_ids == image, truth.image_ids == image
-        if boxes.any():
-            overlaps[own] = _measure_iou(found.xyxy[own], truth.xyxy[boxes]).max(axis=1)
-    return overlaps
-
-
-def _measure_iou(first: Array, second: Array) -> Array:
-    """Returns the IoU of boxes (A, 4) and (B, 4), XYXY, as (A, B)."""
-    xywh = [np.hstack([xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2]]) for xyxy in (first, second)]
-    return np.asarray(mask.iou(*xywh, [0] * len(second))).reshape(len(first), len(second))
-
-
 def choose_threshold(errors: DetectionErrors) -> float:
     """Returns the score threshold that maximizes F1 over all classes at IoU 0.50.
 
-    If no detection is correct, the threshold keeps as many detections as there are boxes. It is 0.5
-    without detections.
+    It is the highest score if no detection is correct, and 0.5 without detections.
     """
-    counted = errors.types != IGNORED
-    scores, correct = errors.scores[counted], errors.types[counted] == "correct"
-    num_boxes = len(errors.matches)
+    counted = errors.correct | errors.wrong
+    scores, correct = errors.scores[counted], errors.correct[counted]
     if not len(scores):
         return 0.5
     order = np.argsort(-scores, kind="stable")
     scores, correct = scores[order], correct[order]
-    if not correct.any():
-        return float(scores[min(max(1, num_boxes), len(scores)) - 1])
-    f1 = 2 * np.cumsum(correct) / (np.arange(1, len(scores) + 1) + num_boxes)
+    f1 = 2 * np.cumsum(correct) / (np.arange(1, len(scores) + 1) + len(errors.matches))
     f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are all kept or all dropped
     return float(scores[np.argmax(f1)])
 
 
 def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
-    """Counts the detections of each type with at least that score, and the ``MISSED`` boxes."""
-    kept = errors.types[errors.scores >= threshold]
-    counts = {name: int((kept == name).sum()) for name in ERROR_TYPES}
-    return {**counts, MISSED: len(find_missed_boxes(errors, threshold))}
+    """Counts the detections of at least that score that are correct and wrong, and missed boxes."""
+    kept = errors.scores >= threshold
+    return {
+        "correct": int(errors.correct[kept].sum()),
+        "wrong": int(errors.wrong[kept].sum()),
+        "missed": len(find_missed_boxes(errors, threshold)),
+    }
 
 
 def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
@@ -219,25 +190,29 @@ def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
     return missed[np.argsort(-sides.prod(axis=1), kind="stable")]
 
 
+def find_wrong(errors: DetectionErrors, threshold: float) -> Indices:
+    """Returns the wrong detections of at least that score, the highest first."""
+    wrong = np.flatnonzero(errors.wrong & (errors.scores >= threshold))
+    return wrong[np.argsort(-errors.scores[wrong], kind="stable")]
+
+
 def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int) -> Indices:
     """Counts boxes (K + 1, K + 1) by true and by detected class; the last of both is background.
 
-    Detections of at least that score count. A detection that is not correct takes the missed box
-    with the highest IoU of at least 0.5, in the order of the scores.
+    Detections of at least that score count. A wrong detection takes the missed box with the highest
+    IoU of at least 0.5, in the order of the scores.
     """
     found, truth = errors.found, errors.truth
     counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
     missed = find_missed_boxes(errors, threshold)
-    np.fill_diagonal(counts[:-1, :-1], np.bincount(
-        np.delete(truth.classes, missed), minlength=num_classes
-    ))  # fmt: skip
+    hits = np.bincount(np.delete(truth.classes, missed), minlength=num_classes)
+    np.fill_diagonal(counts[:-1, :-1], hits)
     detected = np.full(len(truth.classes), num_classes)
-    is_wrong = ~np.isin(errors.types, ("correct", IGNORED)) & (errors.scores >= threshold)
-    wrong = np.flatnonzero(is_wrong)
-    for index in wrong[np.argsort(-errors.scores[wrong], kind="stable")]:
+    for index in find_wrong(errors, threshold):
         near = missed[truth.image_ids[missed] == found.image_ids[index]]
         near = near[detected[near] == num_classes]
-        overlaps = _measure_iou(found.xyxy[index][None], truth.xyxy[near])[0]
+        boxes = [torch.from_numpy(one) for one in (found.xyxy[index][None], truth.xyxy[near])]
+        overlaps = box_iou(*boxes)[0].numpy()
         if overlaps.max(initial=0) >= _MATCH_IOU:
             detected[near[overlaps.argmax()]] = found.classes[index]
         else:
@@ -246,14 +221,8 @@ def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int
     return counts
 
 
-def count_errors_by_image(errors: DetectionErrors, threshold: float) -> dict[int, int]:
+def count_errors_by_image(errors: DetectionErrors, threshold: float) -> Counter[int]:
     """Counts wrong detections of at least that score and missed boxes by image id."""
-    is_wrong = ~np.isin(errors.types, ("correct", IGNORED)) & (errors.scores >= threshold)
+    wrong = errors.found.image_ids[find_wrong(errors, threshold)]
     missed = errors.truth.image_ids[find_missed_boxes(errors, threshold)]
-    return Counter(np.concatenate([errors.found.image_ids[is_wrong], missed]).tolist())
-
-
-def find_false_alarms(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns the false alarms of at least that score, the highest first."""
-    alarms = np.flatnonzero((errors.types == "false alarm") & (errors.scores >= threshold))
-    return alarms[np.argsort(-errors.scores[alarms], kind="stable")]
+    return Counter(np.concatenate([wrong, missed]).tolist())

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figure "detections": AP, precision-recall curves, errors, and boxes beside ground truth."""
+"""Figures "detections", boxes and AP beside ground truth, and "classes", of classifiers."""
 
 import json
 import shlex
@@ -25,16 +25,18 @@ from qbheat_det.inference.drawing import Color, RGBImage, draw_boxes, get_class_
 
 from . import detection_metrics as metrics
 from . import plotting
-from .accuracy import plot_confusion
-from .figure import FigureOptions, run_each
-from .plotting import add_heading, crop_box, tile_images
-from .run import Run
+from .plotting import add_heading, chart_image, crop_box, plot_confusion, tile_images
+from .run import FigureOptions, Run, run_each
 
-TRUTH_COLOR: Color = (64, 156, 255)
-FOUND_COLOR: Color = (255, 150, 30)
+_TRUTH_COLOR: Color = (64, 156, 255)
+_FOUND_COLOR: Color = (255, 150, 30)
 _PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
-_CELLS = 8  # crops of missed boxes, and of false alarms
-_MOST_CLASSES = 40  # in a chart; with more classes, it has the best and the worst 20
+_CELLS = 8  # crops of missed boxes, and of wrong detections
+_MOST_CLASSES = 40  # in the chart of AP; with more classes, it has the best and the worst 20
+_CLASSES_EXPLANATION = (
+    "Rows are true classes, columns predicted ones; the color is the share of the row. Blue cells "
+    "are correct, red ones wrong. Colors exaggerate small shares.",
+)
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,10 @@ def draw_detections(
     data: str | None = None,
     threshold: float | None = None,
 ) -> Figure:
-    """Evaluates detectors on the test set of the first one.
+    """Evaluates detectors on the test set of the first one, or on ``data`` as in ``--data``.
 
-    Args:
-        runs: leaves out runs without a detector or with another test set.
-        options: ``images`` is the image folder of a COCO json, if the images are not beside it.
-        data: annotated images as in ``--data``, of which the validation part is used if there is
-            one; None uses each run's test set.
-        threshold: the lowest score in images and error counts; None maximizes F1.
+    Of ``data``, the validation part is used if there is one. ``options.images`` is the image folder
+    of a COCO json. ``threshold`` is the lowest score in images and error counts; None maximizes F1.
 
     Raises:
         NotApplicable: if no detector's test set is on this machine.
@@ -102,15 +100,21 @@ def draw_detections(
 
     results = run_each(runs, evaluate, nothing="no detections")
     dataset, found = sets[0], list(results.found.values())
-    charts = draw_charts(found, dataset)
-    first = {name: charts.pop(name) for name in list(charts)[:1]}
-    images = first | draw_predictions(dataset, found, options.num_images) | charts
+    about = f"AP on {len(dataset.content['images']):,} images."
+    images = {"ap": chart_image(plot_ap(found, dataset.class_names), caption=about)}
+    images |= draw_predictions(dataset, found, options.num_images)
+    about = "Precision over recall, mean over classes. The areas are AP50 and AP75."
+    curves = plot_precision_recall(found)
+    images["precision_recall"] = chart_image(curves, caption=about)
     for index, run in enumerate(found, start=1):
         suffix = f"_{index}" if len(found) > 1 else ""
         if sheet := draw_errors(dataset, run):
             images[f"errors{suffix}"] = sheet
-        if len(dataset.class_names) > 1:
-            images[f"confusion{suffix}"] = draw_confusion(dataset, run)
+        if (number := len(dataset.class_names)) > 1:
+            counts = metrics.count_confusions(run.errors, run.threshold, number)
+            chart = plot_confusion(counts, [*dataset.class_names, "background"], unit="boxes")
+            about = f"{run.label}: true and detected classes, scores from {run.threshold:.2g}"
+            images[f"confusion{suffix}"] = chart_image(chart, caption=about)
     text, table, numbers = _explain(found), _tabulate(found), _collect(dataset, found)
     return results.draw("detections", "Detections", text, images, table, **numbers)
 
@@ -151,36 +155,6 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
     return results
 
 
-def draw_charts(runs: Sequence[RunDetections], dataset: DetectionSet) -> dict[str, Image]:
-    """Draws AP50, precision over recall, and AP of several classes."""
-    about = f"AP50 on {len(dataset.content['images']):,} images."
-    charts = {
-        "ap50": (plot_ap50(runs), about),
-        "precision_recall": (
-            plot_precision_recall(runs), "Mean over classes. The areas are AP50 and AP75."
-        ),
-    }  # fmt: skip
-    if len(dataset.class_names) > 1:
-        by_class = plot_ap_by_class(runs, dataset.class_names)
-        charts["classes"] = by_class, "Average precision of each class."
-    return {name: plotting.chart_image(chart, caption=caption)
-            for name, (chart, caption) in charts.items()}  # fmt: skip
-
-
-@plotting.themed
-def plot_ap50(runs: Sequence[RunDetections]) -> MplFigure:
-    """Draws the AP50 of each run as a bar."""
-    figure, axes = plotting.start_chart(height=0.9 + 0.5 * len(runs))
-    for row, (run, style) in enumerate(zip(runs, plotting.list_styles(len(runs)), strict=True)):
-        bars = axes.barh(row, run.scores.summary["AP50"], 0.7, color=style["color"])
-        axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=11)
-    axes.set_yticks(range(len(runs)), [plotting.to_text(run.label) for run in runs])
-    axes.set_ylim(len(runs) - 0.5, -0.5)
-    axes.set_xlim(0, 108)
-    axes.set_xlabel("AP50 (%)")
-    return figure
-
-
 @plotting.themed
 def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
     """Draws precision over recall, averaged over classes, at IoU 0.50 and 0.75."""
@@ -199,24 +173,26 @@ def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
 
 
 @plotting.themed
-def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFigure:
-    """Draws the AP of each class with boxes, best first, one bar per run."""
+def plot_ap(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFigure:
+    """Draws AP over all classes and of each class with boxes, best first, one bar per run."""
     num_boxes = runs[0].scores.num_boxes
     total = np.sum([run.scores.class_ap for run in runs], axis=0)
     order = [int(k) for k in np.argsort(-total, kind="stable") if num_boxes[k]]
     if len(order) > _MOST_CLASSES:
         order = order[: _MOST_CLASSES // 2] + order[-_MOST_CLASSES // 2 :]
-    figure, axes = plotting.start_chart(height=1.3 + len(order) * max(0.3, 0.15 * len(runs)))
+    names = [f"{plotting.to_text(class_names[k], longest=24)} ({num_boxes[k]:,})" for k in order]
+    names.insert(0, f"all classes ({num_boxes.sum():,})")
+    figure, axes = plotting.start_chart(height=1.3 + len(names) * max(0.3, 0.15 * len(runs)))
     width = 0.8 / len(runs)
     for index, (run, style) in enumerate(zip(runs, plotting.list_styles(len(runs)), strict=True)):
-        rows = np.arange(len(order)) - 0.4 + (index + 0.5) * width
-        values, label = np.nan_to_num(run.scores.class_ap[order]), plotting.to_text(run.label)
+        rows = np.arange(len(names)) - 0.4 + (index + 0.5) * width
+        values = np.nan_to_num([run.scores.summary["AP"], *run.scores.class_ap[order]])
+        label = plotting.to_text(run.label)
         bars = axes.barh(rows, values, 0.92 * width, color=style["color"], label=label)
         axes.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
     axes.margins(x=0.12)
-    names = [f"{plotting.to_text(class_names[k], longest=24)} ({num_boxes[k]:,})" for k in order]
-    axes.set_yticks(range(len(order)), names)
-    axes.set_ylim(len(order) - 0.4, -0.6)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel("AP (%), IoU 0.50 to 0.95; numbers of boxes in brackets")
     plotting.add_legend(figure, axes)
     return figure
@@ -225,13 +201,16 @@ def plot_ap_by_class(runs: Sequence[RunDetections], class_names: Sequence[str]) 
 def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
-    """Draws ground truth beside detections on the images of ``choose_records``."""
+    """Draws ground truth beside detections on the ``number`` images with the most errors."""
+    counts = [metrics.count_errors_by_image(run.errors, run.threshold) for run in runs]
+    records = sorted(dataset.content["images"], key=lambda record: record["id"])
+    records.sort(key=lambda record: -sum(count[record["id"]] for count in counts))
     truth = runs[0].errors.truth
     sources = [("Ground truth", truth, np.full(len(truth.classes), np.inf), 0.0)]
     sources += [(f"{run.label}, scores from {run.threshold:.2g}", run.errors.found,
                  run.errors.scores, run.threshold) for run in runs]  # fmt: skip
     images: dict[str, Image] = {}
-    for record in choose_records(dataset, runs, number):
+    for record in records[:number]:
         pixels = _read(dataset, record)
         scale = min(1.0, _PANEL_SIDE / max(pixels.shape[:2]))
         small = plotting.shrink(pixels, _PANEL_SIDE) if scale < 1 else pixels
@@ -250,33 +229,21 @@ def draw_predictions(
     return images
 
 
-def choose_records(
-    dataset: DetectionSet, runs: Sequence[RunDetections], number: int
-) -> list[dict[str, Any]]:
-    """Returns ``number`` images: those with the most errors, or on which several runs differ most.
-
-    Errors are wrong detections and missed boxes at the threshold of a run.
-    """
-    counts = [metrics.count_errors_by_image(run.errors, run.threshold) for run in runs]
-
-    def rank(record: dict[str, Any]) -> int:
-        own = [count.get(record["id"], 0) for count in counts]
-        return max(own) - (min(own) if len(own) > 1 else 0)
-
-    records = sorted(dataset.content["images"], key=lambda record: record["id"])
-    return sorted(records, key=rank, reverse=True)[:number]
+def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
+    path = dataset.image_root / record["file_name"]
+    return np.ascontiguousarray(read_image(str(path), format="RGB"))
 
 
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
-    """Draws crops of the largest missed boxes and the most confident false alarms, if any."""
+    """Draws crops of the largest missed boxes and the most confident wrong detections, if any."""
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}
     crops = [
-        (errors.truth, box, f"missed: {names[errors.truth.classes[box]]}", TRUTH_COLOR)
+        (errors.truth, box, f"missed: {names[errors.truth.classes[box]]}", _TRUTH_COLOR)
         for box in metrics.find_missed_boxes(errors, run.threshold)[:_CELLS].tolist()
     ] + [
         (errors.found, box, f"{names[errors.found.classes[box]]} {errors.scores[box]:.2f}",
-         FOUND_COLOR) for box in metrics.find_false_alarms(errors, run.threshold)[:_CELLS].tolist()
+         _FOUND_COLOR) for box in metrics.find_wrong(errors, run.threshold)[:_CELLS].tolist()
     ]  # fmt: skip
     cells = []
     for boxes, index, text, color in crops:
@@ -284,56 +251,40 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
         cells.append(add_heading(crop_box(pixels, boxes.xyxy[index], color, _CROP_SIDE), text))
     if not cells:
         return None
-    caption = f"{run.label}: largest missed boxes, and false alarms with the highest scores"
+    caption = f"{run.label}: largest missed boxes, and wrong detections with the highest scores"
     sheet = tile_images(cells, columns=4)
     return Image.from_rgb(
         sheet, alt="; ".join(text for *_, text, _ in crops), caption=caption, quality=82
     )
 
 
-def draw_confusion(dataset: DetectionSet, run: RunDetections) -> Image:
-    """Draws the confusion matrix of a run's classes and the background."""
-    number = len(dataset.class_names)
-    counts = metrics.count_confusions(run.errors, run.threshold, number)
-    caption = f"{run.label}: true and detected class of boxes, scores from {run.threshold:.2g}"
-    names = [*dataset.class_names, "background"]
-    return plotting.chart_image(plot_confusion(counts, names, unit="boxes"), caption=caption)
-
-
-def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
-    path = dataset.image_root / record["file_name"]
-    return np.ascontiguousarray(read_image(str(path), format="RGB"))
-
-
 def _explain(runs: Sequence[RunDetections]) -> list[str]:
     thresholds = ", ".join(f"{run.threshold:.3g} ({run.label})" for run in runs)
-    types = "; ".join(f"{name}: {text}" for name, text in metrics.ERROR_TYPES.items())
     use = f"qbheat predict --weights {shlex.quote(str(runs[0].weights))} --images photos/"
     use += f" --threshold {runs[0].threshold:.2g}"
     return [
         *([f"Detect objects in other images: {use}"] if len(runs) == 1 else []),
         "AP and curves are COCO's and use all detections. Errors and images use detections from a "
         f"score threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
-        f"Types of detections: {types}. A missed box has no correct detection.",
+        "A correct detection matches a box of its class at IoU 0.50; a missed box has none.",
     ]
 
 
 def _tabulate(runs: Sequence[RunDetections]) -> Table:
-    rows = [
-        [f"{key} (%)", *(f"{run.scores.summary[key]:.2f}" for run in runs)]
-        for key in runs[0].scores.summary
-    ]
-    rows.append(["boxes", *(f"{run.scores.num_boxes.sum():,}" for run in runs)])
-    rows.append(["errors from score", *(f"{run.threshold:.3g}" for run in runs)])
-    counts = [metrics.count_errors(run.errors, run.threshold) for run in runs]
-    rows += [[name, *(f"{count[name]:,}" for count in counts)] for name in counts[0]]
+    columns = []
+    for run in runs:
+        column = {f"{key} (%)": f"{value:.2f}" for key, value in run.scores.summary.items()}
+        column["boxes"] = f"{run.scores.num_boxes.sum():,}"
+        column["errors from score"] = f"{run.threshold:.3g}"
+        counts = metrics.count_errors(run.errors, run.threshold)
+        columns.append(column | {name: f"{count:,}" for name, count in counts.items()})
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     return Table(("", *(run.label for run in runs)), rows)
 
 
 def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, Any]:
     names, first = dataset.class_names, runs[0].scores
     return {
-        "annotations": dataset.json_file.name,
         "images": len(dataset.content["images"]),
         "boxes": dict(zip(names, first.num_boxes.tolist(), strict=True)),
         "recall": first.recall,
@@ -348,3 +299,36 @@ def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, 
             for run in runs
         },
     }
+
+
+@register_figure("classes")
+def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    """Draws the confusion matrix of each classifier's last evaluation."""
+    results = run_each(runs, _read_confusions, nothing="no confusion matrix")
+    images, rows, data = {}, [], {}
+    for number, (label, (names, counts)) in enumerate(results.found.items(), start=1):
+        top1 = f"{100 * counts.trace() / max(1, counts.sum()):.2f}"
+        title = f"{label}: top-1 {top1} %"
+        name = f"confusion_{number}" if len(results.found) > 1 else "confusion"
+        images[name] = chart_image(plot_confusion(counts, names), caption=title)
+        rows.append((label, top1, f"{counts.sum():,}"))
+        data[label] = {"classes": names, "matrix": counts}
+    table = Table(("Run", "top-1 (%)", "images"), rows)
+    title = "Confusion of classes"
+    return results.draw("classes", title, _CLASSES_EXPLANATION, images, table, runs=data)
+
+
+def _read_confusions(run: Run) -> tuple[list[str], metrics.Indices]:
+    """Reads class names and counts (K, K) of a run's last ``ClassificationEvaluator``."""
+    folder = run.folder or (run.checkpoint or run.path).parent
+    files = list(folder.glob("inference/*/classification.json"))
+    if not files:
+        raise NotApplicable(f"'{run.label}' has no inference/*/classification.json")
+    content = json.loads(max(files, key=lambda path: path.stat().st_mtime).read_bytes())
+    names = [entry["name"] for entry in content["classes"]]
+    index = {name: k for k, name in enumerate(names)}
+    correct = [entry["images"] * (entry["top1"] or 0.0) / 100 for entry in content["classes"]]
+    counts = np.diag(np.round(correct).astype(np.int64))
+    for pair in content["confusions"]:
+        counts[index[pair["class"]], index[pair["taken_for"]]] = pair["images"]
+    return names, counts

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.core.figures import Image
+from qbheat_det.evaluation import find_confusions
 from qbheat_det.inference.drawing import BACKGROUND, Color, RGBImage, draw_boxes, get_font
 
 Format = Literal["svg", "png", "jpg"]
@@ -30,6 +31,7 @@ HEADING: Color = (226, 228, 232)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
 _LONGEST_NAME = 40
+_MOST_NAMED, _MOST_LISTED = 110, 30  # classes on the axes of a confusion matrix, confusions beside
 _GAP = 4  # pixels between the images of a grid
 _DPI = {"svg": 160, "png": 160, "jpg": 100}
 _MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png", "jpg": "image/jpeg"}
@@ -39,11 +41,10 @@ themed = matplotlib.rc_context(fname=Path(__file__).with_name("theme.mplstyle"))
 
 
 @themed
-def start_figure(*, height: float, width: float, constrained: bool = True) -> Figure:
-    """Returns an empty figure of a size in inches; a ``constrained`` layout is slow."""
+def start_figure(*, height: float, width: float) -> Figure:
+    """Returns an empty figure of a size in inches."""
     figure = Figure(figsize=(width, height))  # without pyplot, which keeps global state
-    if constrained:
-        figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     return figure
 
 
@@ -86,6 +87,38 @@ def add_legend(figure: Figure, axes: Axes) -> None:
     columns = int(min(3, len(labels), max(1, width // (0.6 + 0.075 * max(map(len, labels))))))
     figure.set_size_inches(width, height + 0.2 * -(-len(labels) // columns))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+@themed
+def plot_confusion(
+    counts: npt.NDArray[np.int64], class_names: Sequence[str], *, unit: str = "images"
+) -> Figure:
+    """Draws a confusion matrix (K, K) beside a list of the most frequent confusions."""
+    number = len(class_names)
+    printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
+    names = [to_text(name, longest=26) for name in printable]
+    side = float(np.clip(0.11 * number, 3.6, 9.0))
+    figure = start_figure(height=side + 1.8, width=side + 6.5)
+    axes, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
+    shares = counts / counts.sum(axis=1).clip(min=1)[:, None]
+    strength = np.sqrt(shares)[..., None]
+    wrong, correct = np.array([0.84, 0.27, 0.31]), np.array([0.12, 0.44, 0.92])
+    color = np.where(np.eye(number, dtype=bool)[..., None], correct, wrong)
+    axes.imshow(1 - strength * (1 - color))
+    axes.grid(visible=False)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("class")
+    if number <= _MOST_NAMED:
+        size = 8 if number <= 60 else 5
+        axes.set_xticks(range(number), names, rotation=90, fontsize=size)
+        axes.set_yticks(range(number), names, fontsize=size)
+    total = int(counts.sum())
+    lines = [f"Most confused ({total - counts.trace():,} of {total:,} {unit} are wrong)", ""]
+    for i, j, count in find_confusions(counts)[: min(_MOST_LISTED, int(5 * side))]:
+        lines.append(f"{names[i]} → {names[j]}:  {count:,} of {counts[i].sum():,}")
+    text.set_axis_off()
+    text.text(0, 1, "\n".join(lines), fontsize=8, va="top", linespacing=1.5, color=INK)
+    return figure
 
 
 @themed
@@ -166,23 +199,8 @@ def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, longest: int)
     return draw_boxes(shrink(part, longest), shifted, [""], [color], min_side=0)
 
 
-def color_map(values: npt.ArrayLike, low: float, high: float, colors: str) -> RGBImage:
-    """Maps values (H, W) from ``low`` to ``high`` to (H, W, 3) by a matplotlib color map."""
-    share = (np.asarray(values, dtype=np.float64) - low) / max(high - low, 1e-12)
-    colored: RGBImage = matplotlib.colormaps[colors](np.clip(share, 0, 1), bytes=True)[..., :3]
-    return np.ascontiguousarray(colored)
-
-
-def overlay_map(
-    image: RGBImage,
-    values: npt.ArrayLike,
-    *,
-    stride: float,
-    low: float = 0.0,
-    high: float,
-    colors: str = "viridis",
-) -> RGBImage:
-    """Overlays a grey image with an interpolated feature map (h, w) in colors.
+def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: float) -> RGBImage:
+    """Overlays a grey image with an interpolated feature map (h, w), in colors from 0 to ``high``.
 
     Positions are ``stride`` pixels apart (may be fractional), the first one half a stride from the
     corner.
@@ -195,8 +213,9 @@ def overlay_map(
     # The border repeats the outermost values.
     small, edge = np.asarray(values, dtype=np.float32), cv2.BORDER_REPLICATE
     smooth = cv2.remap(small, columns, rows, cv2.INTER_LINEAR, borderMode=edge)
+    colored = matplotlib.colormaps["viridis"](np.clip(smooth / high, 0, 1), bytes=True)[..., :3]
     grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
-    mixed = cv2.addWeighted(color_map(smooth, low, high, colors), 0.65, grey, 0.35, 0)
+    mixed = cv2.addWeighted(np.ascontiguousarray(colored), 0.65, grey, 0.35, 0)
     return np.asarray(mixed, dtype=np.uint8)
 
 
@@ -207,19 +226,16 @@ def enlarge(image: RGBImage, side: int = 160) -> RGBImage:
     return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)
 
 
-def tile_images(images: Sequence[RGBImage], *, columns: int, gap: int = 8) -> RGBImage:
+def tile_images(images: Sequence[RGBImage], *, columns: int) -> RGBImage:
     """Tiles images of any sizes row by row, each centered in a cell of equal size."""
-    cell_height = max(image.shape[0] for image in images)
-    cell_width = max(image.shape[1] for image in images)
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
-    height, width = rows * (cell_height + gap) - gap, columns * (cell_width + gap) - gap
-    sheet = np.full((height, width, 3), BACKGROUND, dtype=np.uint8)
+    step = np.max([image.shape[:2] for image in images], axis=0) + 2 * _GAP
+    sheet = np.full((*(step * (rows, columns) - 2 * _GAP), 3), BACKGROUND, dtype=np.uint8)
     for index, image in enumerate(images):
-        row, column = divmod(index, columns)
-        top = row * (cell_height + gap) + (cell_height - image.shape[0]) // 2
-        left = column * (cell_width + gap) + (cell_width - image.shape[1]) // 2
-        sheet[top : top + image.shape[0], left : left + image.shape[1]] = image
+        place = step * divmod(index, columns)
+        top, left = place + (step - 2 * _GAP - image.shape[:2]) // 2
+        sheet[top:, left:][: image.shape[0], : image.shape[1]] = image
     return sheet
 
 

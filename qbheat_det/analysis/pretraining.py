@@ -8,13 +8,14 @@ subtracted.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any, cast
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
+from detectron2.modeling import Backbone
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
 from matplotlib.figure import Figure as Chart
 from matplotlib.markers import CARETUPBASE
@@ -24,31 +25,14 @@ from torch.nn import functional as F
 from qbheat_det.checkpoint import info_of
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.inference.drawing import RGBImage
-from qbheat_det.modeling.contracts import FixedSizeModel
+from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone, get_encoder
 from qbheat_det.modeling.pretrain import ReconstructionModel
 from qbheat_det.probing import find_feature
 from qbheat_det.probing.features import recalibrate_bn
 
-from .figure import (
-    Entries,
-    FigureOptions,
-    batch_images,
-    crop_squares,
-    find_encoder,
-    find_size,
-    run_on_images,
-)
-from .plotting import (
-    chart_image,
-    enlarge,
-    list_styles,
-    plot_grid,
-    start_chart,
-    themed,
-    to_rgb,
-    to_text,
-)
-from .run import Run
+from . import plotting
+from .attention import Entries, batch_images, crop_squares, find_size
+from .run import FigureOptions, Run, run_on_images
 
 _GREY = 128
 _NORMALIZED = "Each masked patch has the image's mean and contrast."
@@ -83,7 +67,7 @@ def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
     """Reconstructs mapped images from every view; images cycle through a view's quadrants."""
-    inputs = [to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
+    inputs = [plotting.to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
     losses: dict[str, list[dict[str, Any]]] = {}
     for view, quadrants in model.views.items():
@@ -93,7 +77,7 @@ def reconstruct_images(
         for image, output in zip(inputs, outputs, strict=True):
             visible = output["visible"].cpu().numpy()[..., None]
             shown.append(np.where(visible, image, np.uint8(_GREY)))
-            made = np.rint(to_rgb(output["reconstruction"], pixel_format).clip(0, 255))
+            made = np.rint(plotting.to_rgb(output["reconstruction"], pixel_format).clip(0, 255))
             completed.append(np.where(visible, image, made.astype(np.uint8)))
             place = {"place": output["place"]} if quadrants else {}
             losses[view].append({**place, "loss": float(output["loss_reconstruction"])})
@@ -156,10 +140,12 @@ def _require_reconstruction(model: nn.Module) -> ReconstructionModel:
 
 def _draw_grid(label: str, made: Reconstructions) -> Image:
     """Draws one row per image and one column per entry of ``columns``."""
-    rows = [list(map(enlarge, images)) for images in zip(*made.columns.values(), strict=True)]
-    chart = plot_grid(rows, column_names=list(made.columns), note=made.note)
+    rows = [
+        list(map(plotting.enlarge, images)) for images in zip(*made.columns.values(), strict=True)
+    ]
+    chart = plotting.plot_grid(rows, column_names=list(made.columns), note=made.note)
     caption = f"{label}: images, visible parts, and predictions.".removeprefix(": ")
-    return chart_image(chart, caption=caption, format="jpg")
+    return plotting.chart_image(chart, caption=caption, format="jpg")
 
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
@@ -197,21 +183,18 @@ def draw_correlation(
     options: FigureOptions,
     *,
     correlated_images: int = _NUM_IMAGES,
-    size: int | None = None,
     map: str | None = None,
 ) -> Figure:
     """Draws histograms of spatial correlation, one chart per map and one line per run.
 
-    ``size`` is the image side in pixels (None: the first run's), ``map`` the name of the
-    feature map (None: the map that each model reads).
+    ``map`` is the name of the feature map (None: the map that each model reads).
     """
-    side = size or find_size(runs, _PAPER_SIZE)
+    side = find_size(runs, _PAPER_SIZE)
     results = run_on_images(
         runs,
         lambda run, files: _correlate(run, map, files, side),
-        options,
+        replace(options, num_images=correlated_images),
         nothing="no spatial correlation",
-        number=correlated_images,
     )
     found = results.found
     note = f"{len(results.files):,} images, the centre square of each at {side} pixels."
@@ -219,7 +202,7 @@ def draw_correlation(
     for name in dict.fromkeys(one.map for one in found.values()):
         chart = plot_histograms({k: one for k, one in found.items() if one.map == name}, name)
         caption = f"Spatial correlation of the map {name}. Triangles are means."
-        images[f"histograms_{name}"] = chart_image(chart, caption=caption)
+        images[f"histograms_{name}"] = plotting.chart_image(chart, caption=caption)
     rows = []
     for label, one in found.items():
         means = (f"{fmean(one.values):.3f}", f"{pstdev(one.values):.3f}")
@@ -239,7 +222,7 @@ def measure_in_training(
         raise NotApplicable(f"{type(model).__name__} has no images of one size")
     entries = load_images(_NUM_IMAGES)
     name = model.in_feature
-    encoder, batches = find_encoder(model), batch_images(model, entries, "correlation")
+    encoder, batches = _find_encoder(model), batch_images(model, entries, "correlation")
     found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
     values = torch.cat(found).tolist()
     return Figure(
@@ -250,17 +233,17 @@ def measure_in_training(
     )
 
 
-@themed
+@plotting.themed
 def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
     """Draws a histogram per run over common bins, and a mark at each mean."""
-    figure, axes = start_chart(height=3.4 + 0.2 * len(found))
+    figure, axes = plotting.start_chart(height=3.4 + 0.2 * len(found))
     edges = np.histogram_bin_edges(np.concatenate([v.values for v in found.values()]), bins=_BINS)
-    styles = list_styles(len(found))
+    styles = plotting.list_styles(len(found))
     for (label, one), style in zip(found.items(), styles, strict=True):
         dash = ":" if one.is_control else style["linestyle"]
         shares = 100 * np.histogram(one.values, bins=edges)[0] / len(one.values)
         mean = fmean(one.values)
-        text = f"{to_text(label)}: mean {mean:.3f}, {len(one.values):,} images"
+        text = f"{plotting.to_text(label)}: mean {mean:.3f}, {len(one.values):,} images"
         axes.stairs(shares, edges, color=style["color"], ls=dash, lw=1.8, label=text)
         axes.plot(mean, 0, marker=CARETUPBASE, ms=8, color=style["color"], zorder=3)
     axes.set_ylim(bottom=0)
@@ -271,8 +254,16 @@ def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
     return figure
 
 
+def _find_encoder(model: nn.Module) -> Backbone:
+    """Returns the backbone below a model's feature pyramid; ``NotApplicable`` without one."""
+    backbone = get_backbone(model)
+    if backbone is None:
+        raise NotApplicable(f"{type(model).__name__} has no backbone")
+    return get_encoder(backbone)
+
+
 def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) -> _Correlation:
-    encoder = find_encoder(run.model)
+    encoder = _find_encoder(run.model)
     if wanted is None and run.kind != "detector":
         name = cast(FixedSizeModel, run.model).in_feature
     else:  # a detector's coarsest map
@@ -280,7 +271,6 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
     entries = crop_squares(run.cfg, files, size)
     info = info_of(str(run.weights))
     untrained = info is not None and info.iteration <= 0 and run.kind != "detector"
-
     if untrained and any(isinstance(module, BN_MODULE_TYPES) for module in encoder.modules()):
         encoder, keys = copy.deepcopy(encoder), run.cfg.MODEL
         images = [entry["image"] for entry in entries]

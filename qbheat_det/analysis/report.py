@@ -29,10 +29,9 @@ from qbheat_det.core.figures import (
     write_figure,
 )
 from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.text import join_first
 
-from .curves import has_step
-from .figure import FigureOptions
-from .run import Run
+from .run import FigureOptions, Run
 
 logger = logging.getLogger(__name__)
 _UNKNOWN = "unknown"
@@ -73,8 +72,8 @@ def build_report(
         options: options of all figures.
         keywords: arguments of single figures, by name.
         output: the page (``.html``).
-        command: the command that rebuilds the page, which is printed on it.
-        title: title of the page; the labels of the runs by default.
+        command: the command that rebuilds the page, printed on it.
+        title: title of the page; by default the labels of the runs.
         lead: first paragraph of the page.
 
     Raises:
@@ -82,9 +81,8 @@ def build_report(
     """
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
-    labels, about = [run.label for run in runs], describe_runs(runs)
-    title = title or (", ".join(labels) if len(labels) < 4 else f"{len(labels)} runs")
-    write = functools.partial(write_page, output, title, lead, about, command=command)
+    title = title or join_first(run.label for run in runs)
+    write = functools.partial(write_page, output, title, lead, describe_runs(runs), command=command)
     check_writable(folder / "curves.json")
     write(list(results.values()))
     for name in FIGURES:  # left by an earlier report
@@ -104,10 +102,8 @@ def _draw(
 ) -> FigureResult:
     try:
         return FigureResult(name, FIGURES[name](runs, options, **keywords))
-    except NotApplicable as reason:
-        return FigureResult(name, reason=str(reason))
-    except UserError as error:
-        return FigureResult(name, reason=str(error), failed=True)
+    except (NotApplicable, UserError) as error:
+        return FigureResult(name, reason=str(error), failed=isinstance(error, UserError))
     except Exception as error:  # keep the figures that are already drawn
         logger.exception("figure '%s' failed", name)
         return FigureResult(name, reason=f"{type(error).__name__}: {error}", failed=True)
@@ -117,8 +113,7 @@ def describe_runs(runs: Iterable[Run]) -> Table:
     """Returns model, weights and length of each run, or "unknown" if a file is missing."""
     rows = []
     for run in runs:
-        steps = [record for record in run.metrics if has_step(record)]
-        last = max(steps, key=lambda record: record["iteration"], default={})
+        last = max(run.metrics, key=lambda record: record["iteration"], default={})
         number = f"{int(last['iteration']) + 1:,}" if last else _UNKNOWN
         epochs = f"{last['epoch']:.1f}" if "epoch" in last else _UNKNOWN
         weights = kind = model = backbone = _UNKNOWN
@@ -141,10 +136,9 @@ def write_page(
     command: str,
 ) -> None:
     """Writes all figures, the table of runs, and the reasons of missing figures."""
-    figures = [result.figure for result in results if result.figure is not None]
-    missing = [(result.name, result.reason) for result in results if result.figure is None]
-    sections = [*figures, Figure("runs", "Runs", table=runs)]
-    if missing:
+    sections = [result.figure for result in results if result.figure is not None]
+    sections.append(Figure("runs", "Runs", table=runs))
+    if missing := [(result.name, result.reason) for result in results if result.figure is None]:
         table = Table(("Figure", "Reason"), missing)
         sections.append(Figure("missing", "Missing figures", table=table))
     text = _load_template().render(title=title, lead=lead, sections=sections, command=command)

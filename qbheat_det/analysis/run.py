@@ -1,13 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Opens a run or a checkpoint and loads its config, metrics, model and images on first use."""
+"""Runs and checkpoints, loaded on first use, and the loop of a figure over several runs."""
 
 import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
@@ -15,7 +17,8 @@ from torch import nn
 
 from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import NotApplicable
+from qbheat_det.core.figures import Figure, Image, NotApplicable, Table
+from qbheat_det.core.text import join_first
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
@@ -28,8 +31,10 @@ from qbheat_det.engine.data_sources import SpreadEntries, read_spread
 from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
 from qbheat_det.inference.predict import build_predictor
 
+logger = logging.getLogger(__name__)
 Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
+Found = TypeVar("Found")
 
 PROBE_FILES = ("probes.json", "comparison.json")
 """Files with results of probes, in the folder of a run or of a comparison."""
@@ -72,7 +77,7 @@ class Run:
             opts: alternating keys and values that override the config.
 
         Raises:
-            UserError: if the file does not exist, a download fails, or a folder is not a run's.
+            UserError: if there is no run, or a download fails.
         """
         if "://" in str(path):
             address = str(path)
@@ -80,10 +85,9 @@ class Run:
         given = Path(path)
         if not given.exists():
             raise UserError(f"'{given}' does not exist: name an OUTPUT_DIR or a checkpoint")
-        own_config = given / "config.yaml"
-        if config_file is None and own_config.is_file():
-            config_file = str(own_config)
         if given.is_dir():
+            if config_file is None and (given / "config.yaml").is_file():
+                config_file = str(given / "config.yaml")
             name, files = given.resolve().name, _search_folder(given)
         elif given.suffix in (".safetensors", ".pth", ".json"):
             name = f"{given.resolve().parent.name}/{given.stem}"
@@ -179,11 +183,8 @@ class Run:
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
         """Returns entries of the run's inference mapper, spread evenly over all images.
 
-        Images come from the folder ``images``, or else from the run's test or training set.
-
-        Raises:
-            NotApplicable: if no dataset of the run can be read.
-            UserError: if no image can be read.
+        Images come from the folder ``images``, or else from the run's test or training set. Raises
+        ``NotApplicable`` if neither can be read, and a ``UserError`` if no image can be read.
         """
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"
@@ -212,10 +213,10 @@ def open_runs(
         label, equals, behind = path.partition("=")
         if not equals or Path(path).exists():
             label, behind = "", path
-        run = Run.open(behind, label=label, config_file=config_file, device=device, opts=opts)
-        runs.append(run)
-        if not label:
-            unnamed.append(run)
+        runs.append(
+            Run.open(behind, label=label, config_file=config_file, device=device, opts=opts)
+        )
+        unnamed += [] if label else runs[-1:]
     names = [run.label for run in unnamed]
     for run in unnamed:
         if names.count(run.label) > 1:
@@ -230,12 +231,14 @@ def open_runs(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of ``metrics.json``, one per line; skips broken lines."""
+    """Reads the records of ``metrics.json``, one per line, that have a finite iteration."""
     records = []
     for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+        with contextlib.suppress(ValueError, RecursionError, TypeError, LookupError):  # broken
+            record = json.loads(line)
+            if math.isfinite(record["iteration"]):
+                records.append(record)
+    return records
 
 
 def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
@@ -247,3 +250,99 @@ def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
     names = filter(None, (*_FINAL, Path(name_last_checkpoint(given)).name))
     checkpoint = next((given / name for name in names if (given / name).is_file()), None)
     return given if is_run else None, checkpoint, probe_file
+
+
+@dataclass(frozen=True)
+class FigureOptions:
+    """Options of every figure: a folder of images (None: the run's data), their number, a seed."""
+
+    images: Path | None = None
+    num_images: int = 6
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RunResults(Generic[Found]):
+    """Results by label, the reason of each run that is left out, and the files of the images."""
+
+    found: dict[str, Found]
+    left_out: list[str]
+    files: Sequence[str] = ()
+    unreadable: Sequence[str] = ()
+
+    def draw(
+        self,
+        name: str,
+        title: str,
+        explanation: Sequence[str],
+        images: Mapping[str, Image],
+        table: Table | None = None,
+        /,
+        **data: Any,
+    ) -> Figure:
+        """Returns a figure that names the images and runs that are left out."""
+        text = list(explanation)
+        if self.unreadable:
+            names = join_first(Path(name).name for name in self.unreadable)
+            text.append(f"Unreadable and replaced by the next image: {names}.")
+        text += [f"Left out: {'; '.join(self.left_out)}."] if self.left_out else []
+        data = {"images": self.files, **data, "left_out": self.left_out}
+        return Figure(name, title, text, images, data, table)
+
+
+def run_each(
+    runs: Sequence[Run], compute: Callable[[Run], Found], *, nothing: str
+) -> RunResults[Found]:
+    """Calls a function for each run and leaves out runs for which it fails.
+
+    Raises:
+        UserError: if no run is left and at least one raised a ``UserError``. The message begins
+            with ``nothing``, such as "no reconstructions".
+        NotApplicable: if no run is left, otherwise.
+    """
+    found: dict[str, Found] = {}
+    left_out, errors = [], []
+    for run in runs:
+        try:
+            found[run.label] = compute(run)
+        except (NotApplicable, UserError) as reason:
+            text, label = str(reason), f"'{run.label}'"
+            left_out.append(text if label in text else f"{label}: {text}")
+            errors += [left_out[-1]] if isinstance(reason, UserError) else []
+    if not found:
+        message = f"{nothing}: {'; '.join(left_out)}"
+        raise UserError(message) if errors else NotApplicable(message)
+    for error_text in errors:
+        logger.warning("left out: %s", error_text)
+    return RunResults(found, left_out)
+
+
+def run_on_images(
+    runs: Sequence[Run],
+    compute: Callable[[Run, list[str]], Found],
+    options: FigureOptions,
+    *,
+    nothing: str,
+) -> RunResults[Found]:
+    """Calls ``run_each`` with the same ``options.num_images`` image files for all runs."""
+    entries = choose_images(runs, options.num_images, options.images)
+    files = [str(entry["file_name"]) for entry in entries]
+    results = run_each(runs, lambda run: compute(run, files), nothing=nothing)
+    return replace(results, files=files, unreadable=entries.unreadable)
+
+
+def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> SpreadEntries:
+    """Returns images of a folder, or else of the data of the first run whose data can be read.
+
+    Raises:
+        NotApplicable: if no run has data on this machine.
+        UserError: if no image of the folder can be read.
+    """
+    reasons: list[str] = []
+    for run in runs:
+        try:
+            return run.load_images(number, folder)
+        except (NotApplicable, UserError) as reason:
+            reasons.append(str(reason))
+    message = "; ".join(dict.fromkeys(reasons))
+    raise UserError(message) if folder else NotApplicable(message)

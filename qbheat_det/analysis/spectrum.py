@@ -8,9 +8,7 @@ The control is a set of "rotated" matrices: the learned singular values in rando
 Properties that they share with the learned matrices depend on size and rank alone.
 """
 
-import logging
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,7 +21,6 @@ from detectron2.config import CfgNode
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Chart
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
@@ -31,11 +28,8 @@ from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, registe
 from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
 from qbheat_det.modeling.pretrain.qb_heat import LinearModels
 
-from .figure import FigureOptions, run_each
 from .plotting import COLORS, QUIET, chart_image, start_figure, themed
-from .run import Run
-
-logger = logging.getLogger(__name__)
+from .run import FigureOptions, Run, run_each
 
 Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
 """For each scale, "corner" or "centre", its offset Δx and M = Δx A (C, C) by name."""
@@ -51,6 +45,7 @@ _COLUMNS = {
     "commutator": ("commutator", ".3f"),
     "inverse_error": ("inverse error", ".3f"),
 }
+_TITLE = "Spectrum of the linear models"
 _EXPLANATION = (
     "Eigenvalues of A and B, which propagate features by z(x + Δx) = (I + Δx A) z(x). Rotated "
     "matrices, the control, also lie near the diagonal of Fig. 7 and have E(A)/E(B) near 1 (Table "
@@ -74,7 +69,7 @@ def describe_models(models: Models) -> Spectrum:
     offsets = {scale: offset for scale, (offset, _) in models.items()}
     matrices = {scale: found for scale, (_, found) in models.items()}
     eigenvalues = {
-        scale: {name: sort_eigenvalues(own[name]) / offsets[scale] for name in NAMES}
+        scale: {name: _sort_eigenvalues(own[name]) / offsets[scale] for name in NAMES}
         for scale, own in matrices.items()
     }
     magnitudes = [{name: own[name].abs() for name in NAMES} for own in eigenvalues.values()]
@@ -136,17 +131,6 @@ def read_linear_models(path: Path, label: str) -> Models:
     return list_linear_models(predictor)
 
 
-def list_checkpoints(folder: Path, number: int) -> dict[int, Path]:
-    """Returns ``number`` checkpoints of a run by step, spread over training, with the last one."""
-    found = {}
-    for path in sorted(folder.glob("model_*.pth")):
-        if match := re.fullmatch(r"model_(\d+)", path.resolve().stem):  # links have other names
-            found[int(match[1]) + 1] = path  # the name has the zero-based index of the last step
-    steps, number = sorted(found), min(number, len(found))
-    chosen = [steps[len(steps) * (index + 1) // number - 1] for index in range(number)]
-    return {step: found[step] for step in chosen}
-
-
 def rotate_models(models: Models, seed: int = 0) -> Models:
     """Returns matrices with the same singular values in random directions.
 
@@ -172,7 +156,7 @@ def _draw_rotation(matrix: Tensor, generator: torch.Generator) -> Tensor:
     return q * r.diagonal().sign()
 
 
-def sort_eigenvalues(matrix: Tensor) -> Tensor:
+def _sort_eigenvalues(matrix: Tensor) -> Tensor:
     """Returns the complex eigenvalues (C,) of a matrix (C, C) in descending order of magnitude."""
     eigenvalues = torch.linalg.eigvals(matrix)
     return eigenvalues[eigenvalues.abs().argsort(descending=True, stable=True)]
@@ -211,16 +195,13 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> float:
 
 
 @register_figure("spectrum")
-def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: int = 5) -> Figure:
-    """Draws the spectra of each run, and tabulates ``checkpoints`` of it as in Table 3."""
-    left_out: list[str] = []
+def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
+    """Draws the spectra of each run and of the control, and tabulates them as in Table 3."""
 
     def compute(run: Run) -> dict[str, Spectrum]:
-        """Returns spectra by name: earlier checkpoints, "" (the last one), and "rotated"."""
         models = read_linear_models(run.weights, run.label)
-        earlier = _describe_earlier(run, checkpoints, left_out) if checkpoints else {}
         control = rotate_models(models, options.seed)
-        return earlier | {"": describe_models(models), "rotated": describe_models(control)}
+        return {"": describe_models(models), "rotated": describe_models(control)}
 
     results = run_each(runs, compute, nothing="no spectrum")
     images: dict[str, Image] = {}
@@ -231,15 +212,15 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions, *, checkpoints: i
             caption=f"{label}: magnitudes of eigenvalues. Grey: rotated matrices.",
         )
         rows |= {f"{label}, {name}".removesuffix(", "): one for name, one in found.items()}
-    left_out = [*results.left_out, *left_out]
-    data = {
-        "eigenvalues": {label: found[""].eigenvalues for label, found in results.found.items()},
-        "rows": {name: spectrum.summary for name, spectrum in rows.items()},
-        "left_out": left_out,
-    }
-    explanation = [*_EXPLANATION, *(f"Left out: {reason}." for reason in left_out)]
-    title = "Spectrum of the linear models"
-    return Figure("spectrum", title, explanation, images, data, _tabulate(rows))
+    return results.draw(
+        "spectrum",
+        _TITLE,
+        _EXPLANATION,
+        images,
+        _tabulate(rows),
+        eigenvalues={label: found[""].eigenvalues for label, found in results.found.items()},
+        rows={name: spectrum.summary for name, spectrum in rows.items()},
+    )
 
 
 @register_figure("spectrum", training=True)
@@ -250,15 +231,14 @@ def draw_training_spectrum(
     if not isinstance(model, QBHeat):
         raise NotApplicable(f"{type(model).__name__} has no linear models")
     models = list_linear_models(model.predictor)
-    learned, control = describe_models(models), describe_models(rotate_models(models))
-    chart = plot_magnitudes(learned, control)
-    named = {"spectrum": learned.summary, "spectrum_control": control.summary}
+    learned = describe_models(models)
+    chart = plot_magnitudes(learned, describe_models(rotate_models(models)))
     return Figure(
         "spectrum",
-        "Spectrum of the linear models",
+        _TITLE,
         images={"magnitudes": chart_image(chart, alt="Magnitudes of eigenvalues", format="png")},
-        data={"eigenvalues": learned.eigenvalues, **named},
-        scalars={f"{name}/{key}": v for name, row in named.items() for key, v in row.items()},
+        data={"eigenvalues": learned.eigenvalues, "spectrum": learned.summary},
+        scalars={f"spectrum/{key}": value for key, value in learned.summary.items()},
     )
 
 
@@ -266,8 +246,7 @@ def draw_training_spectrum(
 def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
     """Draws magnitudes of eigenvalues at each scale, and of one scale against the other."""
     panels = len(learned.offsets) + (len(learned.offsets) == 2)
-    figure = start_figure(height=3.4, width=4 * panels, constrained=False)
-    figure.subplots_adjust(wspace=0.35)
+    figure = start_figure(height=3.4, width=4 * panels)
     for index, (scale, values) in enumerate(learned.eigenvalues.items(), 1):
         axes = figure.add_subplot(1, panels, index)
         for name, matrix in control.eigenvalues[scale].items():
@@ -301,23 +280,6 @@ def _draw_across_scales(axes: Axes, spectrum: Spectrum, colors: Sequence[str], s
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.axline((1e-3, 1e-3), (1e-2, 1e-2), color=QUIET, lw=0.8)
-
-
-def _describe_earlier(run: Run, number: int, left_out: list[str]) -> dict[str, Spectrum]:
-    """Returns the spectra of ``number`` checkpoints; adds unreadable ones to ``left_out``."""
-    earlier: dict[str, Spectrum] = {}
-    if run.folder is None:
-        return earlier
-    found = list_checkpoints(run.folder, number)
-    for steps, path in tqdm(found.items(), desc=f"spectra of {run.label}", leave=False):
-        if path.resolve() == run.weights.resolve():
-            continue
-        try:
-            earlier[f"step {steps:,}"] = describe_models(read_linear_models(path, run.label))
-        except (NotApplicable, UserError) as reason:  # for example, while it is being written
-            left_out.append(f"step {steps:,} of '{run.label}': {reason}")
-            logger.warning("left out: %s", left_out[-1])
-    return earlier
 
 
 def _tabulate(spectra: Mapping[str, Spectrum]) -> Table:

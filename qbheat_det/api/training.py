@@ -12,9 +12,8 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 
 from qbheat_det.analysis import load_figures
-from qbheat_det.analysis.figure import FigureOptions
 from qbheat_det.analysis.report import build_report
-from qbheat_det.analysis.run import Run
+from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.core.text import format_duration, join_first
 from qbheat_det.engine import Trainer, write_run_record
 

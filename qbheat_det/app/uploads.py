@@ -19,8 +19,7 @@ from typing import Any
 import PIL.Image
 
 from qbheat_det.analysis import load_figures
-from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.run import Kind, Run
+from qbheat_det.analysis.run import FigureOptions, Kind, Run
 from qbheat_det.api import Detections, Detector, load
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable

@@ -1,17 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Evaluators: COCO metrics, classification, nearest neighbors, held-out loss."""
 
+import contextlib
+import importlib.util
+import io
 import itertools
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
-from detectron2.evaluation import DatasetEvaluator
+from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, coco_evaluation
 from detectron2.utils import comm
 
 from qbheat_det.core.errors import UserError
@@ -24,12 +27,11 @@ from .classification import (
     rank_true_class,
     score_neighbours,
 )
-from .coco import CocoEvaluator, complete_annotations, resolve_coco_library
 
 __all__ = [
     "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "build_evaluator",
     "complete_annotations", "extract_features", "find_confusions", "measure_ranks",
-    "rank_true_class", "resolve_coco_library", "score_neighbours",
+    "rank_true_class", "score_neighbours",
 ]  # fmt: skip
 
 
@@ -48,12 +50,87 @@ def build_evaluator(
     if kind == "reconstruction":
         return HeldOutLossEvaluator(dataset_name)
     if kind != "coco":
-        said = f"has evaluator_type '{kind}'" if kind else "names no evaluator_type"
         raise UserError(
-            f"dataset '{dataset_name}' {said}, but must be 'coco' or 'reconstruction': register it "
-            "in COCO format"
+            f"dataset '{dataset_name}' has evaluator_type '{kind}', but must be 'coco' or "
+            "'reconstruction': register it in COCO format"
         )
-    return CocoEvaluator(dataset_name, output_dir=output_dir, library=cfg.TEST.COCO_EVAL_LIBRARY)
+    return CocoEvaluator(dataset_name, output_dir=output_dir)
+
+
+class CocoEvaluator(COCOEvaluator):
+    """Detectron2's ``COCOEvaluator``, by faster-coco-eval if it is installed, else by pycocotools.
+
+    Both give the same results. AP is 0 without predictions and nan without ground truth, both with
+    a warning. Detectron2's own fast evaluation needs an op that a pure-Python build lacks.
+    """
+
+    def __init__(self, dataset_name: str, *, fast: bool | None = None, **arguments: Any) -> None:
+        """Takes a registered dataset with ``json_file`` and arguments of Detectron2's evaluator.
+
+        ``fast`` selects the library; None takes faster-coco-eval if it is installed.
+        """
+        if fast is None:
+            fast = importlib.util.find_spec("faster_coco_eval") is not None
+        super().__init__(dataset_name, use_fast_impl=fast, **arguments)
+        to_contiguous = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
+        self._num_classes = len(to_contiguous)
+        complete_annotations(self._coco_api.dataset)
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._coco_api.createIndex()
+
+    def _eval_predictions(
+        self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None
+    ) -> None:
+        results = list(itertools.chain.from_iterable(p["instances"] for p in predictions))
+        largest = max((result["category_id"] for result in results), default=0)
+        if 0 < self._num_classes <= largest:
+            raise UserError(
+                f"the model predicted class {largest}, but '{self._metadata.name}' has "
+                f"{self._num_classes} classes: NUM_CLASSES does not fit"
+            )
+        if self._do_evaluation and not self._coco_api.anns:
+            self._logger.warning(f"{self._metadata.json_file} has no annotated objects: AP is nan.")
+        elif not results and predictions:
+            images = len(predictions)
+            self._logger.warning(f"The model predicted nothing on {images} images: AP is 0.")
+            # Detectron2 skips metrics without predictions; one unmatched box gives AP 0.
+            nothing = {"category_id": 0, "bbox": [0.0, 0.0, 0.0, 0.0], "score": 0.0}
+            results = [{"image_id": predictions[0]["image_id"], **nothing}]
+            predictions = [{**predictions[0], "instances": results}, *predictions[1:]]
+        printed = io.StringIO()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(printed))
+            if self._use_fast_impl:
+                stack.enter_context(_faster_coco_eval())
+            super()._eval_predictions(predictions, img_ids)
+        self._logger.debug(printed.getvalue())
+        # Detectron2 omits classes if there are no predictions.
+        names = self._metadata.get("thing_classes") or []
+        for metrics in self._results.values():
+            for name in names if len(names) > 1 else []:
+                metrics.setdefault(f"AP-{name}", float("nan"))
+
+
+@contextlib.contextmanager
+def _faster_coco_eval() -> Iterator[None]:
+    """Puts faster-coco-eval in the place of Detectron2's compiled evaluation."""
+    from unittest import mock  # here, because it imports asyncio
+
+    from faster_coco_eval import COCOeval_faster
+
+    with mock.patch.object(coco_evaluation, "COCOeval_opt", COCOeval_faster):
+        yield
+
+
+def complete_annotations(dataset: dict[str, Any]) -> None:
+    """Fills in ``iscrowd`` and ``area``, and numbers annotations from 1, in place."""
+    dataset.setdefault("info", {})  # some releases of pycocotools fail without it
+    # pycocotools uses id 0 for "unmatched" and drops duplicate ids.
+    for index, annotation in enumerate(dataset.get("annotations", []), start=1):
+        annotation["id"] = index
+        annotation.setdefault("iscrowd", 0)
+        if "area" not in annotation and "bbox" in annotation:
+            annotation["area"] = annotation["bbox"][2] * annotation["bbox"][3]
 
 
 class HeldOutLossEvaluator(DatasetEvaluator):
@@ -77,7 +154,7 @@ class HeldOutLossEvaluator(DatasetEvaluator):
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
         """Adds a batch; raises a ``UserError`` if the model returns no loss."""
         names = {name for output in outputs for name in output if name.startswith("loss_")}
-        if len(names) != 1 or any(names - output.keys() for output in outputs):
+        if len(names) != 1:
             raise UserError(
                 f"dataset '{self._dataset_name}' has no annotations, which the model needs: only "
                 "pre-training is evaluated on images alone"
@@ -98,22 +175,17 @@ class HeldOutLossEvaluator(DatasetEvaluator):
             return {}
         # Sorted, so that sums equal the sums of one process to the last bit.
         losses = sorted(itertools.chain.from_iterable(parts))
-        views = ("corner", "centre")
-        by_view = {view: [loss for _, seen, loss in losses if seen == view] for view in views}
+        results = {}
+        for view in ("corner", "centre"):
+            if seen := [loss for _, own, loss in losses if own == view]:
+                results[f"loss_{view}"] = statistics.fmean(seen)
         each = [
             statistics.fmean(loss for _, _, loss in seen)
             for _, seen in itertools.groupby(losses, key=lambda entry: entry[0])
         ]
-        mean, error = mean_and_standard_error(each)
-        found = {f"loss_{view}": statistics.fmean(seen) for view, seen in by_view.items() if seen}
-        return {self._name: {**found, "loss": mean, "loss_standard_error": error}}
-
-
-def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of independent values and its standard error; nan if undefined."""
-    if not values or not all(map(math.isfinite, values)):
-        return math.nan, math.nan
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return mean, math.nan
-    return mean, statistics.stdev(values, xbar=mean) / math.sqrt(len(values))
+        mean = error = math.nan
+        if each:
+            mean = statistics.fmean(each)
+        if len(each) > 1 and math.isfinite(mean):
+            error = statistics.stdev(each, xbar=mean) / math.sqrt(len(each))
+        return {self._name: {**results, "loss": mean, "loss_standard_error": error}}

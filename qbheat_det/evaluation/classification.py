@@ -69,7 +69,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._seen: list[tuple[int, int, int, int]] = []  # image, label, prediction, rank
 
     def reset(self) -> None:
-        """Forgets all images."""
+        """Removes all images."""
         self._seen = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
@@ -116,7 +116,6 @@ class ClassificationEvaluator(DatasetEvaluator):
     def _report(self, results: dict[str, float], totals: Counts) -> None:
         """Logs the results and writes them with the accuracy of each class."""
         names = self.class_names
-        confusions = [(names[i], names[j], n) for i, j, n in find_confusions(self.confusion)]
         shares = {
             name: 100 * int(right) / int(total)
             for name, right, total in zip(names, self.confusion.diagonal(), totals, strict=True)
@@ -140,7 +139,8 @@ class ClassificationEvaluator(DatasetEvaluator):
                 for name, total in zip(names, totals, strict=True)
             ],
             "confusions": [
-                {"class": one, "taken_for": other, "images": n} for one, other, n in confusions
+                {"class": names[i], "taken_for": names[j], "images": n}
+                for i, j, n in find_confusions(self.confusion)
             ],
         }
         path = Path(self.output_dir) / "classification.json"
@@ -174,7 +174,6 @@ def find_confusions(confusion: Counts) -> list[tuple[int, int, int]]:
     return [(int(i), int(j), int(wrong[i, j])) for i, j in pairs[order]]
 
 
-@torch.no_grad()
 def score_neighbours(
     train: tuple[Tensor, Tensor],
     val: tuple[Tensor, Tensor],
@@ -203,13 +202,9 @@ def rank_true_classes(
     """Returns zero-based ranks (N,) of the true classes; see ``score_neighbours``.
 
     Among equally similar images the first ones vote. Among equal votes the lower label comes first.
-    Classes without votes come last. Raises a ``ValueError`` if ``k`` or ``temperature`` is not
-    positive, or ``train`` is empty.
+    Classes without votes come last.
     """
     (train_features, train_labels), (features, labels) = train, val
-    if min(k, temperature, len(train_features)) <= 0:
-        given = f"k {k}, temperature {temperature} and {len(train_features)} voters"
-        raise ValueError(f"{given} must be positive")
     k = min(k, len(train_features))
     num_classes = int(torch.cat([train_labels, labels]).max()) + 1
     voters = F.normalize(train_features.double(), dim=1, eps=_TINY).T
@@ -253,12 +248,11 @@ def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
 
 def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]:
     """Returns the results from ranks (N,), and correct and total images per class (K,)."""
-    results = {**measure_ranks(torch.as_tensor(ranks)), "balanced": math.nan}
-    results["balanced_standard_error"] = math.nan
+    balanced = error = math.nan
     if len(ranks):
         right, totals = right[totals > 0], totals[totals > 0]
         shares = right / totals
-        variance = (shares * (1 - shares) / totals).sum()
-        results["balanced"] = 100 * float(shares.mean())
-        results["balanced_standard_error"] = 100 * math.sqrt(variance) / len(shares)
-    return results
+        balanced = 100 * float(shares.mean())
+        error = 100 * math.sqrt((shares * (1 - shares) / totals).sum()) / len(shares)
+    results = measure_ranks(torch.as_tensor(ranks))
+    return {**results, "balanced": balanced, "balanced_standard_error": error}

@@ -5,7 +5,6 @@ fvcore traces and counts one forward pass. This module adds operators that fvcor
 the two counting rules that reproduce the numbers of the Mobile-Former papers.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -73,12 +72,8 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
     analysis.set_op_handle(**_ADDED_HANDLES)
     with undisturbed(model), quiet("fvcore.nn.jit_analysis"):  # it logs operators free by rule
         counts = analysis.by_module_and_operator()
-    return MAdds(
-        {
-            name: Counter({operator: round(count) for operator, count in operators.items()})
-            for name, operators in counts.items()
-        }
-    )
+    rounded = {name: {key: round(n) for key, n in own.items()} for name, own in counts.items()}
+    return MAdds(rounded)
 
 
 def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:

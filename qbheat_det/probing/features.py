@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Computes a frozen backbone's features once for all probes, and recalibrates its BatchNorms.
+"""Loads a frozen backbone, computes its features once for all probes, recalibrates its BatchNorms.
 
 QB-Heat estimates BatchNorm statistics on quarters of images; ``recalibrate_bn`` estimates them on
 whole images with fvcore's code of "Rethinking 'Batch' in BatchNorm", arXiv:2105.07576.
@@ -19,11 +19,19 @@ from detectron2.structures import ImageList
 from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor
 
+from qbheat_det.checkpoint import (
+    WeightsInfo,
+    bare_backbone,
+    fit_weights,
+    load_embedded_config,
+    read_weights,
+)
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import undisturbed
 from qbheat_det.data import ImageBatches, build_mapper, cut, join_messages, raise_first
-from qbheat_det.modeling.contracts import normalise_pixels
+from qbheat_det.modeling.contracts import normalise_pixels, optional_modules
 
+logger = logging.getLogger(__name__)
 _SHARE = 0.2  # of each class that is held out
 _CHUNK = 256  # images at a time
 _CONSTANT = 1e-6  # relative standard deviation below which a channel is constant
@@ -69,18 +77,11 @@ def cache_features(
     keep_maps: bool = False,
     memory_gb: float = 8.0,
 ) -> FrozenFeatures:
-    """Runs a backbone once over images.
+    """Runs a backbone once over batches of at most ``num_images`` dicts with "label".
 
-    Args:
-        describe: returns the map (N, C, H, W) under ``feature``, and "tokens" (N, M, D) if any.
-        batches: lists of dicts with "label".
-        num_images: an upper bound of the number of images.
-        feature: the name of the map.
-        keep_maps: keeps maps in float16, clipped to its range, besides their means.
-        memory_gb: the memory limit of kept maps in GB.
-
-    Raises:
-        UserError: if the maps exceed ``memory_gb``.
+    ``describe`` returns the map (N, C, H, W) under ``feature``, and "tokens" (N, M, D) if any.
+    ``keep_maps`` keeps maps in float16, clipped to its range, besides their means; a ``UserError``
+    is raised if they exceed ``memory_gb``.
     """
     pooled, tokens = [torch.empty(0, 0)], []
     labels: list[int] = []
@@ -143,9 +144,6 @@ def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
 def measure_accuracy(logits: Tensor, labels: Tensor) -> float:
     """Returns the accuracy of logits (N, K) in percent; 0 without images."""
     return 100 * float((logits.argmax(dim=1) == labels).double().mean()) if len(labels) else 0.0
-
-
-logger = logging.getLogger(__name__)
 
 
 def recalibrate_bn(
@@ -222,3 +220,48 @@ def _batches_of_one_size(images: Sequence[Tensor], batch_size: int) -> Iterator[
         by_size.setdefault(image.shape, []).append(image)
     for group in by_size.values():
         yield from cut(group, -(-len(group) // batch_size))  # about equal, so that none is tiny
+
+
+def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
+    """Loads a backbone from the weights of a whole model or of a bare backbone.
+
+    Returns the metadata of the file. Raises a ``UserError`` unless the file's backbone has exactly
+    the same tensors.
+    """
+    state, info = read_weights(weights)
+    names = bare_backbone(state)
+    bare = {short: state[name] for name, short in names.items()} if names else state
+    optional = optional_modules(backbone)
+    own = backbone.state_dict()
+    fitting, report = fit_weights(bare, own, file=weights, optional_modules=optional)
+    groups = report.groups.values()
+    filled, total = report.num_loaded, sum(group.num_tensors for group in groups)
+    if filled < total or report.unexpected:
+        raise UserError(
+            f"'{weights}' fills {filled} of the {total} tensors of the config's backbone, and has "
+            f"{len(report.unexpected)} more: name its own config with --config-file"
+        )
+    backbone.load_state_dict(fitting, strict=False)
+    logger.info(f"'{weights}': {filled}/{total} backbone tensors")
+    return info
+
+
+def find_feature(backbone: Backbone, wanted: str = "") -> str:
+    """Returns the name of the map to probe: by default the last one with the coarsest stride."""
+    strides = {
+        name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
+    }
+    if wanted and wanted not in strides:
+        raise UserError(f"the backbone has no map '{wanted}', but {', '.join(strides)}")
+    return wanted or max(reversed(strides), key=strides.__getitem__)
+
+
+def count_images_seen(info: WeightsInfo | None) -> int | None:
+    """Returns the number of images seen in training; None if unknown (converted files)."""
+    if info is None or not (info.config and info.iteration):
+        return None
+    try:
+        cfg = load_embedded_config(info.config, "the config inside the weights")
+    except UserError:  # a config of another version of the package
+        return None
+    return (info.iteration + 1) * int(cfg.SOLVER.IMS_PER_BATCH)

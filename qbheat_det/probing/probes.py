@@ -1,32 +1,32 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs probes by name on cached features, and fits the linear probe.
+"""The linear and tran-k probes: classifiers of cached features.
 
 The linear probe is multinomial logistic regression on standardized features, fitted by L-BFGS. The
-problem is convex, so its only choice is the L2 penalty, made on a part of the *training* images.
-Standardization replaces the QB-Heat paper's BatchNorm without scale and offset.
+problem is convex, so its only choice is the L2 penalty. Standardization replaces the QB-Heat
+paper's BatchNorm without scale and offset.
+
+Decoder, AdamW, weight decay and label smoothing of tran-k follow QB-Heat's Table 11. Unlike there,
+images are not augmented, because their maps are cached, and dropout and number of epochs are chosen
+for each encoder. The learning rate is constant and weights are averaged over about one epoch, so
+one training serves all lengths. Whitened channels converge faster.
+
+Both probes choose on held-out *training* images.
 """
 
-import dataclasses
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from detectron2.layers import ShapeSpec
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation import measure_ranks, rank_true_class, score_neighbours
+from qbheat_det.core.seeding import preserved_randomness
+from qbheat_det.modeling.classification import TransformerDecoder
 
 from .features import FrozenFeatures, channel_statistics, measure_accuracy, split_by_class
-from .transformer import TransformerSettings, fit_transformer_probe
-
-PROBES = ("knn", "linear", "tran-1", "tran-4")
-"""The paper's probes and kNN; "tran-k" takes any k, and "tran-k:width" sets a width."""
-
-_TRANSFORMER = re.compile(r"tran-([1-9]\d?)(?::([1-9]\d{0,4}))?")
-_HEAD = 64  # width of an attention head; widths are multiples of it
 
 L2_GRID = tuple(10.0 ** (power / 2) for power in range(0, -13, -1))
 """Penalties, from 1 down to 1e-6 in half decades."""
@@ -34,86 +34,9 @@ L2_GRID = tuple(10.0 ** (power / 2) for power in range(0, -13, -1))
 _MAX_ITERATIONS, _HISTORY = 500, 20  # of L-BFGS
 _LEAST_CURVATURE = 1e-12
 _TRIAL_TOLERANCE = 1e-3  # of the gradient in trials
-
-
-@dataclass(frozen=True)
-class ProbeSettings:
-    """Settings of all probes."""
-
-    num_classes: int
-    k: int = 20  # number of nearest neighbors
-    temperature: float = 0.07  # of the neighbors' votes
-    transformer: TransformerSettings = field(default_factory=TransformerSettings)
-    seed: int = 0
-    device: str = "cpu"  # for tran-k
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all settings that scores depend on."""
-        transformer = dataclasses.asdict(self.transformer)
-        del transformer["depth"]
-        return {
-            "num_classes": self.num_classes,
-            "seed": self.seed,
-            "knn": {"k": self.k, "temperature": self.temperature},
-            "linear": {"l2_grid": list(L2_GRID)},
-            "tran": transformer,
-        }
-
-
-def run_probe(
-    name: str, train: FrozenFeatures, val: FrozenFeatures, *, settings: ProbeSettings
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Fits a probe on training images and classifies validation images.
-
-    Returns the score, and the hyperparameters chosen on training images; see ``fit_linear_probe``
-    and ``fit_transformer_probe``.
-    """
-    if name == "knn":
-        voters, asked = (train.pooled, train.labels), (val.pooled, val.labels)
-        score = score_neighbours(voters, asked, k=settings.k, temperature=settings.temperature)
-        return score, {}
-    if name == "linear":
-        linear, chosen = fit_linear_probe(
-            train.joined, train.labels, num_classes=settings.num_classes, seed=settings.seed
-        )
-        logits = linear(val.joined)
-    else:
-        transformer, chosen = fit_transformer_probe(
-            train,
-            num_classes=settings.num_classes,
-            settings=dataclasses.replace(
-                settings.transformer,
-                depth=depth_of(name),
-                width=width_of(name) or settings.transformer.width,
-            ),
-            seed=settings.seed,
-            device=settings.device,
-        )
-        logits = transformer(val)
-    return measure_ranks(rank_true_class(logits, val.labels)), chosen
-
-
-def check_probes(names: Sequence[str]) -> None:
-    """Raises a ``UserError`` unless all names are probes with valid widths."""
-    unknown = [name for name in names if name not in ("knn", "linear") and not depth_of(name)]
-    if unknown or not names:
-        given = ", ".join(map(repr, unknown)) or "none"
-        raise UserError(f"probes are {', '.join(PROBES)}, not {given}")
-    uneven = [name for name in names if width_of(name) % _HEAD]
-    if uneven:
-        raise UserError(f"widths of tran-k are multiples of {_HEAD}, unlike that of '{uneven[0]}'")
-
-
-def depth_of(name: str) -> int:
-    """Returns k of "tran-k", or 0 for another probe."""
-    found = _TRANSFORMER.fullmatch(name)
-    return int(found[1]) if found else 0
-
-
-def width_of(name: str) -> int:
-    """Returns the width of "tran-k:width", or 0 if the name has none."""
-    found = _TRANSFORMER.fullmatch(name)
-    return int(found[2] or 0) if found else 0
+_MAP = "map"
+_CHUNK = 256  # images at a time in inference
+_FLOOR = 1e-2  # added to the variances along the principal axes, of which the mean is 1
 
 
 @dataclass(frozen=True)
@@ -181,17 +104,10 @@ def fit_penalised(
     Preconditioning by the principal axes and the initial curvature reduces L-BFGS from thousands of
     steps to tens; the optimum is the same.
 
-    Args:
-        features: (N, D), standardized by this function.
-        labels: (N,).
-        num_classes: K.
-        l2: the penalty.
-        start: initial weights (K, D + 1); None starts from 0.
-        tolerance: of the largest entry of the gradient along the axes.
-        dtype: of the computation.
+    Takes features (N, D), which it standardizes, and labels (N,) of K classes. ``start`` has
+    initial weights (K, D + 1), by default zeros. ``tolerance`` limits the largest entry of the
+    gradient along the axes. The computation is in ``dtype``.
     """
-    if not len(labels) or not l2 > 0:
-        raise ValueError(f"{len(labels)} images and a penalty of {l2}: both must be positive")
     mean, factor = channel_statistics(features)
     inputs = (features.double() - mean) * factor
     _, axes = torch.linalg.eigh(inputs.T @ inputs / len(inputs))
@@ -231,3 +147,195 @@ def fit_penalised(
 
 def _with_one(features: Tensor) -> Tensor:
     return torch.cat([features, features.new_ones(len(features), 1)], dim=1)
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Whitens C channels; a principal axis with variance s gets the variance s / (s + 0.01)."""
+
+    mean: Tensor  # (C,)
+    matrix: Tensor  # (C, C), of the difference to the mean
+
+    @classmethod
+    def of(cls, maps: Tensor) -> "Whitening":
+        """Estimates it on maps (N, C, H, W), over all images and positions."""
+        mean, scale = (values.float() for values in channel_statistics(maps))
+        covariance = maps.new_zeros(maps.shape[1], maps.shape[1], dtype=torch.float64)
+        for part in maps.split(_CHUNK):
+            flat = ((part.float().transpose(0, 1).flatten(1).T) - mean) * scale
+            covariance += (flat.T @ flat).double()
+        variances, axes = torch.linalg.eigh(covariance * maps.shape[1] / maps.numel())
+        matrix = scale.double()[:, None] * axes / (variances.clamp(min=0) + _FLOOR).sqrt()
+        return cls(mean, matrix.float())
+
+    def __call__(self, maps: Tensor) -> Tensor:
+        """Whitens maps (N, C, H, W) and keeps their dtype."""
+        result = torch.empty_like(maps)
+        for part, into in zip(maps.split(_CHUNK), result.split(_CHUNK), strict=True):
+            flat = part.float().flatten(2).transpose(1, 2) - self.mean  # (N, HW, C)
+            into.copy_((flat @ self.matrix).transpose(1, 2).view_as(part))
+        return result
+
+
+@dataclass(frozen=True)
+class TransformerSettings:
+    """Training settings of a tran-k probe; the paper's widths are 192, 384 and 768."""
+
+    depth: int = 1  # k, blocks
+    width: int = 192  # of the blocks, a multiple of 64
+    dropouts: tuple[float, ...] = (0.2, 0.5)  # rates to choose from
+    trial_epochs: int = 4  # after these, only the best rate continues
+    max_epochs: int = 20
+    patience: int = 4  # epochs without a better accuracy after which training stops
+    positions: float = 0.25  # share of a map's positions that a training step reads
+    batch_size: int = 64
+    learning_rate: float = 1e-3  # of AdamW, after one epoch of warm-up
+    weight_decay: float = 0.1
+    label_smoothing: float = 0.1
+
+
+class TransformerProbe:
+    """A decoder in training on whitened maps, one epoch at a time; its ``average`` classifies."""
+
+    def __init__(
+        self,
+        features: FrozenFeatures,
+        *,
+        num_classes: int,
+        dropout: float,
+        settings: TransformerSettings,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """Takes features of the training images with whitened maps, and the training device."""
+        assert features.maps is not None
+        self._features, self._settings, self._device = features, settings, device
+        shapes = {_MAP: ShapeSpec(channels=features.maps.shape[1])}
+        if features.tokens is not None:
+            shapes["tokens"] = ShapeSpec(channels=features.tokens.shape[2])
+        self.decoder = TransformerDecoder(
+            input_shape=shapes,
+            num_classes=num_classes,
+            dim=settings.width,
+            depth=settings.depth,
+            dropout=dropout,
+            in_feature=_MAP,
+        ).to(device)
+        self._steps = -(-len(features) // settings.batch_size)  # of an epoch
+        self.average = AveragedModel(
+            self.decoder, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / (1 + self._steps))
+        )
+        # Norms and biases do not decay.
+        groups = [
+            {"params": [p for p in self.decoder.parameters() if (p.ndim > 1) is decays],
+             "weight_decay": settings.weight_decay if decays else 0.0}
+            for decays in (True, False)
+        ]  # fmt: skip
+        self._optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
+        self._done = 0
+
+    def run_epoch(self) -> None:
+        """Trains for one epoch in an order drawn from the global generator."""
+        self.decoder.train()
+        order = torch.randperm(len(self._features))
+        for places in order.tensor_split(self._steps):
+            self._done += 1
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._settings.learning_rate * min(1.0, self._done / self._steps)
+            logits = self.decoder(self._inputs(self._features, places, self._settings.positions))
+            loss = F.cross_entropy(
+                logits,
+                self._features.labels[places].to(self._device),
+                label_smoothing=self._settings.label_smoothing,
+            )
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self.average.update_parameters(self.decoder)
+
+    @torch.no_grad()
+    def __call__(self, features: FrozenFeatures) -> Tensor:
+        """Returns the logits (N, K) of images with whitened maps, on the CPU."""
+        self.average.eval()
+        parts = torch.arange(len(features)).split(_CHUNK)
+        return torch.cat([self.average(self._inputs(features, part)).cpu() for part in parts])
+
+    def _inputs(
+        self, features: FrozenFeatures, places: Tensor, share: float = 1.0
+    ) -> dict[str, Tensor]:
+        assert features.maps is not None
+        maps = features.maps[places].flatten(2)  # (N, C, HW)
+        if share < 1:
+            positions = torch.randperm(maps.shape[2])[: max(1, round(share * maps.shape[2]))]
+            maps = maps[:, :, positions]
+        maps = maps.to(self._device).float()
+        inputs = {_MAP: maps[..., None]}  # the decoder ignores the layout of positions
+        if features.tokens is not None:
+            inputs["tokens"] = features.tokens[places].to(self._device)
+        return inputs
+
+
+def fit_transformer_probe(
+    features: FrozenFeatures,
+    *,
+    num_classes: int,
+    settings: TransformerSettings,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> tuple[Callable[[FrozenFeatures], Tensor], dict[str, Any]]:
+    """Chooses dropout and number of epochs on held-out images, then trains on all images.
+
+    ``features`` have maps. ``seed`` decides the held-out images, the initial weights and the order
+    of images.
+
+    Returns the classifier, from features with maps to logits (N, K) on the CPU; and "dropout",
+    "epochs", "converged" (whether it stopped before ``max_epochs``), and "trials", the held-out
+    accuracy in percent after each epoch, by dropout as text.
+    """
+    assert features.maps is not None
+    whiten = Whitening.of(features.maps)
+    features = _whitened(features, whiten)
+    fitted, aside = split_by_class(features.labels, seed=seed)
+    train, held_out = features.select(fitted), features.select(aside)
+
+    def start(part: FrozenFeatures, dropout: float) -> TransformerProbe:
+        torch.manual_seed(seed)
+        return TransformerProbe(
+            part, num_classes=num_classes, dropout=dropout, settings=settings, device=device
+        )
+
+    def advance(rate: float) -> None:
+        probes[rate].run_epoch()
+        logits = probes[rate](held_out) if len(held_out) else torch.empty(0, num_classes)
+        trials[rate].append(measure_accuracy(logits, held_out.labels))
+
+    probes: dict[float, TransformerProbe] = {}
+    trials: dict[float, list[float]] = {}
+    with preserved_randomness():
+        for rate in settings.dropouts:
+            probes[rate], trials[rate] = start(train, rate), []
+            for _ in range(min(settings.trial_epochs, settings.max_epochs)):
+                advance(rate)
+        dropout = max(trials, key=lambda rate: (max(trials[rate]), rate))
+        found = trials[dropout]
+        while len(found) < settings.max_epochs and not _is_over(found, settings.patience):
+            advance(dropout)
+        epochs = 1 + found.index(max(found))
+        probes.clear()  # of their memory
+        probe = start(features, dropout)
+        for _ in range(epochs):
+            probe.run_epoch()
+    return lambda others: probe(_whitened(others, whiten)), {
+        "dropout": dropout,
+        "epochs": epochs,
+        "converged": _is_over(found, settings.patience),
+        "trials": {f"{rate:g}": values for rate, values in trials.items()},
+    }
+
+
+def _whitened(features: FrozenFeatures, whiten: Whitening) -> FrozenFeatures:
+    assert features.maps is not None
+    return replace(features, maps=whiten(features.maps))
+
+
+def _is_over(values: list[float], patience: int) -> bool:
+    return len(values) - 1 - values.index(max(values)) >= patience

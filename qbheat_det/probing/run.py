@@ -4,12 +4,15 @@
 Scores are rows of a JSON file that is rewritten after each row, so a repeated command resumes.
 """
 
+import dataclasses
 import itertools
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,6 @@ from detectron2.modeling import Backbone
 from torch import Tensor
 from tqdm import tqdm
 
-from qbheat_det.checkpoint import (
-    WeightsInfo,
-    bare_backbone,
-    fit_weights,
-    load_embedded_config,
-    read_weights,
-)
 from qbheat_det.config import find_memory_format
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_tensors, write_atomically
@@ -37,18 +33,99 @@ from qbheat_det.data import (
     join_messages,
     load_class_folders,
 )
+from qbheat_det.evaluation import measure_ranks, rank_true_class, score_neighbours
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from qbheat_det.modeling.contracts import normalise_pixels, optional_modules
+from qbheat_det.modeling.contracts import normalise_pixels
 
-from .features import FrozenFeatures, cache_features, recalibrate_bn
-from .probes import ProbeSettings, check_probes, depth_of, run_probe
-from .transformer import TransformerSettings
+from .features import (
+    FrozenFeatures,
+    cache_features,
+    count_images_seen,
+    find_feature,
+    load_backbone,
+    recalibrate_bn,
+)
+from .probes import L2_GRID, TransformerSettings, fit_linear_probe, fit_transformer_probe
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
+PROBES = ("knn", "linear", "tran-1", "tran-4")
+"""The paper's probes and kNN; "tran-k" takes any k, and "tran-k:width" sets a width."""
+
+_TRANSFORMER = re.compile(r"tran-([1-9]\d?)(?::([1-9]\d{0,4}))?")
+_HEAD = 64  # width of an attention head; widths are multiples of it
+
 _DELAY = 2.0  # seconds before a progress bar appears
 _DIGITS = 12  # of the hash of a backbone's weights
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """Settings of all probes."""
+
+    num_classes: int
+    k: int = 20  # number of nearest neighbors
+    temperature: float = 0.07  # of the neighbors' votes
+    transformer: TransformerSettings = field(default_factory=TransformerSettings)
+    seed: int = 0
+    device: str = "cpu"  # for tran-k
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all settings that scores depend on."""
+        transformer = dataclasses.asdict(self.transformer)
+        del transformer["depth"]
+        return {
+            "num_classes": self.num_classes,
+            "seed": self.seed,
+            "knn": {"k": self.k, "temperature": self.temperature},
+            "linear": {"l2_grid": list(L2_GRID)},
+            "tran": transformer,
+        }
+
+
+def run_probe(
+    name: str, train: FrozenFeatures, val: FrozenFeatures, *, settings: ProbeSettings
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Fits a probe on training images and classifies validation images.
+
+    Returns the score, and the choices of ``fit_linear_probe`` or ``fit_transformer_probe``.
+    """
+    if name == "knn":
+        voters, asked = (train.pooled, train.labels), (val.pooled, val.labels)
+        score = score_neighbours(voters, asked, k=settings.k, temperature=settings.temperature)
+        return score, {}
+    classes, seed = settings.num_classes, settings.seed
+    if name == "linear":
+        linear, chosen = fit_linear_probe(
+            train.joined, train.labels, num_classes=classes, seed=seed
+        )
+        logits = linear(val.joined)
+    else:
+        depth, width = parse_transformer(name)
+        own = settings.transformer
+        own = dataclasses.replace(own, depth=depth, width=width or own.width)
+        transformer, chosen = fit_transformer_probe(
+            train, num_classes=classes, settings=own, seed=seed, device=settings.device
+        )
+        logits = transformer(val)
+    return measure_ranks(rank_true_class(logits, val.labels)), chosen
+
+
+def check_probes(names: Sequence[str]) -> None:
+    """Raises a ``UserError`` unless all names are probes with valid widths."""
+    unknown = [n for n in names if n not in ("knn", "linear") and not parse_transformer(n)[0]]
+    if unknown or not names:
+        given = ", ".join(map(repr, unknown)) or "none"
+        raise UserError(f"probes are {', '.join(PROBES)}, not {given}")
+    if uneven := [name for name in names if parse_transformer(name)[1] % _HEAD]:
+        raise UserError(f"widths of tran-k are multiples of {_HEAD}, unlike that of '{uneven[0]}'")
+
+
+def parse_transformer(name: str) -> tuple[int, int]:
+    """Returns k and width of "tran-k:width", 0 for a missing width, or zeros for another probe."""
+    found = _TRANSFORMER.fullmatch(name)
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
 class BackboneProbe:
@@ -166,7 +243,9 @@ class BackboneProbe:
             recalibrated = self._recalibrate(backbone) if anew else 0
             if anew and not recalibrated:  # no BatchNorm, so nothing would differ
                 continue
-            train, val = self._extract(backbone, name, keep_maps=any(map(depth_of, missing)))
+            train, val = self._extract(
+                backbone, name, keep_maps=any(parse_transformer(one)[0] for one in missing)
+            )
             for probe in missing:
                 begin = time.perf_counter()
                 score, chosen = run_probe(probe, train, val, settings=self._settings)
@@ -185,7 +264,7 @@ class BackboneProbe:
                 self._on_row(row)
 
     def _add(self, row: Row) -> None:
-        """Adds a row, replaces the row of earlier weights of that name, and writes all rows."""
+        """Adds a row in place of a row of earlier weights of that name, and writes all rows."""
         rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
         self.results["rows"] = [*rows, row]
         if self._file is not None:
@@ -251,9 +330,7 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
         found = dict(results["setting"])
-        results["skipped_images"] += 0
-        for row in results["rows"]:
-            _place(row)
+        _ = int(results["skipped_images"]), list(map(_place, results["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{file}' holds no scores of probes: name another file") from error
     if changed := sorted(k for k in {**found, **setting} if found.get(k) != setting.get(k)):
@@ -262,49 +339,3 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
             "or remove it"
         )
     return dict(results)
-
-
-def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
-    """Loads a backbone from the weights of a whole model or of a bare backbone.
-
-    Returns the metadata of the file. Raises a ``UserError`` unless the file's backbone has exactly
-    the same tensors.
-    """
-    state, info = read_weights(weights)
-    names = bare_backbone(state)
-    bare = {short: state[name] for name, short in names.items()} if names else state
-    optional = optional_modules(backbone)
-    fitting, report = fit_weights(
-        bare, backbone.state_dict(), file=weights, optional_modules=optional
-    )
-    groups = report.groups.values()
-    filled, total = report.num_loaded, sum(group.num_tensors for group in groups)
-    if filled < total or report.unexpected:
-        raise UserError(
-            f"'{weights}' fills {filled} of the {total} tensors of the config's backbone, and has "
-            f"{len(report.unexpected)} more: name its own config with --config-file"
-        )
-    backbone.load_state_dict(fitting, strict=False)
-    logger.info(f"'{weights}': {filled}/{total} backbone tensors")
-    return info
-
-
-def find_feature(backbone: Backbone, wanted: str = "") -> str:
-    """Returns the name of the map to probe: by default the last one with the coarsest stride."""
-    strides = {
-        name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
-    }
-    if wanted and wanted not in strides:
-        raise UserError(f"the backbone has no map '{wanted}', but {', '.join(strides)}")
-    return wanted or max(reversed(strides), key=strides.__getitem__)
-
-
-def count_images_seen(info: WeightsInfo | None) -> int | None:
-    """Returns the number of images seen in training; None if unknown (converted files)."""
-    if info is None or not (info.config and info.iteration):
-        return None
-    try:
-        cfg = load_embedded_config(info.config, "the config inside the weights")
-    except UserError:  # a config of another version of the package
-        return None
-    return (info.iteration + 1) * int(cfg.SOLVER.IMS_PER_BATCH)

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from qbheat_det.analysis import comparison
-from qbheat_det.analysis.accuracy import read_probes
 from qbheat_det.analysis.comparison import (
     compare,
-    is_done,
     measure_row,
     render_tables,
     summarize,
@@ -29,6 +27,7 @@ from qbheat_det.analysis.comparison_plan import (
     list_rows,
     load_objectives,
 )
+from qbheat_det.analysis.probes import read_probes
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from tests.engine.classifier_cases import make_classes
@@ -86,8 +85,10 @@ def test_commands_are_those_that_a_person_would_type(
         *("--resume", "SEED", "1", "SOLVER.EPOCHS", "6.0", *opts),
     ]
     assert probes[1] == "tools/probe_backbone.py"
-    assert (probes[-4], probes[-2:]) == ("--json", ["SEED", "1"])  # a flag ends the list of probes
+    assert (probes[-4], probes[-2:]) == ("--json", ["SEED", "1"])
     assert str(folder / "pretraining" / WEIGHTS) in probes
+    random = rows[2].jobs[0].command
+    assert (random[2:4], random[-4:]) == (["--random", "--config-file"], ["SEED", "1", *opts])
     assert rows[3].jobs[0].settings["SOLVER.IMS_PER_BATCH"] == 8
 
 
@@ -186,15 +187,15 @@ def test_jobs_run_once_in_order_and_a_failure_stops_its_row(steps: Steps) -> Non
 def test_results_of_other_settings_are_refused_with_the_key(steps: Steps) -> None:
     (job,) = steps.add_row("a", only="").jobs
     compare(steps.comparison)
-    assert is_done(job)
-    assert not is_done(replace(job, command=[*job.command, "more"]))
-    assert is_done(replace(job, settings={"LR": 0.5, "NEW": 1}))
+    assert job.is_done()
+    assert not replace(job, command=[*job.command, "more"]).is_done()
+    assert replace(job, settings={"LR": 0.5, "NEW": 1}).is_done()
     with pytest.raises(UserError, match=r"LR 0\.5 -> 0\.1"):
-        is_done(replace(job, settings={"LR": 0.1}))
+        replace(job, settings={"LR": 0.1}).is_done()
     for text in ("", "[]", "{}"):
         job.record_file.write_text(text)
         with pytest.raises(UserError, match=r"only\.json"):
-            is_done(job)
+            job.is_done()
 
 
 def test_measures_of_a_row_are_read_from_its_finished_jobs(
@@ -209,17 +210,16 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
     (row.folder / "probes").mkdir(parents=True)
     content = {"setting": {"tran": {"width": 64}}, "rows": rows}
     (row.folder / "probes" / "rows.json").write_text(json.dumps(content))
-    row.weights.parent.mkdir()
-    (row.weights.parent / "config.yaml").write_text(row.objective.cfg.dump())
+    (row.folder / "pretraining").mkdir()
+    ((row.folder / "pretraining") / "config.yaml").write_text(row.objective.cfg.dump())
     log = [{"iteration": 4, "time": 2.0}, {"iteration": 9, "time": 4.0}, {"iteration": 9}]
-    (row.weights.parent / "metrics.json").write_text("\n".join(map(json.dumps, log)))
+    ((row.folder / "pretraining") / "metrics.json").write_text("\n".join(map(json.dumps, log)))
     monkeypatch.setattr(comparison, "info_of", lambda path: type("Info", (), {"iteration": 9}))
     assert measure_row(asked, row) == {}  # nothing has ended
     for stage in ("probes", "pretraining"):
         (row.folder / f"{stage}.json").write_text("{}")
     assert measure_row(asked, row) == {
-        "kNN": 20.0, "kNN, BN as trained": 10.0, "images seen": 40.0, "ms an image": 750.0,
-        "minutes": 0.5,
+        "kNN": 20.0, "kNN, BN as trained": 10.0, "images seen": 40.0, "minutes": 0.5,
     }  # fmt: skip
     table = write_report(asked, [row], {"a title": "a reason"})
     assert "20.00 (one seed)" in table

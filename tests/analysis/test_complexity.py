@@ -101,7 +101,6 @@ def transformer_core(variant: str, depth: int) -> int:
 
 
 def test_instantiated_components_have_the_exact_counts() -> None:
-    assert astuple(backbone_counts("285M")) == BACKBONES["285M"]
     linear = classifier_counts("285M", 0)
     assert (linear.params, linear.core, linear.ext) == LINEAR["285M"]
     counts = mf_decoder_counts("285M", (2, 1, 1))

@@ -13,8 +13,6 @@ from PIL import Image
 
 from qbheat_det.analysis import detections
 from qbheat_det.analysis.detection_metrics import (
-    IGNORED,
-    MISSED,
     DetectionErrors,
     DetectionScores,
     choose_threshold,
@@ -23,13 +21,12 @@ from qbheat_det.analysis.detection_metrics import (
     count_errors_by_image,
     evaluate_boxes,
     find_errors,
-    find_false_alarms,
     find_missed_boxes,
+    find_wrong,
     score_detections,
 )
 from qbheat_det.analysis.detections import draw_detections
-from qbheat_det.analysis.figure import FigureOptions
-from qbheat_det.analysis.run import Run, open_runs
+from qbheat_det.analysis.run import FigureOptions, Run, open_runs
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, write_figure
 from qbheat_det.engine.data_sources import register_source
@@ -95,6 +92,11 @@ def judge(truth: dict[str, Any], found: list[dict[str, Any]]) -> DetectionErrors
     return find_errors(evaluate_boxes(truth, found))
 
 
+def list_kinds(judged: DetectionErrors) -> list[str]:
+    pairs = zip(judged.correct, judged.wrong, strict=True)
+    return ["correct" if right else "wrong" if wrong else "ignored" for right, wrong in pairs]
+
+
 def test_ap_and_precision_are_those_computed_by_hand() -> None:
     scores = score(make_truth([(1, 3, A), (1, 3, B)]),
                    [(1, 3, A, 0.9), (1, 3, C, 0.8), (1, 3, B, 0.7)])  # fmt: skip
@@ -143,9 +145,9 @@ def _judge_naively(truth: dict[str, Any], found: list[dict[str, Any]]) -> list[s
             taken.add(max(free, key=iou.__getitem__))
             kinds[d] = "correct"
         elif any(_is_on_crowd(found[d]["bbox"], a["bbox"]) for a in own if a["iscrowd"]):
-            kinds[d] = IGNORED
+            kinds[d] = "ignored"
         else:
-            kinds[d] = "false alarm" if max(iou.values(), default=0) <= 0.1 else "other"
+            kinds[d] = "wrong"
     return kinds
 
 
@@ -154,13 +156,13 @@ def test_types_are_those_of_a_naive_matching_and_the_threshold_has_the_best_f1(s
     truth, found = draw_case(seed)
     judged = judge(truth, found)
     expected = _judge_naively(truth, found)
-    assert judged.types.tolist() == expected
-    assert {"correct", "other", IGNORED} < set(expected)
+    assert list_kinds(judged) == expected
+    assert set(expected) == {"correct", "wrong", "ignored"}
 
     def f1(threshold: float) -> float:
-        kept = (judged.scores >= threshold) & (judged.types != IGNORED)
-        num_correct = int((judged.types[kept] == "correct").sum())
-        return 2 * num_correct / (int(kept.sum()) + len(judged.matches))
+        counts = count_errors(judged, threshold)
+        kept = counts["correct"] + counts["wrong"]
+        return 2 * counts["correct"] / (kept + len(judged.matches))
 
     candidates = sorted(set(judged.scores.tolist()), reverse=True)
     assert choose_threshold(judged) == max(candidates, key=f1)  # the highest of equal ones
@@ -176,24 +178,20 @@ def test_types_and_thresholds_by_hand() -> None:
         (1, 7, [80, 0, 95, 15], 0.4),
     ])  # fmt: skip
     judged = judge(truth, found)
-    assert judged.types.tolist() == ["correct", "other", "other", "other", "false alarm"]
+    assert list_kinds(judged) == ["correct", "wrong", "wrong", "wrong", "wrong"]
     assert judged.matches.tolist() == [0, -1, -1]
-    counts = {"correct": 1, "false alarm": 1, "other": 3, MISSED: 2}
-    assert count_errors(judged, 0.0) == counts
-    assert find_false_alarms(judged, 0.45).tolist() == []
-    assert find_false_alarms(judged, 0.0).tolist() == [4]
+    assert count_errors(judged, 0.0) == {"correct": 1, "wrong": 4, "missed": 2}
+    assert find_wrong(judged, 0.65).tolist() == [1, 2]
     assert find_missed_boxes(judged, 0.0).tolist() == [1, 2]  # the larger first
     assert find_missed_boxes(judged, 0.95).tolist() == [1, 0, 2]
 
     truth = make_truth([(1, 3, A), (1, 7, B)])
-    wrong = [(1, 7, A, 0.03), (1, 3, FAR, 0.02), (1, 3, [80, 60, 90, 70], 0.01)]
-    assert choose_threshold(judge(truth, make_found(wrong))) == 0.02
-    assert choose_threshold(judge(truth, make_found(wrong[:1]))) == 0.03
+    assert choose_threshold(judge(truth, make_found([(1, 7, A, 0.03), (1, 3, FAR, 0.02)]))) == 0.03
     assert choose_threshold(judge(truth, [])) == 0.5
     # Beyond a hundred detections of an image and class none counts.
     many = [(1, 3, A, 1 - i / 1000) for i in range(103)]
-    types = judge(make_truth([(1, 3, A)]), make_found(many)).types.tolist()
-    assert types == ["correct"] + ["other"] * 99 + [IGNORED] * 3
+    kinds = list_kinds(judge(make_truth([(1, 3, A)]), make_found(many)))
+    assert kinds == ["correct"] + ["wrong"] * 99 + ["ignored"] * 3
 
 
 SQUARE, DISC = 4, 9  # category ids
@@ -254,11 +252,11 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
     assert run["AP50"] == pytest.approx(AP_DISC / 2)
     assert run["class_ap"] == pytest.approx({"square": 0, "disc": AP_DISC})
     assert figure.data["boxes"] == {"square": 1, "disc": 2}
-    assert run["errors"] == {"correct": 1, "false alarm": 1, "other": 1, "missed": 2}
+    assert run["errors"] == {"correct": 1, "wrong": 2, "missed": 2}
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
-        "ap50", "predictions_1", "predictions_2", "predictions_3",
-        "precision_recall", "classes", "errors", "confusion",
+        "ap", "predictions_1", "predictions_2", "predictions_3", "precision_recall", "errors",
+        "confusion",
     ]  # fmt: skip
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
 
@@ -285,25 +283,10 @@ def test_confusions_and_errors_by_image_are_those_counted_by_hand() -> None:
     assert count_errors_by_image(errors, 0.5) == {1: 3, 2: 3}
 
 
-def test_two_runs_are_shown_on_the_images_on_which_they_differ_most(data: Path) -> None:
-    content = json.loads((data / "boxes.json").read_text())
-    truth = [*content["annotations"]]
-    perfect = [{**entry, "score": 0.9} for entry in truth]
-    last = max(entry["image_id"] for entry in truth)
-    without = [entry for entry in perfect if entry["image_id"] != last]
-    runs = []
-    for found in (perfect, without):
-        evaluator = evaluate_boxes(content, found)
-        scores, errors = score_detections(evaluator), find_errors(evaluator)
-        runs.append(detections.RunDetections("run", scores, errors, 0.5, data))
-    dataset = detections.DetectionSet("", data, data, content, (), ())
-    assert [one["id"] for one in detections.choose_records(dataset, runs, 1)] == [last]
-
-
 def test_runs_that_cannot_be_evaluated_are_left_out(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detections, "draw_charts", lambda *args: {})  # which take seconds
+    monkeypatch.setattr(detections, "chart_image", lambda *args, **kw: None)  # takes seconds
     other = write_dataset(tmp_path / "other")
     runs = [write_detector(tmp_path / "one", data), write_detector(tmp_path / "two", other)]
     runs.append(write_run(tmp_path / "classes", classifier_config()))

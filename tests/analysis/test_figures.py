@@ -12,9 +12,20 @@ import torch
 from detectron2.structures import BitMasks, Boxes, Instances
 
 from qbheat_det.analysis import load_figures
-from qbheat_det.analysis.plotting import crop_box, overlay_map
+from qbheat_det.analysis.detections import draw_classes
+from qbheat_det.analysis.plotting import crop_box, overlay_map, plot_confusion
+from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, Table, remove_figure, to_json, write_figure
+from qbheat_det.core.figures import (
+    Figure,
+    Image,
+    NotApplicable,
+    Table,
+    remove_figure,
+    to_json,
+    write_figure,
+)
+from qbheat_det.evaluation import ClassificationEvaluator
 from qbheat_det.inference.drawing import draw_boxes, draw_instances, get_class_color
 
 from ..tool_modules import load_tool, refuse
@@ -130,7 +141,7 @@ def test_a_figure_s_files_are_listed_and_none_is_exit_code_1(
     names = ["A1", "A2", "B1", "B2", "C11", "C12", "C21", "C22"]
     state = {f"predictor.scales.corner.{name}": torch.randn(4, 4) for name in names}
     torch.save({"model": state}, tmp_path / "weights.pth")
-    words = ["spectrum", str(tmp_path / "weights.pth"), "--checkpoints", "0", "--output", str(out)]
+    words = ["spectrum", str(tmp_path / "weights.pth"), "--output", str(out)]
     assert TOOL.main(words) == 0
     written = {Path(line) for line in capsys.readouterr().out.splitlines()}
     assert written == set(out.iterdir())
@@ -140,13 +151,12 @@ def test_a_figure_s_files_are_listed_and_none_is_exit_code_1(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("", "spectrum"),
+        ("", "FIGURE"),
         ("aurora run", "aurora"),
         ("spectrum nowhere", "nowhere"),
         ("spectrum {run} --output {run}/metrics.json", "metrics.json"),
         ("spectrum {run} --opts MODEL.FOO 1", "MODEL.FOO"),
         ("detections run --threshold nan", "--threshold"),
-        ("correlation run --map=", "--map"),
         ("curves run --num-images many", "--num-images"),
         ("curves run --seed 4294967296", "--seed"),
     ],
@@ -202,3 +212,34 @@ def test_instances_have_class_colors_scores_and_masks() -> None:
         np.testing.assert_array_equal(picture[310, 250], 90)
         np.testing.assert_array_equal(picture[280, 150], color)
     assert (pictures[0] != 90).any(2).sum() > (pictures[1] != 90).any(2).sum()  # the score
+
+
+def test_classes_are_drawn_with_the_matrix_of_the_evaluator(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "inference" / "flowers"
+    names = ["cat", "dog", "bird"]
+    evaluator = ClassificationEvaluator("flowers", class_names=names, output_dir=str(folder))
+    for index, scores in enumerate(torch.rand(20, 3, generator=torch.Generator().manual_seed(0))):
+        entry = {"image_id": index, "label": min(index % 4, 2)}
+        evaluator.process([entry], [{"scores": scores.softmax(0)}])
+    evaluator.evaluate()
+    (tmp_path / "run" / "metrics.json").touch()
+    figure = draw_classes([Run.open(tmp_path / "run")], FigureOptions())
+    found = figure.data["runs"]["run"]
+    assert found["classes"] == names
+    np.testing.assert_array_equal(found["matrix"], evaluator.confusion)
+    assert figure.table.rows[0][1] == f"{100 * evaluator.confusion.trace() / 20:.2f}"
+    (folder / "classification.json").unlink()
+    with pytest.raises(NotApplicable, match=r"'run' has no .*classification\.json"):
+        draw_classes([Run.open(tmp_path / "run")], FigureOptions())
+
+
+@pytest.mark.parametrize("num_classes", [1, 12, 300])
+def test_the_chart_lists_the_most_frequent_confusions(num_classes: int) -> None:
+    matrix = np.random.default_rng(0).poisson(0.05, (num_classes, num_classes))
+    matrix[np.diag_indices(num_classes)] = 8
+    matrix[0, -1] = 40
+    text = plot_confusion(matrix, [f"kind {i}" for i in range(num_classes)]).axes[1].texts[0]
+    wrong = matrix.sum() - matrix.trace()
+    assert f"({wrong:,} of {matrix.sum():,} images are wrong)" in text.get_text()
+    if num_classes == 12:
+        assert f"kind 0 → kind 11:  40 of {matrix[0].sum()}" in text.get_text()

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from qbheat_det.analysis.figure import FigureOptions, crop_squares
+from qbheat_det.analysis.attention import crop_squares
 from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.analysis.pretraining import (
     draw_reconstructions,
     draw_training_reconstructions,
     reconstruct_images,
 )
+from qbheat_det.analysis.run import FigureOptions
 from qbheat_det.core.figures import NotApplicable
 
 from .conftest import check_files

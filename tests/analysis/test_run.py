@@ -12,15 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from qbheat_det.analysis.figure import (
-    FigureOptions,
-    choose_images,
-    crop_squares,
-    find_size,
-    run_each,
-)
+from qbheat_det.analysis.attention import crop_squares, find_size
 from qbheat_det.analysis.report import FigureResult, write_page
-from qbheat_det.analysis.run import Run, open_runs
+from qbheat_det.analysis.run import FigureOptions, Run, choose_images, open_runs, run_each
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
 from tests.tool_modules import load_tool
@@ -31,8 +25,9 @@ from .tiny_runs import TinyRuns, make_images, retinanet_config, truncate, write_
 
 def test_a_folder_gives_its_final_or_last_checkpoint_config_and_metrics(tmp_path: Path) -> None:
     weights = save_run(make_retinanet_config(), tmp_path / "mine", seed=3)
-    lines = '{"iteration": 9, "lr": 0.1}\n7\n{"note": "\xff"}\n{"itera'
-    (tmp_path / "mine" / "metrics.json").write_text(lines, encoding="latin-1")
+    lines = '{"iteration": 9, "lr": 0.1}\n7\n{"iteration": 1, "note": "\xff"}\n{"itera'
+    odd = "".join(f'{{"iteration": {step}}}\n' for step in ('"a"', "NaN", "Infinity", "null"))
+    (tmp_path / "mine" / "metrics.json").write_text(odd + lines, encoding="latin-1")
     run = Run.open(tmp_path / "mine", device="cpu")
     assert (run.label, run.folder) == ("mine", tmp_path / "mine")
     assert (run.kind, str(run.weights)) == ("detector", weights)
@@ -164,7 +159,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "curves": make_figure,
         "spectrum": fail(NotApplicable("no <linear> models")),
         "probes": fail(ZeroDivisionError("by zero")),
-        "queries": fail(KeyboardInterrupt()),
+        "attention": fail(KeyboardInterrupt()),
     }.items():
         monkeypatch.setitem(FIGURES, name, function)
     return load_tool("report")
@@ -213,7 +208,7 @@ def test_a_report_has_every_figure_or_the_reason_why_not_and_after_an_interrupt_
 
     path = tmp_path / "page.html"
     with pytest.raises(SystemExit) as ended:
-        tool.main([run, "--output", str(path), "--only", "curves", "queries"])
+        tool.main([run, "--output", str(path), "--only", "curves", "attention"])
     assert ended.value.code == 130
     assert "Wide &lt;things&gt;" in path.read_text()
 
@@ -225,5 +220,5 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_drawn(
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "page").write_text("")  # where the folder of page.html belongs
     with pytest.raises(SystemExit) as ended:
-        tool.main([run, "--output", str(tmp_path / name), "--only", "queries"])
+        tool.main([run, "--output", str(tmp_path / name), "--only", "attention"])
     assert ended.value.code == 2  # not 130: the figure was not begun

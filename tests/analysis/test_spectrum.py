@@ -8,16 +8,15 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
-from qbheat_det.analysis.figure import FigureOptions
+from qbheat_det.analysis.attention import crop_squares
 from qbheat_det.analysis.pretraining import (
     draw_correlation,
     measure_in_training,
     measure_spatial_correlation,
 )
-from qbheat_det.analysis.run import Run
+from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.analysis.spectrum import (
     NAMES,
     Models,
@@ -27,7 +26,6 @@ from qbheat_det.analysis.spectrum import (
     draw_training_spectrum,
     effective_rank,
     inverse_error,
-    list_checkpoints,
     magnitude_correlation,
     plot_magnitudes,
     read_linear_models,
@@ -124,36 +122,27 @@ def test_commutator_correlation_and_rank_equal_hand_computed_values() -> None:
     assert math.isnan(effective_rank(torch.zeros(3, 3)))
 
 
-def test_a_run_has_a_row_for_each_checkpoint_itself_and_its_controls(
-    tiny: TinyRuns, tmp_path: Path
-) -> None:
+def test_checkpoints_and_their_controls_have_rows(tiny: TinyRuns, tmp_path: Path) -> None:
     run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
-    figure = draw_spectrum([run, detector], FigureOptions())
+    earlier = Run.open(run.folder / "model_0000009.pth", label="early", device="cpu")
+    (tmp_path / "b.pth").write_bytes(b"PK\x03\x04 and no more")
+    broken = Run.open(tmp_path / "b.pth", label="broken")
+    figure = draw_spectrum([earlier, run, detector, broken], FigureOptions())
     check_files(figure, tmp_path)
-    rows = [f"qb_heat, {name}" for name in ("step 10", "step 20", "step 30", "rotated")]
-    assert [row[0] for row in figure.table.rows] == [*rows[:3], "qb_heat", *rows[3:]]
-    # The same matrices, scaled: energies grow with them.
-    energies = [figure.data["rows"][row]["energy_A_centre"] for row in [*rows[:3], "qb_heat"]]
-    np.testing.assert_allclose(energies, energies[-1] * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-4)
+    assert [row[0] for row in figure.table.rows] == [
+        "early", "early, rotated", "qb_heat", "qb_heat, rotated"
+    ]  # fmt: skip
+    # The same matrices, scaled by 1/4: energies grow with them.
+    early, late = (figure.data["rows"][row]["energy_A_centre"] for row in ("early", "qb_heat"))
+    assert early == pytest.approx(late / 4, rel=1e-4)
+    assert ["retinanet" in figure.data["left_out"][0], "b.pth" in figure.data["left_out"][1]]
     trained = draw_training_spectrum(run.model, lambda number: [], run.cfg)
     expected = figure.data["rows"]["qb_heat"]["commutator"]
     assert trained.scalars["spectrum/commutator"] == pytest.approx(expected)
-    assert list(list_checkpoints(run.weights.parent, 2)) == [10, 30]
     with pytest.raises(NotApplicable, match="retinanet"):
         draw_spectrum([detector], FigureOptions())
     with pytest.raises(NotApplicable):
         draw_training_spectrum(detector.model, lambda number: [], detector.cfg)
-
-
-def test_a_broken_checkpoint_costs_its_row_alone(tiny: TinyRuns, tmp_path: Path) -> None:
-    final = tiny.get("qb_heat").weights
-    for name in (final.name, "model_0000009.pth"):
-        (tmp_path / name).write_bytes((final.parent / name).read_bytes())
-    (tmp_path / "model_0000019.pth").write_bytes(b"PK\x03\x04 and no more")
-    (tmp_path / "config.yaml").touch()
-    figure = draw_spectrum([Run.open(tmp_path, label="again", device="cpu")], FigureOptions())
-    assert [row[0] for row in figure.table.rows][:2] == ["again, step 10", "again"]
-    assert ["step 20" in reason for reason in figure.data["left_out"]] == [True]
 
 
 @pytest.mark.filterwarnings("error")
@@ -190,16 +179,14 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(
 ) -> None:
     runs = [tiny.get(name) for name in ("masking", "untrained", "classifier", "retinanet")]
     runs.append(truncate(runs[0], tmp_path))
-    figure = draw_correlation(runs, FigureOptions(images=photos), correlated_images=3, size=96)
+    figure = draw_correlation(runs, FigureOptions(images=photos), correlated_images=3)
     check_files(figure, tmp_path)
     found = figure.data["runs"]
     assert list(found) == ["masking", "untrained", "classifier", "retinanet"]
     assert "cut" in figure.data["left_out"][0]
     assert [found[name]["map"] for name in ("masking", "retinanet")] == ["s16_expanded", "s16"]
     run = runs[0]
-    pixels = np.asarray(Image.open(photos / "2.png"))  # 96 x 96, neither cropped nor resized
-    pixels = pixels if run.cfg.INPUT.FORMAT == "RGB" else pixels[..., ::-1].copy()
-    image = torch.tensor(pixels).permute(2, 0, 1)
+    image = crop_squares(run.cfg, [str(photos / "2.png")])[0]["image"]
 
     def measure(run: Run) -> float:
         with torch.no_grad():

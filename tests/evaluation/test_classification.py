@@ -243,10 +243,3 @@ def test_errors_are_those_of_binomial_counts() -> None:
     expected = {"top1": 50.0, "top5": 75.0, "top1_standard_error": 25.0}
     assert measure_ranks(torch.tensor([0, 0, 3, 9])) == {**expected, "top5_standard_error": error}
     assert all(map(math.isnan, measure_ranks(torch.tensor([])).values()))
-
-
-@pytest.mark.parametrize(("k", "temperature", "voters"), [(0, 1.0, 3), (1, 0.0, 3), (1, 1.0, 0)])
-def test_nonsense_is_refused(k: int, temperature: float, voters: int) -> None:
-    train, val = draw(voters, classes=2), draw(2, classes=2)
-    with pytest.raises(ValueError, match="temperature"):
-        rank_true_classes(train, val, k=k, temperature=temperature)

@@ -3,7 +3,6 @@
 
 import contextlib
 import copy
-import importlib.util
 import io
 import json
 import logging
@@ -27,13 +26,12 @@ from qbheat_det.evaluation import (
     CocoEvaluator,
     build_evaluator,
     complete_annotations,
-    resolve_coco_library,
 )
 
 SIZE = 256
 CATEGORY_IDS = (3, 7, 20)  # with holes, as in COCO itself
 NAMES = ["square", "disc", "star"]
-LIBRARIES = ["pycocotools", "faster-coco-eval"]
+LIBRARIES = {"pycocotools": False, "faster-coco-eval": True}
 
 Register = Callable[[dict[str, Any]], str]
 
@@ -120,7 +118,8 @@ def _predict(rng: np.random.Generator, dataset: dict[str, Any], masks: bool) -> 
 def _evaluate(
     name: str, dataset: dict[str, Any], predictions: list[Instances], library: str, **kwargs: Any
 ) -> dict[str, dict[str, float]]:
-    evaluator = CocoEvaluator(name, library=library, distributed=False, **kwargs)
+    fast = LIBRARIES[library]
+    evaluator = CocoEvaluator(name, fast=fast, distributed=False, **kwargs)
     evaluator.reset()
     for image, instances in zip(dataset["images"], predictions, strict=True):
         evaluator.process([{"image_id": image["id"]}], [{"instances": instances}])
@@ -163,13 +162,11 @@ def test_both_libraries_give_the_figures_of_pycocotools_called_by_hand(
             actual = [found[library][task][key] for key in keys]
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
             assert all(0 < value < 100 for value in expected), "a test on trivial figures"
-    assert found[LIBRARIES[0]].keys() == found[LIBRARIES[1]].keys()
-    for task, metrics in found[LIBRARIES[0]].items():
-        assert metrics.keys() == found[LIBRARIES[1]][task].keys()
+    one, other = found.values()
+    assert one.keys() == other.keys()
+    for task, metrics in one.items():
         assert {"AP-square", "AP-disc", "AP-star"} <= metrics.keys()
-        np.testing.assert_allclose(
-            list(metrics.values()), list(found[LIBRARIES[1]][task].values()), rtol=0, atol=1e-6
-        )
+        assert metrics == pytest.approx(other[task], rel=0, abs=1e-6)
 
 
 def test_annotations_are_completed_and_numbered_from_1() -> None:
@@ -215,27 +212,14 @@ def test_a_class_that_the_dataset_lacks_and_unknown_sets_and_libraries_are_named
     predictions = _predict(rng, dataset, masks=False)
     predictions[0].pred_classes[:] = 79
     with pytest.raises(UserError, match=r"79.*NUM_CLASSES"):
-        _evaluate(register(dataset), dataset, predictions, "auto")
+        _evaluate(register(dataset), dataset, predictions, "pycocotools")
 
     cfg = get_cfg()
     cfg.OUTPUT_DIR = str(tmp_path)
     name = register(_make_dataset(np.random.default_rng(0)))
-    assert isinstance(build_evaluator(cfg, name), CocoEvaluator)
+    evaluator = build_evaluator(cfg, name)
+    assert isinstance(evaluator, CocoEvaluator)
+    assert evaluator._use_fast_impl  # the library is installed here
     with pytest.raises(UserError, match="never_registered"):
         build_evaluator(cfg, "never_registered")
     MetadataCatalog.pop("never_registered")
-    cfg.TEST.COCO_EVAL_LIBRARY = "fastest"
-    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
-        build_evaluator(cfg, name)
-
-
-def test_auto_takes_the_fast_library_only_where_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert resolve_coco_library("auto") == "faster-coco-eval"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert resolve_coco_library("auto") == "pycocotools"
-    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
-        resolve_coco_library("faster-coco-eval")
-    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
-        resolve_coco_library("fastest")

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures "classes", confusion matrices, and "probes", accuracies of probes of frozen backbones.
+"""Figure "probes": accuracies of probes of frozen backbones.
 
-Probes are drawn by decoder (Fig. 8 of the paper) and by images seen (Fig. 6), from the files of
+They are drawn by decoder (Fig. 8 of the paper) and by images seen (Fig. 6), from the files of
 tools/probe_backbone.py and of comparisons.
 """
 
@@ -13,105 +13,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MplFigure
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
-from qbheat_det.evaluation import find_confusions
-from qbheat_det.probing import depth_of, width_of
+from qbheat_det.probing import parse_transformer
 
 from . import plotting
-from .figure import FigureOptions, run_each
-from .run import Run
+from .run import FigureOptions, Run, run_each
 
-Counts = npt.NDArray[np.int64]
 _Key = TypeVar("_Key", bound=Hashable)
-_MOST_NAMED, _MOST_LISTED = 110, 30  # classes on the axes, confusions in the list
 _SPREAD = 0.5  # share of a decoder's slot over which the points of all series spread
-_CLASSES_EXPLANATION = (
-    "Rows are true classes, columns predicted ones; the color is the share of the row. Blue cells "
-    "are correct, red ones wrong. Colors exaggerate small shares.",
-)
-_PROBES_EXPLANATION = (
+_EXPLANATION = (
     "Top-1 of decoders trained on the frozen backbone, averaged over seeds. Bars are one standard "
     "error over images. Charts show recalibrated BatchNorm statistics if there are any, and random "
     "backbones with both; the table has all results.",
 )
-
-
-@register_figure("classes")
-def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws the confusion matrix of each classifier's last evaluation."""
-    nothing = "no confusion matrix"
-    results = run_each(runs, _read_last_confusions, nothing=nothing, needs_weights=False)
-    images, rows, data = {}, [], {}
-    for number, (label, (names, counts)) in enumerate(results.found.items(), start=1):
-        top1 = f"{100 * counts.trace() / max(1, counts.sum()):.2f}"
-        title = f"{label}: top-1 {top1} %"
-        name = f"confusion_{number}" if len(results.found) > 1 else "confusion"
-        chart = plot_confusion(counts, names, title=title)
-        images[name] = plotting.chart_image(chart, caption=title)
-        rows.append((label, top1, f"{counts.sum():,}"))
-        data[label] = {"classes": names, "matrix": counts}
-    table = Table(("Run", "top-1 (%)", "images"), rows)
-    text = _CLASSES_EXPLANATION
-    return results.draw("classes", "Confusion of classes", text, images, table, runs=data)
-
-
-def read_confusions(classification_json: Path) -> tuple[list[str], Counts]:
-    """Reads class names and counts (K, K) from a file of ``ClassificationEvaluator``."""
-    content = json.loads(classification_json.read_bytes())
-    names = [entry["name"] for entry in content["classes"]]
-    index = {name: k for k, name in enumerate(names)}
-    correct = [entry["images"] * (entry["top1"] or 0.0) / 100 for entry in content["classes"]]
-    counts = np.diag(np.round(correct).astype(np.int64))
-    for pair in content["confusions"]:
-        counts[index[pair["class"]], index[pair["taken_for"]]] = pair["images"]
-    return names, counts
-
-
-@plotting.themed
-def plot_confusion(
-    counts: Counts, class_names: Sequence[str], *, title: str = "", unit: str = "images"
-) -> MplFigure:
-    """Draws a confusion matrix (K, K) beside a list of the most frequent confusions."""
-    number = len(class_names)
-    printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
-    names = [plotting.to_text(name, longest=26) for name in printable]
-    side = float(np.clip(0.11 * number, 3.6, 9.0))
-    figure = plotting.start_figure(height=side + 1.8, width=side + 6.5)
-    axes, text = figure.subplots(1, 2, width_ratios=(side + 1.8, 4.7))
-    shares = counts / counts.sum(axis=1).clip(min=1)[:, None]
-    strength = np.sqrt(shares)[..., None]
-    wrong, correct = np.array([0.84, 0.27, 0.31]), np.array([0.12, 0.44, 0.92])
-    color = np.where(np.eye(number, dtype=bool)[..., None], correct, wrong)
-    axes.imshow(1 - strength * (1 - color))
-    axes.grid(visible=False)
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("class")
-    axes.set_title(plotting.to_text(title, longest=80))
-    if number <= _MOST_NAMED:
-        size = 8 if number <= 60 else 5
-        axes.set_xticks(range(number), names, rotation=90, fontsize=size)
-        axes.set_yticks(range(number), names, fontsize=size)
-    total = int(counts.sum())
-    lines = [f"Most confused ({total - counts.trace():,} of {total:,} {unit} are wrong)", ""]
-    for i, j, count in find_confusions(counts)[: min(_MOST_LISTED, int(5 * side))]:
-        lines.append(f"{names[i]} → {names[j]}:  {count:,} of {counts[i].sum():,}")
-    text.set_axis_off()
-    text.text(0, 1, "\n".join(lines), fontsize=8, va="top", linespacing=1.5, color=plotting.INK)
-    return figure
-
-
-def _read_last_confusions(run: Run) -> tuple[list[str], Counts]:
-    folder = run.folder or (run.checkpoint or run.path).parent
-    files = list(folder.glob("inference/*/classification.json"))
-    if not files:
-        raise NotApplicable(f"'{run.label}' has no inference/*/classification.json")
-    return read_confusions(max(files, key=lambda path: path.stat().st_mtime))
 
 
 class Decoder(NamedTuple):
@@ -162,7 +80,7 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
             raise NotApplicable(f"'{run.label}' was probed on other images")
         return setting, results
 
-    files = run_each(runs, read, nothing="no results of probes", needs_weights=False)
+    files = run_each(runs, read, nothing="no results of probes")
     data, everything = {}, []
     for label, (setting, found) in files.found.items():
         alone = len({result.series for result in found}) == 1
@@ -178,12 +96,7 @@ def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
         caption = "Top-1 by images seen in pre-training; random backbones are level lines."
         images["images_seen"] = plotting.chart_image(plot_by_images(chosen), caption=caption)
     title, table = "Probes of frozen backbones", _tabulate(everything)
-    return files.draw("probes", title, _PROBES_EXPLANATION, images, table, runs=data)
-
-
-def plot_probes(content: Mapping[str, Any]) -> MplFigure:
-    """Draws the content of a file of tools/probe_backbone.py as ``plot_by_images`` does."""
-    return plot_by_images(choose_statistics(_parse_results(content)))
+    return files.draw("probes", title, _EXPLANATION, images, table, runs=data)
 
 
 def read_probes(file: Path) -> tuple[dict[str, Any], list[ProbeResult]]:
@@ -250,11 +163,11 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
     names = list(dict.fromkeys(result.series for result in known))
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
     groups = _group(known, lambda result: result.decoder)
-    columns, rows = min(2, len(groups)) or 1, -(-len(groups) // 2) or 1
-    figure = plotting.start_figure(height=3 * rows, width=1 + 3.7 * columns)
+    rows = max(1, -(-len(groups) // 2))
+    figure = plotting.start_figure(height=3 * rows, width=1 + 3.7 * min(2, len(groups)))
     panels = []
     for index, decoder in enumerate(sorted(groups), 1):
-        axes = figure.add_subplot(rows, columns, index)
+        axes = figure.add_subplot(rows, min(2, len(groups)), index)
         for name, own in _group(groups[decoder], lambda result: result.series).items():
             points = _average(own, lambda result: result.images_seen)
             label, style = plotting.to_text(name), styles[name]
@@ -268,9 +181,8 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
         axes.set_xlabel("images seen in pre-training")
         _finish(axes)
         panels.append(axes)
-    if panels:
-        most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
-        plotting.add_legend(figure, most)
+    most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
+    plotting.add_legend(figure, most)
     return figure
 
 
@@ -313,28 +225,28 @@ def _tabulate(results: Sequence[ProbeResult]) -> Table:
 
 def _parse_results(content: Mapping[str, Any]) -> list[ProbeResult]:
     """Returns the results in a file's content, without those whose accuracy is nan."""
-    rows, found = list(content["rows"]), []
-    checkpoints: dict[Path, dict[Any, Any]] = {}  # by folder: images seen by digest
-    for row in rows:
+    checkpoints: dict[Path, dict[str, Any]] = {}  # by folder: images seen by digest
+    for row in content["rows"]:
         if row["images_seen"] != 0:
-            folder = Path(row["backbone"]).parent
-            checkpoints.setdefault(folder, {})[row["digest"]] = row["images_seen"]
-    for row in rows:
-        seen, path = row["images_seen"], Path(row["backbone"])
+            own = checkpoints.setdefault(Path(row["backbone"]).parent, {})
+            own[row["digest"]] = row["images_seen"]
+    found = []
+    for row in content["rows"]:
+        path, seen = Path(row["backbone"]), row["images_seen"]
         numbers = list(checkpoints.get(path.parent, {}).values())
         # Files of one folder that saw different numbers of images are checkpoints of one run.
         is_run = len(set(numbers)) == len(numbers) and (None not in numbers or len(numbers) == 1)
-        series = str(path.parent if is_run else path.parent / path.stem) if seen != 0 else "random"
+        series = "random" if seen == 0 else str(path.parent if is_run else path.with_suffix(""))
         decoder = Decoder(int(row["probe"] == "linear"))
-        if depth := depth_of(row["probe"]):
-            width = width_of(row["probe"]) or int(content["setting"]["tran"]["width"])
-            decoder = Decoder(2, depth, width)
+        depth, width = parse_transformer(row["probe"])
+        if depth:
+            decoder = Decoder(2, depth, width or int(content["setting"]["tran"]["width"]))
         if row["top1"] is not None:
             found.append(
                 ProbeResult(
                     series=row.get("series", series),
-                    backbone=str(row["backbone"]),
-                    images_seen=None if seen is None else int(seen),
+                    backbone=str(path),
+                    images_seen=seen,
                     recalibrated=bool(row["recalibrated"]),
                     decoder=decoder,
                     top1=float(row["top1"]),
