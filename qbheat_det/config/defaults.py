@@ -321,6 +321,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         # "task/metric" of the evaluation that decides which checkpoint is the best: the highest, or
         # of metrics whose name begins with "loss" the lowest.
         "BEST_METRIC": "bbox/AP",
+        # "auto": faster-coco-eval where it is installed, else pycocotools; or one of the two names.
+        "COCO_EVAL_LIBRARY": "auto",
     },
     "TEST.KNN": {  # the nearest-neighbour score, which needs no training
         # Names of labelled image sets, such as "imagenet_train": whose images vote, and whose are
