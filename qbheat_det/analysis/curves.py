@@ -87,7 +87,6 @@ def plot_curves(
     columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
     figure = plotting.start_figure(height=3 * rows, width=5.2 * columns)
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
-    drawn = []
     for index, (title, (label, curves)) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(rows, columns, index)
         for name, (positions, values) in curves.items():
@@ -103,8 +102,7 @@ def plot_curves(
         axes.set_title(title)
         axes.set_xlabel(axis)
         axes.set_ylabel(label)
-        drawn.append((len(curves), axes))
-    plotting.add_legend(figure, max(drawn, key=lambda entry: entry[0])[1])
+    plotting.add_legend(figure, *figure.axes)
     return figure
 
 

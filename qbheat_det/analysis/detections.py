@@ -53,7 +53,7 @@ class DetectionSet:
 
 @dataclass(frozen=True)
 class RunDetections:
-    """The detections of one run; errors and images use scores from ``threshold``."""
+    """The detections of one run; error counts and images use scores from ``threshold``."""
 
     label: str
     scores: metrics.DetectionScores

@@ -78,9 +78,13 @@ def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
 
 
 @themed
-def add_legend(figure: Figure, axes: Axes) -> None:
-    """Adds a legend below all axes and enlarges the figure, if there are several entries."""
-    handles, labels = axes.get_legend_handles_labels()
+def add_legend(figure: Figure, *panels: Axes) -> None:
+    """Adds a legend of the panel with most entries below all, if there are several entries.
+
+    The figure becomes higher.
+    """
+    entries = [axes.get_legend_handles_labels() for axes in panels]
+    handles, labels = max(entries, key=lambda entry: len(entry[1]))
     if len(labels) < 2:
         return
     width, height = figure.get_size_inches()

@@ -165,7 +165,6 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
     groups = _group(known, lambda result: result.decoder)
     rows = max(1, -(-len(groups) // 2))
     figure = plotting.start_figure(height=3 * rows, width=1 + 3.7 * min(2, len(groups)))
-    panels = []
     for index, decoder in enumerate(sorted(groups), 1):
         axes = figure.add_subplot(rows, min(2, len(groups)), index)
         for name, own in _group(groups[decoder], lambda result: result.series).items():
@@ -180,9 +179,7 @@ def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
         axes.set_xlim(left=0)
         axes.set_xlabel("images seen in pre-training")
         _finish(axes)
-        panels.append(axes)
-    most = max(panels, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
-    plotting.add_legend(figure, most)
+    plotting.add_legend(figure, *figure.axes)
     return figure
 
 

@@ -309,6 +309,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         # "task/metric" that selects the best weights. Higher is better, unless the metric's name
         # begins with "loss".
         "BEST_METRIC": "bbox/AP",
+        # "auto": faster-coco-eval where it is installed, else pycocotools; or one of the two names.
+        "COCO_EVAL_LIBRARY": "auto",
     },
     "TEST.KNN": {  # nearest-neighbour score, which needs no training
         # Labelled image sets, such as "imagenet_train", that vote and that are classified. Empty:

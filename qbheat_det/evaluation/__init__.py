@@ -34,6 +34,8 @@ __all__ = [
     "rank_true_class", "score_neighbours",
 ]  # fmt: skip
 
+_COCO_LIBRARIES = {"auto": None, "faster-coco-eval": True, "pycocotools": False}
+
 
 def build_evaluator(
     cfg: CfgNode, dataset_name: str, *, classifies: bool = False
@@ -54,7 +56,13 @@ def build_evaluator(
             f"dataset '{dataset_name}' has evaluator_type '{kind}', but must be 'coco' or "
             "'reconstruction': register it in COCO format"
         )
-    return CocoEvaluator(dataset_name, output_dir=output_dir)
+    library = cfg.TEST.COCO_EVAL_LIBRARY
+    if library not in _COCO_LIBRARIES:
+        raise UserError(
+            f"TEST.COCO_EVAL_LIBRARY is '{library}', but must be {', '.join(_COCO_LIBRARIES)}"
+        )
+    fast = _COCO_LIBRARIES[library]
+    return CocoEvaluator(dataset_name, output_dir=output_dir, fast=fast)
 
 
 class CocoEvaluator(COCOEvaluator):
@@ -67,11 +75,15 @@ class CocoEvaluator(COCOEvaluator):
     def __init__(self, dataset_name: str, *, fast: bool | None = None, **arguments: Any) -> None:
         """Takes a registered dataset with ``json_file`` and arguments of Detectron2's evaluator.
 
-        ``fast`` selects the library; None takes faster-coco-eval if it is installed.
+        ``fast`` selects the library; None takes faster-coco-eval if it is installed. Raises a
+        ``UserError`` if a library is selected that is not installed.
         """
-        if fast is None:
-            fast = importlib.util.find_spec("faster_coco_eval") is not None
-        super().__init__(dataset_name, use_fast_impl=fast, **arguments)
+        installed = importlib.util.find_spec("faster_coco_eval") is not None
+        if fast and not installed:
+            raise UserError("faster-coco-eval is not installed: set TEST.COCO_EVAL_LIBRARY to auto")
+        super().__init__(
+            dataset_name, use_fast_impl=installed if fast is None else fast, **arguments
+        )
         to_contiguous = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
         self._num_classes = len(to_contiguous)
         complete_annotations(self._coco_api.dataset)

@@ -119,15 +119,13 @@ def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
 def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Returns ascending indices of training images, and of a held-out fifth of each class."""
     draw = random.Random(seed)
-    aside: list[int] = []
+    is_held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():
         places = (labels == label).nonzero()[:, 0].tolist()
         if len(places) > 1:
             wanted = min(max(1, round(_SHARE * len(places))), len(places) - 1)
-            aside += draw.sample(places, wanted)
-    is_aside = torch.zeros(len(labels), dtype=torch.bool)
-    is_aside[aside] = True
-    return (~is_aside).nonzero()[:, 0], is_aside.nonzero()[:, 0]
+            is_held_out[draw.sample(places, wanted)] = True
+    return (~is_held_out).nonzero()[:, 0], is_held_out.nonzero()[:, 0]
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:

@@ -294,8 +294,7 @@ def fit_transformer_probe(
     assert features.maps is not None
     whiten = Whitening.of(features.maps)
     features = _whitened(features, whiten)
-    fitted, aside = split_by_class(features.labels, seed=seed)
-    train, held_out = features.select(fitted), features.select(aside)
+    train, held_out = map(features.select, split_by_class(features.labels, seed=seed))
 
     def start(part: FrozenFeatures, dropout: float) -> TransformerProbe:
         torch.manual_seed(seed)

@@ -92,8 +92,8 @@ def run_probe(
     Returns the score, and the choices of ``fit_linear_probe`` or ``fit_transformer_probe``.
     """
     if name == "knn":
-        voters, asked = (train.pooled, train.labels), (val.pooled, val.labels)
-        score = score_neighbours(voters, asked, k=settings.k, temperature=settings.temperature)
+        parts = [(part.pooled, part.labels) for part in (train, val)]
+        score = score_neighbours(*parts, k=settings.k, temperature=settings.temperature)
         return score, {}
     classes, seed = settings.num_classes, settings.seed
     if name == "linear":
@@ -232,16 +232,16 @@ class BackboneProbe:
     def _probe(self, backbone: Backbone, name: str, images_seen: int | None) -> None:
         backbone.eval()
         digest = hash_tensors(backbone.state_dict())[:_DIGITS]
-        for anew in (False, True)[: 2 if self._num_recalibrated else 1]:
+        for recalibrates in (False, True)[: 2 if self._num_recalibrated else 1]:
             known = {_place(row): row for row in self.results["rows"] if row["digest"] == digest}
-            rows = [known.get((name, anew, probe)) for probe in self._probes]
+            rows = [known.get((name, recalibrates, probe)) for probe in self._probes]
             for old in filter(None, rows):
                 self._on_row(old)
             missing = [probe for probe, old in zip(self._probes, rows, strict=True) if old is None]
             if not missing:
                 continue
-            recalibrated = self._recalibrate(backbone) if anew else 0
-            if anew and not recalibrated:  # no BatchNorm, so nothing would differ
+            recalibrated = self._recalibrate(backbone) if recalibrates else 0
+            if recalibrates and not recalibrated:  # no BatchNorm, so nothing would differ
                 continue
             train, val = self._extract(
                 backbone, name, keep_maps=any(parse_transformer(one)[0] for one in missing)
@@ -332,10 +332,10 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
         found = dict(results["setting"])
         _ = int(results["skipped_images"]), list(map(_place, results["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{file}' holds no scores of probes: name another file") from error
+        raise UserError(f"'{file}' has no scores of probes: name another file") from error
     if changed := sorted(k for k in {**found, **setting} if found.get(k) != setting.get(k)):
         raise UserError(
-            f"'{file}' holds scores of another setting ({', '.join(changed)}): name another file, "
+            f"'{file}' has scores of another setting ({', '.join(changed)}): name another file, "
             "or remove it"
         )
     return dict(results)

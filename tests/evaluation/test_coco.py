@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import importlib.util
 import io
 import json
 import logging
@@ -223,3 +224,16 @@ def test_a_class_that_the_dataset_lacks_and_unknown_sets_and_libraries_are_named
     with pytest.raises(UserError, match="never_registered"):
         build_evaluator(cfg, "never_registered")
     MetadataCatalog.pop("never_registered")
+    cfg.TEST.COCO_EVAL_LIBRARY = "fastest"
+    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
+        build_evaluator(cfg, name)
+
+
+def test_auto_takes_the_fast_library_only_where_it_is_installed(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = register(_make_dataset(np.random.default_rng(0)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not CocoEvaluator(name)._use_fast_impl
+    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
+        CocoEvaluator(name, fast=True)
