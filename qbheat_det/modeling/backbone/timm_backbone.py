@@ -152,8 +152,7 @@ class TimmBackbone(Backbone):
             parameter.requires_grad_(name in used - frozen)
         for path, module in list(self.net.named_modules()):
             if isinstance(module, _BatchNorm) and f"{path}.weight" in frozen:
-                parent, _, child = path.rpartition(".")
-                self.net.get_submodule(parent).add_module(child, freeze_batch_norm_2d(module))
+                self.net.set_submodule(path, freeze_batch_norm_2d(module))
 
 
 def list_outputs(name: str) -> list[str]:

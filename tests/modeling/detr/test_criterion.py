@@ -184,11 +184,12 @@ def test_losses_of_class_and_their_gradients_equal_the_naive_ones(loss: Classifi
     assert_close(gradients[0], gradients[1].float(), rtol=1e-4, atol=1e-6)
 
 
-def test_costs_equal_the_naive_ones() -> None:
+def test_costs_and_scores_equal_the_naive_ones() -> None:
     logits = 3 * torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(5))
     labels = torch.tensor([0, 2, 2, 1]).expand(2, 5, 4)
     rows = logits.double()
     p = rows.sigmoid()
+    assert_close(LOSSES["focal"].scores(logits), p[..., :-1].float())
     focal = -0.4 * (1 - p) ** 1.5 * p.log() + 0.6 * p**1.5 * (1 - p).log()
     for name, naive in {"focal, between": focal, "softmax": -rows.softmax(-1)}.items():
         found = LOSSES[name].matching_cost(logits, labels)

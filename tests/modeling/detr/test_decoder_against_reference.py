@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``MFDecoder`` against the naive second implementation; queries selected from the maps."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from qbheat_det.modeling.backbone import MobileFormer
 from qbheat_det.modeling.detr import MFDETR, MFDecoder, SetCriterion
 from qbheat_det.modeling.detr.criterion import FocalClassification, Targets
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
-from qbheat_det.modeling.detr.query_selection import QuerySelection
+from qbheat_det.modeling.detr.query_selection import QuerySelection, refine_boxes
 
 from ..reference_mf_decoder import mf_decoder
 from ..reference_mobile_former import Weights, randomise_
@@ -164,6 +165,12 @@ def test_an_untrained_decoder_returns_what_was_selected() -> None:
         chosen = peaks[:QUERIES]
         assert_close(outputs["pred_logits"][-1, image], proposals.logits[image, chosen])
         assert_close(outputs["pred_boxes"][-1, image], proposals.boxes[image, chosen])
+
+
+def test_boxes_are_moved_by_shares_of_their_sides() -> None:
+    deltas = torch.tensor([0.5, -1.0, 0.0, math.log(3)])
+    moved = refine_boxes(torch.tensor([0.5, 0.4, 0.2, 0.1]), deltas)
+    assert_close(moved, torch.tensor([0.5 + 0.5 * 0.2, 0.4 - 0.1, 0.2, 0.3]))
 
 
 @pytest.mark.parametrize("counts", [[2, 0], [3, 1], [0, 0]], ids=str)

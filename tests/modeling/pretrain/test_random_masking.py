@@ -18,7 +18,6 @@ from qbheat_det.modeling.pretrain.random_masking import (
     MaskToken,
     RandomMasking,
 )
-from qbheat_det.modeling.pretrain.reconstruction import masked_positions
 from tests.modeling.tiny_pretraining import (
     MEAN,
     STD,
@@ -220,13 +219,3 @@ def test_some_positions_are_reconstructed_as_among_all_with_the_same_gradients()
         (found * weights).sum().backward()
         gradients.append([found, *(parameter.grad for parameter in decoder.parameters())])
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_the_loss_over_a_batch_is_the_mean_of_those_of_its_images(normalize: bool) -> None:
-    patches, predicted = torch.randn(2, 3, 4, 48).unbind()
-    visible = torch.eye(4, dtype=torch.bool)[[0, 2, 0]]
-    loss = ReconstructionLoss(normalize_patches=normalize)
-    hidden = masked_positions(visible, 3)
-    found = loss.over_batch(take(predicted, hidden), take(patches, hidden))
-    torch.testing.assert_close(found, loss(predicted, patches, visible).mean())
