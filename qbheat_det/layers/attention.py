@@ -8,15 +8,17 @@ dropout on CPUs, and the one in bfloat16 is slow: plain products replace these t
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .cpu_kernels import draw_kept, exported_form, is_half_program, is_recorded, linear, rounded
 from .mobile_former_block import FormerToMobile, MobileToFormer, Watcher
 
+_PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
 _MOST = 1 << 25  # most weights of an image for plain products in bfloat16
 
 
@@ -44,16 +46,94 @@ def attend(
     Returns:
         (N, Q, heads * d).
     """
+    on_cpu = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
     if is_half_program():  # in bfloat16, PyTorch's kernel takes twice as long as products
         is_plain = query.shape[1] * query.shape[2] * key.shape[2] <= _MOST
+    elif on_cpu and dropout and not is_recorded():
+        kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
+        return _AttendInParts.apply(query, key, value, masked, kept, 1 - rounded(dropout))
     else:
-        on_cpu = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
-        is_plain = on_cpu and (dropout > 0 or (is_recorded() and not fused))
-    if is_plain:
-        return _attend_plainly(query, key, value, masked, dropout)
-    seen = None if masked is None else ~masked
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
+        is_plain = on_cpu and is_recorded() and not (fused and not dropout)
+    if not is_plain:
+        seen = None if masked is None else ~masked
+        attended = F.scaled_dot_product_attention(query, key, value, seen, dropout)
+    else:
+        if is_half_program():
+            key, value = key.contiguous(), value.contiguous()
+        attended = F.dropout(_attention_weights(query, key, masked), dropout) @ value
     return attended.transpose(1, 2).flatten(2)
+
+
+def _attention_weights(query: Tensor, key: Tensor, masked: Tensor | None) -> Tensor:
+    """(…, Q, L), by the plain formula, which compilers and exporters optimise."""
+    logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    if masked is not None:
+        logits = logits.masked_fill(masked, float("-inf"))
+    return logits.softmax(dim=-1)
+
+
+class _AttendInParts(torch.autograd.Function):
+    """Attention with dropout by plain products, some heads of an image at a time.
+
+    Their weights stay in the cache; the backward computes them again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masked: Tensor | None,
+        kept: Tensor,
+        share: float,
+    ) -> Tensor:
+        num_images, num_heads, num_queries, width = query.shape
+        out = query.new_empty(num_images, num_queries, num_heads, width)
+        shape = (num_images, num_heads, num_queries, key.shape[2])
+        masked = None if masked is None else masked.expand(shape)
+        for part in _parts(shape):
+            mask = None if masked is None else masked[part]
+            weights = _attention_weights(query[part], key[part], mask)
+            found = torch.bmm(weights.mul_(kept[part]), value[part])
+            out.transpose(1, 2)[part] = found.div_(share)
+        ctx.save_for_backward(query, key, value, masked, kept, out)
+        ctx.share = share
+        return out.flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, masked, kept, out = ctx.saved_tensors
+        arrived = gradient.view_as(out).transpose(1, 2)
+        # Softmax's backward subtracts this mean, computed from the output.
+        mean = (gradient.view_as(out) * out).sum(dim=-1, keepdim=True).transpose(1, 2)
+        grads = [_empty_by_rows(each) for each in (query, key, value)]
+        for part in _parts((*query.shape[:3], key.shape[2])):
+            mask = None if masked is None else masked[part]
+            weights = _attention_weights(query[part], key[part], mask)
+            above = arrived[part] / ctx.share
+            inner = torch.bmm(above, value[part].transpose(1, 2)).mul_(kept[part])
+            inner.sub_(mean[part]).mul_(weights)
+            grads[2][part] = torch.bmm(weights.mul_(kept[part]).transpose(1, 2), above)
+            scale = query.shape[-1] ** -0.5
+            grads[0][part] = torch.bmm(inner, key[part]).mul_(scale)
+            grads[1][part] = torch.bmm(inner.transpose(1, 2), query[part]).mul_(scale)
+        return *grads, None, None, None
+
+
+def _parts(shape: tuple[int, int, int, int]) -> Iterator[tuple[int, slice]]:
+    num_images, num_heads, num_queries, num_keys = shape
+    step = max(1, min(num_heads, _PART // max(1, num_queries * num_keys)))
+    for image in range(num_images):
+        for head in range(0, num_heads, step):
+            yield image, slice(head, head + step)
+
+
+def _empty_by_rows(like: Tensor) -> Tensor:
+    """Returns (N, heads, length, d) in the memory layout of (N, length, heads, d)."""
+    num_images, num_heads, length, width = like.shape
+    return like.new_empty(num_images, length, num_heads, width).transpose(1, 2)
 
 
 class MapAttention(nn.MultiheadAttention):
@@ -130,24 +210,6 @@ def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
     if exported_form.get() == "int8":
         return F.conv2d(x[..., None], weight[:, :, None, None]).squeeze(3)
     return weight @ x
-
-
-def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, dropout: float
-) -> Tensor:
-    """Attends by the plain formula, which compilers and exporters optimise."""
-    if is_half_program():
-        key, value = key.contiguous(), value.contiguous()
-    logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    if masked is not None:
-        logits = logits.masked_fill(masked, float("-inf"))
-    weights = logits.softmax(dim=-1)
-    if dropout and is_recorded():
-        weights = F.dropout(weights, dropout)
-    elif dropout:  # the values are fewer numbers to scale than the weights
-        weights = weights * draw_kept(weights.shape, dropout)
-        value = value / (1 - rounded(dropout))
-    return (weights @ value).transpose(1, 2).flatten(2)
 
 
 AttentionRecord = dict[str, list[Tensor]]

@@ -16,6 +16,7 @@ from qbheat_det.layers import (
     Linear,
     MapAttention,
     MobileToFormer,
+    attention,
     cpu_kernels,
     linear,
     padding_mask,
@@ -42,8 +43,12 @@ def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, factor: T
     return torch.einsum("nhql,nhld->nqhd", weights, value).flatten(2)
 
 
-def test_attention_with_dropout_equals_the_formula_with_its_gradients() -> None:
+@pytest.mark.parametrize("part", [1, 100], ids=["by head", "by two heads"])
+def test_attention_with_dropout_equals_the_formula_with_its_gradients(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(attention, "_PART", part)
     tensors = draw(5, 9)
     hidden = torch.rand(2, 1, 1, 9) < 0.3
     hidden[..., 0] = False
