@@ -102,7 +102,7 @@ def select(
     budget: int,
     *,
     weights: str | Path | None = None,
-    data: str | None = None,
+    data: str | Path | None = None,
     encoder: str = "distill/285M",
     strategy: Strategy | None = None,
     device: str | None = None,
@@ -134,7 +134,8 @@ def select(
     if budget < 1:
         raise UserError(f"--budget is {budget}, but must be at least 1")
     detector = open_detector(weights, device) if weights else None
-    pool = _open_pool(images, data, encoder, budget, device)
+    labelled = list_labelled(str(data)) if data else []
+    pool = _open_pool(images, labelled, encoder, budget, device)
     taken, vectors = range(pool.num_labelled), pool.vectors
     rows = [*taken, *pool.free]
     files, vectors = [pool.files[i] for i in rows], vectors[rows]
@@ -156,7 +157,7 @@ def select(
 
 def _open_pool(
     images: str | Path | Sequence[str | Path],
-    data: str | None,
+    labelled: Sequence[str],
     encoder: str,
     budget: int,
     device: str | None,
@@ -164,7 +165,6 @@ def _open_pool(
     """Embeds the images with and without labels, and finds near-duplicates among them."""
     names = [images] if isinstance(images, str | Path) else images
     paths = [str(one.path) for one in find_inputs([*map(str, names)]) if not one.is_video]
-    labelled = list_labelled(data) if data else []
     real = {os.path.realpath(path) for path in labelled}
     unlabelled = [path for path in paths if os.path.realpath(path) not in real]
     if budget > len(unlabelled):

@@ -28,7 +28,7 @@ from .selection import Selection
 
 Drawn = list[tuple[Sequence[float], tuple[int, int, int]]]
 _SIDE = 320  # pixels of a thumbnail
-_DRAWN_SCORE = 0.3
+_LEAST_SCORE = 0.3  # of boxes in tasks and on the sheet
 _MOST_SUSPECTS = 500  # on a page
 _BLUE, _ORANGE = (64, 156, 255), (255, 150, 30)
 _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cvat.json"}
@@ -52,8 +52,8 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
         found, image = selection.boxes.get(path, []), _open_upright(path)
         size = {"height": image.height, "width": image.width}
         images.append({"id": number, "file_name": path, **size})
-        results += [{**box, "image_id": number} for box in found]
-        shown = [box for box in found if box["score"] >= _DRAWN_SCORE]
+        shown = [box for box in found if box["score"] >= _LEAST_SCORE]
+        results += [{**box, "image_id": number} for box in shown]
         counts = Counter(names.get(box["category_id"], box["category_id"]) for box in shown)
         text = ", ".join(f"{count} {name}" for name, count in counts.items())
         drawn: Drawn = [(box["bbox"], get_class_color(box["category_id"])) for box in shown]

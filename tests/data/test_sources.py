@@ -99,6 +99,7 @@ BAD_FILES = [
     ("a.json", '{"a": {"filename": "a.jpg", "regions": [{"x": {}}]}}', "region 1.*shape_attr"),
     ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"]}}', "region 1"),
     ("a.json", _LABEL_STUDIO % '{"value": {"rectanglelabels": ["x"]}}', "region 1.*'x'"),
+    ("a.json", _LABEL_STUDIO % '{"value": {"x": 1, "y": 1, "width": 1}}', "region 1.*class"),
     ("a.json", "[{}]", "task 1"),
     ("a.json", "[1]", "task 1"),
     ("a.xml", "<annotations><track/></annotations>", "video"),

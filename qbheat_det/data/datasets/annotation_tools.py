@@ -26,6 +26,11 @@ _COLUMNS = {
 _OPEN_IMAGES = "imageid"  # its boxes are fractions of the image's sides
 _NAME_KEYS = ("label", "class", "name", "type", "category")
 _CVAT_EDGES = ("xtl", "ytl", "xbr", "ybr")
+# Keys of a region of Label Studio that was drawn without a label.
+_SHAPE = {
+    *("x", "y", "width", "height", "rotation", "points", "closed", "radiusX", "radiusY"),
+    *("original_width", "original_height", "image_rotation"),
+}
 
 Points = list[tuple[float, float]]
 
@@ -157,6 +162,8 @@ def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> 
     """Adds a region; its coordinates are percentages of the image's sides."""
     value = result.get("value", result)
     kind = next((key for key in value if key.endswith("labels")), None)
+    if kind is None and value and value.keys() <= _SHAPE:
+        raise ValueError("it has no class")
     if kind is None or kind in ("labels", "choices"):  # not about a region
         return
 
