@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 LOWEST_SCORE = 0.01  # boxes below it are never returned
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
 _FORM = {"schema": {"type": "object", "properties": {"image": _IMAGE["schema"]}}}
+_BODY = {"required": True, "content": {"image/*": _IMAGE, "multipart/form-data": _FORM}}
 
 
 @dataclass(frozen=True)
@@ -144,15 +145,7 @@ def build_server(
     async def model() -> ModelInfo:
         return ModelInfo(weights=detector.weights, class_names=detector.class_names)
 
-    @app.post(
-        "/predict",
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {"image/*": _IMAGE, "multipart/form-data": _FORM},
-            }
-        },
-    )
+    @app.post("/predict", openapi_extra={"requestBody": _BODY})
     async def predict_image(
         request: Request, threshold: float = Query(0.3, ge=LOWEST_SCORE, le=1)
     ) -> Boxes:

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Simulates rounds of labelling on a labelled data set: AP50 over the number of labelled images."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -83,28 +85,15 @@ def simulate(
     vectors, folder = unit_vectors(embedded.vectors), Path(output)
     points = _read_points(folder / _POINTS)
 
-    def train(chosen: Sequence[int], seed: int) -> tuple[Path | None, int, list[float]]:
-        """Returns the run on some images, if they have boxes; their boxes; AP and AP50."""
-        lists = file.keep({file.images[i]["file_name"] for i in chosen})
-        if not lists["annotations"]:
-            return None, 0, [0.0, 0.0]
-        labels, run = folder / "labels.json", folder / "run"
-        write_atomically(labels, json.dumps(lists).encode())
-        flags = RunFlags(
-            config_file=_CONFIG,
-            data=str(labels),
-            images=file.image_root,
-            val=val or data,
-            val_images=images,
-            weights=encoder,
-            output=str(run),
-            opts=["SEED", str(seed), *opts],
-        )
-        found = train_afresh(flags)
-        # Detectron2 reports nan if there is no detection.
-        metrics = [round(float(np.nan_to_num(found[key])), 2) for key in ("AP", "AP50")]
-        return run, len(lists["annotations"]), metrics
-
+    flags = RunFlags(
+        config_file=_CONFIG,
+        images=file.image_root,
+        val=val or data,
+        val_images=images,
+        weights=encoder,
+        output=str(folder / "run"),
+        opts=opts,
+    )
     for seed, strategy in itertools.product(seeds, strategies):
         chosen: list[int] = []
         run: Path | None = None
@@ -113,13 +102,32 @@ def simulate(
             is_done = (strategy, seed, budget) in {(p.strategy, p.seed, p.images) for p in points}
             if is_done and (strategy != "uncertainty" or budget == budgets[-1]):
                 continue
-            run, num_boxes, metrics = train(chosen, seed)
+            names = {file.images[i]["file_name"] for i in chosen}
+            run, num_boxes, metrics = _train(file.keep(names), flags, folder / "labels.json", seed)
             if not is_done:
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
             write_atomically(folder / _POINTS, json.dumps([*map(asdict, points)]).encode())
             chart = plotting.chart_image(plot_points(points))
             write_atomically(folder / _CURVE, chart.content)
     return points
+
+
+def _train(
+    labels: dict[str, Any], flags: RunFlags, file: Path, seed: int
+) -> tuple[Path | None, int, list[float]]:
+    """Writes the labels to a file and trains on them.
+
+    Returns:
+        The run, or None if there are no boxes; the number of boxes; AP and AP50.
+    """
+    if not labels["annotations"]:
+        return None, 0, [0.0, 0.0]
+    write_atomically(file, json.dumps(labels).encode())
+    flags = dataclasses.replace(flags, data=str(file), opts=["SEED", str(seed), *flags.opts])
+    found = train_afresh(flags)
+    # Detectron2 reports nan if there is no detection.
+    metrics = [round(float(np.nan_to_num(found[key])), 2) for key in ("AP", "AP50")]
+    return Path(flags.output), len(labels["annotations"]), metrics
 
 
 def _open_boxes(data: str, val: str, images: str, strategies: Sequence[str]) -> CocoFile:
