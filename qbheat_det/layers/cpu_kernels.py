@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from detectron2.layers import Conv2d, FrozenBatchNorm2d
 from torch import Tensor, nn
@@ -71,13 +72,14 @@ class Dropout(nn.Dropout):
 def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
     """Returns int8 zeros, with probability ``rounded(rate)``, and ones: bytes multiply fastest.
 
-    Each drawn word makes four values of 16 bits, which takes a third of the time of PyTorch's
-    dropout.
+    NumPy's generator draws words of four 16-bit values, seven times as fast as PyTorch's dropout.
+    PyTorch's generator seeds it for each mask, so one seed determines all results.
     """
     count = torch.Size(shape).numel()
-    words = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-count // 4),), device="cpu")
+    generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
+    words = torch.from_numpy(generator.random_raw(-(-count // 4)).view(np.int16))
     limit = round(rounded(rate) * _STEPS) - _STEPS // 2
-    return (words.view(torch.int16)[:count] >= limit).view(torch.int8).view(shape)
+    return (words[:count] >= limit).view(torch.int8).view(shape)
 
 
 def rounded(rate: float) -> float:
