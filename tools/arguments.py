@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # On busy machines, waiting threads sleep instead of spinning, which took 30 times as long. On idle
 # cores, sleeping takes up to twice as long (docs/performance.md).
@@ -30,12 +30,34 @@ def hide_foreign_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-def make_parser(doc: str | None) -> argparse.ArgumentParser:
+_ELSEWHERE = {  # flags of other libraries
+    "conf": "--threshold", "source": "--images", "imgsz": "--image-size", "model": "--weights",
+    "project": "--output", "name": "--output", "epoch": "--epochs", "batch-size": "--batch",
+}  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser without abbreviations, whose errors name our flag for that of another library."""
+
+    def __init__(self, **options: Any) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=layout, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the message, and exits with code 2."""
+        for word in sys.argv[1:]:
+            name = word.split("=")[0]
+            ours = _ELSEWHERE.get(name.lstrip("-"), name)
+            known = self._option_string_actions
+            if name not in known and ours in known:
+                message += f"; use {ours} for {name}"
+        super().error(message)
+
+
+def make_parser(doc: str | None) -> Parser:
     """Returns a parser with a tool's docstring as help, its first paragraph above the flags."""
     summary, rest = (doc or "").split("\n\n", 1)
-    return argparse.ArgumentParser(
-        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return Parser(description=summary, epilog=rest)
 
 
 def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
@@ -53,8 +75,8 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
 
 WEIGHTS = "a file (.safetensors, .pth), a run's folder, or a name in the zoo"
 SOURCES = (
-    "a COCO json, a folder with annotations/ and images/, a YOLO data.yaml, a Pascal VOC folder, "
-    "class folders, or the folder or address of shards"
+    "COCO, YOLO, Pascal VOC or LabelImg, a CSV of boxes, an export of Label Studio, CVAT or VIA, "
+    "Hugging Face metadata, class folders, a zip of one of these, or shards (docs/train.md)"
 )
 
 

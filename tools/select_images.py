@@ -83,8 +83,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.opts:
         raise UserError(f"'{args.opts[0]}' overrides a training config, which needs --simulate")
-    if not args.images or args.budget < 1:
-        raise UserError("name --images and a positive --budget")
+    if not args.images:
+        raise UserError("--images DIR is missing")
+    if args.budget < 1:
+        raise UserError(f"--budget N, the number of images, must be at least 1, not {args.budget}")
     selection = select(
         args.images,
         args.budget,
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"left out: '{path}': {reason}", file=sys.stderr)
     print(
         f"Selected {len(selection.files)} of {len(pool.free)} images "
-        f"({len(pool.repeated)} more repeat others): {', '.join(map(str, paths))}"
+        f"({len(pool.repeated)} near-duplicates left out): {', '.join(map(str, paths))}"
     )
     return 0
 

@@ -20,24 +20,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import hide_foreign_warnings
+from arguments import hide_foreign_warnings, make_parser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--weights", required=True, help="a run's folder, a file, an .onnx file, or a zoo name")
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
     add("--device", help="cpu or cuda; by default the GPU if there is one")
     add("--fast", action="store_true", help="serve the deployed form, as in qbheat predict --fast")
-    add("--batch", type=int, default=8, help="largest number of images processed together")
-    add("--max-megabytes", type=float, default=20, help="of a request")
-    add("--max-megapixels", type=float, default=25, help="of an image")
-    add("--max-waiting", type=int, default=64, help="requests at a time; more are refused (503)")
-    return parser.parse_args(argv)
+    add("--batch", type=int, default=8, help="largest batch of images (default: 8)")
+    add("--max-megabytes", type=float, default=20, help="largest request (default: 20)")
+    add("--max-megapixels", type=float, default=25, help="largest image (default: 25)")
+    add(
+        "--max-waiting",
+        type=int,
+        default=64,
+        help="requests at a time; further ones get 503 (default: 64)",
+    )
+    args = parser.parse_args(argv)
+    for name in ("batch", "max_megabytes", "max_megapixels", "max_waiting"):
+        if not getattr(args, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:

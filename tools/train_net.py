@@ -38,6 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import (
+    Parser,
     add_data_flags,
     add_neighbour_flags,
     add_training_flags,
@@ -49,9 +50,7 @@ hide_foreign_warnings()  # processes on other GPUs import this file
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(epilog=__doc__)
     add_training_flags(parser)
     add_data_flags(parser).add_argument(
         "--unlabelled",
@@ -74,7 +73,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="start from --weights even if the model has no place for part of the file",
     )
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if wrong := next((word for word in args.opts[::2] if "=" in word), None):
+        parser.error(f"'{wrong}': flags are --NAME VALUE, such as --epochs 3; overrides KEY VALUE")
+    return args
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

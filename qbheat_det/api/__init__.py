@@ -46,7 +46,7 @@ def load(
     name = locate_weights(str(weights))
     if name.lower().endswith(EXPORTED_SUFFIXES):
         if fast:
-            raise UserError(f"'{name}' is exported: fast is for weights")
+            raise UserError(f"'{name}' is exported: leave out fast, which is for weights")
         exported = ExportedModel.open(name, device=device)
         if exported.info.task == "features":
             return Encoder(exported, exported.load_config())

@@ -63,6 +63,12 @@ def write_run_report(cfg: CfgNode, seconds: float | None = None) -> Path:
     names = [*_FIGURES.get(run.kind, ()), "curves"]
     duration = "" if seconds is None else f" in {format_duration(seconds)}"
     weights = f", starting from '{model.WEIGHTS}'" if model.WEIGHTS else ""
+    best = ""
+    if (folder / "model_best.safetensors").exists():
+        best = (
+            " This page shows the last weights, model_final.safetensors. Commands that name the "
+            "folder take model_best.safetensors, the weights with the best evaluation."
+        )
     build_report(
         names,
         [run],
@@ -74,6 +80,6 @@ def write_run_report(cfg: CfgNode, seconds: float | None = None) -> Path:
         ),
         title=f"{model.META_ARCHITECTURE}: {join_first(model.CLASS_NAMES)}".removesuffix(": "),
         lead=f"Trained for {cfg.SOLVER.MAX_ITER:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
-        f"{duration}{weights}.",
+        f"{duration}{weights}.{best}",
     )
     return page

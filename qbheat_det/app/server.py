@@ -20,12 +20,15 @@ import numpy as np
 import uvicorn
 from detectron2.config import CfgNode
 from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
 
 from qbheat_det.api import Detections, Detector, load
+from qbheat_det.core.environment import VERSION
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.images import Image, NamedImage, UnreadableImage, decode_image
 from qbheat_det.inference.predict import check_elongation
@@ -128,7 +131,10 @@ def build_server(
     model is loaded, ``GET /model`` names the classes, and ``/docs`` describes all of these.
     """
     limits = limits or Limits()
-    app = FastAPI(title="qbheat_det", description="Boxes on images, by one detector.")
+    app = FastAPI(
+        title="qbheat_det", version=VERSION, description="Boxes on images, by a detector."
+    )
+    app.add_exception_handler(RequestValidationError, _explain)
 
     def predict(images: list[Image]) -> list[Detections]:
         return detector.predict(images, threshold=LOWEST_SCORE, batch_size=batch_size)
@@ -146,11 +152,11 @@ def build_server(
         return ModelInfo(weights=detector.weights, class_names=detector.class_names)
 
     @app.post("/predict", openapi_extra={"requestBody": _BODY})
-    async def predict_image(
-        request: Request, threshold: float = Query(0.3, ge=LOWEST_SCORE, le=1)
-    ) -> Boxes:
+    async def predict_image(request: Request, threshold: float = Query(0.3, ge=0, le=1)) -> Boxes:
         """Detects objects in an image: JPEG, PNG, WebP or BMP."""
         nonlocal active
+        if unknown := request.query_params.keys() - {"threshold"}:
+            raise HTTPException(422, f"no parameter '{min(unknown)}': there is 'threshold'")
         if active >= limits.waiting:
             raise HTTPException(503, "busy: try again later", {"Retry-After": "1"})
         active += 1
@@ -160,7 +166,8 @@ def build_server(
                 image = await asyncio.to_thread(_decode, body, limits, detector.cfg)
                 found = await asyncio.wrap_future(batches.submit(image))
         except UnreadableImage as error:
-            raise HTTPException(422, error.reason) from error
+            hint = "send a JPEG, PNG, WebP or BMP: curl --data-binary @photo.jpg"
+            raise HTTPException(422, f"{error.reason}; {hint}") from error
         finally:
             active -= 1
         height, width = image.shape[:2]
@@ -168,6 +175,12 @@ def build_server(
         return Boxes(width=width, height=height, boxes=boxes)
 
     return app
+
+
+async def _explain(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return JSONResponse({"detail": f"{first['loc'][-1]}: {first['msg']}"}, 422)
 
 
 def _decode(body: bytes, limits: Limits, cfg: CfgNode) -> Image:
@@ -196,8 +209,9 @@ async def _read_image_bytes(request: Request, limits: Limits) -> bytes:
     except (MultiPartException, KeyError) as error:
         raise HTTPException(400, f"the form is broken: {error}") from error
     file = next((value for value in form.values() if isinstance(value, UploadFile)), None)
-    if file is None:
-        raise HTTPException(400, "the form has no file: curl -F image=@photo.jpg")
+    if file is None or len(form) > 1:
+        raise HTTPException(400, "send one file, and the threshold in the address: "
+                            "curl -F image=@photo.jpg 'http://…/predict?threshold=0.5'")  # fmt: skip
     return await file.read()
 
 
@@ -246,10 +260,9 @@ def serve(
 
 
 def _load(weights: str, device: str | None, fast: bool) -> Detector:
-    detector = load(weights, device=device)
+    detector = load(weights, device=device, fast=fast)
     if not isinstance(detector, Detector):
         raise UserError(f"'{weights}' is not a detector: qbheat serve takes detectors")
-    detector = detector.deploy() if fast else detector
     detector.predict(np.zeros((480, 640, 3), np.uint8))  # the first image is slow
     return detector
 
@@ -262,5 +275,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(128)  # connections wait until the server starts
     except (OSError, OverflowError) as error:
         listener.close()
-        raise UserError(f"cannot listen on {host}:{port}: {error}") from error
+        raise UserError(
+            f"cannot listen on {host}:{port} ({error}): choose another --port"
+        ) from error
     return listener

@@ -86,7 +86,10 @@ class RunFlags:
     opts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Converts single folders to lists, and paths to strings."""
+        """Converts single folders to lists and paths to strings; checks numbers."""
+        for name in ("epochs", "minutes", "batch"):
+            if (number := vars(self)[name]) is not None and not number > 0:
+                raise UserError(f"--{name} must be above 0, not {number}")
         self.images, self.val_images = _list_folders(self.images), _list_folders(self.val_images)
         self.unlabelled = _list_folders(self.unlabelled)
         self.val = None if self.val is None else str(self.val)
@@ -111,7 +114,7 @@ class RunFlags:
         pairs = []
         for name, key in _KEYS.items():
             value = vars(self)[name]
-            if value not in (None, "", False):
+            if value is not None and value is not False and value != "":
                 if key in self.opts[::2]:
                     raise UserError(f"--{name} and {key} are the same: leave one out")
                 text = {"weights": find_weights, "freeze": lambda _: str(_WHOLE_BACKBONE)}

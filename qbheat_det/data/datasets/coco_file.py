@@ -20,6 +20,7 @@ Found = tuple[str, str] | None
 """Kind and reason of an error, or None."""
 
 _LISTS = {"images": "image", "annotations": "annotation", "categories": "category"}
+_MARGIN = 1.5  # pixels by which rounded boxes reach beyond their image
 _MAX_SHIFT = 30  # of the last of seven groups of bits: run lengths have 35 bits at most
 
 
@@ -168,7 +169,17 @@ class CocoFile:
         if boxes and max(map(max, boxes)) <= 1 and any(value % 1 for box in boxes for value in box):
             relative = "all boxes lie between 0 and 1; bbox must be in pixels, not relative"
             self.errors.append(DataError("relative boxes", self.json_file, relative))
-        checks = {"have no polygon": has_polygon, "have a box without area": has_area}
+
+        def is_inside(entry: Entry) -> bool:
+            (x, y, width, height), image = entry["bbox"], images[entry["image_id"]]
+            right, bottom = image["width"] + _MARGIN, image["height"] + _MARGIN
+            return min(x, y) >= -_MARGIN and x + width <= right and y + height <= bottom
+
+        checks = {
+            "have no polygon": has_polygon,
+            "have a box without area": has_area,
+            "reach beyond their image and are clipped": is_inside,
+        }
         for what, is_valid in checks.items():
             if odd := [entry["id"] for entry in self.annotations if not is_valid(entry)]:
                 first = self._places.get(("annotations", odd[0])) or f"with id {odd[0]}"
