@@ -210,8 +210,8 @@ async def _read_image_bytes(request: Request, limits: Limits) -> bytes:
         raise HTTPException(400, f"the form is broken: {error}") from error
     file = next((value for value in form.values() if isinstance(value, UploadFile)), None)
     if file is None or len(form) > 1:
-        raise HTTPException(400, "send one file, and the threshold in the address: "
-                            "curl -F image=@photo.jpg 'http://…/predict?threshold=0.5'")  # fmt: skip
+        hint = "curl -F image=@photo.jpg 'http://…/predict?threshold=0.5'"
+        raise HTTPException(400, f"send one file, and the threshold in the address: {hint}")
     return await file.read()
 
 

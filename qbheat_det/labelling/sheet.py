@@ -61,7 +61,10 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
                      "image": _draw(image, drawn)})  # fmt: skip
     files = {"selected.txt": "".join(f"{path}\n" for path in selection.files)}
     for form, name in _FORMATS.items():
-        tasks = render_annotations(results, images, [*names.values()], [*names], form)
+        named = images
+        if form == "label-studio":  # its local storage knows absolute paths
+            named = [{**one, "file_name": os.path.abspath(one["file_name"])} for one in images]
+        tasks = render_annotations(results, named, [*names.values()], [*names], form)
         files[name] = json.dumps(tasks, indent=1)
     pool = selection.pool
     files["index.html"] = _load_template("sheet.html.j2").render(

@@ -87,6 +87,8 @@ def _png(height: int, width: int) -> bytes:
         ({"content": bytes(300_000)}, 413, "0.2 MB"),
         ({"data": {"image": "text"}, "files": {}}, 422, "not an image"),
         ({"files": {"a": b"1", "b": b"2"}}, 400, "form"),
+        ({"files": {"a": CELLS}, "data": {"threshold": "0.9"}}, 400, "threshold"),
+        ({"content": CELLS, "params": {"conf": 0.9}}, 422, "conf"),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "form"),
         ({"content": CELLS, "params": {"threshold": 2}}, 422, "threshold"),
     ],

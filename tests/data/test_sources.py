@@ -98,7 +98,6 @@ BAD_FILES = [
     ("a.json", '{"_via_img_metadata": {"a": {"filename": "a.jpg"}}}', "image 'a'.*regions"),
     ("a.json", '{"a": {"filename": "a.jpg", "regions": [{"x": {}}]}}', "region 1.*shape_attr"),
     ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"]}}', "region 1"),
-    ("a.json", _LABEL_STUDIO % '{"value": {"rectanglelabels": ["x"]}}', "region 1.*'x'"),
     ("a.json", _LABEL_STUDIO % '{"value": {"x": 1, "y": 1, "width": 1}}', "region 1.*class"),
     ("a.json", "[{}]", "task 1"),
     ("a.json", "[1]", "task 1"),

@@ -287,3 +287,6 @@ def test_flags_of_config_keys_and_the_image_size() -> None:
             RunFlags.read(RunFlags(config_file=recipe, **flags)).load_config()
     with pytest.raises(UserError, match="image-size"):
         RunFlags(config_file=recipe, image_size=8).load_config()
+    for name in ("epochs", "minutes", "batch"):
+        with pytest.raises(UserError, match=f"--{name}"):
+            RunFlags(**{name: 0})
