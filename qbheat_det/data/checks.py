@@ -72,8 +72,8 @@ def find_record_errors(
 ) -> list[DataError]:
     """Returns all errors in the loaded records of a data set.
 
-    In training, ``filter_empty`` is ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``. With ``MODEL.MASK_ON``,
-    ``mask_format`` is ``INPUT.MASK_FORMAT``.
+    ``filter_empty`` is ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training. ``mask_format`` is
+    ``INPUT.MASK_FORMAT`` if ``MODEL.MASK_ON``.
     """
     if not dataset_dicts:
         return [DataError("empty dataset", f"dataset '{name}'", "it has no images")]
@@ -140,7 +140,7 @@ def find_box_error(box: object, size: tuple[float, float]) -> str | None:
 
 
 def are_numbers(values: object, largest: float = _MAX_COORDINATE) -> bool:
-    """Returns whether a value is a list of numbers with magnitudes up to ``largest``, without nan."""
+    """Returns whether a value is a list of numbers up to ``largest`` in magnitude, without nan."""
     if not isinstance(values, list):
         return False
     try:

@@ -7,7 +7,7 @@ from full decoding, as box resizing differs from bilinear resizing. A small data
 once and kept in memory, which forked workers share.
 
 For a JPEG, a check reads only the header and the last bytes, so it misses damage in the middle. If
-these bytes look wrong, or the file has another format, it is decoded in the same way as in training.
+these bytes look wrong, or the file has another format, it is decoded like in training.
 """
 
 import logging
@@ -40,7 +40,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 Box = tuple[int, int, int, int]
-"""(left, top, right, bottom) in integer pixels of the upright image. Right and bottom are excluded."""
+"""(left, top, right, bottom) in pixels of the upright image, with right and bottom excluded."""
 
 Size = tuple[int, int]
 """(width, height) in pixels."""

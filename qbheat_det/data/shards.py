@@ -7,7 +7,7 @@ location of the image, so that workers do not need the index::
 
     shards://ADDRESS/train-000003.tar#BYTES-OFFSET-SIZE-CRC/NAME
 
-``ADDRESS/index.json`` lists the parts ("train" and optionally "val"), and for each part a compressed
+``ADDRESS/index.json`` lists the parts ("train" and optionally "val"). Each part has a compressed
 file in COCO's format. The key ``at`` of its images is the text between ADDRESS/ and /NAME.
 """
 
@@ -221,8 +221,8 @@ def plan_shards(file_names: Sequence[str], window: int) -> tuple[list[int], int]
     """Returns the shard number of each image (N,), and ``images_ahead`` for ``fetch_ahead``.
 
     ``window`` is the number of shards whose images are mixed, where 0 means all. If the images of
-    all shards are mixed, the list of shard numbers is empty. ``images_ahead`` is 0 unless all images
-    are in remote shards.
+    all shards are mixed, the list of shard numbers is empty. If not all images are in remote
+    shards, ``images_ahead`` is 0.
 
     Raises:
         UserError: the cache is smaller than the remote shards in use at a time, so shards would be

@@ -30,7 +30,7 @@ _GREY = 127
 
 
 class StrongColours:
-    """Changes colors, blurs and erases parts of an image (3, H, W), uint8, without moving pixels."""
+    """Randomly changes colors, blurs and erases parts of an image (3, H, W), uint8."""
 
     def __init__(
         self, *, jitter: Sequence[float], blur_sigma: Sequence[float], pixel_format: str
@@ -62,7 +62,7 @@ class FeatureNoise:
 
     Attributes:
         drop_channels: probability that a channel is dropped. The remaining channels are scaled up.
-        erase: area of the rectangle as a share of the image. It is at the same location in all maps.
+        erase: area of the rectangle as a share of the image. All maps have the same rectangle.
     """
 
     drop_channels: float
@@ -86,7 +86,7 @@ class FeatureNoise:
 
 @dataclass(frozen=True)
 class StrongViews:
-    """A mapper that adds a strong view of the image, with key ``STRONG``, to another mapper's entry."""
+    """A mapper that adds a strong view, with key ``STRONG``, to the entry of another mapper."""
 
     mapper: Mapper
     colours: StrongColours
