@@ -119,8 +119,8 @@ def register_source(
     """Checks and registers a source as a data set, and returns its annotations (None if no boxes).
 
     A data set with the same name is replaced. The metadata contain ``source``. ``split`` is the
-    content of the file ``source["split"]``; None reads the file. Raises a ``UserError`` if a file or
-    folder is missing or broken.
+    content of the file ``source["split"]``; None reads the file. Raises a ``UserError`` if a file
+    or folder is missing or broken.
     """
     forget_source(name)
     keep = annotations = None
@@ -229,9 +229,7 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
         for index, group in enumerate(groups)
         if sizes[group] > 1
     )
-    start = max(
-        generator.random(), 1 - len(order) * fraction
-    )  # holds out at least one of two images
+    start = max(generator.random(), 1 - len(order) * fraction)  # at least one, if there are two
     # For a fraction of 1/5, this is every fifth image in the order of groups, from a random start.
     return {
         index

@@ -38,8 +38,8 @@ _OF_THE_PROCESS = (
 class PretrainingMapper:
     """Maps a record with ``file_name`` to a square image.
 
-    Returns a dict with ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``. It also
-    has the keys ``file_name``, ``image_id``, ``label`` and ``place`` (the visible quarter) of the
+    Returns a dict with ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``. The
+    dict also has the keys ``file_name``, ``image_id``, ``label`` and ``place`` (the visible quarter) of the
     record, if they exist. In training, a random crop and flip are drawn from torch's global
     generator. In inference, the crop is the central square. Returns a ``DataError`` if the image
     cannot be read. Raises an ``OSError`` if too many files are open.
