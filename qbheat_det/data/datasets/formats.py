@@ -63,8 +63,8 @@ class DataSource:
 class Format(NamedTuple):
     """A row of ``FORMATS``.
 
-    ``key`` is the key of the path in a source. ``list_parts`` returns the parts of a path ("all", or
-    "train" and optionally "val"), or nothing if the path has a different format. ``convert``
+    ``key`` is the key of the path in a source. ``list_parts`` returns the parts of a path ("all",
+    or "train" and optionally "val"), or nothing if the path has a different format. ``convert``
     converts a source to COCO's format, which ``CocoFile`` checks.
     """
 

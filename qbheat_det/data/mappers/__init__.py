@@ -2,8 +2,8 @@
 """Dataset mappers, which convert a record of a data set to an input of a model.
 
 ``INPUT.DATASET_MAPPER_NAME`` selects one of ``DATASET_MAPPERS``. ``FixedViews`` draws a fixed
-number of augmented views of every image. A frozen encoder always returns the same features for a view, so
-these features can be cached, see ``qbheat_det.feature_cache``.
+number of augmented views of every image. A frozen encoder always returns the same features for a
+view, so these features can be cached, see ``qbheat_det.feature_cache``.
 """
 
 from collections.abc import Callable, Sequence
