@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 Format = Literal["coco", "cvat", "label-studio"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_LOCAL_FILES = (
-    "/data/local-files/?d="  # Label Studio's URL of files; its storage setting names the folder
-)
+_LOCAL_FILES = "/data/local-files/?d="  # Label Studio's URL of files in local storage
 
 
 class DetectedBox(NamedTuple):

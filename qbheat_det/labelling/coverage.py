@@ -55,8 +55,8 @@ def find_duplicates(vectors: Tensor, *, cosine: float = 0.98) -> Tensor:
     """Returns the index (N,) of the first image in the group of near-duplicates of each image.
 
     An image without near-duplicates gets its own index. Two images are near-duplicates if their
-    cosine is at least ``cosine``, which is typical for frames of one video. Groups are the connected
-    components of near-duplicate pairs.
+    cosine is at least ``cosine``, which is typical for frames of one video. Groups are the
+    connected components of near-duplicate pairs.
     """
     first = torch.arange(len(vectors))
     for rows, cosines in _blocks(vectors, is_upper=True):
@@ -98,7 +98,7 @@ def _count_rows(vectors: Tensor) -> int:
 def cover(
     strategy: str, vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Selects images with a strategy of ``COVERING``. ``seed`` is the seed of the clustering."""
+    """Selects images with a strategy in ``COVERING``. ``seed`` is the seed of the clustering."""
     if strategy == "k_center":
         return k_center(vectors, budget, taken)
     choose = typiclust if strategy == "typiclust" else prob_cover
@@ -106,7 +106,7 @@ def cover(
 
 
 def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
-    """Returns the cosine (N,) of each vector to the nearest vector in ``others`` (-inf if empty)."""
+    """Returns the cosine (N,) of each vector to the nearest one in ``others`` (-inf if empty)."""
     nearest = torch.full((len(vectors),), -torch.inf)
     size = _count_rows(vectors)
     for start in range(0, len(others), size):
@@ -239,7 +239,7 @@ def choose_cosine(vectors: Tensor, num_clusters: int, *, seed: int = 0) -> float
 
 
 def k_means(vectors: Tensor, count: int, *, seed: int = 0, iterations: int = 30) -> Tensor:
-    """Returns the cluster (N,) of each vector from spherical k-means with k-means++ initialization."""
+    """Returns the cluster (N,) of each vector by spherical k-means, initialized by k-means++."""
     generator = torch.Generator().manual_seed(seed)
     chosen = [int(torch.randint(len(vectors), (), generator=generator))]
     distances = 2 - 2 * vectors @ vectors[chosen[0]]

@@ -293,7 +293,7 @@ def _compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspec
         label = int(seen.classes[prediction])
         return Suspect(kind, image, float(score), annotation, (x0, y0, x1, y1), label)
 
-    # The best prediction of an annotated object belongs to this object, so nothing is missing there.
+    # The best prediction of an annotated object belongs to it, so it does not show a missing box.
     support = seen.scores * like * (overlaps >= _MIN_IOU)
     claimed = set(support.argmax(1)[support.amax(1) > 0].tolist()) if len(like) else set()
     covered = like.amax(0) if len(like) else torch.zeros(len(seen.boxes))

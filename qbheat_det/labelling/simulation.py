@@ -31,7 +31,7 @@ _POINTS, _CURVE = "points.json", "curve.svg"
 
 @dataclass(frozen=True)
 class Point:
-    """Validation results, in percent, of a detector trained on the images that a strategy selected."""
+    """Validation results, in percent, of a detector trained on images that a strategy selected."""
 
     strategy: str
     seed: int

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reads data sets in the YOLO format of Ultralytics.
 
-The keys path, train, val, names, nc and kpt_shape of ``data.yaml`` are used.
-Nothing is downloaded or executed. A data set without ``data.yaml`` has folders "images" and
-"labels", possibly in parts (train/images or images/train), and its classes are in ``classes.txt``.
+The keys path, train, val, names, nc and kpt_shape of ``data.yaml`` are used. Nothing is downloaded
+or executed. A data set without ``data.yaml`` has folders "images" and "labels", possibly in parts
+(train/images or images/train), and its classes are in ``classes.txt``.
 
 The labels of ``…/images/a.jpg`` are in ``…/labels/a.txt``. A line has the class, center, width and
 height of an object, or its class and a polygon, which is replaced by its bounding box. Coordinates

@@ -28,21 +28,17 @@ from qbheat_det.data.images import Box, ImageInMemory, decode_if_small, open_ima
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _REACH = 3.0  # radius of a blur's kernel, in standard deviations
 _KEPT = ("file_name", "image_id", "label", "place")
-_OF_THE_PROCESS = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-)  # errors that are not caused by the file
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors unrelated to the file
 
 
 class PretrainingMapper:
     """Maps a record with ``file_name`` to a square image.
 
-    Returns a dict with ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``. The
-    dict also has the keys ``file_name``, ``image_id``, ``label`` and ``place`` (the visible quarter) of the
-    record, if they exist. In training, a random crop and flip are drawn from torch's global
-    generator. In inference, the crop is the central square. Returns a ``DataError`` if the image
-    cannot be read. Raises an ``OSError`` if too many files are open.
+    Returns a dict with ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``, and the
+    keys ``file_name``, ``image_id``, ``label`` and ``place`` (the visible quarter) of the record, if
+    they exist. In training, a random crop and flip are drawn from torch's global generator. In
+    inference, the crop is the central square. Returns a ``DataError`` if the image cannot be read.
+    Raises an ``OSError`` if too many files are open.
     """
 
     @configurable
