@@ -48,12 +48,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         f"detectors use: {WEIGHTS} (default: EfficientNet-Lite0 trained on ImageNet)")  # fmt: skip
     add("--apply", type=Path, metavar="FILE", help="apply these corrections and write a COCO file")
     add("--num-samples", type=int, default=12, metavar="N", help="images to draw (default: 12)")
-    add(
-        "opts",
-        nargs=argparse.REMAINDER,
-        metavar="KEY VALUE",
-        help="config overrides (must come last)",
-    )
+    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
     args = parser.parse_args(argv)
     if args.num_samples < 0:
         parser.error("--num-samples must be 0 or more")
@@ -130,9 +125,7 @@ def inspect(args: argparse.Namespace) -> int:
         write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
     print(format_report(inspections, errors, warnings, cfg))
     if args.data and len(inspections) == 1 and (share := cfg.DATASETS.VAL_FRACTION):
-        print(
-            f"There is no validation set: training will hold out {share:.0%}, unless you set --val."
-        )
+        print(f"There is no validation set: training holds out {share:.0%}, unless you set --val.")
     print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")
     return 1 if errors else 0
 

@@ -78,12 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also predict on overlapping square tiles, for small objects in large images",
     )
     add_batch_flags(parser)
-    add(
-        "opts",
-        nargs=argparse.REMAINDER,
-        metavar="KEY VALUE",
-        help="config overrides (must come last)",
-    )
+    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
     args = parser.parse_args(argv)
     check_batch_flags(parser, args)
     if not (args.output or args.json or args.parquet):

@@ -152,7 +152,7 @@ class CachedFeatures:
         return self._cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
 
     def _share_weights(self) -> None:
-        """Broadcasts the encoder of the main process, as random weights differ between processes."""
+        """Broadcasts the main process's encoder, as random weights differ between processes."""
         if comm.get_world_size() > 1:
             for tensor in self._backbone.encoder.state_dict().values():
                 sent = tensor.contiguous()  # broadcast needs contiguous tensors

@@ -34,11 +34,11 @@ _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors unrelated
 class PretrainingMapper:
     """Maps a record with ``file_name`` to a square image.
 
-    Returns a dict with ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``, and the
-    keys ``file_name``, ``image_id``, ``label`` and ``place`` (the visible quarter) of the record, if
-    they exist. In training, a random crop and flip are drawn from torch's global generator. In
-    inference, the crop is the central square. Returns a ``DataError`` if the image cannot be read.
-    Raises an ``OSError`` if too many files are open.
+    Returns a dict with ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``. The
+    keys ``file_name``, ``image_id``, ``label`` and ``place`` (the visible quarter) are copied from
+    the record if they exist. In training, a random crop and flip are drawn from torch's global
+    generator. In inference, the crop is the central square. Returns a ``DataError`` if the image
+    cannot be read. Raises an ``OSError`` if too many files are open.
     """
 
     @configurable
