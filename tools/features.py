@@ -37,7 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--images", nargs="+", required=True, metavar="PATH", help="images and folders")
     add("--size", type=int, default=0, help="side of the central square that is encoded, in pixels "
         "(default: as in pre-training)")  # fmt: skip
-    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add("--fast", action="store_true", help="use the encoder's fastest equivalent form")
     add_batch_flags(parser)
     args = parser.parse_args(argv)

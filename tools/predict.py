@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="format of --json: COCO results (default), CVAT or Label Studio",
     )
     add("--threshold", type=float, default=0.3, help="lowest score of the boxes (default: 0.3)")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add(
         "--fast",
         action="store_true",
@@ -131,7 +131,7 @@ def print_report(report: "Predictions", args: argparse.Namespace) -> None:
     print(f"{report.num_images} {files}: {len(report.results)} results")
     if report.num_images and not report.results:
         print(
-            f"no box reaches --threshold {args.threshold}; the best score {report.best_score:.2f}"
+            f"no box reaches --threshold {args.threshold}; highest score: {report.best_score:.2f}"
         )
     if args.output and report.num_images:
         print(f"images:  {args.output}")

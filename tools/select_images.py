@@ -38,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
     add("--strategy", choices=["typiclust", "prob_cover", "k_center", "uncertainty"],
         help="default: uncertainty with --weights, else typiclust")  # fmt: skip
-    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "
         "train on N images of --data that it selects, and plot AP50 over N")  # fmt: skip
     add("--val", default="", metavar="SRC", help="with --simulate: validation data, if --data has "

@@ -28,11 +28,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--weights",
-        required=True,
-        help="a run's folder, a weights file, an .onnx file, or a zoo name",
-    )
+    add("--weights", required=True, help="a run's folder, a file, an .onnx file, or a zoo name")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="0 selects a free port (default: 8000)")
     add("--device", help="cpu or cuda (default: cuda if a GPU is available)")

@@ -98,7 +98,7 @@ def _find_object_errors(
     """Yields (kind, reason) of each error in one object of a record."""
     class_index = annotation.get("category_id")
     if type(class_index) is not int or not 0 <= class_index < num_classes:
-        unknown = f"category_id {class_index!r} is none of the {num_classes} classes, 0 and up"
+        unknown = f"category_id {class_index!r} is not one of the {num_classes} classes, from 0"
         yield "unknown category", unknown
     mode = annotation.get("bbox_mode")
     if mode not in tuple(BoxMode):

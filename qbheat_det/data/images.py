@@ -7,7 +7,7 @@ from full decoding, as box resizing differs from bilinear resizing. A small data
 once and kept in memory, which forked workers share.
 
 For a JPEG, a check reads only the header and the last bytes, so it misses damage in the middle. If
-these bytes look wrong, or the file has another format, it is decoded like in training.
+these bytes look wrong, or the file has another format, it is decoded as in training.
 """
 
 import logging
@@ -119,7 +119,7 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def find_orientation(image: Image.Image) -> int:
-    """Returns the EXIF orientation, or 1 (upright) if the EXIF data are broken, as Detectron2."""
+    """Returns the EXIF orientation, or 1 (upright) if it is invalid, as in Detectron2."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:

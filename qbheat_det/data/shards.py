@@ -197,8 +197,8 @@ def read_image_bytes(file_name: str) -> bytes:
         if is_remote and not is_last:  # the copy may be outdated
             path.unlink(missing_ok=True)
     raise UserError(
-        f"the shard '{place.shard}' does not hold what its index says at byte {place.offset:,}: it "
-        "is missing, truncated, or was changed after it was packed"
+        f"the shard '{place.shard}' does not match its index at byte {place.offset:,}: it is "
+        "missing, truncated, or was changed after it was packed"
     )
 
 

@@ -274,7 +274,7 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
     if isinstance(model, PretrainingObjective):
         raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {OFF}")
     if isinstance(model, GeneralizedRCNN):
-        raise UserError(f"Detectron2's {kind} cannot take cached features: {OFF}")
+        raise UserError(f"Detectron2's {kind} does not support cached features: {OFF}")
     changing = [path for path, p in encoder.named_parameters() if p.requires_grad]
     stays_in_eval = keeps_backbone_in_eval(model) and not changing
     modules = [] if stays_in_eval else list(encoder.named_modules())

@@ -230,7 +230,7 @@ class FeatureStore:
         except _DAMAGES as error:
             raise UserError(f"'{path}' cannot be read ({error}): {_REMOVE}") from error
         if found != (FORMAT_VERSION, self.folder.name, wanted):
-            raise UserError(f"'{path}' is of another cache: {_REMOVE}")
+            raise UserError(f"'{path}' belongs to another cache: {_REMOVE}")
         return about["views"], tensors
 
 
@@ -283,7 +283,7 @@ def fill(
     is_main = comm.is_main_process()
     if not _share_missing(store):
         return
-    with _build_lock(store, f"{title}: waits for another run that does it"):
+    with _build_lock(store, f"{title}: waiting for another run that does it"):
         remove_leftovers(store.folder)
         if store.key and is_main:
             key = json.dumps(store.key, indent=2, sort_keys=True)

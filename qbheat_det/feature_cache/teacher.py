@@ -95,8 +95,8 @@ class TeacherFeatures:
         except UserError as error:
             name = cfg.MODEL.TEACHER.NAME
             raise UserError(
-                f"MODEL.TEACHER.WEIGHTS are not of MODEL.TEACHER.NAME {name}, whose weights are "
-                f"'timm://{name}', or 'qbheat://timm/{name}' where `qbheat zoo list` has it "
+                f"MODEL.TEACHER.WEIGHTS do not fit MODEL.TEACHER.NAME {name}: use "
+                f"'timm://{name}', or 'qbheat://timm/{name}' if it is in `qbheat zoo list` "
                 f"({str(error).partition(';')[0]})"
             ) from error
         return teacher

@@ -42,7 +42,7 @@ def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNo
 
     Args:
         name: a result of ``locate_weights``.
-        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
 
     Raises:
         UserError: ``name`` is a detector or an exported file, or the weights do not fit their

@@ -117,7 +117,7 @@ class ExportedModel:
         session, info, encoder_hash = _open_session(path, device)
         if encoder_hash:
             if path.name == ENCODER:
-                raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx beside it")
+                raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx in its folder")
             heads = SharedEncoderModel(path.parent, device=device).heads
             return heads[path.stem.removeprefix(HEAD_PREFIX)]
         names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
@@ -181,13 +181,13 @@ class SharedEncoderModel:
             session, info, own_hash = _open_session(path, device)
             if not own_hash or own_hash != encoder_hash:
                 raise UserError(
-                    f"'{path}' was exported with another encoder than the {ENCODER} beside it"
+                    f"'{path}' was exported with a different encoder than the {ENCODER} in its folder"
                 )
             name = path.stem.removeprefix(HEAD_PREFIX)
             self._sessions[name] = session
             self.heads[name] = ExportedModel(path, info, partial(self._run, session))
         if not self.heads:
-            raise UserError(f"'{folder}' has no {HEAD_PREFIX}NAME.onnx beside its {ENCODER}")
+            raise UserError(f"'{folder}' has an {ENCODER}, but no {HEAD_PREFIX}NAME.onnx")
 
     def __call__(self, images: Images) -> dict[str, Any]:
         """Maps each head's name to its results, see ``ExportedModel.__call__``."""

@@ -64,7 +64,7 @@ def predict_files(
         json_format: format of the boxes in ``json_file``, see ``render_annotations``.
         score_threshold: boxes with a lower score, in [0, 1], are left out.
         config_file: config of the model (YAML); by default the one inside or next to the weights.
-        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
         fast: use the deployed form of the model, see ``MODEL.DEPLOY``.
         tile: side of overlapping tiles in pixels, see ``TiledPredictor``.
         opts: config overrides, a flat list of keys and values.
@@ -99,7 +99,7 @@ def predict_files(
     if json_file:
         names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
         if not ids:
-            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
+            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
         content = render_annotations(found.results, found.images, names, ids, json_format)
         write_atomically(json_file, json.dumps(content).encode())
     return found

@@ -23,7 +23,7 @@ _COLUMNS = {
     "xmax": ("xmax", "x_max", "x2", "right"),
     "ymax": ("ymax", "y_max", "y2", "bottom"),
 }
-_OPEN_IMAGES = "imageid"  # Open Images' column; its boxes are fractions of the image's sides
+_OPEN_IMAGES = "imageid"  # marks Open Images, whose boxes are fractions of the sides
 _NAME_KEYS = ("label", "class", "name", "type", "category")
 _CVAT_EDGES = ("xtl", "ytl", "xbr", "ybr")
 # The keys of a Label Studio region. A region with only these keys was drawn without a label.

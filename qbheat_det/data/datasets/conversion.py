@@ -166,7 +166,7 @@ def convert(
         id_ = converted.add("images", image.place, file_name=name, width=width, height=height)
         for box in image.boxes:
             if box.name not in ids:
-                reason = f"its class {box.name!r} is none of {short(list(names))}"
+                reason = f"its class {box.name!r} is not one of {short(list(names))}"
                 converted.errors.append(DataError("wrong object", box.place, reason))
                 continue
             scale = size * 2 if box.is_relative else (1, 1, 1, 1)

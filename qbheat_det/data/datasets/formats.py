@@ -108,10 +108,10 @@ def find_kind(path: str) -> Kind:
         return "classes"
     if any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries):
         raise UserError(
-            f"'{path}' holds images without annotations: --data takes {_TAKEN}; --images takes "
+            f"'{path}' has images without annotations. --data needs {_TAKEN}. --images accepts "
             "images without labels, for pre-training"
         )
-    raise UserError(f"'{path}' has no format that --data takes: {_TAKEN}")
+    raise UserError(f"'{path}' has no supported format: --data needs {_TAKEN}")
 
 
 def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
@@ -123,10 +123,10 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
     path = unpack(path)
     kind, root = find_kind(path), Path(path).absolute()
     if image_root and (kind not in ("coco", "labels") or are_shards(path)):
-        raise UserError(f"'{path}' contains its images, so it takes no image folder '{image_root}'")
+        raise UserError(f"'{path}' contains its images: leave out the image folder '{image_root}'")
     if are_shards(path):
         if kind == "images":
-            raise UserError(f"the shards at '{path}' have no labels: name them with --images")
+            raise UserError(f"the shards at '{path}' have no labels: pass them with --images")
         return _open_shards(kind, path)
     if kind == "coco":
         files = [file for part in _COCO if (file := _find_json(root, part))][:2] or [root]
@@ -147,7 +147,9 @@ def open_images(paths: Sequence[str]) -> DataSource:
         folders = [os.path.abspath(folder) for folder in paths]
         return DataSource("images", {"image_folders": folders, "labelled": False})
     if len(paths) > 1:
-        raise UserError(f"--images takes one set of shards: pack {' and '.join(paths)} together")
+        raise UserError(
+            f"--images accepts only one set of shards: pack {' and '.join(paths)} together"
+        )
     return _open_shards("images", paths[0])
 
 
@@ -173,7 +175,7 @@ def _find_json(root: Path, part: str) -> Path | None:
     files = [path for pattern in _COCO[part] for path in sorted(root.glob(pattern))]
     if len(files) > 1:
         names = " and ".join(str(path.relative_to(root)) for path in files)
-        raise UserError(f"'{root}' has {names}: name one of them")
+        raise UserError(f"'{root}' has {names}: pass one of them")
     return files[0] if files else None
 
 
@@ -196,8 +198,8 @@ def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
         folders = folders or [one for one in likely_folders if one.is_dir()]
     if not folders:
         raise UserError(
-            f"the images of '{json_file}', such as '{first}', are not beside it: name their folder "
-            "with --images, or of --val with --val-images"
+            f"the images of '{json_file}', such as '{first}', were not found: set their folder with "
+            "--images, or with --val-images for --val"
         )
     return {"json_file": str(json_file), "image_root": str(folders[0]), "labelled": True}
 

@@ -141,7 +141,7 @@ def list_images(folder: PathLike) -> list[str]:
     """
     images = [path for images in _walk(os.fspath(folder)) for path in images]
     if not images:
-        raise UserError(f"the folder '{os.fspath(folder)}' holds no image ({' '.join(_ENDINGS)})")
+        raise UserError(f"the folder '{os.fspath(folder)}' has no image ({' '.join(_ENDINGS)})")
     return images
 
 
@@ -223,9 +223,9 @@ def _load(name: str) -> Pairs:
     class_names = MetadataCatalog.get(name).get("folder_classes")
     if not class_names or any("label" not in record for record in records):
         raise UserError(
-            f"the images of dataset '{name}' have no labels: name a set of class folders, such as "
-            "imagenet_train, or give class folders by --data and --val, for nearest neighbours "
-            "--knn-train-folder and --knn-val-folder"
+            f"the images of dataset '{name}' have no labels: use a set of class folders, such as "
+            "imagenet_train, or pass class folders with --data and --val (for nearest neighbors, with "
+            "--knn-train-folder and --knn-val-folder)"
         )
     return [(record["file_name"], class_names[record["label"]]) for record in records]
 
@@ -246,7 +246,7 @@ def _label(pairs: Pairs, class_names: Sequence[str], name: str) -> Records:
     labels = {class_name: label for label, class_name in enumerate(class_names)}
     if unknown := sorted({class_name for _, class_name in pairs} - labels.keys()):
         raise UserError(
-            f"'{name}' has images of {join_first(unknown, _SHOWN)}, which are none of the "
+            f"'{name}' has images of {join_first(unknown, _SHOWN)}, which are not among the "
             f"{len(labels)} classes {join_first(class_names, _SHOWN)}"
         )
     return [

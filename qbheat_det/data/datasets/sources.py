@@ -263,8 +263,8 @@ def split_names(
     chosen = choose_val(groups, fraction=fraction, seed=seed)
     if not chosen or len(chosen) == len(names):
         raise UserError(
-            f"a share of {fraction:g} of {len(names)} images cannot be held out: name a set to "
-            "evaluate on with --val, or set DATASETS.VAL_FRACTION 0 to evaluate on none"
+            f"a share of {fraction:g} of {len(names)} images cannot be held out: pass a "
+            "validation set with --val, or disable evaluation with DATASETS.VAL_FRACTION 0"
         )
     parts: dict[str, list[str]] = {"train": [], "val": []}
     for index, name in enumerate(names):
