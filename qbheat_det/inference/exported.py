@@ -181,7 +181,7 @@ class SharedEncoderModel:
             session, info, own_hash = _open_session(path, device)
             if not own_hash or own_hash != encoder_hash:
                 raise UserError(
-                    f"'{path}' was exported with a different encoder than the {ENCODER} in its folder"
+                    f"'{path}' was exported with another encoder than the {ENCODER} in its folder"
                 )
             name = path.stem.removeprefix(HEAD_PREFIX)
             self._sessions[name] = session

@@ -147,9 +147,7 @@ def open_images(paths: Sequence[str]) -> DataSource:
         folders = [os.path.abspath(folder) for folder in paths]
         return DataSource("images", {"image_folders": folders, "labelled": False})
     if len(paths) > 1:
-        raise UserError(
-            f"--images accepts only one set of shards: pack {' and '.join(paths)} together"
-        )
+        raise UserError(f"--images needs one set of shards: pack {' and '.join(paths)} together")
     return _open_shards("images", paths[0])
 
 
@@ -198,8 +196,8 @@ def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
         folders = folders or [one for one in likely_folders if one.is_dir()]
     if not folders:
         raise UserError(
-            f"the images of '{json_file}', such as '{first}', were not found: set their folder with "
-            "--images, or with --val-images for --val"
+            f"the images of '{json_file}', such as '{first}', were not found: set their folder "
+            "with --images, or with --val-images for --val"
         )
     return {"json_file": str(json_file), "image_root": str(folders[0]), "labelled": True}
 

@@ -224,8 +224,8 @@ def _load(name: str) -> Pairs:
     if not class_names or any("label" not in record for record in records):
         raise UserError(
             f"the images of dataset '{name}' have no labels: use a set of class folders, such as "
-            "imagenet_train, or pass class folders with --data and --val (for nearest neighbors, with "
-            "--knn-train-folder and --knn-val-folder)"
+            "imagenet_train, or pass class folders with --data and --val (or, for nearest "
+            "neighbors, with --knn-train-folder and --knn-val-folder)"
         )
     return [(record["file_name"], class_names[record["label"]]) for record in records]
 
