@@ -44,9 +44,9 @@ _SHOWN_FRAMES = 6  # frames of a video in the gallery
 _ENCODER_CAPTIONS = {
     "attention_to_former_1": "**Where each token looks:** bright areas get more attention. The "
     "value is 1 where attention is uniform.",
-    "attention_to_mobile_1": "**Which tokens each location reads:** bright locations read more "
+    "attention_to_mobile_1": "**Which tokens each place reads:** bright locations read more "
     "from the token. The shares of all tokens add up to 1.",
-    "reconstructions_grid_1": "**Reconstruction:** the model does not see the gray part of the "
+    "reconstructions_grid_1": "**What a part tells of the rest:** the model does not see the gray part of the "
     "image, and predicts it from the rest.",
 }
 """Captions by figure name. Reports have different captions, for several images and runs."""
