@@ -46,8 +46,8 @@ _ENCODER_CAPTIONS = {
     "value is 1 where attention is uniform.",
     "attention_to_mobile_1": "**Which tokens each place reads:** bright locations read more "
     "from the token. The shares of all tokens add up to 1.",
-    "reconstructions_grid_1": "**What a part tells of the rest:** the model does not see the gray part of the "
-    "image, and predicts it from the rest.",
+    "reconstructions_grid_1": "**What a part tells of the rest:** the model does not see the gray "
+    "part of the image, and predicts it from the rest.",
 }
 """Captions by figure name. Reports have different captions, for several images and runs."""
 _VIDEO_STARTS = {
