@@ -225,7 +225,7 @@ def decode_image(
 
 def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
     if image.mode.startswith("I"):  # Pillow would turn all values above 255 into white
-        raise UnreadableImage(name, "16-bit grayscale: convert it to 8 bits first")
+        raise UnreadableImage(name, "grayscale of 16 bits: convert it to 8 bits first")
     # Detectron2's read_image does the same, but opens files of any format.
     return np.array(convert_PIL_to_numpy(_apply_exif_orientation(image), "RGB"))
 

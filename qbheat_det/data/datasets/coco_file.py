@@ -219,8 +219,8 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
             raise UserError(f"the categories of {files} differ: {lacks}")
     names, others = (join_first(map(repr, one.class_names)) for one in (train, val))
     raise UserError(
-        f"the categories of {files} have the same names, but their ids are in a different order: "
-        f"{names} and {others}"
+        f"the categories of {files} have the same names in another order of ids: {names} and "
+        f"{others}"
     )
 
 
