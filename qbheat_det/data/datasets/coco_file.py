@@ -219,7 +219,7 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
             raise UserError(f"the categories of {files} differ: {lacks}")
     names, others = (join_first(map(repr, one.class_names)) for one in (train, val))
     raise UserError(
-        f"the categories of {files} have the same names in another order of ids: {names} and "
+        f"the categories of {files} have the same names in a different order: {names} against "
         f"{others}"
     )
 
