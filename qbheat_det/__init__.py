@@ -3,7 +3,7 @@
 
     import qbheat_det
 
-    detector = qbheat_det.load("retinanet/285M_bccd")  # a name, a file, a run's folder, .onnx
+    detector = qbheat_det.load("retinanet/285M_bccd")  # or a file, or a run's folder
     found = detector.predict("photo.jpg", threshold=0.4)
     for box in found:
         print(box.class_name, box.score, box.xyxy)
@@ -12,12 +12,13 @@
     encoder = qbheat_det.load("distill/285M")
     vectors = encoder.embed("photos/")  # (N, D)
 
-``load`` opens trained models: ``help(qbheat_det.api)`` lists their classes. ``select`` chooses the
-images to label next. ``deploy`` makes a model faster. ``get_cfg`` and ``add_qbheat_config`` are the
-config of Detectron2 with the keys of this package. ``model_zoo`` has configs and weights by name.
+``load`` opens a trained model as an object of a class in ``qbheat_det.api``. ``select`` chooses the
+images to label next. ``deploy`` returns a faster form of a model. ``get_cfg`` returns Detectron2's
+default config with the keys of this package, and ``add_qbheat_config`` adds these keys to a config.
+``model_zoo`` provides configs and weights by name.
 
-The import registers backbones, meta-architectures, the toy data set and the addresses of the model
-zoo, and imports the modules in ``$QBHEAT_IMPORT``.
+Importing the package registers its backbones, meta-architectures and built-in data sets, and the
+``qbheat://`` addresses of the model zoo. It also imports the modules in ``$QBHEAT_IMPORT``.
 """
 
 import warnings
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from qbheat_det.core.environment import VERSION, import_own_modules, require_detectron2
 
-require_detectron2()  # explains how to install it, before the imports that need it
+require_detectron2()  # raises an error that explains the installation
 
 with warnings.catch_warnings():
     # Detectron2 and fvcore use deprecated functions of torch when they are imported.
@@ -35,7 +36,7 @@ with warnings.catch_warnings():
     from .deployment import deploy
     from .modeling import backbone, classification, dense, detr, pretrain  # noqa: F401
 
-# Detectron2's anchors cause it once per process.
+# Detectron2's anchor generator causes this warning once per process.
 warnings.filterwarnings("ignore", message="torch.meshgrid: in an upcoming release")
 
 __all__ = [
@@ -43,13 +44,13 @@ __all__ = [
 ]  # fmt: skip
 __version__ = VERSION
 
-if TYPE_CHECKING:  # type checkers would accept any name if they saw ``__getattr__``
+if TYPE_CHECKING:  # with ``__getattr__``, type checkers would accept any name
     from .api import load
     from .labelling import select
 else:
 
     def __getattr__(name: str) -> object:
-        """Imports ``load`` and ``select`` at their first use, with export and drawing."""
+        """Imports ``load`` and ``select`` at first use, because they import export and drawing."""
         if name == "load":
             from .api import load
 
@@ -64,4 +65,4 @@ else:
         return sorted({*globals(), *__all__})
 
 
-import_own_modules()  # last: they may import all of the above
+import_own_modules()  # last, because these modules may import this package

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Serve a page in the browser: boxes on images and videos, and figures of encoders.
+"""Serve a web page that detects objects in images and videos, and draws figures of encoders.
 
 examples:
-  # the models of the zoo, on http://127.0.0.1:7860
+  # offer the models of the model zoo at http://127.0.0.1:7860
   qbheat app
 
-  # your own run comes first
+  # also offer your own run, as the first model
   qbheat app --weights output/run
 
-  # open the page to other machines of a trusted network; there is no log-in
+  # serve the page to a trusted network; there is no authentication
   qbheat app --host 0.0.0.0 --port 8080
 """
 
@@ -29,11 +29,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="models besides those of the zoo: files, folders of runs, or names in the zoo",
+        help="additional models to offer: files, folders of runs, or model zoo names",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is a GPU)")
+    parser.add_argument("--port", type=int, help="port (default: the first free one from 7860)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if a GPU is available)")
     return parser.parse_args(argv)
 
 

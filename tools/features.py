@@ -1,16 +1,17 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compute an encoder's features of images, to search or to find duplicates among them.
+"""Compute the features of images with an encoder, for example for search or deduplication.
 
 examples:
   qbheat features --weights output/encoder/model_final.safetensors --images photos/ \\
       --parquet features/
 
-  # millions of images, on all cores and machines of a Ray cluster
+  # process millions of images on a Ray cluster
   qbheat features --weights qbheat://distill/285M --images s3://bucket/shards \\
       --parquet features/ --engine ray --resume
 
-exit code: 0; 1 if an image cannot be read (its row has an error); 2 if nothing was done.
+exit code: 0 on success; 1 if an image is unreadable (its row has an error); 2 if no image was
+processed.
 """
 
 import argparse
@@ -32,12 +33,12 @@ from arguments import (
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--weights", required=True, help=f"an encoder or a classifier: {WEIGHTS}")
+    add("--weights", required=True, help=f"encoder or classifier: {WEIGHTS}")
     add("--images", nargs="+", required=True, metavar="PATH", help="images and folders")
-    add("--size", type=int, default=0, help="side in pixels of the central square that the encoder "
-        "sees (default: as in its pre-training)")  # fmt: skip
-    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    add("--fast", action="store_true", help="run the encoder's fastest equivalent form")
+    add("--size", type=int, default=0, help="side of the central square that is encoded, in pixels "
+        "(default: as in pre-training)")  # fmt: skip
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
+    add("--fast", action="store_true", help="use the encoder's fastest equivalent form")
     add_batch_flags(parser)
     args = parser.parse_args(argv)
     check_batch_flags(parser, args)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Check datasets before hours of training, and find labels that are probably wrong.
+"""Check datasets before training, and find labels that are probably wrong.
 
 Counts images, boxes and classes, measures boxes, reads every image file, and searches for images
-that are in training and in evaluation. Prints a summary, and writes errors.txt, a line for each
-error, and samples.jpg, training images after the augmentation of the config.
+that are in both the training set and the validation set. Prints a summary, and writes errors.txt
+(one line per error) and samples.jpg (training images after the augmentation of the config).
 
 examples:
   qbheat inspect --config-file demo/toy_retinanet.yaml
@@ -12,16 +12,17 @@ examples:
       --data train.json --val val.json --images images
   qbheat inspect --data train.json
 
-  # labels that are probably wrong, by two detectors that each see half of the images in training
+  # find labels that are probably wrong with two detectors, each trained on half of the images
   qbheat inspect --labels --data train.json --output suspects/
   qbheat inspect --labels --data train.json --weights output/mine --output suspects/
   qbheat inspect --apply suspects/corrections.json --data train.json --output corrected/
 
---labels writes suspects.html, on which you tick the errors and save corrections.json. --apply
-writes corrected/annotations.json, in COCO's format; the data themselves are not changed.
+--labels writes suspects.html, a page where you select the actual errors and save corrections.json.
+--apply writes the corrected labels to annotations.json in the output folder, in COCO's format. It
+does not change the data set.
 
-exit code: 0 if nothing is wrong; 1 if there are errors; 2 if a file or key does not exist.
-Warnings are no errors: training can handle what they name.
+exit code: 0 if there are no errors; 1 if there are errors; 2 if a file or key does not exist.
+Warnings do not count as errors, because training can handle them.
 """
 
 import argparse
@@ -38,16 +39,16 @@ from arguments import WEIGHTS, add_data_flags, check_inputs, make_parser
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--config-file", metavar="FILE", help="YAML (default: Detectron2's defaults)")
+    add("--config-file", metavar="FILE", help="YAML config (default: Detectron2's defaults)")
     add_data_flags(parser)
     add("--output", type=Path, default=Path("output/inspect_dataset"), metavar="DIR",
-        help="folder of the files (default: output/inspect_dataset)")  # fmt: skip
+        help="output folder (default: output/inspect_dataset)")  # fmt: skip
     add("--labels", action="store_true", help="find labels that are probably wrong")
-    add("--weights", default="", metavar="W", help="with --labels: a model with the encoder of the "
-        f"detectors: {WEIGHTS} (default: EfficientNet-Lite0 of ImageNet)")  # fmt: skip
-    add("--apply", type=Path, metavar="FILE", help="write a COCO file with these corrections")
+    add("--weights", default="", metavar="W", help="with --labels: a model whose encoder the "
+        f"detectors use: {WEIGHTS} (default: EfficientNet-Lite0 trained on ImageNet)")  # fmt: skip
+    add("--apply", type=Path, metavar="FILE", help="apply these corrections and write a COCO file")
     add("--num-samples", type=int, default=12, metavar="N", help="images to draw (default: 12)")
-    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
+    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
     args = parser.parse_args(argv)
     if args.num_samples < 0:
         parser.error("--num-samples must be 0 or more")
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_suspects(args: argparse.Namespace) -> int:
-    """Writes the page of labels that are probably wrong."""
+    """Finds labels that are probably wrong, and writes the page of suspects."""
     from qbheat_det.labelling import inspect_labels, write_suspects
 
     images = args.images[0] if args.images else ""
@@ -80,8 +81,8 @@ def find_suspects(args: argparse.Namespace) -> int:
     command = shlex.join([*words, "--output", str(args.output / "corrected")])
     page = write_suspects(labels, suspects, args.output, command)
     print(
-        f"The detectors have AP50 {quality[0]:.1f} and {quality[1]:.1f} on the other half. "
-        f"{len(suspects):,} labels are suspicious, the most probable errors first: {page}"
+        f"The detectors have AP50 {quality[0]:.1f} and {quality[1]:.1f} on the half that they "
+        f"were not trained on. {len(suspects):,} suspicious labels, most probable first: {page}"
     )
     return 0
 
@@ -96,7 +97,7 @@ def correct(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Prints the summary and writes the files; returns the exit code."""
+    """Prints the summary, writes the files, and returns the exit code."""
     from qbheat_det.analysis.datasets import (
         compare_datasets,
         draw_samples,
@@ -109,7 +110,7 @@ def inspect(args: argparse.Namespace) -> int:
     from qbheat_det.core.files import write_atomically
     from qbheat_det.engine import RunFlags
 
-    logging.disable(logging.WARNING)  # the summary has what loaders and mappers log
+    logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
     cfg = load_config(args.config_file or None, args.opts)
     sources = list_sources(cfg, RunFlags.read(args))
     inspections = [inspect_dataset(source, cfg) for source in sources]
@@ -124,7 +125,7 @@ def inspect(args: argparse.Namespace) -> int:
         write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
     print(format_report(inspections, errors, warnings, cfg))
     if args.data and len(inspections) == 1 and (share := cfg.DATASETS.VAL_FRACTION):
-        print(f"There is no validation set: training holds out {share:.0%}, or name one by --val.")
+        print(f"There is no validation set: training holds out {share:.0%}, unless you set --val.")
     print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")
     return 1 if errors else 0
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Predict on images, videos and folders with trained weights: boxes, or classes of images.
+"""Predict boxes or classes on images, videos and folders with trained weights.
 
 examples:
   # draw the boxes on all images in a folder, and write them as COCO results
@@ -9,20 +9,20 @@ examples:
   # override config keys: here, larger test images
   qbheat predict --weights output/run --images photo.jpg INPUT.MIN_SIZE_TEST 1000
 
-  # use the fastest equivalent form; MODEL.DEPLOY.IMAGE_SIZES [[H,W]] at the end compiles for a size
+  # use the fastest equivalent form; add MODEL.DEPLOY.IMAGE_SIZES [[H,W]] to compile for a size
   qbheat predict --weights output/run --images photos/ --json boxes.json --fast
 
-  # run a classifier: the five likeliest classes of each image
+  # run a classifier, and write the five most likely classes of each image
   qbheat predict --weights output/classifier --images photos/ --json classes.json
 
-  # run an ONNX file of qbheat export in onnxruntime
+  # run an ONNX file written by qbheat export in onnxruntime
   qbheat predict --weights detector.onnx --images photos/
 
-  # predict on millions of images with a Ray cluster, into Parquet files
+  # predict on millions of images with a Ray cluster, and write Parquet files
   qbheat predict --weights output/run --images s3://bucket/shards --parquet results/ \\
       --engine ray --fast --resume
 
-exit code: 0; 1 if a file was skipped; 2 if there are no results.
+exit code: 0 on success; 1 if a file was skipped; 2 if there are no results.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from arguments import (
     run_batch,
 )
 
-if TYPE_CHECKING:  # imported by main, after the arguments were parsed
+if TYPE_CHECKING:  # ``main`` imports it after parsing the arguments
     from qbheat_det.inference.results import Predictions
 
 
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--weights", required=True, help=f"{WEIGHTS}, or an exported file")
-    add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
+    add("--config-file", help="config of the model (default: the one in or next to the weights)")
     add("--images", nargs="+", required=True, metavar="PATH", help="images, videos, folders")
     add(
         "--output",
@@ -57,15 +57,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="folder for the drawn images and videos (default: output/predict)",
     )
-    add("--json", type=Path, metavar="FILE", help="write boxes as COCO results, or classes")
+    add("--json", type=Path, metavar="FILE", help="write the boxes or classes to a JSON file")
     add(
         "--format",
         choices=["coco", "cvat", "label-studio"],
         default="coco",
-        help="format of --json: COCO results (default), or for import into CVAT or Label Studio",
+        help="format of --json: COCO results (default), CVAT or Label Studio",
     )
-    add("--threshold", type=float, default=0.3, help="lowest score of boxes (default: 0.3)")
-    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
+    add("--threshold", type=float, default=0.3, help="lowest score of the boxes (default: 0.3)")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add(
         "--fast",
         action="store_true",
@@ -78,7 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also predict on overlapping square tiles, for small objects in large images",
     )
     add_batch_flags(parser)
-    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides, last")
+    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
     args = parser.parse_args(argv)
     check_batch_flags(parser, args)
     if not (args.output or args.json or args.parquet):
@@ -86,9 +86,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.output and args.output.suffix.lower() in (".jpg", ".jpeg", ".png", ".mp4"):
         parser.error(f"--output is a folder, not '{args.output}'")
     if args.parquet and (args.output or args.format != "coco" or args.tile):
-        parser.error("--parquet goes without --output, --format and --tile")
+        parser.error("--parquet cannot be combined with --output, --format or --tile")
     if not 0 <= args.threshold <= 1:
-        parser.error("--threshold is a score: from 0 to 1")
+        parser.error("--threshold must be a score from 0 to 1")
     return args
 
 
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predicts as the arguments ask, and returns the exit code."""
+    """Predicts as specified by the arguments, and returns the exit code."""
     if args.parquet:
         chosen = {"threshold": args.threshold, "opts": tuple(args.opts)}
         return run_batch(args, config_file=args.config_file, **chosen)
@@ -126,12 +126,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_report(report: "Predictions", args: argparse.Namespace) -> None:
-    """Prints counts, where the results are, and which files were skipped."""
+    """Prints the counts, the paths of the results, and the skipped files."""
     files = "file" if report.num_images == 1 else "files"
     print(f"{report.num_images} {files}: {len(report.results)} results")
     if report.num_images and not report.results:
         print(
-            f"no box reaches --threshold {args.threshold}; the best score {report.best_score:.2f}"
+            f"no box reaches --threshold {args.threshold}; highest score: {report.best_score:.2f}"
         )
     if args.output and report.num_images:
         print(f"images:  {args.output}")

@@ -3,18 +3,18 @@
 """Select the images to label next.
 
 examples:
-  # the first round: images that represent the whole folder
+  # first round: select images that represent the whole folder
   qbheat select --images photos/ --budget 50 --output next/
 
-  # later rounds: images that the detector is uncertain about, with its boxes as pre-annotations
+  # later rounds: select images with uncertain predictions; the boxes become pre-annotations
   qbheat select --images photos/ --budget 50 --weights output/mine --data data.yaml --output next/
 
-  # how many labels each strategy saves, on a data set that has labels
+  # simulate how many labels each strategy saves, on a labeled data set
   qbheat select --simulate 50 100 200 --data data.yaml --output curve/ SOLVER.EPOCHS 40
 
-The folder gets selected.txt (one path a line), index.html (a contact sheet), and tasks for Label
-Studio (label_studio.json) and CVAT (cvat.json, for its import "COCO 1.0"). docs/labelling.md has
-the whole loop.
+The output folder contains selected.txt (one path per line), index.html (a contact sheet), and tasks
+for Label Studio (label_studio.json) and CVAT (cvat.json, for its import "COCO 1.0").
+docs/labelling.md describes the whole procedure.
 """
 
 import argparse
@@ -28,27 +28,27 @@ from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--images", nargs="+", default=[], metavar="PATH", help="images and folders to search")
+    add("--images", nargs="+", default=[], metavar="PATH", help="images and folders to select from")
     add("--budget", type=int, default=0, metavar="N", help="number of images to select")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
-    add("--weights", help=f"a trained detector, for later rounds: {WEIGHTS}")
-    add("--data", metavar="SRC", help="images that have labels, in any format that qbheat train "
-        "takes; they and near-duplicates of them are left out")  # fmt: skip
+    add("--weights", help=f"trained detector for later rounds: {WEIGHTS}")
+    add("--data", metavar="SRC", help="labeled images, in any format of qbheat train; these images "
+        "and their near-duplicates are not selected")  # fmt: skip
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
     add("--strategy", choices=["typiclust", "prob_cover", "k_center", "uncertainty"],
         help="default: uncertainty with --weights, else typiclust")  # fmt: skip
-    add("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    add("--simulate", type=int, nargs="+", default=[], metavar="N", help="train on N labelled "
-        "images of --data, chosen by each strategy, and draw AP50 over N")  # fmt: skip
-    add("--val", default="", metavar="SRC", help="with --simulate: the validation data, if --data "
-        "has none")  # fmt: skip
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
+    add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "
+        "train on N images of --data that it selects, and plot AP50 over N")  # fmt: skip
+    add("--val", default="", metavar="SRC", help="with --simulate: validation data, if --data has "
+        "no validation part")  # fmt: skip
     add("--strategies", nargs="+", default=["random", "typiclust", "uncertainty"],
-        help="with --simulate (default: %(default)s)")  # fmt: skip
+        help="with --simulate: strategies to compare (default: %(default)s)")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="with --simulate (default: 1 2 3)")
     add("opts", nargs="*", default=[], metavar="KEY VALUE",
         help="with --simulate: overrides of the training config")  # fmt: skip
-    add("--seed", type=int, default=0, help="of the clustering (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the clustering (default: %(default)s)")
     return parser.parse_intermixed_args(argv)
 
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{len(points)} detectors: '{args.output / 'points.json'}' and 'curve.svg'")
         return 0
     if args.opts:
-        raise UserError(f"'{args.opts[0]}' overrides a training config, which needs --simulate")
+        raise UserError(f"'{args.opts[0]}' is a config override, which needs --simulate")
     if not args.images:
         raise UserError("--images DIR is missing")
     if args.budget < 1:

@@ -1,17 +1,17 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Serve a detector over HTTP: an image in, boxes out as JSON.
+"""Serve a detector over HTTP. A request has an image, and the response has boxes as JSON.
 
 examples:
-  # on http://127.0.0.1:8000, with the API described at /docs
+  # serve at http://127.0.0.1:8000; /docs documents the API
   qbheat serve --weights retinanet/285M_bccd
   curl --data-binary @docs/cells.jpg 'http://127.0.0.1:8000/predict?threshold=0.5'
 
-  # an exported file, for other machines of a network that you trust; there is no log-in
+  # serve an exported file to a trusted network; there is no authentication
   qbheat serve --weights detector.onnx --host 0.0.0.0
 
-Several requests are processed in one batch if they wait for the model. Ctrl-C or SIGTERM stops the
-server after the requests in work.
+Requests that wait for the model are processed in one batch. On Ctrl-C or SIGTERM, the server
+finishes the requests in progress and stops.
 """
 
 import argparse
@@ -28,18 +28,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--weights", required=True, help="a run's folder, a file, an .onnx file, or a zoo name")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
-    add("--device", help="cpu or cuda; by default the GPU if there is one")
+    add("--port", type=int, default=8000, help="0 selects a free port (default: 8000)")
+    add("--device", help="cpu or cuda (default: cuda if a GPU is available)")
     add("--fast", action="store_true", help="serve the deployed form, as in qbheat predict --fast")
-    add("--batch", type=int, default=8, help="largest batch of images (default: 8)")
-    add("--max-megabytes", type=float, default=20, help="largest request (default: 20)")
+    add("--batch", type=int, default=8, help="largest number of images per batch (default: 8)")
+    add("--max-megabytes", type=float, default=20, help="largest request in MB (default: 20)")
     add("--max-megapixels", type=float, default=25, help="largest image (default: 25)")
-    add(
-        "--max-waiting",
-        type=int,
-        default=64,
-        help="requests at a time; further ones get 503 (default: 64)",
-    )
+    add("--max-waiting", type=int, default=64, help="requests at a time (default: 64)")
     args = parser.parse_args(argv)
     for name in ("batch", "max_megabytes", "max_megapixels", "max_waiting"):
         if not getattr(args, name) > 0:

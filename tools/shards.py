@@ -1,16 +1,16 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Packs images, with their boxes or classes, into shards to train from over a network.
+"""Packs images and their boxes or classes into shards, for training over a network.
 
 examples:
   tools/shards.py annotations.json --images images --output shards
   tools/shards.py class_folders --output shards
   tools/shards.py --images photos --images more --output shards
 
-Then copy the folder into a bucket or below a web server, and name it where data are named:
+Then copy the folder to a bucket or a web server, and pass its address to --data or --images:
   tools/train_net.py --data s3://bucket/shards --output output/mine
 
-exit code: 0 if all images are packed, 1 if some are broken and were left out, 2 if none could be.
+exit code: 0 if all images were packed; 1 if broken images were left out; 2 if no image was packed.
 """
 
 import argparse
@@ -30,13 +30,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("data", nargs="?", metavar="SRC", help=SOURCES)
     add("--images", action="append", default=[], metavar="DIR", help="folder of the images of a "
-        "COCO json; without SRC, images without labels, repeatable")  # fmt: skip
-    add("--output", type=Path, required=True, metavar="DIR", help="folder of the shards")
+        "COCO json; without SRC, a folder of images without labels (repeatable)")  # fmt: skip
+    add("--output", type=Path, required=True, metavar="DIR", help="output folder of the shards")
     add("--shard-mb", type=float, default=64, metavar="MB",
-        help="size of a shard, 1e6 bytes each (default: 64)")  # fmt: skip
+        help="size of a shard in MB, 1e6 bytes (default: 64)")  # fmt: skip
     args = parser.parse_args(argv)
     if not (args.data or args.images) or (args.data and len(args.images) > 1):
-        parser.error("name SRC, with one folder in --images if need be, or folders in --images")
+        parser.error("specify SRC with at most one --images, or one or more --images without SRC")
     if args.shard_mb <= 0:
         parser.error("--shard-mb must be above 0")
     return args
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pack(args: argparse.Namespace) -> int:
-    """Packs, and names the images that were left out; returns the exit code."""
+    """Packs the images, prints the ones that were left out, and returns the exit code."""
     from qbheat_det.data import open_images, open_source, pack_source
 
     folder = "".join(args.images)

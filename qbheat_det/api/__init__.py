@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Opens trained models in Python, see docs/python.md."""
+"""The Python interface to trained models, see docs/python.md."""
 
 from pathlib import Path
 
@@ -29,18 +29,22 @@ def load(
     """Opens trained weights.
 
     Args:
-        weights: a name in the model zoo, with or without "qbheat://"; a file of weights
-            (.safetensors, .pth) with its config inside or beside it; the folder of a run, whose
-            best weights are taken, or else the final ones; an exported file (.onnx);
-            "timm://NAME", an encoder of timm; or "hf://USER/NAME" of Hugging Face.
-        device: "cpu" or "cuda"; by default cuda where there is a GPU.
-        fast: whether a detector predicts in its deployed form, see ``Detector.deploy``.
+        weights: one of
+
+            - a name in the model zoo, with or without the prefix "qbheat://",
+            - a weights file (.safetensors, .pth) with its config inside or in the same folder,
+            - the folder of a run. Its best weights are used, or the final ones if there are none,
+            - an exported file (.onnx),
+            - "timm://NAME" for a timm encoder, or "hf://USER/NAME" for Hugging Face.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
+        fast: whether to deploy a detector, see ``Detector.deploy``.
 
     Returns:
-        A detector; for a backbone, a pre-training or a classifier the encoder.
+        A ``Detector`` for a detector. An ``Encoder`` for a backbone, and for the encoder of a
+        pre-training model or a classifier.
 
     Raises:
-        UserError: there is no such file, entry or device, or the file does not fit its config.
+        UserError: the file, name or device does not exist, or the file does not fit its config.
     """
     _check_device(device)
     name = locate_weights(str(weights))

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``Detector``: a trained detector as an object that is called with images."""
+"""``Detector``, which predicts with a trained detector, evaluates it and trains it further."""
 
 import copy
 import itertools
@@ -63,14 +63,14 @@ class Detector(Trained):
     _is_detector = True
 
     def __init__(self, predictor: Predictor, cfg: CfgNode) -> None:
-        """``cfg`` is the model's own config; its ``MODEL.WEIGHTS`` names the weights."""
+        """``cfg`` is the config of the predictor's model, including ``MODEL.WEIGHTS``."""
         self._predictor = predictor
         self.cfg = cfg
         self.model = predictor.model if isinstance(predictor, BatchPredictor) else None
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes, by index."""
+        """Class names, in the order of the class indices."""
         return list(self.cfg.MODEL.CLASS_NAMES)
 
     @overload
@@ -83,7 +83,7 @@ class Detector(Trained):
         tile: int | None = ...,
     ) -> Detections: ...
     @overload
-    def predict(  # type: ignore[overload-overlap]  # a text is a path, not a sequence of paths
+    def predict(  # type: ignore[overload-overlap]  # a str is also a sequence
         self,
         images: str | Path,
         *,
@@ -105,21 +105,21 @@ class Detector(Trained):
     def predict(
         self, images: Any, *, threshold: float = 0.3, batch_size: int = 8, tile: int | None = None
     ) -> Any:
-        """Detects objects; ``detector(images)`` does the same.
+        """Detects objects in images or videos. ``detector(images)`` is equivalent.
 
         Args:
-            images: one image (a file, a URL, a PIL image, an array (H, W, 3) of uint8, a tensor
-                (3, H, W) of uint8 or of floats in [0, 1]; RGB), a list of images, a folder, a
-                pattern such as "photos/*.jpg", or a video.
-            threshold: lowest score of the boxes, in [0, 1].
-            batch_size: number of images of one size that the model processes together.
-            tile: side in pixels of overlapping square tiles, which are predicted one by one
-                besides the whole image, for objects that are small in large images.
+            images: one image, a list of images, a folder, a glob pattern such as "photos/*.jpg", or
+                a video. An image is a file, a URL, a PIL image, an RGB array (H, W, 3) of uint8, or
+                an RGB tensor (3, H, W) of uint8 or of floats in [0, 1].
+            threshold: boxes with a lower score are left out, in [0, 1].
+            batch_size: number of images that the model processes together.
+            tile: side of overlapping square tiles in pixels. If set, the detector also predicts on
+                each tile, which finds small objects in large images.
 
         Returns:
-            ``Detections`` for one image, a list for several images, or an iterator over the frames
-            of a video. Type checkers take a path for that of one image; ``stream`` has the same
-            type for every source.
+            ``Detections`` for one image, a list of ``Detections`` for several images, or an
+            iterator of ``Detections`` over the frames of a video. Type checkers treat every path as
+            one image. ``stream`` returns an iterator for all inputs.
 
         Raises:
             UserError: a file is missing or not an image, or an argument is out of range.
@@ -139,7 +139,7 @@ class Detector(Trained):
         batch_size: int = 8,
         tile: int | None = None,
     ) -> Iterator[Detections]:
-        """Like ``predict``, but yields the results one by one and keeps few images in memory."""
+        """Like ``predict``, but always yields ``Detections`` and keeps few images in memory."""
         if not 0 <= threshold <= 1:
             raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
         if batch_size < 1:
@@ -156,15 +156,15 @@ class Detector(Trained):
         compile: str = "auto",
         image_sizes: Sequence[Sequence[int]] = (),
     ) -> "Detector":
-        """Returns this detector in its fastest equivalent form, see ``qbheat_det.deploy``.
+        """Returns a copy in the fastest equivalent form, see ``qbheat_det.deploy``.
 
         Args:
-            precision: "float32", or "bfloat16", which changes the results slightly.
-            compile: "auto", or "off".
-            image_sizes: sizes to compile for, (height, width) of the resized image in pixels.
+            precision: "float32" or "bfloat16". The latter changes the results slightly.
+            compile: "auto" or "off".
+            image_sizes: sizes to compile for, as (height, width) of resized images in pixels.
 
         Raises:
-            UserError: an argument is invalid, or the detector is exported or deployed already.
+            UserError: an argument is invalid, or the detector is already exported or deployed.
         """
         self._require_weights("deploy")
         predictor: Any = copy.copy(self._predictor)
@@ -175,16 +175,16 @@ class Detector(Trained):
 
     @names_mistakes({"device": "load(weights, device=…)", "source": "data"})
     def evaluate(self, data: str | Path, *, images: str | Path = "") -> dict[str, float]:
-        """Returns COCO's metrics of boxes on annotated images, like ``qbheat evaluate``.
+        """Returns COCO's box metrics on a data set, like ``qbheat evaluate``.
 
         Args:
-            data: images with boxes, in any format of ``--data``; their validation part if they
-                have one.
-            images: folder of the images of a COCO json, if they are not beside the file.
+            data: data set with boxes, in any format of ``--data``. If it has a validation part,
+                only this part is used.
+            images: folder of the images, if they are not in the folder of a COCO json.
 
         Raises:
-            UserError: the data are invalid or have other classes, or the detector is exported or
-                deployed.
+            UserError: the data are invalid or their classes differ from those of the detector, or
+                the detector is exported or deployed.
         """
         self._require_weights("evaluate", deployed=False)
         with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
@@ -208,27 +208,28 @@ class Detector(Trained):
         overrides: Mapping[str, Any] | None = None,
         **flags: Any,
     ) -> Run:
-        """Trains from these weights, and loads the trained weights.
+        """Fine-tunes the detector on a data set, and replaces its weights by the trained ones.
 
         Args:
-            data: images with boxes, in any format of ``--data``. Their classes replace the
-                detector's classes; classes with equal names keep their weights.
+            data: data set with boxes, in any format of ``--data``. The detector gets the classes of
+                this data set. Classes with the same name keep their weights.
             epochs: number of passes over the images.
-            output: folder of the run; by default a new one below ``output/``.
+            output: folder of the run; by default a new folder in ``output/``.
             overrides: config keys and values, such as ``{"SOLVER.BASE_LR": 0.005}``.
             flags: fields of ``RunFlags``, such as ``images``, ``val`` and ``val_images``.
 
         Returns:
-            The run: ``folder``, ``metrics``, ``weights``, and figures by ``analysis``.
+            The run, with its ``folder``, ``metrics`` and ``weights``. ``qbheat_det.analysis`` draws
+            its figures.
 
         Raises:
-            UserError: the data or an override are invalid, or the detector is exported or deployed.
+            UserError: the data or an override is invalid, or the detector is exported or deployed.
         """
         self._require_weights("train", deployed=False)
         folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
         if output is not None and (folder / "config.yaml").exists():
             raise UserError(
-                f"'{folder}' has a run: name another folder, or use qbheat train --resume"
+                f"'{folder}' has a run: choose another folder, or use qbheat train --resume"
             )
         values = {
             "SOLVER.EPOCHS": epochs,
@@ -259,7 +260,7 @@ class Detector(Trained):
 
 
 def _find_free(folder: Path) -> Path:
-    """Returns ``folder``/train, or the first of train-2, train-3, … that does not exist."""
+    """Returns the first of ``folder``/train, train-2, train-3, … that does not exist."""
     path = folder / "train"
     numbers = itertools.count(2)
     while path.exists():

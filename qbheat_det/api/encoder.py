@@ -24,7 +24,10 @@ R = TypeVar("R")
 
 
 def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a method: keywords of other libraries raise a ``TypeError`` with the right one."""
+    """Decorates a method to raise a helpful ``TypeError`` for keywords of other libraries.
+
+    ``right`` maps each wrong keyword to the right one.
+    """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
@@ -41,11 +44,11 @@ def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Calla
 
 
 class Trained:
-    """A trained model, which can be exported and shared.
+    """The base class of trained models, which can be exported and shared.
 
     Attributes:
-        cfg: the model's config; ``MODEL.WEIGHTS`` names the weights.
-        model: the PyTorch module; None for an exported file.
+        cfg: config of the model, including ``MODEL.WEIGHTS``.
+        model: PyTorch module; None for an exported file.
     """
 
     cfg: CfgNode
@@ -54,7 +57,7 @@ class Trained:
 
     @property
     def weights(self) -> str:
-        """The file or address, as ``MODEL.WEIGHTS`` takes it."""
+        """The file or address of the weights, which is ``MODEL.WEIGHTS``."""
         return str(self.cfg.MODEL.WEIGHTS)
 
     def __repr__(self) -> str:
@@ -81,18 +84,20 @@ class Trained:
         image_size: Sequence[int] = (),
         int8_images: Sequence[str | Path] = (),
     ) -> ExportReport:
-        """Writes an ONNX file and compares it with PyTorch, see docs/export.md.
+        """Writes an ONNX file and compares its outputs with PyTorch, see docs/export.md.
 
         Args:
-            output: the ``.onnx`` file.
+            output: the ``.onnx`` file to write.
             images: files and folders to compare on; by default the toy set.
-            tolerance: largest difference of scores, and of boxes relative to the image.
+            tolerance: largest allowed difference of scores, and of boxes relative to the image
+                size.
             overwrite: replace an existing file.
-            image_size: (height, width) in pixels, for a file that takes images of one size.
-            int8_images: files and folders to calibrate 8-bit integers on; by default float32.
+            image_size: (height, width) in pixels, to restrict the file to images of this size.
+            int8_images: files and folders for the calibration of an int8 model. If empty, the model
+                is float32.
 
         Raises:
-            UserError: the model cannot be exported, or the file does not agree with PyTorch.
+            UserError: the model cannot be exported, or its outputs differ from PyTorch.
         """
         self._require_weights("export")
         return export_model(
@@ -106,7 +111,7 @@ class Trained:
         )
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Writes ``model.safetensors`` and a model card into a folder, which ``load`` takes.
+        """Writes ``model.safetensors`` and a model card into a folder, for ``load``.
 
         Raises:
             UserError: the model is exported, or the folder cannot be written.
@@ -115,15 +120,16 @@ class Trained:
         return save_pretrained(self.cfg, Path(folder), is_detector=self._is_detector)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Uploads the files of ``save_pretrained`` to Hugging Face, and returns the address.
+        """Uploads the files of ``save_pretrained`` to the Hugging Face Hub, and returns the URL.
 
         Args:
-            repo_id: "user/name", created if missing; ``load("hf://user/name")`` opens it.
+            repo_id: repository "user/name", which is created if needed. ``load("hf://user/name")``
+                opens the uploaded model.
             private: whether a new repository is private.
-            token: access token; None for the token of ``hf auth login`` or ``$HF_TOKEN``.
+            token: access token; by default that of ``hf auth login`` or ``$HF_TOKEN``.
 
         Raises:
-            UserError: the model is exported, or the hub refuses.
+            UserError: the model is exported, or the upload fails.
         """
         return push_to_hub(self.save_pretrained, repo_id, private=private, token=token)
 
@@ -137,19 +143,19 @@ class Encoder(Trained):
     """A trained backbone for images of any size."""
 
     def __init__(self, model: nn.Module | ExportedModel, cfg: CfgNode) -> None:
-        """``model`` is a Detectron2 backbone in evaluation mode, or an exported one."""
+        """``model`` is a Detectron2 backbone in evaluation mode, or an exported backbone."""
         self._exported = model if isinstance(model, ExportedModel) else None
         self.model = model if isinstance(model, nn.Module) else None
         self.cfg = cfg
 
     def __call__(self, images: Picture | Sequence[Picture]) -> dict[str, Tensor]:
-        """Returns the outputs by name: maps (N, C, H, W) and tokens (N, M, D).
+        """Returns the outputs by name: feature maps (N, C, H, W) and tokens (N, M, D).
 
-        Several images are padded to one size, at the bottom and right. An exported encoder resizes
-        images, and takes several images of one size only.
+        Several images are padded to the same size, at the bottom and right. An exported encoder
+        resizes images instead, and several images must have the same size.
 
         Args:
-            images: as for ``Detector.predict``, but no video.
+            images: as in ``Detector.predict``, except videos.
 
         Raises:
             UserError: there are no images, or a file is missing or not an image.
@@ -158,19 +164,19 @@ class Encoder(Trained):
         if self._exported is None:
             return encode(self.model, self.cfg, pictures)
         if len({picture.shape for picture in pictures}) > 1:
-            raise UserError("an exported encoder takes images of one size")
+            raise UserError("an exported encoder needs images of one size")
         step = -1 if self._exported.info.pixel_format == "BGR" else 1
         outputs = self._exported(np.stack(pictures)[..., ::step])
         return {name: torch.from_numpy(value) for name, value in outputs.items()}
 
     @names_mistakes({"source": "images", "batch": "a list of images"})
     def embed(self, images: Picture | Sequence[Picture]) -> Tensor:
-        """Returns one vector per image, (N, D): the mean of its coarsest map.
+        """Returns one vector per image (N, D), which is the mean of the coarsest feature map.
 
         Images are not padded, so a vector does not depend on the other images.
 
         Args:
-            images: as for ``Detector.predict``, but no video.
+            images: as in ``Detector.predict``, except videos.
 
         Raises:
             UserError: there are no images, or a file is missing or not an image.
@@ -184,7 +190,7 @@ class Encoder(Trained):
 
     def _open(self, images: Picture | Sequence[Picture]) -> Iterator[Image]:
         if is_video(images):
-            raise UserError(f"'{images}' is a video: give its frames")
+            raise UserError(f"'{images}' is a video: pass its frames")
         return (each.image for each in open_images(images))
 
     def _find_no_boxes(self, *args: Any, **kwargs: Any) -> NoReturn:

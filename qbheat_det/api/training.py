@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trains, records the run and writes its report."""
+"""Trains a model, records the run and writes its report."""
 
 import logging
 import shlex
@@ -19,16 +19,16 @@ from qbheat_det.engine import Trainer, write_run_record
 
 logger = logging.getLogger(__name__)
 _FIGURES = {"detector": ("detections",), "classifier": ("classes",)}
-_NUM_PICTURES = 12  # in a report
+_NUM_PICTURES = 12  # images in a report
 
 
 def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) -> dict[str, Any]:
-    """Trains, records the run, and writes its report.
+    """Trains a model, records the run, and writes its report.
 
     Args:
-        cfg: a result of ``build_config``.
+        cfg: config returned by ``build_config``.
         resume: continue the run in ``OUTPUT_DIR``.
-        allow_partial: allow tensors in ``MODEL.WEIGHTS`` that the model does not have.
+        allow_partial: allow ``MODEL.WEIGHTS`` to have tensors that the model does not have.
 
     Returns:
         The results of the last evaluation.

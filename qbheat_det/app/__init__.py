@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The page of ``qbheat app``, which needs Gradio (the extra ``app``).
+"""The web page of ``qbheat app``, which needs Gradio (the extra ``app``).
 
-Visitors choose among the models of the command line and of the zoo. The page never opens a path
-that a visitor typed.
+Visitors choose among the models in the model zoo and on the command line. They cannot open paths on
+the server.
 """
 
 import os
@@ -26,22 +26,22 @@ def serve(
     port: int | None = None,
     device: str | None = None,
 ) -> None:
-    """Serves the page until the process is interrupted, and removes temporary files then.
+    """Serves the page until the process is interrupted, and then removes temporary files.
 
     Args:
-        weights: models besides those of the zoo: files, folders of runs, or names.
+        weights: models to offer in addition to the model zoo: files, folders of runs, or names.
         host: address to listen on.
-        port: by default the first free one from 7860.
-        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+        port: by default the first free port from 7860.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
 
     Raises:
-        UserError: Gradio is not installed, a model does not exist, or the port is taken.
+        UserError: Gradio is not installed, a model does not exist, or the port is in use.
     """
     models = Models(weights, device=device)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # to remove the folder
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # exit normally, which removes the folder
     with tempfile.TemporaryDirectory(prefix="qbheat_app_") as folder:
-        # Gradio reads these when it is imported. Uploads go to the folder, and no usage statistics
-        # are sent.
+        # Gradio reads these variables at import. It stores uploads in the folder, and sends no
+        # usage statistics.
         os.environ["GRADIO_TEMP_DIR"] = folder
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The page in Gradio: two tabs, and a policy that allows no content of other hosts."""
+"""The Gradio page: two tabs, and a security policy that blocks content of other hosts."""
 
 import contextlib
 import tempfile
@@ -30,16 +30,16 @@ from .uploads import (
 )
 
 _TITLE = "qbheat_det"
-_HEIGHT = "min(560px, 100vw)"  # of the pictures; phones are narrow
-_FIGURES = 3  # two directions of attention, and reconstructions
-_KEPT, _INTERVAL = 3600, 60  # seconds that uploads and results are kept, and between checks
+_HEIGHT = "min(560px, 100vw)"  # of the pictures, also on narrow phones
+_FIGURES = 3  # attention in two directions, and reconstructions
+_KEPT, _INTERVAL = 3600, 60  # seconds: lifetime of uploads and results, time between checks
 _FONTS = ("system-ui", "sans-serif")
 _CSS = (
     "footer {display: none !important} .gradio-container {max-width: 1280px !important} "
-    # Otherwise the thumb is white on white in the light theme.
+    # Without a border, the slider's thumb is white on white in the light theme.
     "input[type=range]::-webkit-slider-thumb {border: 2px solid var(--slider-color) !important}"
 )
-# Without it, Gradio's page loads fonts and scripts from other hosts.
+# Without this policy, Gradio's page would load fonts and scripts from other hosts.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
     "base-uri 'self'; form-action 'self'"
@@ -47,7 +47,7 @@ _POLICY = (
 
 
 class _Headers:
-    """Adds the security policy to every answer."""
+    """Middleware that adds the security policy to every response."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -64,9 +64,9 @@ class _Headers:
 
 
 def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None:
-    """Serves the page until the process is interrupted, with temporary files in a folder."""
+    """Serves the page until the process is interrupted. ``folder`` is for temporary files."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from Gradio's dependencies
+        warnings.simplefilter("ignore")  # warnings of Gradio's dependencies
         page = build_page(models, folder)
     try:
         _, url, _ = page.launch(
@@ -92,7 +92,7 @@ def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None
 
 
 def build_page(models: Models, folder: Path) -> gr.Blocks:
-    """Returns the page, which runs one job at a time and queues sixteen."""
+    """Returns the page. It runs one job at a time, and queues up to sixteen."""
     with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         gr.Markdown("# qbheat_det\nBoxes on your images, and what the encoder sees in them.")
         with gr.Tab("Detect"):
@@ -128,7 +128,7 @@ def _build_detection(models: Models, folder: Path) -> None:
 
     def show(found: list[Found], least: float, names: list[str]) -> tuple[Any, ...]:
         drawn, rows, archive = render(found, _make_folder(folder), threshold=least, classes=names)
-        # The grid would crop a single picture.
+        # In a grid, Gradio would crop a single picture, so the first one is selected.
         pictures = gr.Gallery(drawn, selected_index=0 if drawn else None)
         return pictures, rows, gr.DownloadButton(value=archive, interactive=bool(found))
 
@@ -166,7 +166,7 @@ def _build_detection(models: Models, folder: Path) -> None:
 
 
 def _build_results() -> list[Any]:
-    """Adds gallery, table and download."""
+    """Adds the gallery, the table and the download button, and returns them."""
     gallery = gr.Gallery(
         label="Pictures", object_fit="contain", height=_HEIGHT, buttons=["fullscreen"]
     )
@@ -211,7 +211,7 @@ def _make_folder(parent: Path) -> Path:
 
 
 def _with_messages(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Shows the message of a ``UserError`` in the page; other errors stay in the log."""
+    """Wraps a function to show its ``UserError`` in the page. Other errors are only logged."""
 
     def call(*arguments: Any) -> Any:
         try:

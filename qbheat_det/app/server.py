@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The HTTP server of ``qbheat serve``, which needs FastAPI (the extra ``serve``).
 
-One thread loads and runs the model: OpenMP keeps workers for each thread that computes, and with
-more workers than cores a model takes twice as long. Requests that wait while the model is busy form
-the next batch, so no request waits for a batch to fill. Limits on bytes, pixels, time and waiting
-requests bound the memory.
+The same thread loads and runs the model, because OpenMP starts a pool of workers for each thread
+that computes, and more workers than cores would double the time of a prediction. While the model
+is busy, new requests wait and form the next batch. So no request waits for a batch to fill. Limits
+on bytes, pixels, time and the number of requests bound the memory.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from .uploads import FORMATS
 
 logger = logging.getLogger(__name__)
 
-LOWEST_SCORE = 0.01  # boxes below it are never returned
+LOWEST_SCORE = 0.01  # boxes with a lower score are never returned
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
 _FORM = {"schema": {"type": "object", "properties": {"image": _IMAGE["schema"]}}}
 _BODY = {"required": True, "content": {"image/*": _IMAGE, "multipart/form-data": _FORM}}
@@ -48,10 +48,11 @@ class Limits:
     """Limits of the server.
 
     Attributes:
-        megabytes: of a request's body.
-        megapixels: of an image.
-        waiting: number of requests at a time, those in work included; more are refused with 503.
-        seconds: for the body of a request to arrive.
+        megabytes: largest size of a request body, in MB.
+        megapixels: largest size of an image, in million pixels.
+        waiting: largest number of requests at a time, including those in progress. Additional
+            requests are refused with status 503.
+        seconds: longest time to receive a request body.
     """
 
     megabytes: float = 20.0
@@ -61,7 +62,7 @@ class Limits:
 
 
 class Box(BaseModel):
-    """A box: corners in pixels of the upright image, a score in [0, 1], and its class."""
+    """A box with its corners in pixels of the upright image, its score in [0, 1], and its class."""
 
     xyxy: tuple[float, float, float, float]
     score: float
@@ -70,7 +71,7 @@ class Box(BaseModel):
 
 
 class Boxes(BaseModel):
-    """The boxes in an image of this size in pixels, the highest score first."""
+    """The size of an image in pixels, and its boxes in descending order of scores."""
 
     width: int
     height: int
@@ -78,14 +79,14 @@ class Boxes(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """The served model."""
+    """The weights and the class names of the served model."""
 
     weights: str
     class_names: list[str]
 
 
 class BatchQueue:
-    """Predicts in one thread, on all waiting images together, but at most ``size``."""
+    """Runs ``predict`` in ``thread``, on batches of up to ``size`` waiting images."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class BatchQueue:
         self._waiting: deque[tuple[Image, Future[Detections]]] = deque()
 
     def submit(self, image: Image) -> "Future[Detections]":
-        """Queues an image (H, W, 3) of uint8, RGB."""
+        """Queues an RGB image (H, W, 3), uint8, and returns the future of its detections."""
         future: Future[Detections] = Future()
         self._waiting.append((image, future))
         self._thread.submit(self._run)
@@ -105,11 +106,11 @@ class BatchQueue:
 
     def _run(self) -> None:
         batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
-        if not batch:  # an earlier call took all images
+        if not batch:  # an earlier call processed all images
             return
         try:
             results = self._predict([image for image, _ in batch])
-        except Exception as error:  # such as too little memory; the server continues
+        except Exception as error:  # such as out of memory; the server continues
             logger.exception("the model failed")
             for _, future in batch:
                 future.set_exception(error)
@@ -125,22 +126,21 @@ def build_server(
     batch_size: int = 8,
     limits: Limits | None = None,
 ) -> FastAPI:
-    """Returns an ASGI application that serves a detector, which predicts only in ``thread``.
+    """Returns an ASGI application that serves a detector and runs it only in ``thread``.
 
-    ``POST /predict`` takes an image as the body or in a form, ``GET /health`` answers when the
-    model is loaded, ``GET /model`` names the classes, and ``/docs`` describes all of these.
+    ``POST /predict`` detects objects in an image, which is the request body or a form field.
+    ``GET /health`` returns success when the model is loaded. ``GET /model`` returns the weights and
+    class names. ``/docs`` documents the API.
     """
     limits = limits or Limits()
-    app = FastAPI(
-        title="qbheat_det", version=VERSION, description="Boxes on images, by a detector."
-    )
+    app = FastAPI(title="qbheat_det", version=VERSION, description="Detects objects in images.")
     app.add_exception_handler(RequestValidationError, _explain)
 
     def predict(images: list[Image]) -> list[Detections]:
         return detector.predict(images, threshold=LOWEST_SCORE, batch_size=batch_size)
 
     batches = BatchQueue(predict, batch_size, thread)
-    slots = asyncio.Semaphore(2 * batch_size)  # decoded images at a time
+    slots = asyncio.Semaphore(2 * batch_size)  # limits the number of decoded images in memory
     active = 0
 
     @app.get("/health")
@@ -153,7 +153,7 @@ def build_server(
 
     @app.post("/predict", openapi_extra={"requestBody": _BODY})
     async def predict_image(request: Request, threshold: float = Query(0.3, ge=0, le=1)) -> Boxes:
-        """Detects objects in an image: JPEG, PNG, WebP or BMP."""
+        """Detects objects in a JPEG, PNG, WebP or BMP image."""
         nonlocal active
         if unknown := request.query_params.keys() - {"threshold"}:
             raise HTTPException(422, f"no parameter '{min(unknown)}': there is 'threshold'")
@@ -191,12 +191,12 @@ def _decode(body: bytes, limits: Limits, cfg: CfgNode) -> Image:
 
 
 async def _read_image_bytes(request: Request, limits: Limits) -> bytes:
-    """Returns the body of a request, or the file in its form."""
+    """Returns the body of a request, or the file if the body is a form."""
     try:
         body = await asyncio.wait_for(_read_body(request, limits), limits.seconds)
     except asyncio.TimeoutError as error:
         raise HTTPException(408, f"the image took more than {limits.seconds:g} s") from error
-    except ClientDisconnect as error:  # nobody reads the answer
+    except ClientDisconnect as error:  # nobody will receive the response
         raise HTTPException(400, "the client closed the connection") from error
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         return body
@@ -207,7 +207,7 @@ async def _read_image_bytes(request: Request, limits: Limits) -> bytes:
     try:
         form = await MultiPartParser(request.headers, stream(), max_files=1).parse()
     except (MultiPartException, KeyError) as error:
-        raise HTTPException(400, f"the form is broken: {error}") from error
+        raise HTTPException(400, f"the form is malformed: {error}") from error
     file = next((value for value in form.values() if isinstance(value, UploadFile)), None)
     if file is None or len(form) > 1:
         hint = "curl -F image=@photo.jpg 'http://…/predict?threshold=0.5'"
@@ -238,16 +238,16 @@ def serve(
     """Serves a detector over HTTP until the process is interrupted.
 
     Args:
-        weights: a name of the zoo, a file, a run's folder, or an exported ``.onnx`` file.
-        host: address to listen on. There is no log-in.
-        port: 0 for a free one.
-        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+        weights: a model zoo name, a weights file, a run's folder, or an exported ``.onnx`` file.
+        host: address to listen on. There is no authentication.
+        port: port to listen on. 0 selects a free port.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
         fast: serve the deployed form, see ``Detector.deploy``.
         batch_size: largest number of images that the model processes together.
-        limits: of requests.
+        limits: limits on requests; by default ``Limits()``.
 
     Raises:
-        UserError: the weights are not a detector's, or the port is taken.
+        UserError: the model is not a detector, or the port is in use.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="model")
     detector = thread.submit(_load, weights, device, fast).result()
@@ -262,8 +262,8 @@ def serve(
 def _load(weights: str, device: str | None, fast: bool) -> Detector:
     detector = load(weights, device=device, fast=fast)
     if not isinstance(detector, Detector):
-        raise UserError(f"'{weights}' is not a detector: qbheat serve takes detectors")
-    detector.predict(np.zeros((480, 640, 3), np.uint8))  # the first image is slow
+        raise UserError(f"'{weights}' is not a detector: qbheat serve needs a detector")
+    detector.predict(np.zeros((480, 640, 3), np.uint8))  # warm-up, because the first image is slow
     return detector
 
 

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The functions behind the page: models, checks of uploads, boxes, and figures of an encoder.
+"""The functions behind the page: opening models, checking uploads, detection, encoder figures.
 
-Uploads are checked before a decoder opens them: images have one of four formats, and videos begin
-like their container. Other formats can run programs (EPS) or name files to read (playlists).
+Uploads are checked before they are decoded. Images must have one of four formats, and videos must
+start with the signature of their container. Other formats could run programs (EPS) or make the
+decoder read local files (playlists).
 """
 
 import contextlib
@@ -36,19 +37,19 @@ from qbheat_det.model_zoo.index import find_entry, get_address, list_entries
 
 MAX_FILES, MAX_BYTES, MAX_PIXELS, MAX_FRAMES = 20, 50 * 2**20, 50_000_000, 300
 LOWEST_SCORE = 0.05
-"""Lowest score that the slider can show; it filters boxes without predicting again."""
+"""Lowest value of the score slider, which filters the boxes without predicting again."""
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
-_SHOWN_FRAMES = 6  # of a video, in the gallery
+_SHOWN_FRAMES = 6  # frames of a video in the gallery
 _ENCODER_CAPTIONS = {
-    "attention_to_former_1": "**Where each token looks:** bright places get more attention. The "
-    "value is 1 where attention is even.",
-    "attention_to_mobile_1": "**Which tokens each place reads:** bright places read more from the "
-    "token. The shares of all tokens add up to 1.",
-    "reconstructions_grid_1": "**What a part tells of the rest:** the model does not see the grey "
-    "part, and predicts it.",
+    "attention_to_former_1": "**Where each token looks:** bright areas get more attention. The "
+    "value is 1 where attention is uniform.",
+    "attention_to_mobile_1": "**Which tokens each place reads:** bright locations read more "
+    "from the token. The shares of all tokens add up to 1.",
+    "reconstructions_grid_1": "**What a part tells of the rest:** the model does not see the gray "
+    "part of the image, and predicts it from the rest.",
 }
-"""By figure and image; a report has other captions, for several images and runs."""
+"""Captions by figure name. Reports have different captions, for several images and runs."""
 _VIDEO_STARTS = {
     ".mp4": (4, b"ftyp"),
     ".mov": (4, b"ftyp"),
@@ -60,7 +61,7 @@ _VIDEO_STARTS = {
 
 @dataclass(frozen=True)
 class Found:
-    """The detections in one upload: one entry for an image, or one per frame of a video."""
+    """The detections in an upload: one entry for an image, or one per frame for a video."""
 
     name: str
     detections: Sequence[Detections]
@@ -68,15 +69,16 @@ class Found:
 
 
 def open_image(path: Path) -> Image:
-    """Reads an uploaded image (H, W, 3), RGB, upright; raises ``UnreadableImage``."""
+    """Reads an upload as an upright RGB image (H, W, 3), or raises ``UnreadableImage``."""
     with path.open("rb") as file:
         return decode_image(file, path, formats=FORMATS, max_pixels=MAX_PIXELS)
 
 
 def read_upload(path: Path) -> tuple[Iterator[Image], float]:
-    """Returns the image of an upload, or the first frames of a video, and frames per second or 0.
+    """Returns an iterator over the image or the first frames, and the frame rate (0 for an image).
 
-    Raises ``UnreadableImage`` if the file is neither, or its content differs from its suffix.
+    Raises ``UnreadableImage`` if the file is neither an image nor a video, or its content does not
+    match its suffix.
     """
     suffix = path.suffix.lower()
     if suffix in IMAGE_SUFFIXES:
@@ -99,7 +101,7 @@ def read_upload(path: Path) -> tuple[Iterator[Image], float]:
 
 
 def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Found], list[str]]:
-    """Predicts on uploads; returns the results, and a message for each file that is left out."""
+    """Predicts on uploads. Returns the results, and a message for each file that was skipped."""
     found, skipped = [], [f"`{p.name}`: more than {MAX_FILES} files" for p in paths[MAX_FILES:]]
     for path in paths[:MAX_FILES]:
         try:
@@ -122,11 +124,13 @@ def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Found], list
 def render(
     found: Sequence[Found], folder: Path, *, threshold: float, classes: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[list[Any]], str]:
-    """Draws the boxes with at least a score, of some classes or else of all, into a folder.
+    """Draws the boxes whose score is at least ``threshold``, and writes them into a folder.
+
+    ``classes`` selects the classes to draw. If it is empty, all classes are drawn.
 
     Returns:
-        Drawn images with captions; rows of the table of boxes; an archive with ``boxes.json`` in
-        COCO's results format and the drawn files.
+        (image path, caption) of each drawn image, the rows of the table of boxes, and the path of
+        an archive with the drawn files and ``boxes.json`` in COCO's results format.
     """
     gallery, rows, files, every = [], [], [], Predictions()
     for index, one in enumerate(found, start=1):
@@ -159,7 +163,7 @@ def render(
 
 
 def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
-    """Draws attention and reconstructions of an upload; returns images and their captions."""
+    """Draws attention and reconstructions of an upload. Returns (image path, caption) of each."""
     images = folder / "input"
     images.mkdir()
     try:
@@ -182,14 +186,14 @@ def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
 
 
 def remove_old_files(folder: Path, age: float) -> None:
-    """Removes files and folders below a folder that have not changed for ``age`` seconds."""
+    """Removes all files and subfolders that have not changed for ``age`` seconds."""
     limit, old = time.time() - age, []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_ctime <= limit:  # not mtime, which copies take from their source
+            if path.lstat().st_ctime <= limit:  # not mtime, which copies may keep
                 old.append(path)
     for path in sorted(old, reverse=True):  # files before their folder
-        with contextlib.suppress(OSError):  # a folder with younger files
+        with contextlib.suppress(OSError):  # a folder may have newer files
             path.rmdir() if path.is_dir() else path.unlink()
 
 
@@ -197,14 +201,14 @@ _KINDS: dict[str, Kind] = {"detection": "detector", "pretraining": "pretraining"
 
 
 class Models:
-    """The models of the command line and of the zoo; the page opens no others.
+    """The models that the page offers: those on the command line and those in the model zoo.
 
-    ``kinds`` is by label, the user's own models first. A model is opened at its first use, and the
-    last two of each kind stay open.
+    ``kinds`` maps labels to kinds of models, with the user's own models first. Models are opened at
+    first use, and the last two of each kind stay open.
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
-        """``weights`` are files, folders of runs or names in the zoo; see ``serve``."""
+        """``weights`` are files, folders of runs or model zoo names, see ``serve``."""
         self.kinds: dict[str, Kind] = {}
         self._places: dict[str, str] = {}
         self._device = device
@@ -214,7 +218,8 @@ class Models:
                 self._add(run.label, str(run.weights), run.kind)
             else:
                 self._add_entry(name)
-        # QB-Heat first, because only it reconstructs. No figure shows timm's encoders.
+        # QB-Heat comes first, because only QB-Heat has reconstructions. timm's encoders are left
+        # out, because no figure can show them.
         for entry in sorted(list_entries(), key=lambda entry: "qb_heat" not in entry.config):
             if entry.distribution is None:
                 self._add_entry(entry.name)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Data sets, mappers, image reading, shards, and the stream of training batches.
+"""Data sets, mappers, image reading, shards, and the iterator over training batches.
 
 Importing this package registers the built-in sets, see ``register_builtin_sets``.
 """

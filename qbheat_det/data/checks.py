@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Errors of data sets, and checks of loaded records."""
+"""The class of data set errors, and checks of loaded records."""
 
 import math
 from array import array
@@ -20,14 +20,14 @@ _MAX_COORDINATE = 1e9
 
 @dataclass(frozen=True)
 class DataError:
-    """A problem that stops training or silently spoils it.
+    """A problem in a data set that stops training or silently makes its result worse.
 
-    Mappers return one instead of an unreadable image, which is then skipped.
+    Mappers return a ``DataError`` for an unreadable image, which is then skipped.
 
     Attributes:
         kind: category of the error, such as ``"unreadable image"``.
         where: file and id, such as ``"train.json: annotation id 7"``.
-        reason: the problem, and its solution if that is not obvious.
+        reason: explanation of the problem, and its solution if it is not obvious.
     """
 
     kind: str
@@ -36,26 +36,26 @@ class DataError:
 
     @property
     def message(self) -> str:
-        """``where`` and ``reason`` in one line; undecodable bytes of file names are escaped."""
+        """``where`` and ``reason`` in one line, with undecodable bytes of file names escaped."""
         return f"{self.where}: {self.reason}".encode(errors="backslashreplace").decode()
 
 
 def raise_first(errors: Sequence[DataError]) -> None:
-    """Raises a ``UserError`` with the first error and the number of the others, if any."""
+    """Raises a ``UserError`` with the first error and the number of all others, if any."""
     if errors:
         others = f" (and {len(errors) - 1} more: qbheat inspect lists them all)"
         raise UserError(errors[0].message + (others if len(errors) > 1 else ""))
 
 
 def join_messages(errors: Iterable[DataError], limit: int = 10) -> str:
-    """Returns the first messages and the number of the others, in one line."""
+    """Returns one line with the first ``limit`` messages and the number of the remaining ones."""
     return join_first((error.message for error in errors), limit, separator="; ")
 
 
 def check_input_keys(*rows: tuple[str, object, bool, str]) -> None:
-    """Checks keys of ``INPUT``, in rows of key, value, whether it is valid, and the valid values.
+    """Raises a ``UserError`` for the first row whose value is invalid.
 
-    Raises a ``UserError`` for the first invalid key.
+    A row has a key of ``INPUT``, its value, whether it is valid, and a text with the valid values.
     """
     for key, value, is_valid, must in rows:
         if not is_valid:
@@ -72,8 +72,8 @@ def find_record_errors(
 ) -> list[DataError]:
     """Returns all errors in the loaded records of a data set.
 
-    ``filter_empty`` is ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training, ``mask_format``
-    ``INPUT.MASK_FORMAT`` with ``MODEL.MASK_ON``.
+    ``filter_empty`` is ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training. ``mask_format`` is
+    ``INPUT.MASK_FORMAT`` if ``MODEL.MASK_ON``.
     """
     if not dataset_dicts:
         return [DataError("empty dataset", f"dataset '{name}'", "it has no images")]
@@ -87,7 +87,7 @@ def find_record_errors(
             for kind, reason in _find_object_errors(annotation, record, num_classes, mask_format):
                 errors.append(DataError(kind, f"{where}, object {number}", reason))
     if filter_empty and not num_objects:
-        reason = "DATALOADER.FILTER_EMPTY_ANNOTATIONS leaves out all images: none has a box"
+        reason = "DATALOADER.FILTER_EMPTY_ANNOTATIONS leaves out all images, because none has a box"
         errors.append(DataError("no boxes", f"dataset '{name}'", reason))
     return errors
 
@@ -95,10 +95,10 @@ def find_record_errors(
 def _find_object_errors(
     annotation: dict[str, Any], record: Record, num_classes: int, mask_format: MaskFormat | None
 ) -> Iterator[tuple[str, str]]:
-    """Yields kind and reason of each error in one object of a record."""
+    """Yields (kind, reason) of each error in one object of a record."""
     class_index = annotation.get("category_id")
     if type(class_index) is not int or not 0 <= class_index < num_classes:
-        unknown = f"category_id {class_index!r} is none of the {num_classes} classes, 0 and up"
+        unknown = f"category_id {class_index!r} is not one of the {num_classes} classes, from 0"
         yield "unknown category", unknown
     mode = annotation.get("bbox_mode")
     if mode not in tuple(BoxMode):
@@ -111,7 +111,7 @@ def _find_object_errors(
     if mask_format is not None and not segmentation:
         yield (
             "object without a mask",
-            "it has no 'segmentation', but MODEL.MASK_ON asks for a mask of every object",
+            "it has no 'segmentation', but MODEL.MASK_ON requires a mask for every object",
         )
     elif mask_format == "polygon" and isinstance(segmentation, dict):
         yield (
@@ -121,7 +121,10 @@ def _find_object_errors(
 
 
 def find_box_error(box: object, size: tuple[float, float]) -> str | None:
-    """Returns the error of a box [x, y, width, height] in an image of (width, height), or None."""
+    """Returns what is wrong with a box [x, y, width, height], or None.
+
+    ``size`` is (width, height) of the image.
+    """
     if not (isinstance(box, list) and len(box) == 4 and are_numbers(box, _MAX_COORDINATE)):
         must = "four finite numbers [x, y, width, height] in pixels"
         return f"bbox must be {must}, but is {short(box)}"
@@ -137,7 +140,7 @@ def find_box_error(box: object, size: tuple[float, float]) -> str | None:
 
 
 def are_numbers(values: object, largest: float = _MAX_COORDINATE) -> bool:
-    """Returns whether a value is a list of numbers, none nan or above a magnitude."""
+    """Returns whether a value is a list of numbers up to ``largest`` in magnitude, without nan."""
     if not isinstance(values, list):
         return False
     try:

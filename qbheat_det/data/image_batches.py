@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Batches of whole images for evaluation, each image in one or several views.
+"""Batches of images for evaluation, with one or several views per image.
 
-The view of an image is its "place": the quarter that stays visible.
+A view is given by its "place", which is the quarter of the image that stays visible.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,10 +26,10 @@ BATCH_SIZE = 64
 
 
 class ImageBatches(Iterable[list[dict[str, Any]]]):
-    """Iterates over the images of a set in batches and in order, any number of times.
+    """Iterates over the images of a data set in batches and in order, any number of times.
 
-    ``skipped`` has the errors of unreadable images, by image. Entries are copied out of the
-    workers' shared memory, so callers may keep any number of them.
+    ``skipped`` maps each unreadable image to its error. The batches do not use the shared memory of
+    the worker processes, so callers may keep any number of them.
     """
 
     def __init__(
@@ -44,12 +44,15 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
     ) -> None:
         """
         Args:
-            records: dicts for the mapper.
-            mapper: returns a ``DataError`` for an image that cannot be read.
-            batch_size: images per batch; the last one may be smaller.
-            num_workers: loading processes; without ``memory_gb`` they persist between passes.
-            shared: split the images among the processes of a run; else each process takes all.
-            memory_gb: if all decoded images take less than this, decode them only once.
+            records: inputs of the mapper.
+            mapper: maps a record to an entry of a batch, or to a ``DataError`` if the image cannot
+                be read.
+            batch_size: number of images per batch. The last batch may be smaller.
+            num_workers: number of worker processes. They persist between passes if ``memory_gb`` is
+                0.
+            shared: split the images among the processes of a distributed run. If False, each
+                process iterates over all images.
+            memory_gb: keep the decoded images in memory if they take less than this, in GB.
         """
         self._loader: DataLoader[Any] = DataLoader(
             MapDataset(DatasetFromList(list(records), copy=False), mapper),
@@ -58,7 +61,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             num_workers=num_workers,
             collate_fn=trivial_batch_collator,
             persistent_workers=num_workers > 0 and not memory_gb,
-            generator=torch.Generator(),  # else it draws from the global one
+            generator=torch.Generator(),  # the default draws from the global generator
         )
         self._budget = 1e9 * memory_gb
         self._kept: list[list[dict[str, Any]]] | None = None
@@ -86,22 +89,23 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
 def build_image_batches(
     cfg: CfgNode, dataset_name: str, *, mapper: Mapper | None = None
 ) -> ImageBatches:
-    """Builds the batches of a registered set, with each image once per view of the model."""
+    """Builds the batches of a registered set, with one entry per image and view of the model."""
     records = number_records(DatasetCatalog.get(dataset_name))
     return _build(cfg, with_views(records, get_views(cfg).values()), mapper)
 
 
 def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
-    """Builds the batches of a registered set, with labels that index ``MODEL.CLASS_NAMES``."""
+    """Builds the batches of a registered set, whose labels index ``MODEL.CLASS_NAMES``."""
     return _build(cfg, load_classes([dataset_name], cfg.MODEL.CLASS_NAMES))
 
 
 def with_views(
     records: Sequence[dict[str, Any]], views: Iterable[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Returns each record once per view, with "place"; the views of an image are adjacent.
+    """Repeats each record once per view, and adds "place".
 
-    Images cycle through the places of a view. A view without places adds no "place".
+    A view is a list of places. Image i gets its place i modulo their number. If a view has no
+    places, "place" is not added. The views of an image are adjacent.
     """
     kinds = list(views)
     return [
@@ -123,7 +127,7 @@ def _bytes(batch: list[dict[str, Any]]) -> int:
 
 
 def _own(entry: dict[str, Any]) -> dict[str, Any]:
-    # A shared tensor is an open file; a process may have about a thousand.
+    # A shared tensor is an open file, and a process can open only about a thousand files.
     return {
         key: value.clone() if is_tensor(value) and value.is_shared() else value
         for key, value in entry.items()

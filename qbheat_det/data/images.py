@@ -1,14 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads parts of image files with no more pixels than are needed, and checks whole sets.
+"""Reads crops of image files without decoding more pixels than needed, and checks image files.
 
-The header has the size, so a part is chosen before decoding, and a JPEG is decoded at 1/2, 1/4 or
-1/8 of its size (Pillow's ``draft``). The result differs from that of full decoding as bilinear
-resizing differs from box resizing. A small set can be decoded once and kept in memory, which forked
-workers share.
+A crop is chosen from the size in the file header, before decoding. If the crop will be scaled down,
+a JPEG is decoded at 1/2, 1/4 or 1/8 of its size (Pillow's ``draft``). The result differs slightly
+from full decoding, as box resizing differs from bilinear resizing. A small data set can be decoded
+once and kept in memory, which forked workers share.
 
-A check reads only the header and the last bytes of a JPEG. If they look wrong, and in any other
-format, it decodes the file with the function that training calls. It misses damage in the middle of
-a JPEG.
+For a JPEG, a check reads only the header and the last bytes, so it misses damage in the middle. If
+these bytes look wrong, or the file has another format, it is decoded as in training.
 """
 
 import logging
@@ -41,40 +40,41 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 Box = tuple[int, int, int, int]
-"""Left, top, right, bottom in whole pixels of the upright image, right and bottom not included."""
+"""(left, top, right, bottom) in pixels of the upright image, with right and bottom excluded."""
 
 Size = tuple[int, int]
-"""Width and height in pixels."""
+"""(width, height) in pixels."""
 
-_ORIENTATION = 0x0112  # EXIF tag; from 5 on, width and height change places
+_ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 
-# Formats that are opened, whatever a file's name says (MPO opens as JPEG). Pillow would start
-# another program for EPS.
+# The allowed formats. The content of a file decides, not its suffix. (Pillow opens MPO as JPEG.)
+# Other formats are unsafe: for EPS, Pillow would start another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
-_SAMPLED = 64  # headers from which the size of a set in memory is estimated
+_SAMPLED = 64  # number of headers to estimate the memory of a data set
 _REDUCTIONS: tuple[int, ...] = (8, 4, 2)
 
 
 class ImageFile:
-    """An image file that is open and not decoded, rotated as its EXIF orientation says."""
+    """An open image file that is not decoded yet. Its EXIF orientation is applied."""
 
     def __init__(self, image: Image.Image) -> None:
         if image.format not in ("JPEG", "MPO"):
-            image.load()  # a PNG may have its EXIF last, and a TIFF turns itself
+            image.load()  # EXIF may come last in PNG, and Pillow rotates TIFF itself
         turned = find_orientation(image) in range(2, 9)
         self._format = image.format
         self._image = ImageOps.exif_transpose(image) if turned else image
         self.width, self.height = self._image.size
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """Returns the part in a box, (h, w, 3), uint8, RGB; call it only once.
+        """Decodes the crop in a box to (h, w, 3), uint8, RGB. It can be called only once.
 
-        ``at_least`` is the smallest h and w, if the box has as many pixels.
+        The crop may be scaled down, but h and w are at least ``at_least`` or those of the box.
         """
         side = min(box[2] - box[0], box[3] - box[1])
         reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
         width, height = self._image.size
-        # Only upright JPEGs have drafts. Pixel i comes from those at i * reduction and after it.
+        # Drafts are used for upright JPEGs only. Draft pixel i covers the ``reduction`` pixels from
+        # i * reduction on.
         drafted = reduction > 1 and self._image.draft(
             "RGB", (max(1, width // reduction), max(1, height // reduction))
         )
@@ -84,42 +84,42 @@ class ImageFile:
 
 @contextmanager
 def open_image(path: str) -> Iterator[ImageFile]:
-    """Opens an image file; what a broken one raises depends on its format's decoder."""
+    """Opens an image file. The exceptions for broken files depend on the decoder."""
     with PathManager.open(path, "rb") as file:
         try:
             image = Image.open(file, formats=IMAGE_FORMATS)
-        except UnidentifiedImageError:  # its message names a temporary file
+        except UnidentifiedImageError:  # its message has a temporary name
             raise UnidentifiedImageError("not an image") from None
         with image:
             yield ImageFile(image)
 
 
 class ImageInMemory:
-    """A decoded image. It may have fewer pixels than its file; boxes are in pixels of the file."""
+    """A decoded image, possibly scaled down. Boxes are in pixels of the original file."""
 
     def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
-        """``pixels`` is (h, w, 3), uint8, RGB; width and height are those of the upright file."""
+        """``pixels`` is (h, w, 3), uint8, RGB. ``width`` and ``height`` are of the upright file."""
         self._pixels = pixels
         self.num_bytes = pixels.numel()
         self.width = width
         self.height = height
 
     def read(self, box: Box, at_least: int) -> Tensor:
-        """Returns a part like ``ImageFile.read``, as a view of all pixels in memory."""
+        """Returns a crop like ``ImageFile.read``, as a view of the pixels without a copy."""
         height, width = self._pixels.shape[:2]
         left, top, right, bottom = _scale(box, width / self.width, height / self.height)
         return self._pixels[top:bottom, left:right]
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resizes (h, w, 3) to (3, height, width), uint8, bilinear and antialiased."""
+    """Resizes an image (h, w, 3) to (3, height, width), uint8, bilinear with antialiasing."""
     planes = pixels.permute(2, 0, 1)[None]
-    # PyTorch's kernel for bytes takes half the time of Pillow's, and differs by rounding.
+    # PyTorch's uint8 kernel takes half the time of Pillow's. The results differ by rounding.
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0]
 
 
 def find_orientation(image: Image.Image) -> int:
-    """Returns EXIF's number; 1, upright, for a broken EXIF block, as in Detectron2."""
+    """Returns the EXIF orientation, or 1 (upright) if it is invalid, as in Detectron2."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:
@@ -127,7 +127,7 @@ def find_orientation(image: Image.Image) -> int:
 
 
 def _scale(box: Box, horizontally: float, vertically: float) -> Box:
-    """Returns a box in whole pixels of a smaller image, never empty."""
+    """Scales a box to integer pixels of a smaller image. The result is never empty."""
     right, bottom = max(1, round(box[2] * horizontally)), max(1, round(box[3] * vertically))
     left, top = (
         min(round(box[0] * horizontally), right - 1),
@@ -137,12 +137,12 @@ def _scale(box: Box, horizontally: float, vertically: float) -> Box:
 
 
 def _to_rgb(image: Image.Image, format: str | None) -> Image.Image:
-    """Converts as Detectron2 does, but scales 16 bits of grey to 8 instead of clipping them."""
+    """Converts to RGB like Detectron2, but scales 16-bit grayscale to 8 bits without clipping."""
     if image.mode.startswith("I;16") or (image.mode == "I" and format == "PNG"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range: convert the file")
-    image.info.pop("transparency", None)  # Pillow warns that it drops it
+    image.info.pop("transparency", None)  # Pillow would warn about it
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -154,19 +154,19 @@ def run_threads(
     num_threads: int = 8,
     quiet: bool = False,
 ) -> Iterator[T]:
-    """Yields a function's results for all items in order, computed by threads, with a bar."""
+    """Runs a function on all items in threads with a progress bar. Yields results in order."""
     with ThreadPoolExecutor(num_threads) as pool:
         yield from tqdm(pool.map(function, items), title, len(items), delay=2, disable=quiet)
 
 
 def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError]:
-    """Returns an error for each file that is missing, broken or not of the annotated size."""
+    """Returns an error for each file that is missing, broken or has a wrong annotated size."""
     found = run_threads(find_image_error, dataset_dicts, "Checking image files")
     return [error for error in found if error is not None]
 
 
 def find_image_error(record: dict[str, Any]) -> DataError | None:
-    """Returns the error of one record's file, see ``find_image_errors``."""
+    """Returns the error of one record's image file, or None, see ``find_image_errors``."""
     path = record["file_name"]
     try:
         with PathManager.open(path, "rb") as file:
@@ -175,7 +175,7 @@ def find_image_error(record: dict[str, Any]) -> DataError | None:
         found = _read_as_training(path, record)
     except FileNotFoundError:
         found = "missing image file", "the file does not exist"
-    except (OSError, ValueError) as error:  # a ValueError for names that no file can have
+    except (OSError, ValueError) as error:  # invalid file names raise a ValueError
         found = "unreadable image", f"the file cannot be opened: {one_line(error)}"
     if found is None:
         return None
@@ -189,13 +189,13 @@ def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
             size = image.size[::-1] if find_orientation(image) in (5, 6, 7, 8) else image.size
             file.seek(-2, os.SEEK_END)
             is_whole = file.read() == b"\xff\xd9"
-    except Exception:  # decoders raise nearly every type on broken files
+    except Exception:  # decoders raise many types on broken files
         return False
     return is_whole and size == (record.get("width", size[0]), record.get("height", size[1]))
 
 
 def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns kind and reason if training cannot use a file, or None."""
+    """Returns (kind, reason) if training cannot use the file, or None."""
     try:
         with PathManager.open(path, "rb") as file, Image.open(file) as image:
             mode = image.mode
@@ -214,12 +214,12 @@ def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | No
         return None
     reason = f"annotated with {annotated[0]} x {annotated[1]} pixels, but has {width} x {height}"
     if annotated == (height, width):
-        reason += ": swapped, or the EXIF rotation is not counted in"
+        reason += ": width and height are swapped, or ignore the EXIF rotation"
     return "image of another size than annotated", reason
 
 
 def read_sizes(paths: Sequence[str]) -> Iterator["Size | DataError"]:
-    """Yields width and height of images, upright as their EXIF orientation says, or an error."""
+    """Yields (width, height) of each image after its EXIF rotation, or an error."""
     return run_threads(_read_size, paths, "Reading image sizes")
 
 
@@ -233,9 +233,9 @@ def _read_size(path: str) -> "Size | DataError":
 
 
 def decode_images(file_names: Sequence[str], *, shorter_side: int) -> dict[str, ImageInMemory]:
-    """Decodes images, and scales those with a longer shorter side down to it.
+    """Decodes images, and scales them down if their shorter side exceeds ``shorter_side``.
 
-    Images that cannot be decoded are left out: the mapper reports them.
+    Images that cannot be decoded are left out. The mapper will report them.
     """
     decoded = run_threads(
         partial(_decode, shorter_side=shorter_side),
@@ -251,9 +251,9 @@ def decode_images(file_names: Sequence[str], *, shorter_side: int) -> dict[str, 
 def decode_if_small(
     records: Sequence[dict[str, Any]], *, shorter_side: int, budget: float
 ) -> dict[str, ImageInMemory]:
-    """Decodes images, scaled down to ``shorter_side``, if all take at most ``budget`` bytes.
+    """Returns decoded images like ``decode_images`` if they take at most ``budget`` bytes.
 
-    Otherwise, it returns an empty dict.
+    Otherwise, returns an empty dict.
     """
     if budget <= 0 or not records:
         return {}
@@ -279,7 +279,7 @@ def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
         with open_image(file_name) as image:
             full = image.width, image.height
             pixels = image.read((0, 0, *full), shorter_side)
-    except (MemoryError, UserError):  # a missing shard is no broken image
+    except (MemoryError, UserError):  # a missing shard is not a broken image
         raise
     except Exception:  # the type depends on the format's decoder
         return None
@@ -290,13 +290,13 @@ def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
 
 
 def _count_bytes(record: dict[str, Any], shorter_side: int) -> int:
-    """Returns the bytes of a decoded image; 0 if its size is unknown."""
+    """Returns the number of bytes of a decoded image, or 0 if its size is unknown."""
     is_known = "width" in record and "height" in record
     size = (record["width"], record["height"]) if is_known else _read_size(record["file_name"])
     return 0 if isinstance(size, DataError) else 3 * math.prod(_scale_down(size, shorter_side))
 
 
 def _scale_down(size: tuple[int, int], shorter_side: int) -> tuple[int, int]:
-    """Returns a size scaled down to a shorter side; the same for both orientations."""
+    """Scales a size down to a shorter side, consistently for both orientations."""
     factor = min(1.0, shorter_side / min(size))
     return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The endless stream of training batches, which can start at any step without loading earlier ones.
+"""The infinite iterator over training batches, which can start at any step.
 
-The images of a step and their augmentation depend on the seed alone, not on the number of processes
-or workers. The samplers are Detectron2's. Each process forms the batches of all processes from
-indices, and loads its share.
+The images of a step and their augmentation depend only on the seed, not on the number of processes
+or workers. Each process computes the indices of the whole batch with Detectron2's samplers, and
+loads its part of the images. Starting at a later step does not load the images of earlier steps.
 """
 
 import itertools
@@ -34,26 +34,26 @@ from .shards import fetch_ahead, plan_shards, shuffle_shards
 from .unlabelled import build_strong_views, load_unlabelled
 
 Entry = tuple[int, int]
-"""Position in the stream of images, and index in the dataset."""
+"""Position in the stream of images, and index in the data set."""
 Sample = Callable[[int], Iterator[int]]
-"""Returns endless indices of images for a seed, the same in all processes."""
+"""Maps a seed to an infinite iterator over image indices, which is the same in all processes."""
 T = TypeVar("T")
 
-_SKIPPED = "skipped"  # key of an entry with the errors of the images that it replaces
-MAX_TRIES = 1000  # images in a row that a mapper may skip
+_SKIPPED = "skipped"  # key of an entry: the errors of the images that it replaces
+MAX_TRIES = 1000  # largest number of consecutive images that a mapper may skip
 
 
 class TrainStream(Iterable[list[dict[str, Any]]]):
-    """Yields this process's share of every batch, without end.
+    """Yields this process's part of every batch, without end.
 
     Attributes:
-        start: first step of the next iterator.
-        mapper: mapper of the next iterator.
-        fingerprint: checksum of the records; a run resumes only on the same records.
-        skipped: errors of the images that this process skipped, by image.
-        num_images: of an epoch, with unlabelled ones.
-        unlabelled: stream of the images that come with the labelled ones, as ``UNLABELLED``.
-        burn_in: first step with unlabelled images.
+        start: the step at which the next iterator starts.
+        mapper: the mapper that the next iterator uses.
+        fingerprint: checksum of the records. A run can only be resumed with the same records.
+        skipped: maps each image that this process skipped to its error.
+        num_images: number of images per epoch, including unlabeled images.
+        unlabelled: stream of unlabeled images, which are added to entries as ``UNLABELLED``.
+        burn_in: first step with unlabeled images.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
     ) -> None:
         """
         Args:
-            dataset: Detectron2's dicts of images.
-            mapper: maps a dict to an entry of a batch. If it returns None or an error, a random
-                other image replaces the image.
-            sample: returns the order of images for a seed; default: shuffled epochs.
-            batch_size: images of one step over all processes. Shares may differ by one.
-            aspect_ratio_grouping: separate batches of wide and tall images to save padding; every
-                dict then needs "width" and "height".
-            num_workers: loading processes; 0 loads in this one.
-            seed: of order and augmentation.
+            dataset: records in Detectron2's format.
+            mapper: maps a record to an entry of a batch. If it returns None or an error, the image
+                is replaced by a random one.
+            sample: maps a seed to the order of images; by default shuffled epochs.
+            batch_size: total number of images per step. The parts of processes may differ by one.
+            aspect_ratio_grouping: form batches of only wide or only tall images, which need less
+                padding. Every record then needs "width" and "height".
+            num_workers: number of worker processes. 0 loads images in this process.
+            seed: seed of the order and the augmentation.
             pin_memory: return tensors in pinned memory.
-            images_ahead: images between the download of a shard and its use; 0 downloads a shard
-                when it is used.
-            unlabelled: stream of images without labels; it starts at the step ``burn_in``.
+            images_ahead: number of images between the download of a shard and its use. 0 downloads
+                a shard when it is first used.
+            unlabelled: stream of unlabeled images, which starts at the step ``burn_in``.
 
         Raises:
-            UserError: there are no images, or fewer in a batch than processes.
+            UserError: there are no images, or ``batch_size`` is below the number of processes.
         """
         if len(dataset) == 0:
             raise UserError("the training set has no images")
@@ -114,8 +114,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             unlabelled.skipped = self.skipped
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        # A generator starts workers with the first batch only: a resumed run sets ``start`` and
-        # ``seed`` after construction.
+        # As a generator, this starts the workers at the first batch. A resumed run sets ``start``
+        # and ``seed`` before.
         rank, world_size = comm.get_rank(), comm.get_world_size()
         shares: Iterator[list[Entry]] = (cut(batch, world_size)[rank] for batch in self.batches())
         if self._images_ahead:
@@ -127,7 +127,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             pin_memory=self._pin_memory,
             collate_fn=trivial_batch_collator,
             worker_init_fn=_leave_signals_to_trainer,
-            generator=torch.Generator(),  # else it draws from the global one
+            generator=torch.Generator(),  # the default draws from the global generator
         )
         batches = iter(loader)
         workers = getattr(batches, "_workers", ())
@@ -142,7 +142,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
                 yield batch
         finally:
             others.close()
-            del batches  # waits some seconds for the workers, which ignore SIGTERM
+            del batches  # takes some seconds, as workers ignore SIGTERM
             for worker in workers:
                 worker.kill()
 
@@ -153,7 +153,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             yield from self.unlabelled
 
     def batches(self) -> Iterator[list[Entry]]:
-        """Yields the batches of all processes together, from step ``start`` on."""
+        """Yields the entries of the whole batch of all processes, from step ``start`` on."""
         entries = enumerate(self._sample(self.seed))
         if self._wide is None:
             groups = iter(lambda: list(itertools.islice(entries, self.batch_size)), [])
@@ -163,18 +163,18 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
 
 
 def _shuffle(size: int, seed: int) -> Iterator[int]:
-    # __iter__ of Detectron2's samplers returns only this process's part.
+    # ``__iter__`` of Detectron2's samplers would yield only this process's indices.
     yield from TrainingSampler(size, seed=seed)._infinite_indices()
 
 
 def _leave_signals_to_trainer(worker: int) -> None:
-    # A stopped run finishes its step, so its workers must survive the signal too.
+    # A stopped run finishes its current step, so the workers must ignore the signal.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _SeededImages(Dataset[dict[str, Any]]):
-    """Images by position and index, each augmented with its own seed."""
+    """Maps batches of (position, index) to mapped images, with one random seed per position."""
 
     def __init__(self, dataset: DatasetFromList, mapper: Mapper, seed: int) -> None:
         self._dataset = dataset
@@ -182,12 +182,12 @@ class _SeededImages(Dataset[dict[str, Any]]):
         self._seed = seed
 
     def __getitems__(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-        # Once per batch: saving the generators takes longer than seeding them.
+        # Generators are saved once per batch, because saving takes longer than seeding.
         with preserved_randomness():
             return [self._draw(position, index) for position, index in entries]
 
     def _draw(self, position: int, index: int) -> dict[str, Any]:
-        """Returns an entry; random other images replace one that the mapper skips."""
+        """Returns the entry of an image, or of a random image if the mapper skips it."""
         errors: list[DataError] = []
         others = None
         seed_place(self._seed, IMAGE, position)
@@ -197,7 +197,7 @@ class _SeededImages(Dataset[dict[str, Any]]):
                 errors.append(mapped)
             elif mapped is not None:
                 return {**mapped, _SKIPPED: errors} if errors else mapped
-            # Random, because neighbouring files are often broken together.
+            # The replacement is random because adjacent files are often broken together.
             others = others or np.random.default_rng((self._seed, position))
             index = int(others.integers(len(self._dataset)))
         last = f"; the last error is {errors[-1].message}" if errors else ""
@@ -205,15 +205,16 @@ class _SeededImages(Dataset[dict[str, Any]]):
 
 
 def cut(items: Sequence[T], parts: int) -> list[list[T]]:
-    """Cuts a sequence into consecutive parts whose lengths differ by one at most."""
+    """Divides a sequence into consecutive parts whose lengths differ by at most one."""
     bounds = [part * len(items) // parts for part in range(parts + 1)]
     return [list(items[low:high]) for low, high in itertools.pairwise(bounds)]
 
 
 def build_train_stream(cfg: CfgNode) -> TrainStream:
-    """Builds the stream of ``DATASETS.TRAIN``; with fixed views its mapper is a ``FixedViews``.
+    """Builds the stream of ``DATASETS.TRAIN``.
 
-    Raises a ``UserError`` if there is no image to train on, or the sampler is unknown.
+    With ``INPUT.FIXED_VIEWS``, the mapper of the stream is a ``FixedViews``. Raises a ``UserError``
+    if there are no training images or the sampler is unknown.
     """
     dataset = _load_training_set(cfg)
     naming = build_mapper(cfg, is_train=True)
@@ -262,7 +263,7 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
 
 
 def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> tuple[Sample | None, int]:
-    """Returns ``sample`` and ``images_ahead`` of ``TrainStream``."""
+    """Returns the arguments ``sample`` and ``images_ahead`` of ``TrainStream``."""
     keys = cfg.DATALOADER
     if keys.SAMPLER_TRAIN not in ("TrainingSampler", "RepeatFactorTrainingSampler"):
         raise UserError(
@@ -283,7 +284,7 @@ def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> tuple[Sa
 
 
 def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:
-    """Yields batches of images that are all wide or all tall, as soon as each is full."""
+    """Yields batches of only wide or only tall images, each as soon as it is full."""
     waiting: tuple[list[Entry], list[Entry]] = ([], [])
     for entry in entries:
         bucket = waiting[int(wide[entry[1]])]
@@ -294,18 +295,18 @@ def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[li
 
 
 def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Returns (len(dataset),): whether each image is wider than tall, as Detectron2 groups."""
+    """Returns whether each image is wider than tall (N,), as in Detectron2's grouping."""
     if any("width" not in entry or "height" not in entry for entry in dataset):
         raise UserError("DATALOADER.ASPECT_RATIO_GROUPING needs every image's width and height")
     return np.array([entry["width"] > entry["height"] for entry in dataset])
 
 
 def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:
-    """Returns a checksum of image names, ids, boxes and their order, without the folder."""
+    """Returns a checksum of the names, ids, boxes and order of images, but not of the folder."""
     value = 0
     for entry in dataset:
         name = os.path.basename(str(entry.get("file_name", "")))
         boxes = [(a.get("category_id"), a.get("bbox")) for a in entry.get("annotations", ())]
         text = f"{entry.get('image_id')} {name} {boxes}\n"
-        value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names may be any bytes
+        value = zlib.crc32(text.encode(errors="surrogateescape"), value)  # names may not be UTF-8
     return value

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Downloads files once for all processes of a machine, into a cache of limited size.
+"""Downloads files into a cache of limited size that all processes of a machine share.
 
-Buckets (``s3://``, ``gs://``, ``az://``) need the package obstore, which takes credentials from the
-environment. Its threads do not survive the fork of loading workers, so each of its downloads runs
-in a new process.
+Buckets (``s3://``, ``gs://``, ``az://``) need the package obstore, which reads credentials from the
+environment. The threads of obstore do not survive the fork of data loader workers, so each download
+from a bucket runs in a new process.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from qbheat_det.core.text import format_bytes, format_duration, one_line
 
 logger = logging.getLogger(__name__)
 
-# Environment variables, which forked and spawned workers inherit.
+# The limits are environment variables, so that forked and spawned workers inherit them.
 _GB, _SECONDS = "QBHEAT_SHARDS_CACHE_GB", "QBHEAT_SHARDS_RETRY_SECONDS"
 _ADDRESS = re.compile(r"(https?|s3|gs|az)://.")
-_STALLED = 30.0  # seconds without a byte before a transfer restarts
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds between two attempts
+_STALLED = 30.0  # seconds without data until a download restarts
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds between attempts
 _BLOCK = 1 << 20
 _GONE = {400, 401, 403, 404, 405, 410}  # HTTP errors that are not retried
 _REFUSED = 3  # exit code of ``_FROM_BUCKET`` for errors that are not retried
@@ -64,16 +64,16 @@ class _Refused(OSError):
 
 
 def is_address(path: object) -> bool:
-    """Returns whether a path is an address to download from."""
+    """Returns whether a path is a URL of a web server or a bucket."""
     return bool(_ADDRESS.match(str(path)))
 
 
 def configure_cache(*, gigabytes: float, retry_seconds: float) -> None:
-    """Sets the limits for this process and its children.
+    """Sets the limits of the cache for this process and its child processes.
 
     Args:
-        gigabytes: size limit of all downloaded files on this machine, in 1e9 bytes.
-        retry_seconds: time limit for one file before the run ends.
+        gigabytes: largest total size of the downloaded files on this machine, in 1e9 bytes.
+        retry_seconds: time in which the download of a file is retried before the run fails.
 
     Raises:
         UserError: a limit is not positive.
@@ -85,20 +85,20 @@ def configure_cache(*, gigabytes: float, retry_seconds: float) -> None:
 
 
 def cache_limit() -> float:
-    """Returns the size limit of all downloaded files, in bytes."""
+    """Returns the largest total size of the downloaded files, in bytes."""
     return 1e9 * float(os.environ.get(_GB, 20))
 
 
 def cache_folder() -> Path:
-    """Returns the folder of all downloaded files."""
+    """Returns the folder of the downloaded files."""
     return get_cache_dir() / "shards"
 
 
 def fetch(address: str, num_bytes: int) -> Path:
-    """Returns the local copy of a file of ``num_bytes``; downloads it if the cache lacks it.
+    """Returns the path of a local copy of a file, which is downloaded if needed.
 
     Another process may remove the copy at any time. Raises a ``UserError`` if the download takes
-    too long, or the file has another size.
+    too long, or the size of the file is not ``num_bytes``.
     """
     folder, _, name = address.rpartition("/")
     own = cache_folder() / hashlib.sha256(folder.encode()).hexdigest()[:16]
@@ -117,7 +117,7 @@ def fetch(address: str, num_bytes: int) -> Path:
 
 
 def _reserve(partial: Path, num_bytes: int) -> None:
-    """Creates a file of the final size; removes the least recently used files to make room."""
+    """Creates a file of the final size, and removes least recently used files to make room."""
     root = cache_folder()
     with file_lock(root / ".lock"):
         files = []
@@ -144,13 +144,13 @@ def _reserve(partial: Path, num_bytes: int) -> None:
 
 
 def download(address: str, target: Path, num_bytes: int | None = None) -> None:
-    """Downloads into an existing file, and retries with growing pauses.
+    """Downloads into an existing file, and retries with increasing pauses.
 
-    ``num_bytes`` is the required size; None accepts any.
+    ``num_bytes`` is the expected size; None accepts any size.
 
     Raises:
-        UserError: ``DATALOADER.RETRY_SECONDS`` are over, the file is missing or forbidden, or it
-            has another size.
+        UserError: the download failed for ``DATALOADER.RETRY_SECONDS``, or the file is missing,
+            forbidden or of an unexpected size.
     """
     patience, pause, is_told = float(os.environ.get(_SECONDS, 300)), _FIRST_PAUSE, False
     end = time.monotonic() + patience
@@ -164,8 +164,8 @@ def download(address: str, target: Path, num_bytes: int | None = None) -> None:
             if time.monotonic() + pause > end:
                 raise UserError(
                     f"'{address}' could not be read for {format_duration(patience)} "
-                    f"(DATALOADER.RETRY_SECONDS): {one_line(error)}; once it answers, --resume "
-                    "continues a run"
+                    f"(DATALOADER.RETRY_SECONDS): {one_line(error)}. Continue the run later with "
+                    "--resume"
                 ) from error
             if not is_told:
                 logger.warning(f"Waiting for '{address}': {one_line(error)}")

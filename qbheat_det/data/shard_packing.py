@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Packs image files into shards, see ``shards``, without encoding them again."""
+"""Packs image files into shards (see ``shards``) without re-encoding them."""
 
 import gzip
 import hashlib
@@ -26,28 +26,28 @@ from .datasets.sources import read_annotations
 from .images import find_image_error, open_image
 from .shards import FORMAT, INDEX
 
-_BLOCK = 512  # bytes of tar before a file with a short name
-_READABLE = "image of more than 8 bits"  # an error with boxes; other mappers scale such pixels
+_BLOCK = 512  # bytes of a tar header
+_READABLE = "image of more than 8 bits"  # an error only with boxes; other mappers scale the pixels
 
 
 def pack_source(
     data: DataSource, folder: str | os.PathLike[str], *, shard_bytes: float = 64e6
 ) -> list[DataError]:
-    """Packs a data set. The index is written last, so an interrupted packing is never used.
+    """Packs a data set into shards.
 
-    Training images are shuffled, so that a few shards are a fair sample. Evaluation images keep
-    their order.
+    Training images are shuffled, so that any few shards are a random sample. Validation images keep
+    their order. The index is written last, so incomplete shards are never used.
 
     Args:
         data: the sources to pack.
-        folder: for the shards and their index.
+        folder: output folder of the shards and their index.
         shard_bytes: approximate size of a shard.
 
     Returns:
         The errors of the images that were left out.
 
     Raises:
-        UserError: the data are invalid, or the folder has shards already or is not writable.
+        UserError: the data are invalid, or the folder already has shards or is not writable.
     """
     root = Path(folder)
     if (root / INDEX).exists():
@@ -79,7 +79,10 @@ def pack_source(
 
 
 def _list_images(source: Source, kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the images with "path" and "about", their metadata in a shard; and other lists."""
+    """Returns the images of a source, and the other lists of its part in the index.
+
+    Each image has "path", and "about", which is its metadata in the shard.
+    """
     if kind != "boxes":
         names, records, classes = list_source(source)
         images = []
@@ -114,7 +117,7 @@ def _pack(
     *,
     annotated: bool,
 ) -> list[dict[str, Any]]:
-    """Writes the shards of a part; returns its images with "at", and adds to the errors."""
+    """Writes the shards of a part, and returns its images with "at". Appends to ``errors``."""
     order = list(range(len(images)))
     if part == "train":
         random.Random("shards").shuffle(order)
@@ -129,7 +132,7 @@ def _pack(
         else:
             packed[number] = image
             shard.append((number, content))
-            num_bytes += len(content) + 3 * _BLOCK  # two headers, and about a block of metadata
+            num_bytes += len(content) + 3 * _BLOCK  # two headers and a block of metadata
         if shard and (num_bytes >= shard_bytes or place == len(order) - 1):
             _write_shard(root / f"{part}-{num_shards:06d}.tar", shard, packed)
             num_shards, num_bytes, shard = num_shards + 1, 0, []
@@ -137,7 +140,7 @@ def _pack(
 
 
 def _read(image: dict[str, Any], *, annotated: bool) -> bytes | DataError:
-    """Returns an image file's bytes and sets the image's size; or the error of a broken file."""
+    """Returns the bytes of an image file and sets the image's size, or returns an error."""
     path = image["path"]
     error = find_image_error({**image, "file_name": path, "image_id": image["id"]})
     if error and (annotated or error.kind != _READABLE):
@@ -153,7 +156,7 @@ def _read(image: dict[str, Any], *, annotated: bool) -> bytes | DataError:
 def _write_shard(
     path: Path, contents: Sequence[tuple[int, bytes]], images: Mapping[int, dict[str, Any]]
 ) -> None:
-    """Writes images and their metadata as WebDataset does, and sets the images' "at"."""
+    """Writes images and their metadata in WebDataset's format, and sets "at" of each image."""
     buffer, places = io.BytesIO(), {}
     with tarfile.TarFile(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, content in contents:

@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads images from shards: WebDataset's tar files with an index of the images' places.
+"""Reads images from shards, which are WebDataset tar files with an index of image locations.
 
-With the index, images can be read in any order, from a folder, over HTTP or from a bucket. The
-stream of batches therefore depends on the seed alone. The ``file_name`` of a record tells any
-process where the image is, without the index::
+With the index, images can be read in any order from a folder, a web server or a bucket. Therefore,
+the order of training images depends only on the seed. The ``file_name`` of a record contains the
+location of the image, so that workers do not need the index::
 
     shards://ADDRESS/train-000003.tar#BYTES-OFFSET-SIZE-CRC/NAME
 
-``ADDRESS/index.json`` names the parts, "train" and perhaps "val", and for each a compressed file in
-COCO's format. Its images have ``at``, the part of the name between ADDRESS and NAME.
+``ADDRESS/index.json`` lists the parts ("train" and optionally "val"). Each part has a compressed
+file in COCO's format. The key ``at`` of its images is the text between ADDRESS/ and /NAME.
 """
 
 import functools
@@ -44,12 +44,12 @@ INDEX = "index.json"
 FORMAT = "qbheat_det shards, 1"
 _AT = r"([\w.-]+\.tar)#(\d+)-(\d+)-(\d+)-([0-9a-f]{8})"
 _NAME = re.compile(f"{PREFIX}(.+?)/{_AT}/", re.DOTALL)
-_AHEAD = 2  # shards' worth of images between their download and their use
+_AHEAD = 2  # number of shards that are downloaded ahead
 _KINDS = ("boxes", "classes", "images")
 
 
 class Place(NamedTuple):
-    """The shard of an image, the shard's bytes, and the image's offset, size and CRC-32."""
+    """The location of an image: shard, size of the shard, and the image's offset, size and CRC."""
 
     shard: str
     num_bytes: int
@@ -59,12 +59,12 @@ class Place(NamedTuple):
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Returns an absolute path, or an address without a slash at its end."""
+    """Returns an absolute path, or a URL without a trailing slash."""
     return str(path).rstrip("/") if is_address(path) else os.path.abspath(path)
 
 
 def are_shards(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is an address, or a folder that ``qbheat shards`` made."""
+    """Returns whether a path is a URL, or a folder written by ``qbheat shards``."""
     if is_address(path):
         return True
     try:
@@ -75,9 +75,9 @@ def are_shards(path: str | os.PathLike[str]) -> bool:
 
 
 def read_index(address: str) -> dict[str, Any]:
-    """Returns the index of shards: "kind" ("boxes", "classes" or "images"), and "parts" by name.
+    """Returns the index of shards, with "kind" ("boxes", "classes" or "images") and "parts".
 
-    ``address`` is what ``absolute`` returns. Raises a ``UserError`` if the index cannot be read.
+    ``address`` is a result of ``absolute``. Raises a ``UserError`` if the index cannot be read.
     """
     path = f"{address}/{INDEX}"
     try:
@@ -94,10 +94,11 @@ def read_index(address: str) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=2)
 def read_part(address: str, part: str) -> dict[str, Any]:
-    """Returns a part of the index: the list "images" with COCO's "annotations" and "categories", or
-    with "classes", the names of the images' "label".
+    """Returns the lists of a part of the shards.
 
-    Raises a ``UserError`` if it cannot be read, does not match its index, or shards are missing.
+    The lists are COCO's "images", "annotations" and "categories"; or "images" with "label", and
+    "classes" with the class names. Raises a ``UserError`` if the part cannot be read or does not
+    match its index, or shards are missing.
     """
     entry = read_index(address)["parts"].get(part)
     if entry is None:
@@ -111,7 +112,7 @@ def read_part(address: str, part: str) -> dict[str, Any]:
     for image in content["images"]:
         place = re.fullmatch(_AT, str(image.get("at")))
         if not place:
-            raise UserError(f"'{path}' is broken: {image.get('at')!r} is not a place in a shard")
+            raise UserError(f"'{path}' is broken: {image.get('at')!r} is not a location in a shard")
         sizes[place[1]] = int(place[2])
     if is_address(address):
         limit = format_bytes(cache_limit())
@@ -140,14 +141,14 @@ def _read(path: str) -> bytes:
 
 
 def locate_image(image: dict[str, Any]) -> str:
-    """Returns the ``file_name`` of an image of ``read_part`` without PREFIX and address."""
+    """Returns the ``file_name`` of an image of ``read_part``, without the prefix and address."""
     return f"{image['at']}/{image['file_name']}"
 
 
 def list_shard_images(address: str) -> list[tuple[str, str]]:
-    """Returns the original name and the ``file_name`` of all images, in their order in the shards.
+    """Returns (original name, ``file_name``) of all images, in their order in the shards.
 
-    ``address`` is what ``absolute`` returns. Raises as ``read_part``.
+    ``address`` is a result of ``absolute``. Raises the same errors as ``read_part``.
     """
     found = []
     for part in read_index(address)["parts"]:
@@ -158,17 +159,17 @@ def list_shard_images(address: str) -> list[tuple[str, str]]:
 
 
 def has_boxes(source: Mapping[str, Any]) -> bool:
-    """Returns whether a source of shards has boxes that training reads."""
+    """Returns whether a source of shards has boxes to train on."""
     return source["labelled"] and "categories" in read_part(source["shards"], source["subset"])
 
 
 def is_in_shard(file_name: str) -> bool:
-    """Returns whether an image lies in a shard."""
+    """Returns whether an image is in a shard."""
     return file_name.startswith(PREFIX)
 
 
 def parse_name(file_name: str) -> Place:
-    """Returns the place of an image; raises a ``FileNotFoundError`` for any other name."""
+    """Parses the location of an image in a shard. Raises ``FileNotFoundError`` for other names."""
     found = _NAME.match(file_name)
     if not found:
         raise FileNotFoundError(file_name)
@@ -179,7 +180,7 @@ def parse_name(file_name: str) -> Place:
 def read_image_bytes(file_name: str) -> bytes:
     """Returns the bytes of an image file, and downloads its shard if needed.
 
-    Raises a ``UserError`` if the shard is not available or does not hold these bytes.
+    Raises a ``UserError`` if the shard is not available or the checksum does not match.
     """
     place = parse_name(file_name)
     is_remote = is_address(place.shard)
@@ -189,24 +190,24 @@ def read_image_bytes(file_name: str) -> bytes:
             with open(path, "rb") as file:
                 content = os.pread(file.fileno(), place.size, place.offset)
             os.utime(path) if is_remote else None
-        except FileNotFoundError:  # another process freed the space
+        except FileNotFoundError:  # another process removed the copy
             continue
         if zlib.crc32(content) == place.checksum:
             return content
-        if is_remote and not is_last:  # the copy is of an earlier packing
+        if is_remote and not is_last:  # the copy may be outdated
             path.unlink(missing_ok=True)
     raise UserError(
-        f"the shard '{place.shard}' does not hold what its index says at byte {place.offset:,}: it "
-        "is missing, truncated, or was changed after it was packed"
+        f"the shard '{place.shard}' does not match its index at byte {place.offset:,}: it is "
+        "missing, truncated, or was changed after it was packed"
     )
 
 
 def shuffle_shards(shards: Sequence[int], *, window: int, seed: int) -> Iterator[int]:
-    """Yields the indices of endless epochs in which few shards are in use at once.
+    """Yields image indices of infinite shuffled epochs, in which few shards are in use at a time.
 
-    Each epoch shuffles the shards, then delays each image by a uniform share of ``window`` shards.
-    The order is a function of the seed and the position alone. ``shards`` (N,) has the number of
-    each image's shard.
+    Each epoch shuffles the shards, and then delays each image by a random number of shards between
+    0 and ``window``. The order depends only on the seed. ``shards`` (N,) has the shard number of
+    each image.
     """
     numbers = np.asarray(shards)
     for epoch in itertools.count():
@@ -217,14 +218,15 @@ def shuffle_shards(shards: Sequence[int], *, window: int, seed: int) -> Iterator
 
 
 def plan_shards(file_names: Sequence[str], window: int) -> tuple[list[int], int]:
-    """Returns the number of each image's shard (N,), and ``images_ahead`` for ``fetch_ahead``.
+    """Returns the shard number of each image (N,), and ``images_ahead`` for ``fetch_ahead``.
 
-    ``window`` is the number of shards whose images mix; 0 means all. If all images mix, there are
-    no numbers. If an image is in no remote shard, ``images_ahead`` is 0.
+    ``window`` is the number of shards whose images are mixed, where 0 means all. If the images of
+    all shards are mixed, the list of shard numbers is empty. If not all images are in remote
+    shards, ``images_ahead`` is 0.
 
     Raises:
-        UserError: the cache is too small for the remote shards in use at once. They would be
-            downloaded again and again.
+        UserError: the cache is smaller than the remote shards in use at a time, so shards would be
+            downloaded repeatedly.
     """
     places = [parse_name(name) for name in file_names if is_in_shard(name)]
     sizes = {place.shard: place.num_bytes for place in places}
@@ -250,10 +252,10 @@ def fetch_ahead(
     *,
     images_ahead: int,
 ) -> Iterator[list[tuple[int, int]]]:
-    """Yields batches of (position, index) while a thread downloads the shards of later ones.
+    """Yields batches of (position, index) while a thread downloads the shards of later batches.
 
-    ``records``, by index, are all in remote shards. ``images_ahead`` is the number of images
-    between the download of a shard and its use.
+    ``records`` are the images, which must all be in remote shards. ``images_ahead`` is the number
+    of images between the download of a shard and its use.
     """
     wanted: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
     threading.Thread(target=_fetch_all, args=(wanted,), daemon=True).start()
@@ -274,12 +276,12 @@ def _fetch_all(wanted: "queue.SimpleQueue[tuple[str, int] | None]") -> None:
     while (one := wanted.get()) is not None:
         try:
             fetch(*one)
-        except UserError:  # raised again where the image is read
+        except UserError:  # reading the image will raise it again
             return
 
 
 class ShardImages(PathHandler):
-    """Lets Detectron2's path manager open images in shards, so that any mapper reads them."""
+    """Makes Detectron2's path manager open images in shards, so that any mapper can read them."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Images without labels for a detector: their strong views, and the removal of repeated images."""
+"""Unlabeled images for semi-supervised detection: strong views, and removal of duplicates."""
 
 import hashlib
 import logging
@@ -30,14 +30,14 @@ _GREY = 127
 
 
 class StrongColours:
-    """Changes colours, blurs and erases parts of an image (3, H, W), uint8; nothing moves."""
+    """Randomly changes colors, blurs and erases parts of an image (3, H, W), uint8."""
 
     def __init__(
         self, *, jitter: Sequence[float], blur_sigma: Sequence[float], pixel_format: str
     ) -> None:
-        """Takes ``INPUT.TWO_VIEWS.JITTER``, ``BLUR_SIGMA`` and ``INPUT.FORMAT``."""
+        """The arguments are ``INPUT.TWO_VIEWS.JITTER``, ``BLUR_SIGMA`` and ``INPUT.FORMAT``."""
         self._is_rgb = pixel_format == "RGB"
-        # The probabilities of Soft Teacher (arXiv:2106.09018) and Unbiased Teacher.
+        # The probabilities are from Soft Teacher (arXiv:2106.09018) and Unbiased Teacher.
         self._change = v2.Compose(
             [
                 v2.RandomApply([v2.ColorJitter(*jitter)], p=0.8),
@@ -56,11 +56,13 @@ class StrongColours:
 
 @dataclass(frozen=True)
 class FeatureNoise:
-    """Sets channels and one rectangle of feature maps (C, h, w) to zero; leaves tokens alone.
+    """Sets random channels and one rectangle of feature maps (C, h, w) to zero.
+
+    Tokens do not change.
 
     Attributes:
-        drop_channels: probability that a channel is dropped; the others are scaled up.
-        erase: share of the area of the rectangle, which lies at the same place in all maps.
+        drop_channels: probability that a channel is dropped. The remaining channels are scaled up.
+        erase: area of the rectangle as a share of the image. All maps have the same rectangle.
     """
 
     drop_channels: float
@@ -84,7 +86,7 @@ class FeatureNoise:
 
 @dataclass(frozen=True)
 class StrongViews:
-    """A mapper that adds a strong view, ``STRONG``, to the weak one of another mapper."""
+    """A mapper that adds a strong view, with key ``STRONG``, to the entry of another mapper."""
 
     mapper: Mapper
     colours: StrongColours
@@ -99,7 +101,7 @@ class StrongViews:
 
 
 def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
-    """Returns the mapper of ``INPUT.TWO_VIEWS`` and ``MODEL.SEMI``; checks its keys."""
+    """Builds a ``StrongViews`` from ``INPUT.TWO_VIEWS`` and ``MODEL.SEMI``, and checks the keys."""
     keys = cfg.MODEL.SEMI
     for name, least in (("DROP_CHANNELS", 0), ("ERASE", 0), ("BURN_IN", 0), ("TOP_SHARE", 1e-9)):
         if not least <= keys[name] < 1:
@@ -114,10 +116,10 @@ def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
 
 
 def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the records of ``DATASETS.UNLABELLED`` without repeated and unreadable images.
+    """Returns the records of ``DATASETS.UNLABELLED`` without duplicate and unreadable images.
 
-    Images are equal if all of their pixels are, whatever their files are called. An image of
-    ``labelled`` or of ``DATASETS.TEST`` is dropped, and so is the second of two equal ones.
+    An image is a duplicate if it has the same pixels as an earlier image, or as an image in
+    ``labelled`` or ``DATASETS.TEST``. File names do not matter.
 
     Raises:
         UserError: no image is left.
@@ -137,7 +139,7 @@ def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[di
 
 
 def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
-    """Returns the indices of the unlabelled images to use; logs how many others there are."""
+    """Returns the indices of the unlabeled images to use, and logs how many are left out."""
     found = {}
     for name, records in sets.items():
         paths = [str(record["file_name"]) for record in records]
@@ -157,7 +159,7 @@ def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
     logger.info(
         f"{len(kept):,} of {len(unlabelled):,} unlabelled images are used: "
         f"{counts['labelled']:,} are labelled images, {counts['validation']:,} validation images, "
-        f"{counts['unlabelled']:,} repeat others, {len(errors):,} cannot be read"
+        f"{counts['unlabelled']:,} are duplicates, {len(errors):,} cannot be read"
     )
     if errors:
         logger.warning(f"Unlabelled images are left out: {join_messages(errors)}")
@@ -165,7 +167,7 @@ def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
 
 
 def hash_pixels(path: str) -> str | DataError:
-    """Returns a digest of an image's size and pixels, upright, as training reads them."""
+    """Returns a digest of an image's size and pixels, after EXIF rotation as in training."""
     try:
         pixels = read_image(path, "RGB")
     except (MemoryError, UserError):

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Computes a frozen network's features once, for fixed views of each image, and reads them back.
+"""Computes the features of a frozen network once for fixed views of each image, and caches them.
 
-- ``use_cached_features`` trains a head on features of its own frozen encoder.
-- ``TeacherFeatures`` pre-trains an encoder on features of a frozen teacher.
-- ``check_cacheable`` refuses configs whose features change during training.
+- ``use_cached_features`` trains the head of a model on cached features of its frozen encoder.
+- ``TeacherFeatures`` pre-trains an encoder on cached features of a frozen teacher.
+- ``check_cacheable`` rejects configs whose features would change during training.
 """
 
 from .encoder import CachedBackbone

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a cache needs of a frozen encoder: its key, its outputs, and a stand-in for training.
+"""Encodes images for a cache, computes the key of a cache, and replaces the encoder in training.
 
-With the stand-in, the head receives the same features as from the encoder, except in batches of
-images of several sizes: there the encoder sees padding, but each image was cached alone. MF-DETR
-masks the padding, so its outputs are equal; those of RetinaNet and FCOS differ.
+``CachedBackbone`` returns the same features as the encoder, except for batches of images of
+different sizes. In such batches, the encoder would see padding, but cached images have no padding.
+MF-DETR masks the padding, so its outputs are the same. RetinaNet's and FCOS's outputs differ.
 """
 
 import hashlib
@@ -39,36 +39,36 @@ _MAX_VIEWS = 1000
 
 
 class CachedBackbone(Backbone):
-    """Batches the features that come with the images instead of running the encoder.
+    """A backbone that batches the cached features of images instead of running its encoder.
 
-    The encoder stays on the CPU and is no child module, so optimizer, device moves and
-    data-parallel wrappers skip it. Its weights are loaded and saved under their usual names. Copies
-    of the model share it.
+    The encoder stays on the CPU and is not a child module, so optimizers, ``to`` and data-parallel
+    wrappers ignore it. Its weights are loaded and saved under their usual names. Copies of the
+    model share the encoder.
 
-    ``forward`` raises before ``trust`` is called, and again after other weights are loaded.
+    ``forward`` raises an error until ``trust`` is called, and again after other weights are loaded.
     """
 
     def __init__(
         self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
     ) -> None:
-        """Takes a frozen encoder, the names of its outputs to read, and the layout of its maps."""
+        """``outputs`` has the names of the cached outputs. ``channels_last`` is their layout."""
         super().__init__()
         self.outputs = list(outputs)
         self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self._shared = _Shared(encoder)
         self._is_encoding = False
-        # Weights files may hold these parts although the config leaves them out.
+        # Weights files may contain these parts even if the config does not use them.
         self.optional_modules = tuple(optional_modules(encoder))
 
     @property
     def encoder(self) -> Backbone:
-        """The frozen network."""
+        """The frozen encoder."""
         return self._shared.encoder
 
     @property
     def size_divisibility(self) -> int:
-        """Returns the value of the encoder."""
+        """Returns the size divisibility of the encoder."""
         return int(self.encoder.size_divisibility)
 
     def output_shape(self) -> dict[str, ShapeSpec]:
@@ -76,7 +76,7 @@ class CachedBackbone(Backbone):
         return dict(self._shapes)
 
     def train(self, mode: bool = True) -> "CachedBackbone":
-        """Sets the mode of the encoder too, as if it were a child."""
+        """Also sets the mode of the encoder, like that of a child module."""
         super().train(mode)
         self.encoder.train(mode)
         return self
@@ -93,11 +93,11 @@ class CachedBackbone(Backbone):
     def forward(
         self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns the outputs by name, for images with features, or for pixels within ``encode``.
+        """Returns the outputs by name, for images with features. In ``encode``, ``x`` is pixels.
 
-        Maps are (N, C, ceil(H / s), ceil(W / s)), "tokens" (N, M, D), float32. Encoders that mask
-        padding take ``image_sizes`` (N, 2). Raises a ``UserError`` if the images have no features,
-        or the features belong to other weights.
+        Feature maps are (N, C, ceil(H / s), ceil(W / s)), and "tokens" are (N, M, D), float32.
+        ``image_sizes`` (N, 2) is for encoders that mask padding. Raises a ``UserError`` if the
+        images have no features, or if the features were computed with other weights.
         """
         if self._is_encoding:
             raise _Encoded(self.encoder(x) if image_sizes is None else self.encoder(x, image_sizes))
@@ -114,7 +114,7 @@ class CachedBackbone(Backbone):
 
     @contextmanager
     def encoding(self, device: torch.device) -> Iterator[None]:
-        """Moves the encoder to a device for calls of ``encode``."""
+        """Moves the encoder to a device while the context is active, for calls of ``encode``."""
         self.encoder.to(device)
         try:
             yield
@@ -122,14 +122,14 @@ class CachedBackbone(Backbone):
             self.encoder.to("cpu")
 
     def encode(self, model: nn.Module, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Returns the encoder's outputs by name for a batch of ``model``.
+        """Returns the encoder's outputs by name for a batch of inputs of ``model``.
 
-        The model prepares the images, so that normalisation, padding and masks are the same as
-        without a cache. Its forward pass ends after the encoder.
+        The model prepares the images, so that normalization, padding and masks are the same as
+        without a cache. The forward pass of the model stops after the encoder.
         """
         self._is_encoding = True
         try:
-            # On CPUs, enabled gradients select other kernels, which round differently.
+            # On CPUs, gradients change the choice of kernels, and kernels round differently.
             with torch.set_grad_enabled(model.training):
                 model(list(batch))
         except _Encoded as encoded:
@@ -153,7 +153,7 @@ class CachedBackbone(Backbone):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # The base class would report the names as unexpected: the encoder is no child.
+        # The encoder is not a child module, so the base class would report unexpected names.
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         before = self.encoder.state_dict()
         self._shared.trusted &= all(
@@ -170,7 +170,7 @@ class CachedBackbone(Backbone):
 
 
 class _Shared:
-    """State that copies of a cached backbone share."""
+    """The state that all copies of a cached backbone share."""
 
     def __init__(self, encoder: Backbone) -> None:
         self.encoder = encoder
@@ -181,7 +181,7 @@ class _Shared:
 
 
 class _Encoded(Exception):
-    """Ends a model's forward pass after its encoder, and carries the encoder's outputs."""
+    """Stops a model's forward pass after its encoder. It contains the encoder's outputs."""
 
     def __init__(self, outputs: Mapping[str, Tensor]) -> None:
         super().__init__("the encoder has run")
@@ -195,17 +195,15 @@ def encode_images(
     at_once: int = VIEWS_PER_FILE,
     is_exact: bool = False,
 ) -> list[Stored]:
-    """Returns a view for each entry of a mapper; errors and None pass through.
-
-    Views of one size share a batch.
+    """Encodes the entries of a mapper to views, in batches of images of equal size.
 
     Args:
-        entries: outputs of a mapper.
-        encode: returns the outputs by name, (N, …), of N entries whose images have one size.
-        at_once: the largest N.
-        is_exact: whether the last bits matter, which depend on the size of a batch. If so, and all
-            views have one size, every batch has ``at_once`` entries, some of them repeated.
-            Otherwise batches are about equally large.
+        entries: outputs of a mapper. Errors and None are returned unchanged.
+        encode: returns the outputs (N, …) by name for N entries whose images have equal size.
+        at_once: largest batch size N.
+        is_exact: use batches of exactly ``at_once`` entries, because rounding depends on the batch
+            size. Entries are repeated to fill a batch. If the images have different sizes, this has
+            no effect, and batches are about equally large.
     """
     views: list[Stored] = [None if isinstance(entry, dict) else entry for entry in entries]
     images = {i: entry for i, entry in enumerate(entries) if isinstance(entry, dict)}
@@ -224,7 +222,7 @@ def encode_images(
 
 
 def make_view(entry: Mapping[str, Any], features: dict[str, Tensor]) -> View:
-    """Returns the view of a mapper's entry, given the encoder's outputs for it."""
+    """Builds the view of a mapper's entry from the encoder's outputs for this entry."""
     height, width = entry["image"].shape[-2:]
     truth: dict[str, Tensor] = {}
     if "instances" in entry:
@@ -237,7 +235,7 @@ def make_view(entry: Mapping[str, Any], features: dict[str, Tensor]) -> View:
 
 
 def check_cache_keys(cfg: CfgNode) -> None:
-    """Checks the config keys that every cache needs; raises a ``UserError`` that names one."""
+    """Checks the config keys of caches, and raises a ``UserError`` if one is invalid."""
     if not 1 <= cfg.INPUT.FIXED_VIEWS.COUNT <= _MAX_VIEWS:
         raise UserError(
             f"INPUT.FIXED_VIEWS.COUNT is {cfg.INPUT.FIXED_VIEWS.COUNT}, but cached features need a "
@@ -249,7 +247,7 @@ def check_cache_keys(cfg: CfgNode) -> None:
 
 
 def open_store(cfg: CfgNode, key: Mapping[str, Any], num_views: int) -> FeatureStore:
-    """Returns the store of a key, a subfolder of ``MODEL.CACHE_FEATURES.FOLDER``."""
+    """Returns the store of a key, which is a subfolder of ``MODEL.CACHE_FEATURES.FOLDER``."""
     named = cfg.MODEL.CACHE_FEATURES.FOLDER
     caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
     dtype = _DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
@@ -266,32 +264,33 @@ def make_key(
     device: torch.device,
     size_divisibility: int,
 ) -> dict[str, Any]:
-    """Returns the key of a cache as plain JSON. Caches with equal keys hold equal features.
+    """Returns the key of a cache as JSON data. Caches with equal keys have equal features.
 
-    In the key: the encoder's weights and structure, how images are normalised and padded, all of
-    ``INPUT``, the views, precision, layout, device, and the versions of this package and PyTorch;
-    of each record its annotations and its file's relative path, size and modification time.
+    The key contains the encoder's weights and structure, the normalization and padding of images,
+    all of ``INPUT``, the views, the precision, the memory format, the device, and the versions of
+    this package and PyTorch. For each record, it contains the annotations, and the relative path,
+    size and modification time of the file.
 
-    Not in the key: the files' content, the folder of all files, the number of threads, the batch
-    size, and the versions of other libraries. Their effect is far below half precision, and caches
-    can be moved and shared.
+    The key does not contain the contents and the root folder of the files, so that caches can be
+    moved and shared. It does not contain the number of threads, the batch size and the versions of
+    other libraries, because their effect is far below half precision.
 
     Args:
         cfg: config of the run, or of its teacher.
         encoder: the frozen network.
         every: the views of all records of the data set.
         outputs: names of the encoder's outputs that are stored.
-        is_train: whether views are drawn as in training.
+        is_train: whether views are augmented as in training.
         device: device of the encoder.
-        size_divisibility: divisor of the sides of padded images.
+        size_divisibility: the sides of padded images are multiples of this number.
     """
     kept = cfg.INPUT.clone()
-    del kept["FIXED_VIEWS"]  # the key has their number and seed
-    del kept.PRETRAIN["MEMORY_GB"]  # fixed views are never read from memory
+    del kept["FIXED_VIEWS"]  # the key contains their number and seed elsewhere
+    del kept.PRETRAIN["MEMORY_GB"]  # not used by fixed views
     return {
         "format": FORMAT_VERSION,
         "weights": hash_tensors(encoder.state_dict()),
-        "encoder": _hash(repr(encoder)),  # covers settings that the weights do not show
+        "encoder": _hash(repr(encoder)),  # includes settings that do not affect the weights
         "outputs": list(outputs),
         "pixel_mean": [float(value) for value in cfg.MODEL.PIXEL_MEAN],
         "pixel_std": [float(value) for value in cfg.MODEL.PIXEL_STD],
@@ -312,7 +311,7 @@ def make_key(
 
 
 def hash_key(key: Mapping[str, Any]) -> str:
-    """Returns the folder name of a key's cache."""
+    """Returns the folder name of the cache with this key."""
     return _hash(json.dumps(key, sort_keys=True))[:32]
 
 
@@ -325,7 +324,7 @@ def _hash_records(records: Sequence[Mapping[str, Any]]) -> str:
         try:
             found = os.stat(name)
             state = found.st_size, found.st_mtime_ns
-        except OSError:  # missing, which the mapper reports, or on another machine
+        except OSError:  # not a local file; the mapper reports missing files
             state = -1, -1
         line = [os.path.relpath(name, folder), *state, kept]
         digest.update(json.dumps(line, sort_keys=True, default=_make_plain).encode() + b"\n")

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trains a head on cached outputs of its frozen encoder.
+"""Trains the head of a model on cached outputs of its frozen encoder.
 
 ``CachedBackbone`` replaces the encoder before the optimizer is built. The cache is built after the
-weights are loaded. All runs with the same encoder, images and views share it.
+weights are loaded. All runs with the same encoder, images and views share a cache.
 """
 
 import dataclasses
@@ -61,20 +61,20 @@ _KEPT = ("file_name", "image_id", "label")
 
 
 class CachedViews:
-    """A mapper that reads the views of ``FixedViews`` from a store, with features for pixels.
+    """A mapper that reads cached views from a store, with features instead of pixels.
 
-    Returns "file_name", "image_id" and "label" of the record, if it has them; "features", the
-    encoder's outputs by name, (C, h, w) or (M, D); "image" (3, H, W), zeros in the size of the
-    view, which take no memory; "height" and "width" of the whole image, and "instances", if the
-    mapper returned them. Returns a ``DataError`` or None where the mapper did.
+    Returns "file_name", "image_id" and "label" of the record, if they exist; "features", the
+    encoder's outputs (C, h, w) or (M, D) by name; "image" (3, H, W), zeros of the view's size that
+    take no memory; and "height", "width" and "instances", if the original mapper returned them. If
+    the original mapper returned a ``DataError`` or None, this is returned.
     """
 
     def __init__(self, store: FeatureStore, count: int) -> None:
-        """``store`` holds ``count`` views of each image."""
+        """``store`` contains ``count`` views of each image."""
         self.store = store
         self.count = count
-        # One for all images: a worker needs an open file for each tensor that it sends, unless
-        # tensors share memory.
+        # All images share the memory of one tensor, because workers need an open file for each
+        # separate tensor that they send.
         self._pixel = torch.zeros((), dtype=torch.uint8)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
@@ -96,7 +96,7 @@ class CachedViews:
 
 
 class CachedFeatures:
-    """The cache of a run: ``prepare`` builds it, the stream and the test loaders read it."""
+    """Builds the caches of a run, from which the training stream and the test loaders read."""
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
         """``backbone`` is the part of ``model`` that outputs the features."""
@@ -121,7 +121,7 @@ class CachedFeatures:
             self._make_test_sets()
 
     def _cache(self, title: str, stream: TrainStream, mapper: Mapper) -> CachedViews:
-        """Completes the cache of a stream; ``mapper`` has fixed views at the first call."""
+        """Completes the cache of a stream. At the first call, ``mapper`` must have fixed views."""
         if isinstance(mapper, FixedViews):
             self._views[title] = mapper
         return self._make(title, AllViews(stream.dataset, self._views[title]), is_train=True)
@@ -129,7 +129,7 @@ class CachedFeatures:
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> Any:
         """Like ``Trainer.build_test_loader``, with features instead of images.
 
-        Encodes the test sets alone if ``prepare`` was not called.
+        If ``prepare`` was not called, only the test sets are encoded.
         """
         if not (self._backbone.is_trusted and dataset_name in self._tests):
             with self._backbone.encoding(self._device):
@@ -152,10 +152,10 @@ class CachedFeatures:
         return self._cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
 
     def _share_weights(self) -> None:
-        """Sends the main process's encoder to all others; random weights differ."""
+        """Broadcasts the main process's encoder, as random weights differ between processes."""
         if comm.get_world_size() > 1:
             for tensor in self._backbone.encoder.state_dict().values():
-                sent = tensor.contiguous()  # broadcast needs this layout
+                sent = tensor.contiguous()  # broadcast needs contiguous tensors
                 torch.distributed.broadcast(sent, src=0)
                 tensor.copy_(sent)
 
@@ -174,7 +174,7 @@ class CachedFeatures:
         self._backbone.trust()
 
     def _make(self, title: str, every: AllViews, *, is_train: bool) -> CachedViews:
-        """Completes the cache of a set; returns the mapper that reads it."""
+        """Completes the cache of a data set, and returns the mapper that reads it."""
         cfg = self._cfg
         whole: Any = get_backbone(self._model)
         key = make_key(
@@ -196,14 +196,14 @@ class CachedFeatures:
         return CachedViews(store, every.views.count)
 
     def _encode(self, entries: Sequence[Mapped], *, is_train: bool, is_exact: bool) -> list[Stored]:
-        # As many images as the model would encode at once without a cache: rounding depends on it.
+        # Rounding depends on the batch size, so use the same batch size as without a cache.
         if is_train:
             parts = comm.get_world_size() * self._cfg.SOLVER.ACCUMULATE
             at_once = min(VIEWS_PER_FILE, max(1, self._cfg.SOLVER.IMS_PER_BATCH // parts))
         else:  # detectors evaluate one image at a time
             at_once = VIEWS_PER_FILE if self._has_classes else 1
         was_training = self._model.training
-        self._model.train(is_train)  # attention rounds differently in evaluation mode
+        self._model.train(is_train)  # attention rounds differently in each mode
         try:
             encode = functools.partial(self._backbone.encode, self._model)
             return encode_images(entries, encode, at_once=at_once, is_exact=is_exact)
@@ -214,8 +214,8 @@ class CachedFeatures:
 def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None:
     """Replaces a model's encoder by a ``CachedBackbone``, if ``MODEL.CACHE_FEATURES.ENABLED``.
 
-    Changes the model in place; call it before making an optimizer, wrapper or copy. Raises a
-    ``UserError`` that says why the model cannot be trained from a cache.
+    Changes the model in place, and must be called before the model is optimized, wrapped or copied.
+    Raises a ``UserError`` that explains why the model cannot be trained from a cache.
     """
     if not cfg.MODEL.CACHE_FEATURES.ENABLED:
         return None
@@ -224,7 +224,7 @@ def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None
 
 
 def check_cacheable(cfg: CfgNode) -> None:
-    """Checks that a config with the cache on fixes its views and needs nothing that is not cached.
+    """Checks that a config with an enabled cache has fixed views and uses only cached data.
 
     Raises a ``UserError`` that names the key to change.
     """
@@ -245,7 +245,7 @@ def check_cacheable(cfg: CfgNode) -> None:
 
 
 def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
-    """Replaces a model's frozen encoder by a ``CachedBackbone``, and returns that."""
+    """Replaces a model's frozen encoder by a ``CachedBackbone``, and returns the latter."""
     backbone = get_backbone(model)
     if backbone is None:
         raise UserError(f"{type(model).__name__} has no backbone to cache: {OFF}")
@@ -267,14 +267,14 @@ def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
 def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
     """Checks that a model's encoder returns the same features in every step.
 
-    Raises a ``UserError`` if the model pre-trains its encoder or cannot take features, or if a part
-    of the encoder changes in training or draws random numbers.
+    Raises a ``UserError`` if the model pre-trains its encoder, if it does not support cached
+    features, or if a part of the encoder is trained or random.
     """
     kind, name = type(model).__name__, type(encoder).__name__
     if isinstance(model, PretrainingObjective):
         raise UserError(f"{kind} pre-trains its encoder, which cannot be cached: {OFF}")
     if isinstance(model, GeneralizedRCNN):
-        raise UserError(f"Detectron2's {kind} cannot take cached features: {OFF}")
+        raise UserError(f"Detectron2's {kind} does not support cached features: {OFF}")
     changing = [path for path, p in encoder.named_parameters() if p.requires_grad]
     stays_in_eval = keeps_backbone_in_eval(model) and not changing
     modules = [] if stays_in_eval else list(encoder.named_modules())
@@ -295,4 +295,6 @@ def _get_drop_rate(module: nn.Module) -> float:
         return float(module.p)
     if isinstance(module, nn.MultiheadAttention):
         return float(module.dropout)
-    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # of timm's and other DropPath modules
+    return float(
+        getattr(module, "drop_prob", 0.0) or 0.0
+    )  # an attribute of DropPath modules, as in timm

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Stores a frozen encoder's outputs on disk, one entry per view of each image.
+"""Stores the outputs of a frozen encoder on disk, with one entry per view of each image.
 
-A store is a folder of safetensors files with 32 views each. A file appears under its name when it
-is complete, so an interrupted build resumes where it stopped. All processes of a run fill a store
-together; other runs that need the same store wait for them.
+A store is a folder of safetensors files with 32 views each. Files are created atomically, so an
+interrupted build resumes where it stopped. All processes of a run fill a store together. Other runs
+that need the same store wait.
 """
 
 import contextlib
@@ -36,21 +36,21 @@ from qbheat_det.data import DataError, FixedViews
 
 logger = logging.getLogger(__name__)
 
-# Raise this number when the layout of files changes, or the code that draws or encodes views: the
-# key of a cache covers settings and weights, not code.
+# Increase this number when the file layout or the code that draws or encodes views changes, because
+# the key of a cache contains settings and weights, but not code.
 FORMAT_VERSION = 5
 VIEWS_PER_FILE = 32
-_SECONDS_BETWEEN_LINES = 30  # of progress in a log
-_MAX_OPEN = 4096  # files; Linux limits a process to 65,530 memory maps
+_SECONDS_BETWEEN_LINES = 30  # between lines of progress in a log
+_MAX_OPEN = 4096  # open files; Linux limits a process to 65,530 memory maps
 _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
-# Reading a damaged file, or one of another program, may raise any of these.
+# Reading a damaged file, or a file of another program, may raise any of these errors.
 _DAMAGES = (
     *(OSError, RuntimeError, safetensors.SafetensorError),
     *(ValueError, TypeError, LookupError, AttributeError),
 )
-_OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a folder that features can be cached in"
+_OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a writable folder"
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class View:
     """An encoder's outputs for one view of an image, and the view's ground truth.
 
     Attributes:
-        features: maps (C, h, w) and tokens (M, D), by name.
+        features: feature maps (C, h, w) and tokens (M, D), by name.
         image_size: (height, width) of the view.
-        ground_truth: "gt_boxes" (B, 4), xyxy in pixels of the view, with "gt_classes" (B,); or
-            "label" (); or nothing.
+        ground_truth: "gt_boxes" (B, 4), XYXY in pixels of the view, and "gt_classes" (B,) of a
+            detector; "label" () of a classifier; empty if there are no labels.
         full_size: (height, width) of the image, to which detections are scaled.
     """
 
@@ -78,7 +78,7 @@ Mapped = dict[str, Any] | DataError | None
 
 
 class AllViews(Dataset[Mapped]):
-    """The K views of each numbered record; view k of row r has the index r * K + k."""
+    """All views of all records. View k (of K) of the record in row r has the index r * K + k."""
 
     def __init__(self, records: Sequence[dict[str, Any]], views: FixedViews) -> None:
         self.records = records
@@ -93,7 +93,7 @@ class AllViews(Dataset[Mapped]):
 
 
 class FeatureStore:
-    """Views by their index: with K views of each image, view k of row r has the index r * K + k."""
+    """A store of views on disk. Indices are those of ``AllViews``."""
 
     def __init__(
         self,
@@ -103,32 +103,32 @@ class FeatureStore:
         dtype: torch.dtype = torch.float16,
         key: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes a folder, whose name each file repeats, and the number of views of all images.
+        """Opens a folder with ``num_views`` views. Each file contains the name of the folder.
 
-        ``dtype`` is that of the stored features. ``key``, which they depend on, is written beside
-        them.
+        ``dtype`` is the type of the stored features. ``key``, on which the features depend, is
+        written into the folder.
         """
         self.folder = Path(folder)
         self.num_views = num_views
         self.dtype = dtype
         self.key = key
-        # Metadata of the views and a memory-mapped handle, by the number of the file.
+        # Maps file numbers to the metadata of the views and a memory-mapped handle.
         self._files: dict[int, tuple[dict[str, Any], Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": {}}  # a spawned worker opens the files itself
+        return {**self.__dict__, "_files": {}}  # spawned workers open the files themselves
 
     def views_of(self, file: int) -> range:
-        """Returns the indices of a file's views."""
+        """Returns the indices of the views in a file."""
         first = file * VIEWS_PER_FILE
         return range(first, min(first + VIEWS_PER_FILE, self.num_views))
 
     def path_of(self, file: int) -> Path:
-        """Returns the name of a file."""
+        """Returns the path of a file."""
         return self.folder / f"{file:06d}.safetensors"
 
     def missing(self) -> list[int]:
-        """Returns the numbers of the files that are missing, damaged or of another cache."""
+        """Returns the numbers of files that are missing, damaged or from another cache."""
         missing = []
         for file in range(-(-self.num_views // VIEWS_PER_FILE)):
             try:
@@ -141,7 +141,7 @@ class FeatureStore:
         """Returns a copy of a view, or what the mapper returned instead.
 
         Raises:
-            UserError: the file is missing, damaged or of another cache.
+            UserError: the file is missing, damaged or from another cache.
         """
         if not 0 <= view_index < self.num_views:
             raise IndexError(f"view {view_index} of {self.num_views}")
@@ -157,7 +157,7 @@ class FeatureStore:
             return None
         if "error" in about:
             return DataError(**about["error"])
-        # One copy for all outputs: a worker sends each block of memory separately.
+        # All outputs share one copy, because a worker sends each block of memory separately.
         values = tensors.get_tensor(str(view_index)).clone()
         if _hash(values) != about["crc32"]:
             raise ValueError("its checksum differs")
@@ -169,12 +169,12 @@ class FeatureStore:
             for name, value in about["ground_truth"].items()
         }
         if "gt_boxes" in truth:
-            truth["gt_boxes"] = truth["gt_boxes"].reshape(-1, 4)  # no boxes: (0, 4)
+            truth["gt_boxes"] = truth["gt_boxes"].reshape(-1, 4)  # (0, 4) without boxes
         height, width = about["image_size"]
         return View(features, (height, width), truth, about["full_size"] and (*about["full_size"],))
 
     def write(self, file: int, views: Sequence[Stored]) -> None:
-        """Writes the views of a file, atomically; raises a ``UserError`` if that fails."""
+        """Writes the views of a file atomically, or raises a ``UserError``."""
         tensors: dict[str, Tensor] = {}
         abouts: dict[str, Any] = {}
         for index, view in zip(self.views_of(file), views, strict=True):
@@ -191,7 +191,7 @@ class FeatureStore:
                 "shapes": {name: list(feature.shape) for name, feature in view.features.items()},
                 "image_size": view.image_size,
                 "full_size": view.full_size,
-                # JSON's double precision keeps single precision exactly.
+                # JSON has double precision, which represents single precision exactly.
                 "ground_truth": {name: value.tolist() for name, value in view.ground_truth.items()},
             }
         about = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": abouts}
@@ -230,13 +230,13 @@ class FeatureStore:
         except _DAMAGES as error:
             raise UserError(f"'{path}' cannot be read ({error}): {_REMOVE}") from error
         if found != (FORMAT_VERSION, self.folder.name, wanted):
-            raise UserError(f"'{path}' is of another cache: {_REMOVE}")
+            raise UserError(f"'{path}' belongs to another cache: {_REMOVE}")
         return about["views"], tensors
 
 
 @contextlib.contextmanager
 def _naming_the_key() -> Iterator[None]:
-    """Adds the config key to the error of a folder that cannot be written."""
+    """Adds the config key of the folder to errors of writing."""
     try:
         yield
     except UserError as error:
@@ -268,14 +268,14 @@ def fill(
 ) -> None:
     """Encodes and writes the missing files of a store. All processes of a run must call it.
 
-    If another run fills the same store, this one waits until that run is done or killed.
+    If another run is filling the same store, this function waits until that run finishes or dies.
 
     Args:
-        store: receives the views.
-        views: all views, by their index in the store.
+        store: the store to fill.
+        views: the views to encode, with the same indices as in the store.
         encode: maps entries of a mapper to views, see ``encode_images``.
-        title: name of the work in progress bars and logs.
-        num_workers: number of processes that load views ahead.
+        title: description in progress bars and logs.
+        num_workers: number of worker processes that load views.
 
     Raises:
         UserError: the folder is not writable, the disk is too small, or a feature is not finite.
@@ -283,7 +283,7 @@ def fill(
     is_main = comm.is_main_process()
     if not _share_missing(store):
         return
-    with _build_lock(store, f"{title}: waits for another run that does it"):
+    with _build_lock(store, f"{title}: waiting for another run that does it"):
         remove_leftovers(store.folder)
         if store.key and is_main:
             key = json.dumps(store.key, indent=2, sort_keys=True)
@@ -300,7 +300,7 @@ def fill(
             sampler=indices,
             num_workers=num_workers,
             collate_fn=trivial_batch_collator,
-            generator=torch.Generator(),  # else it draws from the global one
+            generator=torch.Generator(),  # the default draws from the global generator
         )
         interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
         loaded, total, hidden = iter(loader), len(indices), not (is_main and files)
@@ -311,13 +311,13 @@ def fill(
                 entries = list(islice(loaded, len(store.views_of(file))))
                 store.write(file, encode(entries))
                 bar.update(len(entries))
-                if file == files[0]:  # its size tells how much space all files need
+                if file == files[0]:  # its size indicates the space of all files
                     store.check_space()
         comm.synchronize()
 
 
 def _share_missing(store: FeatureStore) -> list[int]:
-    """Returns on all processes the missing files that the main process sees."""
+    """Returns the files that are missing according to the main process, on all processes."""
     return comm.all_gather(store.missing() if comm.is_main_process() else [])[0]
 
 
@@ -325,8 +325,8 @@ def _share_missing(store: FeatureStore) -> list[int]:
 def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
     """Holds the lock of a store on the main process, while the other processes wait.
 
-    Another run may hold it for hours, so the processes communicate in between: a collective call
-    times out after half an hour.
+    Another run may hold the lock for hours. Since a collective call times out after 30 minutes, the
+    waiting processes synchronize at regular intervals.
     """
     lock, is_main, seconds = FileLock(store.folder / "build.lock"), comm.is_main_process(), 0.1
     if is_main:

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Pre-trains on cached features of a frozen teacher.
 
-The cache is built when training starts, from fixed views of the training images and from the
-held-out images. All runs with the same teacher, images and views share it.
+The caches are built when training starts, from fixed views of the training images and from the
+test images. All runs with the same teacher, images and views share a cache.
 """
 
 import functools
@@ -41,7 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
-    """Returns the config keys of the teacher's pixels, which its weights file may declare."""
+    """Returns the config values of the teacher's pixel statistics and channel order.
+
+    Values in the metadata of the teacher's weights have priority.
+    """
     node = cfg.MODEL.TEACHER
     info = (info_of(node.WEIGHTS) if node.WEIGHTS else None) or WeightsInfo()
     mean, std = list(info.pixel_mean or node.PIXEL_MEAN), list(info.pixel_std or node.PIXEL_STD)
@@ -50,13 +53,13 @@ def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
         "MODEL.PIXEL_STD": std,
         "MODEL.TEACHER.PIXEL_MEAN": mean,
         "MODEL.TEACHER.PIXEL_STD": std,
-        "INPUT.FORMAT": info.pixel_format or "RGB",  # timm's order
+        "INPUT.FORMAT": info.pixel_format or "RGB",  # as in timm
     }
 
 
 @dataclass(frozen=True)
 class CacheCost:
-    """The cost of completing a cache, estimated from a few views."""
+    """The estimated cost of completing the caches of a run."""
 
     num_views: int
     seconds: float
@@ -65,7 +68,7 @@ class CacheCost:
 
 
 class TeacherFeatures:
-    """The targets of a run: ``prepare`` encodes them, the stream and the test loaders read them."""
+    """Builds the caches of the teacher's features, which are the targets of a run."""
 
     def __init__(self, cfg: CfgNode) -> None:
         self._student_cfg = cfg
@@ -85,15 +88,15 @@ class TeacherFeatures:
     def _teacher(self) -> Teacher:
         cfg = self._cfg
         with preserved_randomness():
-            seed_place(0)  # a random teacher is the same in every run
+            seed_place(0)  # so that a random teacher is the same in every run
             teacher = Teacher(cfg).to(cfg.MODEL.DEVICE, memory_format=find_memory_format(cfg))
         try:
             SafeCheckpointer(teacher).load(cfg.MODEL.TEACHER.WEIGHTS)
         except UserError as error:
             name = cfg.MODEL.TEACHER.NAME
             raise UserError(
-                f"MODEL.TEACHER.WEIGHTS are not of MODEL.TEACHER.NAME {name}, whose weights are "
-                f"'timm://{name}', or 'qbheat://timm/{name}' where `qbheat zoo list` has it "
+                f"MODEL.TEACHER.WEIGHTS do not fit MODEL.TEACHER.NAME {name}: use "
+                f"'timm://{name}', or 'qbheat://timm/{name}' if it is in `qbheat zoo list` "
                 f"({str(error).partition(';')[0]})"
             ) from error
         return teacher
@@ -101,8 +104,8 @@ class TeacherFeatures:
     def prepare(self, stream: TrainStream) -> None:
         """Completes the caches and replaces the stream's mapper by one that reads them.
 
-        Call it on all processes, before the first batch. Raises a ``UserError`` if the number of
-        views is not fixed, the teacher's weights do not match, or the disk is too small.
+        Must be called on all processes before the first batch. Raises a ``UserError`` if the number
+        of views is not fixed, the teacher's weights do not match, or the disk is too small.
         """
         if isinstance(stream.mapper, FixedViews):
             views = self._train_views(stream, stream.mapper)
@@ -114,15 +117,15 @@ class TeacherFeatures:
         vars(self).pop("_teacher", None)  # frees memory for training
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
-        """Like ``Trainer.build_test_loader``, with the teacher's features in each entry."""
+        """Like ``Trainer.build_test_loader``, but adds the teacher's features to each entry."""
         self._prepare_test_set(dataset_name)
         return build_image_batches(cfg, dataset_name, mapper=self._tests[dataset_name])
 
     def rehearse(self, stream: TrainStream, cfg: CfgNode) -> CacheCost:
-        """Encodes a few views, which the stream then reads instead of all; for a dry run.
+        """Encodes a few views for a dry run, and makes the stream read only these views.
 
-        Leaves the caches of ``cfg``, the config of the whole run, unchanged. Returns the cost of
-        completing them with all processes.
+        ``cfg`` is the config of the whole run. Its caches are not changed. Returns the estimated
+        cost of completing them with all processes.
         """
         assert isinstance(stream.mapper, FixedViews)
         views = self._train_views(stream, stream.mapper)
@@ -130,7 +133,7 @@ class TeacherFeatures:
         folder = Path(self._cfg.MODEL.CACHE_FEATURES.FOLDER) / f"few_{comm.get_rank()}"
         stores = [self._open(cfg, views, is_train=True)]
         few = _FewViews(folder, number, dtype=stores[0].dtype)
-        encode_images([views[0]], self._teacher)  # the first image takes longer
+        encode_images([views[0]], self._teacher)  # warm-up
         start = time.perf_counter()
         entries = [views[i * len(views) // number] for i in range(number)]
         loading = time.perf_counter() - start
@@ -164,12 +167,12 @@ class TeacherFeatures:
         return AllViews(number_records(DatasetCatalog.get(name)), views)
 
     def _train_views(self, stream: TrainStream, views: FixedViews) -> AllViews:
-        """Returns the student's views, at the teacher's size."""
+        """Returns the same views as those of the student, but in the teacher's image size."""
         mapper = build_mapper(self._cfg, is_train=True)
         return AllViews(stream.dataset, FixedViews(mapper, views.count, views.seed))
 
     def _open(self, cfg: CfgNode, views: AllViews, *, is_train: bool) -> FeatureStore:
-        """Returns the store of some views in the folder that ``cfg`` names."""
+        """Returns the store of views in the cache folder of ``cfg``."""
         key = make_key(
             self._cfg,
             self._teacher.backbone,
@@ -191,12 +194,12 @@ class TeacherFeatures:
 
 
 class TargetViews:
-    """A mapper that adds a teacher's maps (C, h, w) to fixed views of images, as "targets"."""
+    """A mapper that adds the teacher's feature maps (C, h, w), as "targets", to fixed views."""
 
     def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
-        """``flips`` mirrors half of the visits, image and targets.
+        """With ``flips``, the image and the targets are flipped with probability 1/2.
 
-        The teacher's maps of a mirrored view differ slightly: see docs/objectives.md.
+        The teacher's features of a flipped image would differ slightly, see docs/objectives.md.
         """
         self.views = views
         self.store = store
@@ -219,7 +222,7 @@ class TargetViews:
 
 
 class _FewViews(FeatureStore):
-    """A store of a few views, which stand for all others."""
+    """A store of a few views, which are returned for all indices."""
 
     def read(self, view_index: int) -> Stored:
         return super().read(view_index % self.num_views)

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writes results of millions of images as Parquet files, with this process or Ray's actors.
+"""Predicts on millions of images, in this process or in Ray actors, and writes Parquet files.
 
-Each chunk of images becomes one file, whose name depends on its images. Only the main process
-writes it, completely or not at all. So no image is lost or repeated, whichever process is killed.
+Each chunk of images becomes one Parquet file. The file name depends only on the images of the
+chunk, and only the main process writes the file, atomically. So no image is lost or repeated when
+a process is killed.
 """
 
 import importlib.util
@@ -36,21 +37,21 @@ from .images import NamedImage, UnreadableImage, read_rgb
 from .predict import Predictor, Scores, check_elongation, find_boxes, is_classifier
 
 Row = dict[str, Any]
-Read = Callable[[str], Any]  # of a path that the path manager opens; raises UnreadableImage
+Read = Callable[[str], Any]  # reads a path of the path manager, or raises UnreadableImage
 Run = Callable[[list[Any]], list[Row]]
-_SETTINGS = "_settings.json"  # readers of Parquet leave out names that begin so
+_SETTINGS = "_settings.json"  # Parquet readers ignore names that start with _
 _PARTS = "part-*.parquet"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The task of every worker; ``predict_files`` describes the first five attributes.
+    """The settings of all workers. ``predict_files`` describes the first five attributes.
 
     Attributes:
-        threshold: lowest score of the boxes.
-        batch_size: number of images of one size that the model processes together.
-        features: compute an encoder's features of the central square instead of boxes.
-        size: side of this square in pixels; 0 for ``INPUT.PRETRAIN.SIZE``.
+        threshold: boxes with a lower score are left out.
+        batch_size: number of images of equal size per batch.
+        features: compute the encoder's features of the central square instead of boxes.
+        size: side of the central square in pixels. 0 means ``INPUT.PRETRAIN.SIZE``.
     """
 
     weights: str
@@ -65,10 +66,10 @@ class Job:
 
 
 class Worker:
-    """Holds a model, and returns the Parquet file of a chunk, which depends only on the chunk."""
+    """Runs a model on chunks. Called with a chunk, it returns the bytes of a Parquet file."""
 
     def __init__(self, job: Job) -> None:
-        """Raises a ``UserError`` if the weights cannot be read, or are of another kind."""
+        """Raises a ``UserError`` if the weights cannot be read or do not fit ``job.features``."""
         import pyarrow as pa
 
         self._batch_size = job.batch_size
@@ -84,7 +85,9 @@ class Worker:
         self._make_table = partial(pa.Table.from_pylist, schema=pa.schema(columns))
 
     def __call__(self, chunk: Chunk) -> bytes:
-        """Returns a row for each image; the row of an unreadable image has only an "error".
+        """Returns a Parquet file with one row per image, as bytes.
+
+        The row of an unreadable image has only the columns "source", "file" and "error".
 
         Raises:
             UserError: a shard or a table cannot be read.
@@ -190,31 +193,35 @@ def run_batch(
     column: str = "",
     resume: bool = False,
 ) -> tuple[int, int]:
-    """Predicts on images, or computes their features, see docs/predict.md.
+    """Predicts on images or computes their features, and writes Parquet files.
+
+    See docs/predict.md.
 
     Args:
-        job: the task of the workers.
+        job: the settings of all workers.
         images: files, folders, shards and Parquet files, see ``list_items``.
-        folder: folder for the Parquet files.
-        json_file: is written with boxes or classes, as by ``predict_files``.
-        engine: "ray" for actors on Ray's cluster; "local" for this process.
-        workers: number of actors; 0 for one per GPU of the cluster, or else one per CPU.
-        part_size: number of images per file.
-        column: column of Parquet files, see ``list_items``.
-        resume: skip images that have results in ``folder``, which must be empty otherwise.
+        folder: output folder of the Parquet files.
+        json_file: also write the boxes or classes to this JSON file, like ``predict_files``.
+        engine: "ray" to run actors on a Ray cluster, or "local" to run in this process.
+        workers: number of actors. 0 means one per GPU of the cluster, or one per CPU if the
+            cluster has no GPU.
+        part_size: number of images per Parquet file.
+        column: column of the input tables, see ``list_items``.
+        resume: skip images that already have results in ``folder``. If False, ``folder`` must not
+            have results.
 
     Returns:
-        The number of images in the folder, and how many of them are unreadable.
+        The number of images with a row in ``folder``, and the number of unreadable ones.
 
     Raises:
-        UserError: weights, inputs or arguments do not fit each other, or the folder has results.
+        UserError: weights, inputs or arguments do not match, or the folder already has results.
     """
     parquet = import_parquet()
     if engine == "ray" and not importlib.util.find_spec("ray"):
         raise UserError("--engine ray needs Ray: pip install 'qbheat_det[ray]', or use local")
     if json_file:
         check_writable(json_file)
-    _limit_cache(load_config(None, list(job.opts)))  # of shards, whose index comes first
+    _limit_cache(load_config(None, list(job.opts)))  # before the index of shards is read
     items = list_items(images, column, exclude=folder)
     chunks = cut_chunks(items, part_size, _open_folder(folder, job, resume))
     run = _run_on_ray(job, chunks, workers) if engine == "ray" else _run_here(job, chunks)
@@ -231,7 +238,7 @@ def run_batch(
 
 
 def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
-    """Writes the settings into the folder; returns source and file of images with results."""
+    """Writes the settings into the folder. Returns (source, file) of all images with results."""
     weights = local_weights(locate_weights(job.weights))
     settings = {**asdict(replace(job, device=None)), "opts": list(job.opts)}  # on any device
     settings["weights"] = hash_file(weights) if Path(weights).is_file() else job.weights
@@ -240,29 +247,29 @@ def _open_folder(folder: Path, job: Job, resume: bool) -> set[tuple[str, str]]:
         write_atomically(folder / _SETTINGS, json.dumps(settings, indent=1).encode())
         return set()
     if not resume:
-        raise UserError(f"'{folder}' has results: add --resume, or name another folder")
+        raise UserError(f"'{folder}' has results: add --resume, or choose another folder")
     remove_leftovers(folder)
     try:
         found = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
         changed = sorted(key for key in settings if found.get(key) != settings[key])
         tables = [import_parquet().read_table(part, columns=["source", "file"]) for part in parts]
-    except (AttributeError, OSError, ValueError) as error:  # pyarrow's errors are the last two
+    except (AttributeError, OSError, ValueError) as error:  # pyarrow raises the last two
         raise UserError(f"'{folder}': {_SETTINGS} or a part is damaged: {error}") from error
     if changed:
         raise UserError(
-            f"'{folder}' has results of other settings ({', '.join(changed)}): name another folder"
+            f"'{folder}' has results of other settings ({', '.join(changed)}): choose another one"
         )
     return {tuple(row.values()) for table in tables for row in table.to_pylist()}
 
 
 def _run_here(job: Job, chunks: Sequence[Chunk]) -> Iterator[tuple[str, bytes]]:
-    """Yields name and content of each file."""
+    """Yields the name and the content of each Parquet file."""
     worker = Worker(job)
     yield from ((chunk.name, worker(chunk)) for chunk in chunks)
 
 
 class _Actor(Worker):
-    """A worker with the signature that Ray Data calls."""
+    """A worker with the call signature of Ray Data."""
 
     def __call__(self, batch: Any) -> Any:
         (text,) = batch["chunk"]
@@ -272,15 +279,15 @@ class _Actor(Worker):
 
 
 def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[str, bytes]]:
-    """Yields files in any order, computed by actors; Ray repeats the chunks of a dead actor."""
+    """Like ``_run_here``, in Ray actors and any order. Ray repeats the chunks of dead actors."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
     import ray.data
 
-    Worker(replace(job, device="cpu", fast=False))  # raises what each actor would
+    Worker(replace(job, device="cpu", fast=False))  # raises the errors of the actors early
     if is_ours := not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level="WARNING")
-    ray.data.DataContext.get_current().enable_progress_bars = False  # there is a bar of images
+    ray.data.DataContext.get_current().enable_progress_bars = False  # ``run_batch`` shows one
     for name in ("_internal.execution.streaming_executor", "_internal.progress", "exceptions"):
         logging.getLogger(f"ray.data.{name}").setLevel(logging.CRITICAL)
     cluster = ray.cluster_resources()
@@ -308,7 +315,7 @@ def _run_on_ray(job: Job, chunks: Sequence[Chunk], workers: int) -> Iterator[tup
 
 
 def _write_json(folder: Path, file: BinaryIO) -> None:
-    """Writes the JSON of ``predict_files`` from the Parquet files, one result after another."""
+    """Converts the Parquet files to the JSON of ``predict_files``, one result at a time."""
     separator, image_id = b"[", 0
     for path in sorted(folder.glob(_PARTS)):
         for row in import_parquet().read_table(path).to_pylist():

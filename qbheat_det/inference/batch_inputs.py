@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Lists millions of images of folders, shards and Parquet tables, and cuts them into chunks."""
+"""Lists the images in folders, shards and Parquet tables, and divides them into chunks."""
 
 import contextlib
 import hashlib
@@ -16,17 +16,17 @@ from qbheat_det.data import absolute, are_shards, list_shard_images
 from .images import find_inputs
 
 _COLUMNS = ("image", "bytes", "path", "file", "file_name")
-# Arrow's names of types; the struct is that of data sets of Hugging Face.
+# Arrow's names of column types. Data sets of Hugging Face store images as such a struct.
 _OF_FILES = re.compile(r"(dictionary<values=)?\w*binary|struct<.*\bbytes: \w*binary")
 _OF_PATHS = re.compile(r"(dictionary<values=)?\w*string")
-_ROWS = 64  # of a table in memory at a time
+_ROWS = 64  # rows of a table that are read at a time
 
 
 class Item(NamedTuple):
-    """An image: ``file`` in ``source``, which is a folder, an address of shards or a table.
+    """An image called ``file`` in ``source``, which is a folder, an address of shards or a table.
 
-    Detectron2's path manager opens ``path``, which is empty for images inside a table. Their
-    ``file`` is the number of the row.
+    Detectron2's path manager opens ``path``. For an image stored inside a table, ``path`` is empty
+    and ``file`` is the row number.
     """
 
     source: str
@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Source and file as in the results: bytes that are not UTF-8 are escaped."""
+        """``source`` and ``file`` as written to the results, with non-UTF-8 bytes escaped."""
         return _escape(self.source), _escape(self.file)
 
 
@@ -45,14 +45,14 @@ def _escape(text: str) -> str:
 
 
 class Chunk(NamedTuple):
-    """The images of one file of results, which is called ``name``."""
+    """The images of one Parquet file of results. ``name`` is the file name."""
 
     name: str
     items: list[Item]
 
 
 def import_parquet() -> Any:
-    """Returns ``pyarrow.parquet``; a ``UserError`` if it is not installed."""
+    """Returns ``pyarrow.parquet``, or raises a ``UserError`` if it is not installed."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -61,19 +61,19 @@ def import_parquet() -> Any:
 
 
 def list_items(images: Sequence[str], column: str = "", exclude: Path | None = None) -> list[Item]:
-    """Lists images, each once.
+    """Lists all images without duplicates.
 
     Args:
         images: files, folders (searched recursively), folders and addresses of shards, Parquet
             files, and folders of Parquet files.
-        column: column of the tables with paths below the table's folder, or with the contents of
-            the images; by default the first of ``_COLUMNS``.
-        exclude: a folder to leave out.
+        column: table column with either the paths of the images, relative to the table's folder,
+            or the contents of the image files. By default the first one found of ``_COLUMNS``.
+        exclude: a folder to ignore.
 
     Raises:
         UserError: an input does not exist, there are no images, or a table has no such column.
     """
-    items: dict[Item, None] = {}  # in order, each once
+    items: dict[Item, None] = {}  # an ordered set
     plain = []
     for name in images:
         path = Path(name)
@@ -97,7 +97,7 @@ def list_items(images: Sequence[str], column: str = "", exclude: Path | None = N
 def _list_table(path: Path, column: str) -> Iterator[Item]:
     try:
         table = import_parquet().ParquetFile(path)
-    except (OSError, ValueError) as error:  # pyarrow's errors are both
+    except (OSError, ValueError) as error:  # pyarrow raises both
         raise UserError(f"'{path}' cannot be read as Parquet: {error}") from error
     schema = table.schema_arrow
     wanted = (column,) if column else _COLUMNS
@@ -113,15 +113,15 @@ def _list_table(path: Path, column: str) -> Iterator[Item]:
                 yield Item(folder, value, str(Path(folder, value)))
     else:
         raise UserError(
-            f"'{path}' has no column {' or '.join(wanted)} of paths or files, but "
-            f"{', '.join(schema.names)}: name one by --column"
+            f"'{path}' has no column {' or '.join(wanted)} of paths or files, only "
+            f"{', '.join(schema.names)}: choose one with --column"
         )
 
 
 def cut_chunks(items: Sequence[Item], size: int, done: Collection[tuple[str, str]]) -> list[Chunk]:
-    """Cuts images into chunks of a size, at places that do not depend on ``done``.
+    """Divides images into chunks of ``size``, and then leaves out the images in ``done``.
 
-    ``done`` are source and file of the images to leave out.
+    So the borders of the chunks do not depend on ``done``, which has (source, file) of images.
     """
     chunks = []
     for number, start in enumerate(range(0, len(items), size)):
@@ -134,9 +134,9 @@ def cut_chunks(items: Sequence[Item], size: int, done: Collection[tuple[str, str
 
 @contextlib.contextmanager
 def open_items(items: Sequence[Item]) -> Iterator[list[str]]:
-    """Yields a path for each image; images inside tables are unpacked into temporary files."""
+    """Yields a path for each image. Images inside tables are copied to temporary files."""
     paths = [item.path for item in items]
-    tables: dict[tuple[str, str], dict[int, int]] = {}  # by row, the place in items
+    tables: dict[tuple[str, str], dict[int, int]] = {}  # maps rows to indices in items
     for place, item in enumerate(items):
         if not item.path:
             tables.setdefault((item.source, item.column), {})[int(item.file)] = place
@@ -150,7 +150,7 @@ def open_items(items: Sequence[Item]) -> Iterator[list[str]]:
 
 
 def _read_cells(path: str, column: str, rows: Collection[int]) -> Iterator[tuple[int, bytes]]:
-    """Yields the files in rows of a table, empty where there is none."""
+    """Yields (row, content) of the images in some rows. The content of an empty cell is empty."""
     try:
         table = import_parquet().ParquetFile(path)
         row = 0
@@ -165,4 +165,4 @@ def _read_cells(path: str, column: str, rows: Collection[int]) -> Iterator[tuple
                     row += len(batch)
             row = end
     except OSError as error:
-        raise UserError(f"'{path}' cannot be read any more: {error}") from error
+        raise UserError(f"'{path}' could be listed but not read: {error}") from error

@@ -2,7 +2,7 @@
 """Draws boxes, masks and labels on images.
 
 Images are (H, W, 3) uint8 RGB; boxes are (n, 4) XYXY in pixels of the image. Detectron2's
-Visualizer draws the same through matplotlib, which takes several times as long for each frame.
+Visualizer draws with matplotlib instead, which takes several times as long per frame.
 """
 
 import colorsys
@@ -23,12 +23,12 @@ RGBImage = npt.NDArray[np.uint8]
 """(H, W, 3)."""
 Color = tuple[int, int, int]
 BACKGROUND: Color = (24, 26, 30)
-"""Between images, and behind headings and labels."""
-_GOLDEN_ANGLE = 0.618034  # of hues: neighbouring classes differ clearly
+"""The color between images, and behind headings and labels."""
+_GOLDEN_ANGLE = 0.618034  # step between hues, so that adjacent classes differ clearly
 
 
 def get_class_color(index: int) -> Color:
-    """Returns the RGB color that a class has in every image."""
+    """Returns the RGB color of a class, which is the same in every image."""
     red, green, blue = colorsys.hls_to_rgb((0.12 + _GOLDEN_ANGLE * index) % 1, 0.6, 0.9)
     return round(255 * red), round(255 * green), round(255 * blue)
 
@@ -36,7 +36,7 @@ def get_class_color(index: int) -> Color:
 def draw_instances(
     image: RGBImage, instances: Instances, class_names: Sequence[str], *, min_side: int = 384
 ) -> RGBImage:
-    """Draws ``pred_boxes`` or ``gt_boxes``, masks and scores on an image (H, W, 3), RGB."""
+    """Draws boxes (``pred_boxes`` or ``gt_boxes``), masks and scores on an image (H, W, 3)."""
     instances = instances.to("cpu")
     fields = instances.get_fields()
     kind = "pred" if "pred_boxes" in fields else "gt"
@@ -67,7 +67,7 @@ def draw_boxes(
     *,
     min_side: int = 384,
 ) -> RGBImage:
-    """Draws boxes (n, 4) XYXY in pixels and labels on an image, enlarged to ``min_side``."""
+    """Draws boxes (n, 4) and labels. Images smaller than ``min_side`` pixels are enlarged."""
     height, width = image.shape[:2]
     scale = max(1.0, min_side / min(height, width))
     width, height = round(width * scale), round(height * scale)
@@ -100,7 +100,7 @@ def draw_boxes(
 
 @lru_cache(maxsize=16)
 def get_font(size: int) -> PIL.ImageFont.FreeTypeFont:
-    """Returns the font of all labels, in a size in pixels."""
+    """Returns the font of all labels in a size of ``size`` pixels."""
     # matplotlib ships this font, so labels are the same on every machine.
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
     return PIL.ImageFont.truetype(str(path), size)

@@ -33,19 +33,20 @@ _TIMM = "timm://"
 
 
 def locate_weights(weights: str) -> str:
-    """Returns the local path or address of weights, which may be an entry of the zoo or a run."""
+    """Returns the path or address of the weights of a run's folder or a model zoo entry."""
     return download(weights) if weights.startswith(HUB_PREFIX) else find_weights(weights)
 
 
 def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNode]:
-    """Opens the backbone of a pre-training, a classifier, an encoder file or a timm network.
+    """Opens the backbone of a pre-trained model, a classifier, an encoder file or a timm model.
 
     Args:
         name: a result of ``locate_weights``.
-        device: "cpu" or "cuda"; by default cuda where there is a GPU.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
 
     Raises:
-        UserError: the weights are a detector or an exported file, or do not fit their config.
+        UserError: ``name`` is a detector or an exported file, or the weights do not fit their
+            config.
     """
     if is_timm(name):
         return _open_timm(name, device)
@@ -58,17 +59,17 @@ def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNo
 
 
 def is_encoder(name: str, cfg: CfgNode) -> bool:
-    """Returns whether weights are a backbone, a pre-training or a classifier, not a detector."""
+    """Returns whether weights are of a backbone, a pre-training model or a classifier."""
     return holds_backbone_alone(name) or cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES
 
 
 def is_timm(name: str) -> bool:
-    """Returns whether weights are those of a timm network, which have no config."""
+    """Returns whether weights are of a timm model. Such weights have no config."""
     return name.startswith(_TIMM)
 
 
 def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
-    """Returns a network of timm with all of its maps, and its pixel statistics in the config."""
+    """Returns a timm model that outputs all feature maps, and its config with pixel statistics."""
     model_name = address.removeprefix(_TIMM).partition(".")[0]
     info = info_of(local_weights(address))
     cfg: CfgNode = get_cfg()
@@ -86,10 +87,10 @@ def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
 
 @torch.inference_mode()
 def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tensor]:
-    """Runs a backbone on RGB images (H, W, 3), uint8, padded to one size at the bottom and right.
+    """Pads RGB images (H, W, 3), uint8, at the bottom and right, and runs a backbone on them.
 
     Returns:
-        The backbone's outputs by name: maps (N, C, H', W') and tokens (N, M, D).
+        The backbone's outputs by name: feature maps (N, C, H', W') and tokens (N, M, D).
     """
     node, is_bgr = cfg.MODEL, cfg.INPUT.FORMAT == "BGR"
     tensors = []

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs exported ONNX files, which contain no Python code, and describes their outputs."""
+"""Runs exported ONNX files, and describes their inputs and outputs."""
 
 import dataclasses
 import json
@@ -30,14 +30,14 @@ HEAD_PREFIX = "head_"
 _PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
-"""The entry of ONNX's ``metadata_props`` that holds the description, as JSON."""
+"""Key of the description (``ExportInfo`` as JSON) in ONNX's ``metadata_props``."""
 SHARED_ENCODER_KEY = f"{METADATA_KEY}_shared_encoder"
-"""A second entry in the files of a shared-encoder export: the hash of the encoder."""
+"""Key of the encoder's hash in ``metadata_props``, in the files of a shared-encoder export."""
 TASK_OUTPUTS: dict[Task, tuple[str, ...]] = {
     "detection": ("boxes", "scores", "labels", "counts"),
     "classification": ("scores",),
 }
-"""Names of the outputs by task; those of "features" are the backbone's."""
+"""Output names of each task. The outputs of "features" are named by the backbone."""
 _FORMAT = 1
 
 
@@ -45,36 +45,35 @@ _FORMAT = 1
 class ExportInfo:
     """The description of an exported file.
 
-    The input "images" is (N, H, W, 3), uint8, of any N, H and W, or one image of ``image_size`` if
-    there is one. Channels are in the order of ``pixel_format``. The file resizes, normalises and
-    pads.
-    Outputs by ``task``:
+    The input "images" is (N, H, W, 3), uint8, with channels in the order of ``pixel_format``. N, H
+    and W are free, unless ``image_size`` is set. Then the input is a single image of this size. The
+    ONNX graph resizes, normalizes and pads the images. Its outputs depend on ``task``:
 
     - "detection": "boxes" (N, R, 4), XYXY in pixels of the input image, "scores" (N, R) in [0, 1],
       in descending order, "labels" (N, R), from 0, and "counts" (N,). The first ``counts[n]`` of
-      the R rows of image n are detections, the others are empty;
-    - "classification": "scores" (N, K), which sum to one;
-    - "features": the backbone's maps (N, C, H', W') and tokens (N, M, D), by its own names.
+      the R rows of image n are detections. The remaining rows are padding.
+    - "classification": "scores" (N, K), which sum to one for each image.
+    - "features": the backbone's feature maps (N, C, H', W') and tokens (N, M, D), by name.
     """
 
     task: Task
-    outputs: tuple[str, ...]  # their names, in the file's order
+    outputs: tuple[str, ...]  # names, in the order of the ONNX graph
     pixel_format: Literal["RGB", "BGR"]
     class_names: tuple[str, ...] = ()  # in the order of the labels; empty if unknown
-    category_ids: tuple[int, ...] = ()  # the annotation file's id of each label
-    image_size: tuple[int, ...] = ()  # (H, W) of all images, one at a time; empty if any size
-    score_threshold: float = 0.0  # detections with this score or less are left out in the file
+    category_ids: tuple[int, ...] = ()  # id of each label in the training annotations
+    image_size: tuple[int, ...] = ()  # (H, W) of the input image; empty if any size
+    score_threshold: float = 0.0  # the graph leaves out detections with this score or less
     model: str = ""  # name of the meta-architecture
-    config: str = ""  # the whole config, YAML
-    version: str = ""  # of the package that exported it
+    config: str = ""  # the whole config as YAML
+    version: str = ""  # version of the package at export
 
     def to_json(self) -> str:
-        """Returns what ``from_json`` reads."""
+        """Returns the description as JSON, for ``from_json``."""
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "ExportInfo":
-        """Reads a description from ``where``, an untrusted file, or raises a ``UserError``."""
+        """Parses an untrusted description. Raises a ``UserError`` that names the file ``where``."""
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
@@ -90,7 +89,7 @@ class ExportInfo:
 
 
 class ExportedModel:
-    """An exported file at ``path``, opened for inference; ``info`` is its description."""
+    """The exported file ``path``, opened for inference. ``info`` describes it."""
 
     def __init__(self, path: Path, info: ExportInfo, run: Callable[[Images], Outputs]) -> None:
         self.path = path
@@ -102,13 +101,13 @@ class ExportedModel:
         """Opens an ``.onnx`` file in onnxruntime.
 
         Args:
-            path: the file; a ``head_NAME.onnx`` of a shared-encoder export needs its encoder
-                beside it.
-            device: "cpu" or "cuda"; by default the GPU if onnxruntime has one.
+            path: the file. A ``head_NAME.onnx`` of a shared-encoder export needs the encoder's
+                file in the same folder.
+            device: "cpu" or "cuda"; by default "cuda" if onnxruntime supports it.
 
         Raises:
             UserError: the file is missing, damaged or not an export, or onnxruntime is not
-                installed or does not have the device.
+                installed or does not support the device.
         """
         if Path(path).suffix.lower() not in EXPORTED_SUFFIXES:
             raise UserError(f"'{path}' is not an exported file: its name must end in .onnx")
@@ -118,7 +117,7 @@ class ExportedModel:
         session, info, encoder_hash = _open_session(path, device)
         if encoder_hash:
             if path.name == ENCODER:
-                raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx beside it")
+                raise UserError(f"'{path}' has no head: use a {HEAD_PREFIX}NAME.onnx in its folder")
             heads = SharedEncoderModel(path.parent, device=device).heads
             return heads[path.stem.removeprefix(HEAD_PREFIX)]
         names = [one.name for one in (*session.get_inputs(), *session.get_outputs())]
@@ -130,18 +129,18 @@ class ExportedModel:
         """Runs the model on images (N, H, W, 3), uint8, in ``info.pixel_format``.
 
         Returns:
-            For a detector one ``Instances`` per image, on the CPU, with ``pred_boxes`` (XYXY,
-            pixels of the image), ``scores`` and ``pred_classes``, the best first; for a classifier
-            scores (N, K); for a backbone its maps and tokens by name.
+            For a detector, one ``Instances`` per image on the CPU, with ``pred_boxes`` (XYXY,
+            pixels of the image), ``scores`` and ``pred_classes``, in descending order of scores.
+            For a classifier, scores (N, K). For a backbone, feature maps and tokens by name.
 
         Raises:
-            ValueError: the images have another shape or type.
-            UserError: the images are not of ``info.image_size``, or the file fails on them.
+            ValueError: the images have a wrong shape or type.
+            UserError: the images are not of size ``info.image_size``, or onnxruntime fails.
         """
         return _format(self.run(images), self.info, images)
 
     def run(self, images: Images) -> Outputs:
-        """Like ``__call__``, but returns the file's outputs by name, see ``ExportInfo``."""
+        """Like ``__call__``, but returns the raw outputs by name, see ``ExportInfo``."""
         contiguous = _check_images(images)
         if self.info.image_size not in ((), images.shape[1:3]):
             height, width = self.info.image_size
@@ -151,13 +150,13 @@ class ExportedModel:
                 return self._run(contiguous)
             found = [self._run(image[None]) for image in contiguous]
             return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
-        except Exception as error:  # a program may raise anything
+        except Exception as error:  # onnxruntime's errors have no common base class
             raise UserError(
                 f"'{self.path}' fails on images {images.shape}: {one_line(error)}"
             ) from error
 
     def load_config(self) -> CfgNode:
-        """Returns the config of the model, with the file's classes and path."""
+        """Returns the config inside the file, with the class names and path of the file."""
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
         cfg.MODEL.WEIGHTS = str(self.path)
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
@@ -166,15 +165,15 @@ class ExportedModel:
 
 
 class SharedEncoderModel:
-    """A folder of a shared-encoder export: the encoder runs once per batch, then every head.
+    """The models of a shared-encoder export. The encoder runs once per batch, then each head.
 
     Attributes:
         info: description of the encoder.
-        heads: by name, a model of the encoder and one head.
+        heads: maps each head's name to a model of the encoder and this head.
     """
 
     def __init__(self, folder: str | Path, *, device: str | None = None) -> None:
-        """Raises a ``UserError`` if a file is damaged or missing, or a head of another encoder."""
+        """Raises a ``UserError`` if a file is damaged or missing, or the encoders do not match."""
         self._encoder, self.info, encoder_hash = _open_session(Path(folder) / ENCODER, device)
         self._sessions: dict[str, Any] = {}
         self.heads: dict[str, ExportedModel] = {}
@@ -182,16 +181,16 @@ class SharedEncoderModel:
             session, info, own_hash = _open_session(path, device)
             if not own_hash or own_hash != encoder_hash:
                 raise UserError(
-                    f"'{path}' was exported with another encoder than the {ENCODER} beside it"
+                    f"'{path}' was exported with another encoder than the {ENCODER} in its folder"
                 )
             name = path.stem.removeprefix(HEAD_PREFIX)
             self._sessions[name] = session
             self.heads[name] = ExportedModel(path, info, partial(self._run, session))
         if not self.heads:
-            raise UserError(f"'{folder}' has no {HEAD_PREFIX}NAME.onnx beside its {ENCODER}")
+            raise UserError(f"'{folder}' has an {ENCODER}, but no {HEAD_PREFIX}NAME.onnx")
 
     def __call__(self, images: Images) -> dict[str, Any]:
-        """Returns by the head's name what ``ExportedModel.__call__`` returns."""
+        """Maps each head's name to its results, see ``ExportedModel.__call__``."""
         features = self.encode(_check_images(images))
         return {
             name: _format(_run_session(session, features), self.heads[name].info, images)
@@ -199,7 +198,7 @@ class SharedEncoderModel:
         }
 
     def encode(self, images: Images) -> Outputs:
-        """Returns the inputs of the heads: the backbone's outputs by name, and "sizes"."""
+        """Returns the heads' inputs by name: the outputs of the backbone, and "sizes"."""
         return _run_session(self._encoder, {"images": images})
 
     def _run(self, session: Any, images: Images) -> Outputs:
@@ -214,20 +213,23 @@ class ExportedPredictor:
         self._run = _take_rgb(model, "detection")
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on images (H, W, 3), RGB; those of one size are one batch."""
+        """Predicts on images (H, W, 3), RGB. Images of equal size form one batch."""
         return run_by_shape(
             images, lambda group: self._run(np.stack(group)), lambda image: image.shape
         )
 
 
 def build_exported_scorer(model: ExportedModel) -> Callable[[str | Path], npt.NDArray[Any]]:
-    """Returns an exported classifier as a function like that of ``build_scorer``."""
+    """Returns a function from an image's path to its class scores, like ``build_scorer``."""
     run = _take_rgb(model, "classification")
     return lambda path: run(read_rgb(path)[None])[0]
 
 
 def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
-    """Returns a model of a task as a function of images (N, H, W, 3), uint8, RGB."""
+    """Returns a function that runs the model on RGB images (N, H, W, 3), uint8.
+
+    Raises a ``UserError`` if the model was exported for another task.
+    """
     if model.info.task != task:
         raise UserError(f"'{model.path}' was exported for {model.info.task}, not for {task}")
     step = -1 if model.info.pixel_format == "BGR" else 1
@@ -235,7 +237,7 @@ def _take_rgb(model: ExportedModel, task: Task) -> Callable[[Image], Any]:
 
 
 def to_instances(outputs: Outputs, size: tuple[int, int]) -> list[Instances]:
-    """Returns a detector's outputs as one ``Instances`` per image, of ``size`` (H, W) in pixels."""
+    """Converts a detector's outputs to one ``Instances`` per image of ``size`` (H, W)."""
     found = []
     for index, count in enumerate(outputs["counts"].tolist()):
         boxes, scores, labels = (
@@ -250,7 +252,7 @@ def _check_images(images: Images) -> Images:
     is_batch = images.ndim == 4 and images.shape[3] == 3 and images.size > 0
     if not is_batch or images.dtype != np.uint8:
         raise ValueError(
-            f"images are (N, H, W, 3) and uint8, not empty; not {images.shape} and {images.dtype}"
+            f"images must be (N, H, W, 3), uint8 and not empty, not {images.shape}, {images.dtype}"
         )
     return np.ascontiguousarray(images)
 
@@ -262,7 +264,7 @@ def _format(outputs: Outputs, info: ExportInfo, images: Images) -> Any:
 
 
 def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]:
-    """Returns an ``onnxruntime.InferenceSession``, the description, and the encoder's hash."""
+    """Returns an ``onnxruntime.InferenceSession``, its description and the encoder's hash."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -273,9 +275,9 @@ def _open_session(path: Path, device: str | None) -> tuple[Any, ExportInfo, str]
         raise UserError("this onnxruntime has no GPU: install onnxruntime-gpu, or use the CPU")
     try:
         session = onnxruntime.InferenceSession(str(path), providers=providers)
-    except Exception as error:  # onnxruntime's errors have no common base
+    except Exception as error:  # onnxruntime's errors have no common base class
         raise UserError(
-            f"'{path}' cannot be opened (missing, truncated or of another kind): {one_line(error)}"
+            f"'{path}' cannot be opened (missing, truncated or not ONNX): {one_line(error)}"
         ) from error
     metadata = session.get_modelmeta().custom_metadata_map
     info = ExportInfo.from_json(metadata.get(METADATA_KEY, ""), str(path))

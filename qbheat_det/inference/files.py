@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Predicts from files to files, for ``qbheat predict``."""
+"""Predicts on files and writes the results to files, for ``qbheat predict``."""
 
 import contextlib
 import json
@@ -54,26 +54,26 @@ def predict_files(
     tile: int | None = None,
     opts: Sequence[str] = (),
 ) -> Predictions:
-    """Predicts boxes, or classes with a classifier, on files and folders.
+    """Predicts boxes or classes on files and folders, and optionally draws and writes them.
 
     Args:
         weights: trained weights (.safetensors, .pth, qbheat://NAME) or an exported file.
         inputs: images, videos, and folders, which are searched recursively.
         output: folder for the drawn images and videos.
-        json_file: is written with all boxes, or with the classes of each image.
-        json_format: format of the boxes, see ``render_annotations``.
-        score_threshold: lowest score of the boxes, in [0, 1].
-        config_file: YAML of the model; by default the config inside the weights, or beside them.
-        device: "cpu" or "cuda"; by default cuda where there is a GPU.
-        fast: use the deployed form of the model, as ``MODEL.DEPLOY`` describes it.
-        tile: side in pixels of overlapping tiles, see ``TiledPredictor``.
-        opts: overrides of the config, ``KEY VALUE``.
+        json_file: JSON file to write, with all boxes or with the classes of each image.
+        json_format: format of the boxes in ``json_file``, see ``render_annotations``.
+        score_threshold: boxes with a lower score, in [0, 1], are left out.
+        config_file: config of the model (YAML); by default the one inside or next to the weights.
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
+        fast: use the deployed form of the model, see ``MODEL.DEPLOY``.
+        tile: side of overlapping tiles in pixels, see ``TiledPredictor``.
+        opts: config overrides, a flat list of keys and values.
 
     Returns:
         The results, and the files that were skipped.
 
     Raises:
-        UserError: weights, inputs or arguments do not fit each other.
+        UserError: weights, inputs or arguments are invalid or do not match.
     """
     if json_file:
         check_writable(json_file)
@@ -99,7 +99,7 @@ def predict_files(
     if json_file:
         names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
         if not ids:
-            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids count from 1")
+            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
         content = render_annotations(found.results, found.images, names, ids, json_format)
         write_atomically(json_file, json.dumps(content).encode())
     return found
@@ -113,7 +113,10 @@ def open_weights(
     fast: bool = False,
     opts: Sequence[str] = (),
 ) -> tuple[ExportedModel | None, CfgNode]:
-    """Returns the exported model, if the file is one, and the config; see ``predict_files``."""
+    """Returns the exported model (None if the weights are not exported) and the config.
+
+    ``predict_files`` describes the arguments.
+    """
     if not weights.lower().endswith(EXPORTED_SUFFIXES):
         wanted = [*opts, *(["MODEL.DEPLOY.ENABLED", "True"] if fast else [])]
         return None, load_run_config(weights, config_file, device=device, opts=wanted)
@@ -153,9 +156,9 @@ def predict_images(
     score_threshold: float,
     output_dir: Path | None = None,
 ) -> Predictions:
-    """Predicts on images and videos, and draws into a folder if there is one.
+    """Predicts on images and videos, and draws the results into ``output_dir`` if it is given.
 
-    Files that cannot be read are skipped. Images and frames are numbered from 1.
+    Unreadable files are skipped. The ids of images and frames start from 1.
     """
     found = Predictions()
     pairs = zip(files, name_outputs(files), strict=True)
@@ -177,7 +180,7 @@ def predict_images(
 
 
 def _open_file(file: InputFile) -> tuple[Iterator[NamedImage], float]:
-    """Opens an image or the frames of a video, and returns the frames per second, 0 for images."""
+    """Returns an iterator over the image or the frames, and the frame rate (0 for an image)."""
     if not file.is_video:
         return iter([NamedImage(read_rgb(file.path), None, file.name)]), 0.0
     frames, fps, count = open_frames(file.path, file.name)
@@ -186,7 +189,7 @@ def _open_file(file: InputFile) -> tuple[Iterator[NamedImage], float]:
 
 @contextlib.contextmanager
 def _skip_unreadable(found: Predictions, file: InputFile) -> Iterator[None]:
-    """Counts a file, or notes the reason why it cannot be read."""
+    """Counts the file as predicted, or records the reason why it cannot be read."""
     try:
         yield
         found.num_images += 1
@@ -197,7 +200,8 @@ def _skip_unreadable(found: Predictions, file: InputFile) -> Iterator[None]:
 def name_outputs(files: Sequence[InputFile]) -> list[Path]:
     """Returns distinct relative paths of the drawn images and videos.
 
-    JPEG stays JPEG, other images become PNG, videos MP4. After ``a.png``, ``a.bmp`` is ``a-2.png``.
+    JPEG files stay JPEG, other images become PNG, and videos become MP4. If ``a.png`` is taken,
+    ``a.bmp`` becomes ``a-2.png``.
     """
     taken: set[str] = set()
     outputs = []
@@ -205,7 +209,7 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
         suffix = ".jpg" if file.path.suffix.lower() in {".jpg", ".jpeg"} else ".png"
         wanted = Path(file.name).with_suffix(".mp4" if file.is_video else suffix)
         path, count = wanted, 1
-        while str(path).lower() in taken:  # a.png and A.png are one file on some file systems
+        while str(path).lower() in taken:  # some file systems ignore case
             count += 1
             path = wanted.with_name(f"{wanted.stem}-{count}{wanted.suffix}")
         taken.add(str(path).lower())
@@ -216,7 +220,7 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
 def classify_images(
     score: Callable[[str | Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
 ) -> Predictions:
-    """Classifies images, and skips files that cannot be read."""
+    """Classifies images. Unreadable files are skipped."""
     found = Predictions()
     for file in tqdm(files, unit="image", desc="classifying", disable=None):
         with _skip_unreadable(found, file):
@@ -228,7 +232,10 @@ def classify_images(
 
 
 def find_likeliest(scores: Scores, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns "name" (or number) and "score" of the five likeliest classes, from scores (K,)."""
+    """Returns a dict with "name" and "score" for each of the five classes with the highest scores.
+
+    Without ``class_names``, the name is the class index. ``scores`` is (K,).
+    """
     return [
         {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
         for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Opens images in any form: files, URLs, folders, patterns, videos, Pillow, arrays, tensors.
+"""Opens files, URLs, folders, glob patterns, videos, PIL images, arrays and tensors as images.
 
-Images are (H, W, 3) uint8 RGB, turned upright by their EXIF orientation.
+Opened images are RGB arrays (H, W, 3), uint8. Their EXIF orientation is applied.
 """
 
 import contextlib
@@ -36,17 +36,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 Image = npt.NDArray[np.uint8]
 Picture = str | Path | PIL.Image.Image | Image | Tensor
-"""A file, an address http(s)://…, a PIL image, an array (H, W, 3) of uint8, or a tensor (3, H, W)
-of uint8 or of floats in [0, 1]; RGB."""
+"""A file, an http(s) URL, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB tensor (3, H, W)
+of uint8 or of floats in [0, 1]."""
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
 MAX_DOWNLOAD = 64 * 2**20  # bytes
-_TIMEOUT = 20.0  # seconds without an answer
+_TIMEOUT = 20.0  # seconds without a response
 _WEB = ("http://", "https://")
 
 
 class UnreadableImage(UserError):
-    """A file that cannot be read as an image or a video, and the reason."""
+    """An error for a file that cannot be read as an image or a video, with the reason."""
 
     def __init__(self, name: str | Path, reason: str) -> None:
         super().__init__(f"'{name}' cannot be read: {reason}")
@@ -54,23 +54,23 @@ class UnreadableImage(UserError):
 
 
 class NamedImage(NamedTuple):
-    """An image, a local file to read it again, a name, and the number of a video's frame."""
+    """An image with a local file to read it from again, a name, and a frame number in videos."""
 
     image: Image
     file: Path | None
-    name: str  # the path, the address or "image 3"
+    name: str  # the path, the URL or a text such as "image 3"
     frame: int | None = None  # from 0
 
 
 class InputFile(NamedTuple):
-    """A file to predict on, with its path below the input folder, or else its own name."""
+    """A file to predict on. ``name`` is its path relative to the input folder, or the file name."""
 
     path: Path
     name: str
 
     @property
     def is_video(self) -> bool:
-        """Whether its suffix is that of a video."""
+        """Whether the file has the suffix of a video."""
         return is_video(self.path)
 
 
@@ -80,7 +80,7 @@ def is_video(source: object) -> bool:
 
 
 def is_collection(source: object) -> bool:
-    """Returns whether a source is a list, a folder or a pattern such as "photos/*.jpg"."""
+    """Returns whether a source is a list, a folder or a glob pattern such as "photos/*.jpg"."""
     if isinstance(source, str | Path):
         path = str(source)
         return not path.startswith(_WEB) and (
@@ -90,35 +90,36 @@ def is_collection(source: object) -> bool:
 
 
 def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
-    """Lists files of any suffix, and the images and videos in folders, searched recursively.
+    """Lists the input files, and all images and videos in the input folders and their subfolders.
 
-    ``exclude`` is a folder to leave out, such as that of earlier results. Raises a ``UserError`` if
-    an input does not exist, or there are no images and videos.
+    Files in the folder ``exclude``, such as earlier results, are left out. Raises a ``UserError``
+    if an input does not exist, or if no image or video is found.
     """
     own, suffixes = exclude and exclude.resolve(), IMAGE_SUFFIXES | VIDEO_SUFFIXES
-    found: dict[Path, InputFile] = {}  # keyed by real path: a file named twice counts once
+    found: dict[Path, InputFile] = {}  # by real path, so that no file is listed twice
     for name in inputs:
         root = Path(name)
         if root.is_file():
             found.setdefault(root.resolve(), InputFile(root, root.name))
         elif root.is_dir():
             for path in sorted(p for p in root.rglob("*") if p.suffix.lower() in suffixes):
-                is_broken = not path.exists()  # a link to nothing, or to itself
+                is_broken = not path.exists()  # a broken or circular link
                 real = path if is_broken else path.resolve()
                 if (path.is_file() or is_broken) and not (own and real.is_relative_to(own)):
                     found.setdefault(real, InputFile(path, path.relative_to(root).as_posix()))
         else:
-            raise UserError(f"input '{name}' does not exist (config overrides go last)")
+            raise UserError(f"input '{name}' does not exist (config overrides must come last)")
     if not found:
         raise UserError(f"no images or videos in {', '.join(inputs)}")
     return list(found.values())
 
 
 def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
-    """Opens one image, a list of images, a folder, a pattern, or a video, image by image.
+    """Iterates over one image, a list of images, a folder, a glob pattern, or a video's frames.
 
-    In folders and patterns, unreadable files are skipped with a warning, and videos are left out.
-    Raises a ``UserError`` if there are no images; later, if one of a list cannot be read.
+    In folders and patterns, videos are ignored, and unreadable files are skipped with a warning.
+    Raises a ``UserError`` if there are no images. The iterator raises a ``UserError`` if an image
+    of a list cannot be read.
     """
     if is_video(source):
         path = Path(str(source))
@@ -132,7 +133,7 @@ def open_images(source: Picture | Sequence[Picture]) -> Iterator[NamedImage]:
     paths = [str(source)] if Path(str(source)).is_dir() else sorted(glob.glob(str(source)))
     files = [file for file in find_inputs(paths or [str(source)]) if not file.is_video]
     if not files:
-        raise UserError(f"'{source}' has no images; name videos one by one")
+        raise UserError(f"'{source}' has no images; pass videos one by one")
     return _open_readable(files)
 
 
@@ -140,7 +141,7 @@ def _open(picture: Picture, name: str) -> NamedImage:
     if not isinstance(picture, str | Path):
         return NamedImage(read_rgb(picture), None, name)
     if is_video(picture) or is_collection(picture):
-        raise UserError(f"'{picture}' is not an image but is in a list of images: name it alone")
+        raise UserError(f"'{picture}' is in a list of images but is not an image: pass it alone")
     is_local = not str(picture).startswith(_WEB)
     return NamedImage(read_rgb(picture), Path(picture) if is_local else None, str(picture))
 
@@ -154,10 +155,10 @@ def _open_readable(files: Sequence[InputFile]) -> Iterator[NamedImage]:
 
 
 def read_rgb(picture: Picture) -> Image:
-    """Returns an image (H, W, 3); Detectron2's path manager opens files, also inside shards.
+    """Returns any picture as an RGB array (H, W, 3), uint8.
 
-    Raises a ``UserError`` if a file or an address gives no image, or an array or tensor has another
-    shape or type.
+    Detectron2's path manager opens files, including files in shards. Raises a ``UserError`` if a
+    file or URL is not a readable image, or an array or tensor has a wrong shape or type.
     """
     if isinstance(picture, PIL.Image.Image):
         return _to_array(picture, "the image")
@@ -180,14 +181,14 @@ def read_rgb(picture: Picture) -> Image:
 
 
 def read_bgr(path: str | Path) -> Image:
-    """Reads an image like ``read_rgb``, with channels in Detectron2's order: BGR."""
+    """Reads an image like ``read_rgb``, but with channels in BGR order as in Detectron2."""
     return read_rgb(path)[:, :, ::-1]
 
 
 def run_by_shape(
     items: Sequence[T], run: Callable[[list[T]], Sequence[R]], key: Callable[[T], Sequence[int]]
 ) -> list[R]:
-    """Runs a function on groups of items that have one shape; returns the results in order."""
+    """Runs a function on groups of items with equal ``key``. Keeps the order of the items."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, item in enumerate(items):
         groups.setdefault(tuple(key(item)), []).append(index)
@@ -204,9 +205,10 @@ def decode_image(
     formats: Sequence[str] = IMAGE_FORMATS,
     max_pixels: float = math.inf,
 ) -> Image:
-    """Decodes an open file of one of Pillow's formats to (H, W, 3).
+    """Decodes an open image file in one of ``formats`` (names of Pillow) to (H, W, 3).
 
-    Raises ``UnreadableImage`` if it is another format, broken, or too large by its header.
+    Raises ``UnreadableImage`` if the file has another format, is broken, or has a header with more
+    than ``max_pixels``.
     """
     try:
         with PIL.Image.open(file, formats=list(formats)) as image:
@@ -217,19 +219,19 @@ def decode_image(
         raise
     except PIL.UnidentifiedImageError as error:
         raise UnreadableImage(name, "not an image") from error
-    except Exception as error:  # what a broken file raises depends on its format's decoder
+    except Exception as error:  # decoders raise different types on broken files
         raise UnreadableImage(name, f"a broken image: {one_line(error)}") from error
 
 
 def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
-    if image.mode.startswith("I"):  # Pillow turns all values above 255 into white
-        raise UnreadableImage(name, "16 bits of grey: convert it to 8 first")
+    if image.mode.startswith("I"):  # Pillow would turn all values above 255 into white
+        raise UnreadableImage(name, "grayscale of 16 bits: convert it to 8 bits first")
     # Detectron2's read_image does the same, but opens files of any format.
     return np.array(convert_PIL_to_numpy(_apply_exif_orientation(image), "RGB"))
 
 
 def _download(url: str) -> bytes:
-    # urllib follows redirections to http(s) and ftp only, so none reads a local file.
+    # urllib follows redirects to http(s) and ftp only, so a redirect cannot read a local file.
     request = urllib.request.Request(url, headers={"User-Agent": "qbheat_det"})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
@@ -247,7 +249,7 @@ def _from_tensor(tensor: Tensor) -> Image:
         raise UserError(f"an image is a tensor (3, H, W), not {tuple(pixels.shape)}")
     if pixels.is_floating_point():
         if not (0 <= pixels.min() and pixels.max() <= 1):  # also refuses NaN
-            raise UserError("an image of floats has values in [0, 1], RGB, not normalised")
+            raise UserError("an image of floats has values in [0, 1], RGB, not normalized")
         pixels = (pixels.float() * 255).round().to(torch.uint8)
     if pixels.dtype != torch.uint8:
         raise UserError(f"an image is a tensor of uint8 or floats, not {pixels.dtype}")
@@ -255,10 +257,10 @@ def _from_tensor(tensor: Tensor) -> Image:
 
 
 def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int | None]:
-    """Opens a video with OpenCV, or raises ``UnreadableImage`` if it finds no frame.
+    """Opens a video with OpenCV. Raises ``UnreadableImage`` if no frame can be decoded.
 
-    Returns the frames one by one, frames per second (25 if unknown), and an estimate of the number
-    of frames, or None.
+    Returns an iterator over the frames, the frame rate (25 if unknown), and the estimated number of
+    frames (None if unknown).
     """
     capture = cv2.VideoCapture(str(path))
     found, first = capture.read()
@@ -280,10 +282,11 @@ def open_frames(path: Path, name: str) -> tuple[Iterator[NamedImage], float, int
 
 @contextlib.contextmanager
 def open_video(path: Path, fps: float) -> Iterator[Callable[[Image], None]]:
-    """Yields a function that appends a frame to an MP4, which gets its name when complete.
+    """Yields a function that appends a frame to an MP4 file.
 
-    All frames have one size. MPEG-4 has even sizes only: OpenCV drops an odd last row or column.
-    Raises a ``UserError`` if OpenCV on this machine cannot write MP4 there.
+    The file is renamed to ``path`` when it is complete. All frames must have the same size. MPEG-4
+    needs even sizes, so OpenCV drops an odd last row or column. Raises a ``UserError`` if OpenCV
+    cannot write MP4 files on this machine.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs models on images: boxes of whole images and of tiles, scores of classes.
+"""Runs detectors on whole images and on tiles, and classifiers on images.
 
-Every prediction of boxes goes through ``find_boxes``.
+All box predictions of the package go through ``find_boxes``.
 """
 
 import itertools
@@ -29,28 +29,28 @@ from .images import Image, NamedImage, UnreadableImage, run_by_shape
 from .results import Detections
 
 Scores = npt.NDArray[np.floating[Any]]
-OVERLAP = 0.2  # of a tile
-_EDGE = 2  # pixels: a box this close to the edge of a tile is cut
-_BATCH = 8  # tiles
+OVERLAP = 0.2  # smallest overlap of adjacent tiles, as a share of the tile's side
+_EDGE = 2  # pixels; a box this close to the edge of a tile counts as cut
+_BATCH = 8  # tiles per batch
 _NMS_IOU = 0.5
-_COVERED = 0.5  # share of a cut box inside a whole one of its class
+_COVERED = 0.5  # a cut box is dropped if a whole box of its class covers this share
 
 
 class Predictor(Protocol):
-    """Finds boxes, with PyTorch, an exported file, or tiles."""
+    """The interface of detectors in PyTorch, exported detectors, and tiled prediction."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on RGB images (H, W, 3) of any sizes; returns instances on the CPU."""
+        """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU."""
 
 
 class BatchPredictor(DefaultPredictor):
     """Detectron2's predictor, which can also process several images at once."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on images (H, W, 3), RGB, of any sizes; returns instances on the CPU.
+        """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU.
 
-        Images that are resized to one size go through the model together, so there is no padding,
-        and the results equal those of single images up to rounding.
+        Images with the same size after resizing are batched, so no padding is needed. The results
+        are equal to those of single images up to rounding.
         """
         inputs: list[dict[str, Any]] = []
         for image in images:
@@ -65,9 +65,9 @@ class BatchPredictor(DefaultPredictor):
 
 
 def build_predictor(cfg: CfgNode) -> BatchPredictor:
-    """Returns a predictor whose model has exactly the tensors of ``MODEL.WEIGHTS``.
+    """Builds a predictor and loads ``MODEL.WEIGHTS``, without missing or extra tensors.
 
-    Raises a ``UserError`` if the weights cannot be read, or do not fit the model of the config.
+    Raises a ``UserError`` if the weights cannot be read or do not match the model.
     """
     refuse_encoder(cfg.MODEL.WEIGHTS)
     unloaded = with_values(cfg, {"MODEL.WEIGHTS": "", "MODEL.DEPLOY.ENABLED": False})
@@ -78,9 +78,9 @@ def build_predictor(cfg: CfgNode) -> BatchPredictor:
 
 
 def build_detector(cfg: CfgNode) -> BatchPredictor:
-    """Returns a detector or classifier, in its deployed form if ``MODEL.DEPLOY.ENABLED``.
+    """Builds a detector or classifier, in its deployed form if ``MODEL.DEPLOY.ENABLED``.
 
-    Raises a ``UserError`` if the weights are of a pre-training, or do not fit the config.
+    Raises a ``UserError`` if the weights are of a pre-training model, or do not fit the config.
     """
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES and not is_classifier(cfg):
         raise UserError(
@@ -101,10 +101,10 @@ def find_boxes(
     threshold: float = 0.0,
     batch_size: int = 1,
 ) -> Iterator[Detections]:
-    """Yields the boxes with at least the score ``threshold`` of one image after another.
+    """Yields the boxes of each image whose score is at least ``threshold``.
 
-    ``batch_size`` images are read and predicted at once. ``cfg`` has names and ids of the classes.
-    Raises ``UnreadableImage`` if an image is too elongated.
+    Images are read and predicted in batches of ``batch_size``. ``cfg`` provides the class names and
+    ids. Raises ``UnreadableImage`` if an image is too elongated.
     """
     names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
     images = iter(images)
@@ -119,7 +119,7 @@ def find_boxes(
 
 
 def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
-    """Raises ``UnreadableImage`` if an image is so elongated that resizing would leave no row."""
+    """Raises ``UnreadableImage`` if resizing would reduce the shorter side to zero pixels."""
     short, long = sorted(image.image.shape[:2])
     if short * cfg.INPUT.MAX_SIZE_TEST < long:
         reason = f"{long} x {short} pixels is too elongated to be resized"
@@ -127,12 +127,12 @@ def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
 
 
 def is_classifier(cfg: CfgNode) -> bool:
-    """Returns whether a config is that of an image classifier."""
+    """Returns whether the model of a config is an image classifier."""
     return cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
 
 
 def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
-    """Returns a function from an image's path to its class scores (K,), as in evaluation."""
+    """Returns a function that maps an image path to class scores (K,), as in evaluation."""
     mapper = build_mapper(cfg, is_train=False)
 
     @torch.no_grad()
@@ -148,18 +148,18 @@ def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Score
 class TiledPredictor:
     """Predicts on overlapping square tiles and on the whole image, and merges the boxes.
 
-    Own code, because the slicers of supervision and SAHI predict one tile at a time.
+    The slicers of supervision and SAHI are not used because they predict one tile at a time.
     """
 
     def __init__(self, predictor: Predictor, tile: int) -> None:
-        """``tile`` is the side in pixels of the image, 32 or more, or else a ``UserError``."""
+        """``tile`` is the side of a tile in pixels. Raises a ``UserError`` if it is below 32."""
         if tile < 32:
             raise UserError(f"tile is {tile}, expected at least 32 pixels")
         self._predictor = predictor
         self._tile = tile
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on images (H, W, 3) of any sizes; returns instances on the CPU."""
+        """Predicts on images (H, W, 3) of any sizes. Returns instances on the CPU."""
         return [self._predict(image) for image in images]
 
     def _predict(self, image: Image) -> Instances:
@@ -186,7 +186,7 @@ class TiledPredictor:
 
 
 def tile_starts(size: int, tile: int) -> list[int]:
-    """Returns where tiles start along an axis: evenly, from edge to edge, ``OVERLAP`` or more."""
+    """Returns evenly spaced starts of tiles along an axis, which overlap by ``OVERLAP`` or more."""
     if size <= tile:
         return [0]
     overlap = OVERLAP * tile
@@ -197,7 +197,7 @@ def tile_starts(size: int, tile: int) -> list[int]:
 def _touches_inner_edge(
     boxes: Tensor, tile: tuple[int, int, int, int], size: tuple[int, int]
 ) -> Tensor:
-    """Returns which boxes (N, 4) a tile cuts, at an edge that is not the image's: (N,), bool."""
+    """Returns a mask (N,) of the boxes (N, 4) that touch an edge of a tile inside the image."""
     start, end = boxes[:, :2], boxes[:, 2:]
     first, last = torch.tensor(tile).split(2)
     limit = torch.tensor(size[::-1])
@@ -206,11 +206,11 @@ def _touches_inner_edge(
 
 
 def _merge(found: Instances, is_cut: Tensor) -> Instances:
-    """Returns the boxes that neither a whole box of their class covers nor NMS removes."""
+    """Drops cut boxes that a whole box of the same class covers, and applies NMS to the rest."""
     whole, cut = found[~is_cut], found[is_cut]
     covered = pairwise_ioa(whole.pred_boxes, cut.pred_boxes) > _COVERED  # (whole, cut)
     covered &= whole.pred_classes[:, None] == cut.pred_classes
-    # A weak whole box does not remove a stronger cut one.
+    # A whole box does not remove a cut box with more than twice its score.
     covered &= whole.scores[:, None] >= 0.5 * cut.scores
     left = Instances.cat([whole, cut[~covered.any(dim=0)]])
     return left[batched_nms(left.pred_boxes.tensor, left.scores, left.pred_classes, _NMS_IOU)]

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detections of an image or of many files: drawn, and as COCO, supervision, pandas, Label Studio
-and CVAT have them.
+"""Detections of one image or of many files.
+
+They can be drawn, and converted for COCO, supervision, pandas, Label Studio and CVAT.
 """
 
 import json
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 Format = Literal["coco", "cvat", "label-studio"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-_LOCAL_FILES = "/data/local-files/?d="  # of Label Studio; its storage names the folder
+_LOCAL_FILES = "/data/local-files/?d="  # Label Studio's URL of files in local storage
 
 
 class DetectedBox(NamedTuple):
-    """One box: corners in pixels, a score in [0, 1], and its class."""
+    """One box with its corners in pixels, its score in [0, 1], and its class."""
 
     xyxy: tuple[float, float, float, float]
     score: float
@@ -44,18 +45,19 @@ class DetectedBox(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Detections:
-    """The boxes that a detector finds in one image, the highest score first.
+    """The boxes that a detector found in one image, in descending order of scores.
 
     Iterating yields a ``DetectedBox`` for each box.
 
     Attributes:
-        instances: Detectron2's, on the CPU: ``pred_boxes``, ``scores``, ``pred_classes``.
-        class_names: names of the model's classes, by index.
+        instances: Detectron2's ``Instances`` on the CPU, with ``pred_boxes``, ``scores`` and
+            ``pred_classes``.
+        class_names: class names of the model, indexed by ``pred_classes``.
         category_ids: ids of the classes in the training annotations; empty if unknown.
-        source: the pixels (H, W, 3), uint8, RGB; or a file, which is read when it is drawn, so
-            that results of a large folder fit in memory.
-        file_name: a path, an address or "image 3".
-        frame: number of the frame in a video, from 0.
+        source: the image (H, W, 3), uint8, RGB, or the path of its file. A file is read only when
+            the image is needed, so that the results of a large folder fit in memory.
+        file_name: a path, a URL, or a text such as "image 3".
+        frame: index of the frame in a video, from 0; None for an image.
     """
 
     instances: Instances
@@ -82,7 +84,7 @@ class Detections:
 
     @property
     def image(self) -> Image:
-        """The upright image (H, W, 3), uint8, RGB; a ``UserError`` if its file is gone."""
+        """The upright RGB image (H, W, 3), uint8. Raises a ``UserError`` if its file is gone."""
         return read_rgb(self.source) if isinstance(self.source, Path) else self.source
 
     @property
@@ -103,19 +105,22 @@ class Detections:
 
     @property
     def label_ids(self) -> list[int]:
-        """The annotation id of each box's class, or index + 1 if the ids are unknown."""
+        """The category id of each box's class: ``category_ids``, or index + 1 if unknown."""
         ids, indices = self.category_ids, self.instances.pred_classes.tolist()
         return [ids[index] if ids else index + 1 for index in indices]
 
     def select(self, threshold: float, classes: Sequence[str] = ()) -> "Detections":
-        """Returns the boxes with at least a score, of some classes or else of all."""
+        """Returns the boxes with a score of at least ``threshold``, optionally of some classes."""
         keep = self.instances.scores >= threshold
         if classes:
             keep &= torch.tensor([label in classes for label in self.labels], dtype=torch.bool)
         return replace(self, instances=self.instances[keep])
 
     def draw(self) -> Image:
-        """Returns the image with boxes, (H, W, 3), uint8, RGB; small images are enlarged."""
+        """Draws the boxes on the image, and returns it as (H, W, 3), uint8, RGB.
+
+        Small images are enlarged.
+        """
         return draw_instances(self.image, self.instances, self.class_names)
 
     def show(self) -> None:
@@ -123,24 +128,24 @@ class Detections:
         PIL.Image.fromarray(self.draw()).show()
 
     def save(self, path: str | Path) -> None:
-        """Writes the image with boxes; creates its folder.
+        """Writes the image with boxes, and creates the folder if needed.
 
         Raises:
-            UserError: the file cannot be written, or its suffix is not an image's.
+            UserError: the file cannot be written, or its suffix is not that of an image format.
         """
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            PIL.Image.fromarray(self.draw()).save(path, quality=92)  # ignored by PNG
+            PIL.Image.fromarray(self.draw()).save(path, quality=92)  # PNG ignores ``quality``
         except (OSError, ValueError) as error:
             raise UserError(f"cannot write '{path}': {error}") from error
 
     def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:
-        """Returns a dict for each box in COCO's results format."""
+        """Returns one dict per box, in COCO's results format."""
         found: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
         return [{**box, "category_id": id_} for box, id_ in zip(found, self.label_ids, strict=True)]
 
     def to_supervision(self) -> "supervision.Detections":
-        """Returns Roboflow's object, with "class_name" among its data."""
+        """Returns ``supervision.Detections``, with "class_name" in ``data``."""
         try:
             import supervision
         except ImportError as error:
@@ -153,7 +158,7 @@ class Detections:
         )
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Returns a row for each box: "label", "score", "x1", "y1", "x2", "y2" in pixels."""
+        """Returns a table with one row per box: "label", "score", "x1", "y1", "x2", "y2"."""
         try:
             import pandas
         except ImportError as error:
@@ -169,16 +174,16 @@ class Predictions:
     """Results on many images or files.
 
     Attributes:
-        results: a dict for each box with "image_id", "file_name", "category_id", "bbox" (XYWH,
-            pixels of the upright image) and "score"; "segmentation" (RLE) if the model predicts
-            masks; "frame" (from 0) in videos, where each frame has its own image id. For a
-            classifier, a dict for each image with "file_name" and "classes", the likeliest first,
-            each with "name" and "score" in [0, 1].
-        images: for a detector, "id", "file_name", "height" and "width" in pixels of each image and
-            frame, "frame" in videos.
+        results: for a detector, one dict per box with "image_id", "file_name", "category_id",
+            "bbox" (XYWH, pixels of the upright image) and "score". If the model predicts masks, it
+            also has "segmentation" (RLE). In videos, it also has "frame" (from 0), and each frame
+            has its own image id. For a classifier, one dict per image with "file_name" and
+            "classes", a list of "name" and "score" in descending order of scores.
+        images: for a detector, one dict per image or frame with "id", "file_name", "height" and
+            "width" in pixels, and "frame" in videos.
         num_images: number of images and videos that were predicted on.
-        best_score: the highest score of all boxes, also of those below the threshold.
-        skipped: path of each unreadable file, and the reason.
+        best_score: highest score of all boxes, including boxes below the threshold.
+        skipped: (path, reason) of each unreadable file.
     """
 
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -188,7 +193,7 @@ class Predictions:
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, found: Detections) -> None:
-        """Adds the boxes of the next image or frame; image ids count from 1."""
+        """Adds the boxes of the next image or frame. Image ids start from 1."""
         number, (height, width) = len(self.images) + 1, found.instances.image_size
         origin: dict[str, Any] = {"file_name": found.file_name}
         if found.frame is not None:
@@ -198,10 +203,12 @@ class Predictions:
 
 
 def save_annotations(found: Iterable[Detections], path: str | Path, format: Format) -> None:
-    """Writes detections as one file that a labelling tool imports, see ``render_annotations``.
+    """Writes detections to one file for import into a labelling tool.
+
+    ``render_annotations`` describes the formats.
 
     Args:
-        found: results of one detector, such as ``detector.stream("photos/")``.
+        found: detections of one detector, such as ``detector.stream("photos/")``.
         path: the JSON file to write.
         format: "coco", "cvat" or "label-studio".
 
@@ -230,30 +237,32 @@ def render_annotations(
     category_ids: Sequence[int],
     format: Format,
 ) -> Any:
-    """Returns predictions as JSON data.
+    """Converts predictions to the JSON data of a format.
 
     Args:
         results: boxes as in ``Predictions.results``.
         images: all images, as in ``Predictions.images``.
-        class_names: names of the model's classes, by index.
-        category_ids: ids of these classes in ``results``; empty if they count from 1.
-        format: "coco" adds "category_name" to ``results``, which COCO's evaluation reads. "cvat" is
-            a whole annotation file for CVAT's import "COCO 1.0", which finds images by file name.
-            "label-studio" is a list of tasks with predictions, for a configuration with
-            ``<Image name="image" value="$image"/>`` and
-            ``<RectangleLabels name="label" toName="image">``; images are files of local storage.
+        class_names: class names of the model, by index.
+        category_ids: ids of the classes in ``results``, by index; empty if the ids start from 1.
+        format: "coco" returns ``results`` with "category_name", for COCO's evaluation. "cvat"
+            returns a complete annotation file for CVAT's import "COCO 1.0", which matches images by
+            file name. "label-studio" returns a list of tasks with predictions, for a configuration
+            with ``<Image name="image" value="$image"/>`` and
+            ``<RectangleLabels name="label" toName="image">``. Images are files in local storage.
 
     Raises:
-        UserError: there is no such format, or the format does not allow frames of a video.
+        UserError: the format is unknown, or it does not support frames of a video.
     """
     if format not in FORMATS:
         raise UserError(f"the format '{format}' is not one of {', '.join(FORMATS)}")
-    names = {box["category_id"]: str(box["category_id"]) for box in results}  # where unknown
+    names = {
+        box["category_id"]: str(box["category_id"]) for box in results
+    }  # of classes without a name
     names |= dict(zip(category_ids or range(1, 1 + len(class_names)), class_names, strict=False))
     if format == "coco":
         return [{**box, "category_name": names[box["category_id"]]} for box in results]
     if video := next((image["file_name"] for image in images if "frame" in image), None):
-        raise UserError(f"'{format}' takes images, and '{video}' is a video: use coco")
+        raise UserError(f"'{format}' is for images, but '{video}' is a video: use coco")
     if format == "cvat":
         return _render_dataset(results, images, names)
     boxes: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in images}
@@ -283,7 +292,7 @@ def _render_dataset(
 def _render_task(
     image: dict[str, Any], boxes: Sequence[dict[str, Any]], names: dict[int, str]
 ) -> dict[str, Any]:
-    """Returns a task of Label Studio, whose boxes are in per cent of the image."""
+    """Returns a task of Label Studio, with boxes in percent of the image's sides."""
     height, width = image["height"], image["width"]
     common: dict[str, Any] = {"type": "rectanglelabels", "from_name": "label", "to_name": "image"}
     common |= {"original_width": width, "original_height": height, "image_rotation": 0}

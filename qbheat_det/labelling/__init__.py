@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Few boxes, many images: selects images to label next, and finds labels that are wrong."""
+"""Selects the images to label next, and finds labels that are probably wrong."""
 
 from .inspection import inspect_labels
 from .labels import apply_corrections

@@ -1,16 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compares images by their features alone: near-duplicates, and images that cover a pool.
+"""Finds near-duplicate images, and selects images that cover a pool, from feature vectors only.
 
 - ``typiclust``: "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets",
-  arXiv:2202.02794. The most typical image of each uncovered cluster.
-- ``prob_cover``: "Active Learning Through a Covering Lens", arXiv:2205.11320. Balls of one radius
-  that cover as many images as possible.
+  arXiv:2202.02794. Selects the most typical image of each uncovered cluster.
+- ``prob_cover``: "Active Learning Through a Covering Lens", arXiv:2205.11320. Selects images whose
+  balls of a fixed radius cover as many images as possible.
 - ``k_center``: "Active Learning for Convolutional Neural Networks: A Core-Set Approach",
-  arXiv:1708.00489. The image farthest from all chosen ones.
+  arXiv:1708.00489. Repeatedly selects the image that is farthest from all selected images.
 
-Letters: N images of the pool, D features, unit vectors (N, D) throughout, so that the squared
-distance of two images is 2 - 2 cos. ``taken`` holds indices of images that have labels. A strategy
-returns new indices in the order of choice, as many as the budget unless the pool is too small.
+Notation: N is the number of images in the pool, and D the number of features. ``vectors`` (N, D)
+have unit norm, so the squared distance of two images is 2 - 2 cos. ``taken`` has the indices of
+images with labels. A strategy returns the indices of up to ``budget`` other images, in the order
+of selection.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,21 +23,23 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn.functional import normalize
 
-_BLOCK = 2**24  # cosines in memory at a time: 64 MiB
+_BLOCK = 2**24  # largest number of cosines in memory at a time (64 MiB)
 _DIMENSIONS = 128
-_NO_DIFFERENCE = 0.01  # of an image to the mean of the pool, as a share of its features' length
-_NEIGHBOURS = 20  # of typicality, as in TypiClust
+_NO_DIFFERENCE = 0.01  # an image equals the mean if its relative distance is below this
+_NEIGHBOURS = 20  # neighbors that define typicality, as in TypiClust
 _MAX_CLUSTERS = 500  # as in TypiClust
-_PURITY = 0.95  # of ProbCover's balls
-_CANDIDATES = 4  # uncertain images for each one that is chosen
+_PURITY = 0.95  # share of pure balls in ProbCover
+_CANDIDATES = 4  # number of candidates per selected image
 COVERING = ("typiclust", "prob_cover", "k_center")
 
 
 def unit_vectors(features: Tensor) -> Tensor:
-    """Centres features (N, D), projects them to their main directions, and scales them to length 1.
+    """Centers features (N, D), projects them onto their principal components and normalizes them
+    to unit length.
 
-    At most 128 directions are kept: distances in the others are mostly noise, and the cost of all
-    functions here is proportional to D. Images that equal the mean get the same vector.
+    At most 128 components are kept. The remaining components are mostly noise, and the cost of all
+    functions in this file is proportional to D. All images whose features equal the mean get one
+    fixed unit vector.
     """
     features = features.float()
     centred = features - features.mean(0)
@@ -49,10 +52,11 @@ def unit_vectors(features: Tensor) -> Tensor:
 
 
 def find_duplicates(vectors: Tensor, *, cosine: float = 0.98) -> Tensor:
-    """Returns for each image the first image (N,) that it nearly repeats, or its own index.
+    """Returns the index (N,) of the first image in the group of near-duplicates of each image.
 
-    Frames of one video are the usual case. Groups are connected: an image belongs to the group of
-    every image it repeats.
+    An image without near-duplicates gets its own index. Two images are near-duplicates if their
+    cosine is at least ``cosine``, which is typical for frames of one video. Groups are the
+    connected components of near-duplicate pairs.
     """
     first = torch.arange(len(vectors))
     for rows, cosines in _blocks(vectors, is_upper=True):
@@ -65,7 +69,10 @@ def find_duplicates(vectors: Tensor, *, cosine: float = 0.98) -> Tensor:
 
 
 def _join(pairs: Tensor, count: int) -> Tensor:
-    """Returns for each of ``count`` indices the smallest one that pairs (2, P) connect it to."""
+    """Returns the smallest index in the connected component of each of ``count`` indices.
+
+    ``pairs`` (2, P) are the edges.
+    """
     graph = coo_array((np.ones(pairs.shape[1], dtype=np.bool_), pairs.numpy()), (count, count))
     groups = torch.from_numpy(connected_components(graph, directed=False)[1]).long()
     smallest = torch.full((count,), count).scatter_reduce(0, groups, torch.arange(count), "amin")
@@ -73,9 +80,9 @@ def _join(pairs: Tensor, count: int) -> Tensor:
 
 
 def _blocks(vectors: Tensor, *, is_upper: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """Yields rows of the matrix of cosines (N, N), block by block.
+    """Yields blocks of rows of the cosine matrix (N, N), with the slice of their row indices.
 
-    With ``is_upper``, a block begins at the column of its first row.
+    With ``is_upper``, the columns of a block start at the index of its first row.
     """
     size = _count_rows(vectors)
     for start in range(0, len(vectors), size):
@@ -84,14 +91,14 @@ def _blocks(vectors: Tensor, *, is_upper: bool = False) -> Iterator[tuple[slice,
 
 
 def _count_rows(vectors: Tensor) -> int:
-    """Returns how many rows of the matrix of cosines fit into a block."""
+    """Returns the number of rows of the cosine matrix that fit into a block."""
     return max(1, _BLOCK // len(vectors))
 
 
 def cover(
     strategy: str, vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Chooses images by one of the strategies ``COVERING``; ``seed`` is that of the clustering."""
+    """Selects images with a strategy in ``COVERING``. ``seed`` is the seed of the clustering."""
     if strategy == "k_center":
         return k_center(vectors, budget, taken)
     choose = typiclust if strategy == "typiclust" else prob_cover
@@ -99,7 +106,7 @@ def cover(
 
 
 def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
-    """Returns the cosine (N,) of each vector with the nearest of some others; -inf without any."""
+    """Returns the cosine (N,) of each vector to the nearest one in ``others`` (-inf if empty)."""
     nearest = torch.full((len(vectors),), -torch.inf)
     size = _count_rows(vectors)
     for start in range(0, len(others), size):
@@ -109,7 +116,10 @@ def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
 
 
 def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[int]:
-    """Chooses the farthest image again and again; the first is the one nearest to the mean."""
+    """Repeatedly selects the image farthest from all labeled and selected images.
+
+    If there are none, the first selected image is the one nearest to the mean.
+    """
     nearest = _find_nearest(vectors, taken)
     nearest[list(taken)] = torch.inf
     chosen: list[int] = []
@@ -125,10 +135,10 @@ def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[in
 def choose_uncertain(
     vectors: Tensor, uncertainties: Tensor, budget: int, taken: Sequence[int] = ()
 ) -> list[int]:
-    """Chooses uncertain images that differ from each other and from those with labels.
+    """Selects uncertain images that differ from each other and from labeled images.
 
-    ``k_center`` chooses among the images with the largest uncertainties (N,), four times the
-    budget. The most uncertain image comes first.
+    The candidates are the images with the largest uncertainties (N,), four times as many as the
+    budget. ``k_center`` selects from them, starting with the most uncertain image.
     """
     is_free = torch.ones(len(vectors), dtype=torch.bool)
     is_free[list(taken)] = False
@@ -143,9 +153,10 @@ def choose_uncertain(
 def typiclust(
     vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Clusters the pool, and chooses the most typical image of the largest uncovered clusters.
+    """Clusters the pool, and selects the most typical image of the largest uncovered clusters.
 
-    There are as many clusters as images that will be labelled in all, at most 500.
+    The number of clusters is the total number of images with labels after this selection, but at
+    most 500.
     """
     free = torch.ones(len(vectors), dtype=torch.bool)
     free[list(taken)] = False
@@ -167,7 +178,7 @@ def typiclust(
 
 
 def _typicality(vectors: Tensor, clusters: Tensor) -> Tensor:
-    """Returns the inverse mean distance (N,) of each image to its neighbours in its own cluster."""
+    """Returns the inverse of each image's mean distance (N,) to its neighbors in its cluster."""
     typical = torch.zeros(len(vectors))
     for cluster in clusters.unique():
         members = (clusters == cluster).nonzero().flatten()
@@ -182,10 +193,11 @@ def _typicality(vectors: Tensor, clusters: Tensor) -> Tensor:
 def prob_cover(
     vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Chooses the image whose ball covers the most uncovered images, again and again.
+    """Repeatedly selects the image whose ball covers the most uncovered images.
 
-    The radius is the largest at which 95 % of the balls lie in one cluster of as many as will be
-    labelled in all. Once all images are covered, ``k_center`` chooses the rest.
+    The radius is the largest one for which 95% of the balls are pure, see ``choose_cosine``. The
+    number of clusters is the total number of images with labels after this selection. When all
+    images are covered, ``k_center`` selects the remaining images.
     """
     least = choose_cosine(vectors, len(set(taken)) + budget, seed=seed)
     uncovered = _find_nearest(vectors, taken) < least
@@ -197,37 +209,37 @@ def prob_cover(
         fresh = uncovered & (vectors @ vectors[index] >= least)
         uncovered &= ~fresh
         gains -= _count_neighbours(vectors, vectors[fresh], least)
-        gains[index] = -1  # rounding may leave a rest
+        gains[index] = -1  # excludes it even if rounding leaves a gain
         chosen.append(index)
     return chosen + k_center(vectors, budget - len(chosen), [*taken, *chosen])
 
 
 def _count_neighbours(vectors: Tensor, others: Tensor, least: float) -> Tensor:
-    """Returns for each vector (N,) how many of the others have at least a cosine with it."""
+    """Counts, for each vector, the vectors in ``others`` whose cosine is at least ``least``."""
     counts = torch.zeros(len(vectors), dtype=torch.int64)
     for part in others.split(_count_rows(vectors)):
         is_near = vectors @ part.T >= least
-        counts += is_near.view(torch.uint8).sum(1, dtype=torch.int32)  # faster than bool
+        counts += is_near.view(torch.uint8).sum(1, dtype=torch.int32)  # faster than a sum of bool
     return counts
 
 
 def choose_cosine(vectors: Tensor, num_clusters: int, *, seed: int = 0) -> float:
-    """Returns the least cosine, that is the largest radius, at which 95 % of the balls are pure.
+    """Returns the smallest cosine (largest radius) for which 95% of the balls are pure.
 
-    A ball is pure if all of its images are of one k-means cluster.
+    A ball is pure if all of its images are in the same k-means cluster.
     """
     clusters = k_means(vectors, min(num_clusters, _MAX_CLUSTERS, len(vectors)), seed=seed)
     nearest_other = torch.full((len(vectors),), -1.0)
     for rows, cosines in _blocks(vectors):
         is_same = clusters[rows, None] == clusters
         nearest_other[rows] = cosines.masked_fill_(is_same, -1.0).amax(1)
-    # Above the cosine of the nearest image of another cluster, and below 1, so that a ball contains
-    # its own centre, both in spite of rounding.
+    # The margins allow for rounding: the result must be above the cosine of the nearest image of
+    # another cluster, and below 1, so that a ball contains its own center.
     return min(float(nearest_other.quantile(_PURITY)) + 1e-5, 1 - 1e-4)
 
 
 def k_means(vectors: Tensor, count: int, *, seed: int = 0, iterations: int = 30) -> Tensor:
-    """Returns the cluster (N,) of each vector by spherical k-means from k-means++ centres."""
+    """Returns the cluster (N,) of each vector by spherical k-means, initialized by k-means++."""
     generator = torch.Generator().manual_seed(seed)
     chosen = [int(torch.randint(len(vectors), (), generator=generator))]
     distances = 2 - 2 * vectors @ vectors[chosen[0]]

@@ -1,17 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Finds labels that are probably wrong with detectors that were not trained on them.
 
-The images are divided into two halves. A detector of each half, on a frozen encoder with cached
-features, predicts on the other half. Three scores, for overlooked objects, misplaced boxes and
-wrong classes, follow "ObjectLab: Automated Diagnosis of Mislabeled Images in Object Detection
-Data", arXiv:2309.00832. Differences: a score is continuous in the probability of the prediction
-instead of thresholded at 0.95, since a detector of a few hundred images is rarely that certain; and
-an overlooked object must not overlap a box of any class, so that a wrong class is reported once.
+The images are divided into two halves. A detector with a frozen encoder is trained on each half
+and predicts on the other half. Missing boxes, misplaced boxes and wrong classes are scored as in
+"ObjectLab: Automated Diagnosis of Mislabeled Images in Object Detection Data", arXiv:2309.00832,
+with two differences. First, predictions are weighted by their score instead of thresholded at 0.95,
+because a detector trained on a few hundred images is rarely that certain. Second, a missing object
+must not overlap an annotated box of any class, so that a wrong class is not reported twice.
 
-The scores have different scales. So errors of each kind are made in a copy of the labels, and the
-scores of these errors beside those of the other labels give the probability of an error.
+The three scores have different scales. To convert them to probabilities, artificial errors of each
+kind are added to a copy of the labels. Their scores are compared with those of unchanged labels.
 
-Letters: G annotated and P predicted boxes of an image, XYXY in pixels.
+Notation: an image has G annotated and P predicted boxes, XYXY in pixels.
 """
 
 import json
@@ -39,13 +39,13 @@ from .simulation import train_afresh
 
 _RECIPE = "custom/cached_retinanet_lite0_probe.yaml"
 _MOBILE_FORMER_RECIPE = "custom/cached_retinanet_285M_probe.yaml"
-_LEAST = 0.01  # probability of a suspect
-_ROUNDS, _SHARE = 10, 0.1  # of made errors: repetitions, and share of the boxes of each kind
+_LEAST = 0.01  # smallest probability of a suspect
+_ROUNDS, _SHARE = 10, 0.1  # artificial errors: repetitions, and share of boxes
 _PRIOR = 0.02  # assumed share of boxes with an error of each kind
-_FOUND_IOU = 0.5  # with which a prediction is of a deleted box
-_SHIFT = (0.3, 0.7)  # of the sides of a moved box
-_IOU_WEIGHT = 0.9  # of the similarity; the rest is the distance of the centres
-_MIN_IOU = 0.1  # with which a prediction is of the same object as a misplaced annotation
+_FOUND_IOU = 0.5  # smallest IoU of a prediction and the deleted box that it finds
+_SHIFT = (0.3, 0.7)  # shift of a moved box, relative to its sides
+_IOU_WEIGHT = 0.9  # weight of the IoU in ``similarity``
+_MIN_IOU = 0.1  # smallest IoU of a misplaced annotation and the prediction of its object
 Labelled = list[ImageBoxes]
 Array = npt.NDArray[np.float64]
 
@@ -55,11 +55,12 @@ class Suspect:
     """A probable error.
 
     Attributes:
-        kind: an object without a box, a box in a wrong place, or a box of a wrong class.
+        kind: "missing" (an object without a box), "location" (a misplaced box) or "class".
         image: index of the image.
-        score: in [0, 1]; the higher, the more probable the error.
-        annotation: index of the box among the image's annotations; None of "missing".
-        box, label: the prediction that contradicts it: XYXY in pixels, and its class.
+        score: score in [0, 1]. Errors with higher scores are more probable.
+        annotation: index of the box among the annotations of the image; None if ``kind`` is
+            "missing".
+        box, label: box (XYXY in pixels) and class of the prediction that contradicts the label.
     """
 
     kind: Kind
@@ -82,19 +83,20 @@ def inspect_labels(
     """Finds probable errors in the labels of a data set.
 
     Args:
-        data: data set with boxes, in any format of ``--data``; its training part is inspected.
-        output: folder of the two runs.
-        images: folder of the images of a COCO json, if they are not beside the file.
-        encoder: weights whose encoder the detectors use, such as a run's folder; by default
-            EfficientNet-Lite0 with ImageNet weights.
-        seed: seed of the division and the training.
-        opts: overrides of the training config, keys and values alternating.
+        data: data set with boxes, in any format of ``--data``. Its training part is inspected.
+        output: folder for the runs of both detectors.
+        images: folder of the images, if they are not in the folder of a COCO json.
+        encoder: weights or run whose encoder both detectors use; by default EfficientNet-Lite0 with
+            ImageNet weights.
+        seed: seed of the division into halves and of the training.
+        opts: overrides of the training config, as a flat list of keys and values.
 
     Returns:
-        The labels, suspects with the most probable first, and AP50 in percent of both detectors.
+        The labels, the suspects in descending order of probability, and the AP50 of each detector
+        in percent.
 
     Raises:
-        UserError: the data have no boxes or fewer than 10 images, or the weights do not fit.
+        UserError: the data have no boxes or fewer than 10 images, or the weights are invalid.
     """
     labels, folder = open_labels(data, images), Path(output)
     predictions, quality = _predict_halves(labels, folder, encoder, seed, opts)
@@ -107,7 +109,7 @@ def inspect_labels(
 def _predict_halves(
     labels: Labels, folder: Path, encoder: str, seed: int, opts: Sequence[str]
 ) -> tuple[Labelled, list[float]]:
-    """Returns the predictions on each image by the detector of the other half, and both AP50."""
+    """Returns the predictions for each image by the detector of the other half, and both AP50."""
     file = labels.file
     second = choose_val(group_by_rarest_class(file), fraction=0.5, seed=seed)
     halves: tuple[list[str], list[str]] = [], []
@@ -142,13 +144,13 @@ def _predict_halves(
 
 
 def _choose_recipe(encoder: str, folder: Path) -> tuple[str, list[str], str]:
-    """Returns recipe, overrides and weights of detectors on a frozen encoder."""
+    """Returns the config file, its overrides and the weights for detectors on an encoder."""
     if not encoder:
         return _RECIPE, [], ""
     model = load_run_config(encoder).MODEL
     is_fpn = model.BACKBONE.NAME == "build_fpn_backbone"
     name = model.FPN.BOTTOM_UP if is_fpn else model.BACKBONE.NAME
-    weights = folder / "encoder.safetensors"  # without the head, which has seen all labels
+    weights = folder / "encoder.safetensors"  # without the head, which was trained on all labels
     export_backbone(encoder, weights, overwrite=True)
     if name == "MobileFormer":
         variant = ["MODEL.MOBILE_FORMER.VARIANT", model.MOBILE_FORMER.VARIANT]
@@ -161,15 +163,15 @@ def _choose_recipe(encoder: str, folder: Path) -> tuple[str, list[str], str]:
 def calibrate(
     suspects: Sequence[Suspect], truth: Labelled, predictions: Labelled, seed: int
 ) -> list[Suspect]:
-    """Replaces scores by probabilities of an error, and returns the most probable first.
+    """Replaces scores by probabilities of an error, and sorts by descending probability.
 
-    A box is a suspect once, and so is a region without boxes.
+    For each annotated or missing box, only the most probable kind of error is kept.
 
     Args:
         suspects: results of ``find_suspects``.
         truth: annotated boxes of each image.
         predictions: predicted boxes of each image.
-        seed: seed of the errors that are made to calibrate the scores.
+        seed: seed of the artificial errors.
     """
     generator = np.random.default_rng(seed)
     curves = {kind: _fit(kind, truth, predictions, generator) for kind in get_args(Kind)}
@@ -187,7 +189,7 @@ def calibrate(
 def _fit(
     kind: Kind, truth: Labelled, predictions: Labelled, generator: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Returns ascending scores of a kind, and the probability of an error at each."""
+    """Returns the scores of a kind in ascending order, and the probability of an error at each."""
     scores, is_error = [], []
     for _ in range(_ROUNDS):
         changed, errors = make_errors(kind, truth, generator)
@@ -206,10 +208,11 @@ def _fit(
 def make_errors(
     kind: Kind, truth: Labelled, generator: np.random.Generator
 ) -> tuple[Labelled, list[set[int]]]:
-    """Deletes boxes, moves them or changes their classes in a copy of the labels.
+    """Adds artificial errors of a kind to a copy of the labels.
 
     Returns:
-        The changed labels, and for each image the indices of the changed boxes in ``truth``.
+        The changed labels, and for each image the indices in ``truth`` of the deleted, moved or
+        relabeled boxes.
     """
     classes = np.unique(np.concatenate([one.classes.numpy() for one in truth]))
     changed, errors = [], []
@@ -232,7 +235,7 @@ def make_errors(
 
 
 def _hits(suspect: Suspect, errors: set[int], truth: ImageBoxes) -> bool:
-    """Whether a suspect is one of the made errors of its image."""
+    """Returns whether a suspect is one of the artificial errors of its image."""
     if suspect.annotation is not None:
         return suspect.annotation in errors
     deleted = truth.boxes[sorted(errors)]
@@ -243,7 +246,7 @@ def _hits(suspect: Suspect, errors: set[int], truth: ImageBoxes) -> bool:
 def _describe(
     labels: Labels, annotations: Sequence[Sequence[dict[str, Any]]], one: Suspect
 ) -> LabelSuspect:
-    """Returns a suspect with the ids and names of the data set."""
+    """Converts a suspect to a ``LabelSuspect``, with the ids and names of the data set."""
     image = labels.file.images[one.image]
     names = dict(zip(labels.file.category_ids, labels.file.class_names, strict=True))
     x0, y0, x1, y1 = one.box
@@ -264,13 +267,13 @@ def _describe(
     found = replace(
         found, annotation_id=entry["id"], annotated_category=names[category], annotated_bbox=box
     )
-    if one.kind == "class":  # the box stays where it is
+    if one.kind == "class":  # the box is not corrected
         return replace(found, bbox=box)
     return replace(found, category_id=category, category=names[category])
 
 
 def find_suspects(annotations: Labelled, predictions: Labelled) -> list[Suspect]:
-    """Returns the probable errors of all images, the most probable first."""
+    """Returns the suspects of all images, in descending order of scores."""
     found: list[Suspect] = []
     for image, (truth, seen) in enumerate(zip(annotations, predictions, strict=True)):
         found += _compare(image, truth, seen)
@@ -278,7 +281,7 @@ def find_suspects(annotations: Labelled, predictions: Labelled) -> list[Suspect]
 
 
 def _compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspect]:
-    """Yields the suspects of one image, at most one of each kind for each box."""
+    """Yields the suspects of one image, with at most one of each kind per box."""
     if not len(seen.boxes):
         return
     like = similarity(truth.boxes, seen.boxes)  # (G, P)
@@ -290,7 +293,7 @@ def _compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspec
         label = int(seen.classes[prediction])
         return Suspect(kind, image, float(score), annotation, (x0, y0, x1, y1), label)
 
-    # The best prediction of an annotated object says where that object is, not that one is missing.
+    # The best prediction of an annotated object belongs to it, so it does not show a missing box.
     support = seen.scores * like * (overlaps >= _MIN_IOU)
     claimed = set(support.argmax(1)[support.amax(1) > 0].tolist()) if len(like) else set()
     covered = like.amax(0) if len(like) else torch.zeros(len(seen.boxes))
@@ -310,9 +313,9 @@ def _compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspec
 
 
 def similarity(first: Tensor, second: Tensor) -> Tensor:
-    """Returns the similarity (n, m) of boxes in [0, 1]: their IoU and the closeness of centres.
+    """Returns the similarity (n, m) of boxes in [0, 1], from their IoU and their center distance.
 
-    The distance of two centres is measured in diagonals of the box that encloses both.
+    The center distance is divided by the diagonal of the smallest box that encloses both boxes.
     """
     if not (len(first) and len(second)):
         return torch.zeros(len(first), len(second))

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads the labels to inspect, and applies corrections that a person has confirmed."""
+"""Reads the labels to inspect, and applies the corrections that a user has confirmed."""
 
 import copy
 import hashlib
@@ -24,7 +24,10 @@ _MIN_IMAGES = 10
 
 
 class ImageBoxes(NamedTuple):
-    """Boxes of one image: (n, 4) XYXY in pixels, classes (n,), scores (n,), of annotations ones."""
+    """Boxes of an image (n, 4), XYXY in pixels, with classes (n,) and scores (n,).
+
+    The scores of annotations are 1.
+    """
 
     boxes: Tensor
     classes: Tensor
@@ -37,12 +40,12 @@ class LabelSuspect:
 
     Attributes:
         kind: "missing" (an object without a box), "location" or "class".
-        score: in [0, 1]; the higher, the more probable the error.
-        image_id, file_name: of the image.
-        annotation_id: of the suspicious box; None if a box is missing.
-        category_id, category: the corrected class.
-        bbox: the corrected box, XYWH in pixels.
-        annotated_category, annotated_bbox: the suspicious label; None if a box is missing.
+        score: probability of the error.
+        image_id, file_name: id and file name of the image.
+        annotation_id: id of the suspicious annotation; None if a box is missing.
+        category_id, category: id and name of the corrected class.
+        bbox: corrected box, XYWH in pixels.
+        annotated_category, annotated_bbox: suspicious class and box; None if a box is missing.
     """
 
     kind: Kind
@@ -58,7 +61,7 @@ class LabelSuspect:
 
     @property
     def text(self) -> str:
-        """Returns the error in words."""
+        """Returns a description of the error."""
         if self.kind == "missing":
             return f"a {self.category} without a box"
         if self.kind == "location":
@@ -68,13 +71,13 @@ class LabelSuspect:
 
 @dataclass(frozen=True)
 class Labels:
-    """The training part of a data set: checked annotations, and their digest."""
+    """The checked annotations of a data set's training part, and their digest."""
 
     file: CocoFile
     digest: str
 
     def list_annotations(self) -> list[list[dict[str, Any]]]:
-        """Returns the annotations of each image; crowds are left out."""
+        """Returns the annotations of each image, without crowds."""
         rows: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.file.images}
         for entry in self.file.annotations:
             if not entry.get("iscrowd", 0):
@@ -83,7 +86,7 @@ class Labels:
 
 
 def stack_boxes(entries: Sequence[dict[str, Any]]) -> ImageBoxes:
-    """Returns COCO annotations or results of an image as tensors; classes are category ids."""
+    """Converts COCO annotations or results of an image to tensors. Classes are category ids."""
     boxes = torch.tensor([entry["bbox"] for entry in entries], dtype=torch.float64).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
     return ImageBoxes(
@@ -97,7 +100,7 @@ def open_labels(data: str, images: str = "") -> Labels:
     """Opens the training part of a data set with boxes, in any format of ``--data``.
 
     Raises:
-        UserError: the data set has no boxes, has errors or fewer than 10 images, or is in shards.
+        UserError: the data set is invalid, is in shards, or has no boxes or fewer than 10 images.
     """
     opened = open_source(data, images)
     if opened.kind == "classes" or "shards" in opened.train:
@@ -112,18 +115,19 @@ def open_labels(data: str, images: str = "") -> Labels:
 
 
 def apply_corrections(corrections: str | Path, data: str, output: Path, images: str = "") -> str:
-    """Writes a COCO file with missing boxes added, boxes moved and classes changed.
+    """Applies corrections to the labels, and writes a COCO file.
 
-    Ids and other entries stay. Masks of moved boxes are dropped.
+    Missing boxes are added, misplaced boxes are moved, and wrong classes are changed. Existing ids
+    and all other entries do not change. Masks of moved boxes are dropped.
 
     Args:
-        corrections: a file from the page of suspects, or ``suspects.json``.
-        data: the inspected data set; it is not changed.
-        output: the corrected file.
-        images: folder of the images of a COCO json, if they are not beside the file.
+        corrections: ``corrections.json`` from the page of suspects, or ``suspects.json``.
+        data: the inspected data set, which does not change.
+        output: the COCO file to write.
+        images: folder of the images, if they are not in the folder of a COCO json.
 
     Returns:
-        A sentence with the number of changes.
+        A message with the numbers of changes.
 
     Raises:
         UserError: the corrections are invalid, or belong to other labels.
@@ -160,7 +164,7 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
 
 
 def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
-    """Returns the distinct corrections of a file, which must be for labels of this digest."""
+    """Reads corrections without duplicates. Raises a ``UserError`` if ``digest`` does not match."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         found, entries = content["data"], list(content["suspects"])

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Selects the images to label next, from thousands without labels.
+"""Selects the images to label next from a pool of unlabeled images.
 
-Without a detector, the selection covers the pool (``coverage``). With a detector, it takes images
-that the detector is uncertain about, and among these images that differ from each other. An
-encoder's feature vectors of the images are kept in a cache on disk.
+Without a detector, the selection covers the pool (see ``coverage``). With a detector, it consists
+of images about which the detector is uncertain, and which differ from each other. The feature
+vectors of the images are cached on disk.
 """
 
 import os
@@ -41,7 +41,7 @@ Vector = npt.NDArray[np.float16]
 _SET = "images_with_labels"
 _LEAST_SCORE = 0.05
 _BATCH = 16
-_ROWS = 500  # per question to the database
+_ROWS = 500  # rows per database query
 
 
 class Detector(NamedTuple):
@@ -52,7 +52,7 @@ class Detector(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """Feature vectors (N, D) of the files that can be read, and the reasons for the others."""
+    """Feature vectors (N, D) of the readable files, and the reasons why the rest is unreadable."""
 
     files: list[str]
     vectors: Tensor
@@ -64,12 +64,12 @@ class Pool:
     """Images with and without labels, and their features.
 
     Attributes:
-        files: paths of all images that can be read, those with labels first.
-        vectors: unit vectors (N, D) of these images.
-        num_labelled: number of images with labels.
-        free: indices of images that can be selected.
-        repeated: images left out because they nearly repeat another one, which is the value.
-        unreadable: reasons by path.
+        files: paths of all readable images, starting with the labeled images.
+        vectors: unit vectors (N, D) of ``files``.
+        num_labelled: number of labeled images.
+        free: indices of the images that can be selected.
+        repeated: maps each image that is left out as a near-duplicate to the image it repeats.
+        unreadable: maps the path of each unreadable image to the reason.
     """
 
     files: list[str]
@@ -85,10 +85,10 @@ class Selection:
     """The images to label next.
 
     Attributes:
-        files: paths in the order of choice.
-        pool: the images to choose from.
-        boxes: boxes of the detector by path, in COCO's format; empty without a detector.
-        class_names: names of the detector's classes by category id.
+        files: paths of the selected images, in the order of selection.
+        pool: the images from which they were selected.
+        boxes: maps paths to the detector's boxes in COCO's format; empty without a detector.
+        class_names: maps category ids to the detector's class names.
     """
 
     files: list[str]
@@ -111,19 +111,20 @@ def select(
     """Selects images to label next.
 
     Args:
-        images: images and folders, searched recursively.
+        images: images and folders to select from. Folders are searched recursively.
         budget: number of images to select.
-        weights: a trained detector, whose uncertainty decides; None for the first round.
-        data: the images that have labels, in any format of ``--data``, with their validation part.
-            Neither they nor near-duplicates of them are selected.
-        encoder: weights of the encoder that compares images.
-        strategy: "uncertainty" by default with ``weights``, else "typiclust".
-        device: "cpu" or "cuda"; by default cuda where there is a GPU.
-        seed: of the clustering.
+        weights: trained detector, to select images about which it is uncertain; None in the first
+            round.
+        data: labeled images, in any format of ``--data``. These images, including their validation
+            part, and near-duplicates of them are not selected.
+        encoder: weights of the encoder whose features are compared.
+        strategy: by default "uncertainty" if ``weights`` are given, else "typiclust".
+        device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
+        seed: seed of the clustering.
 
     Raises:
         UserError: the budget is larger than the pool, weights cannot be read, or the strategy
-            needs weights.
+            needs ``weights``.
     """
     strategy = strategy or ("uncertainty" if weights else "typiclust")
     if strategy not in (*COVERING, "uncertainty"):
@@ -162,7 +163,7 @@ def _open_pool(
     budget: int,
     device: str | None,
 ) -> Pool:
-    """Embeds the images with and without labels, and finds near-duplicates among them."""
+    """Computes the features of all images, and finds near-duplicates."""
     names = [images] if isinstance(images, str | Path) else images
     paths = [str(one.path) for one in find_inputs([*map(str, names)]) if not one.is_video]
     real = {os.path.realpath(path) for path in labelled}
@@ -188,7 +189,7 @@ def _open_pool(
 
 
 def list_labelled(data: str) -> list[str]:
-    """Returns the paths of the images of a labelled data set, its validation part included."""
+    """Returns the image paths of a labeled data set, including its validation part."""
     source = open_source(data)
     files: list[str] = []
     for part in filter(None, (source.train, source.val)):
@@ -201,15 +202,15 @@ def list_labelled(data: str) -> list[str]:
 
 
 def open_detector(weights: str | Path, device: str | None = None) -> Detector:
-    """Opens any trained detector; a ``UserError`` says why the weights are none."""
+    """Opens a trained detector. Raises a ``UserError`` if the weights are not of a detector."""
     exported, cfg = open_weights(str(weights), device=device)
     if is_classifier(cfg):
-        raise UserError(f"'{weights}' is a classifier: --weights takes a detector")
+        raise UserError(f"'{weights}' is a classifier: --weights needs a detector")
     return Detector(get_predictor(exported, cfg), cfg)
 
 
 def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
-    """Returns the boxes on each image that has any, by path, in COCO's format."""
+    """Maps the path of each image with detections to its boxes in COCO's format."""
     found = predict_images(
         detector.predictor,
         [InputFile(Path(path), path) for path in files],
@@ -223,7 +224,7 @@ def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
 
 
 def measure_uncertainties(files: Sequence[str], boxes: Boxes) -> Tensor:
-    """Returns the uncertainty (N,) of each image, 0 if it has no boxes."""
+    """Returns the uncertainty (N,) of each image, which is 0 for images without boxes."""
     return torch.tensor([uncertainty([b["score"] for b in boxes.get(f, ())]) for f in files])
 
 
@@ -236,14 +237,14 @@ def uncertainty(scores: Sequence[float]) -> float:
 def embed_images(
     files: Sequence[str], encoder: str = "distill/285M", *, device: str | None = None
 ) -> Embeddings:
-    """Returns the mean of an encoder's feature map for each image.
+    """Returns the mean of the encoder's feature map for each image.
 
-    The encoder sees a central square in the size of its pre-training. A vector in the cache is used
-    again if path, size and time of change of the file are the same. An interrupted call loses at
-    most one batch.
+    The encoder's input is the central square, resized as in its pre-training. Vectors are cached by
+    the path, size and modification time of the file. If a call is interrupted, at most one batch is
+    lost.
 
     Raises:
-        UserError: the weights are not an encoder's, or no image can be read.
+        UserError: the weights are not of an encoder, or no image can be read.
     """
     name = locate_weights(encoder)
     model, cfg = open_encoder(name, device)
@@ -284,11 +285,11 @@ def embed_images(
 def _compute_missing(
     cache: Path, files: Sequence[str], compute: Callable[[Sequence[str]], dict[str, Vector]]
 ) -> dict[str, Vector]:
-    """Returns the vectors of files by path, after adding those that the database lacks."""
+    """Returns the vectors of files by path. Missing vectors are computed and added to the cache."""
     keys = {path: _make_key(path) for path in files}
     known: dict[str, Vector] = {}
     cache.parent.mkdir(parents=True, exist_ok=True)
-    with closing(sqlite3.connect(cache, timeout=60)) as database:  # shared by processes
+    with closing(sqlite3.connect(cache, timeout=60)) as database:  # several processes may use it
         database.execute("CREATE TABLE IF NOT EXISTS vectors (key TEXT PRIMARY KEY, value)")
         for part in _cut(keys.values(), _ROWS):
             marks = ",".join("?" * len(part))
@@ -312,9 +313,9 @@ def _make_key(path: str) -> str:
     try:
         state = os.stat(path)
         suffix = f"{state.st_size}|{state.st_mtime_ns}"
-    except OSError:  # the mapper reports it
+    except OSError:  # the mapper will report it
         suffix = "missing"
-    # A file name may have bytes that are no text.
+    # A file name may have bytes that are not valid UTF-8.
     return os.fsencode(f"{os.path.abspath(path)}|{suffix}").decode(errors="backslashreplace")
 
 

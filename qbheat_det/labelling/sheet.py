@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writes a selection as list, contact sheet and tasks, and suspicious labels as a page."""
+"""Writes selected images as a list, a contact sheet and labeling tasks, and suspects as a page."""
 
 import base64
 import functools
@@ -27,9 +27,9 @@ from .labels import Labels, LabelSuspect
 from .selection import Selection
 
 Drawn = list[tuple[Sequence[float], tuple[int, int, int]]]
-_SIDE = 320  # pixels of a thumbnail
-_LEAST_SCORE = 0.3  # of boxes in tasks and on the sheet
-_MOST_SUSPECTS = 500  # on a page
+_SIDE = 320  # side of a thumbnail in pixels
+_LEAST_SCORE = 0.3  # lowest score of boxes in tasks and on the contact sheet
+_MOST_SUSPECTS = 500  # largest number of suspects on a page
 _BLUE, _ORANGE = (64, 156, 255), (255, 150, 30)
 _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cvat.json"}
 
@@ -37,10 +37,10 @@ _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cva
 def write_selection(selection: Selection, folder: Path) -> list[Path]:
     """Writes ``selected.txt``, ``index.html``, ``label_studio.json`` and ``cvat.json``.
 
-    The tasks hold the detector's boxes as pre-annotations if there is a detector.
+    If the selection has boxes of a detector, the tasks contain them as pre-annotations.
 
     Returns:
-        The paths of the files.
+        The paths of the written files.
 
     Raises:
         UserError: the folder cannot be written.
@@ -82,18 +82,19 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
 def write_suspects(
     labels: Labels, suspects: Sequence[LabelSuspect], folder: Path, command: str
 ) -> Path:
-    """Writes ``suspects.json`` and the page ``suspects.html``, on which a person ticks corrections.
+    """Writes ``suspects.json`` and the page ``suspects.html``.
 
-    The page shows the most probable suspects, embeds its images, and makes ``corrections.json``.
+    The page shows the most probable suspects with embedded images. A user selects the corrections
+    to apply, and saves them as ``corrections.json``.
 
     Args:
         labels: the inspected labels.
-        suspects: the most probable first.
-        folder: folder of both files.
-        command: the command that applies the corrections, which the page names.
+        suspects: the suspects in descending order of probability.
+        folder: output folder of both files.
+        command: shell command that applies the corrections, to show on the page.
 
     Returns:
-        The page.
+        The path of the page.
     """
     content = {"data": labels.digest, "suspects": [asdict(one) for one in suspects]}
     write_atomically(folder / "suspects.json", json.dumps(content, indent=1).encode())
@@ -111,7 +112,7 @@ def write_suspects(
 
 
 def draw_suspect(path: str, suspect: LabelSuspect) -> str:
-    """Returns the surroundings of a label (blue) and its correction (orange), as a data URI."""
+    """Draws a label (blue) and its correction (orange) on a crop of the image, as a data URI."""
     drawn: Drawn = [(suspect.annotated_bbox, _BLUE)] if suspect.annotated_bbox else []
     if suspect.kind != "class":
         drawn.append((suspect.bbox, _ORANGE))
@@ -132,7 +133,7 @@ def _load_template(name: str) -> Template:
 
 
 def _draw(image: PIL.Image.Image, boxes: Drawn, *, enlarge: bool = False) -> str:
-    """Returns a small JPEG with boxes (XYWH in pixels of the image, color), as a data URI."""
+    """Draws boxes (XYWH in pixels, color) on a thumbnail, and returns it as a data URI."""
     scale = _SIDE / max(image.size) if enlarge else min(1.0, _SIDE / max(image.size))
     small = image.convert("RGB").resize([max(1, round(side * scale)) for side in image.size])
     pen = PIL.ImageDraw.Draw(small)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Simulates rounds of labelling on a labelled data set: AP50 over the number of labelled images."""
+"""Simulates rounds of labeling on a labeled data set, to compare selection strategies."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ _POINTS, _CURVE = "points.json", "curve.svg"
 
 @dataclass(frozen=True)
 class Point:
-    """Validation results, in percent, of a detector trained on the images of a strategy."""
+    """Validation results, in percent, of a detector trained on images that a strategy selected."""
 
     strategy: str
     seed: int
@@ -55,24 +55,25 @@ def simulate(
 ) -> list[Point]:
     """Trains a detector for each strategy, seed and number of images.
 
-    A strategy starts without labels and adds images up to each budget. "random" is the baseline;
-    "uncertainty" starts with "typiclust". The detector is RetinaNet's decoder on the frozen
-    encoder, from cached features. A second call continues an interrupted simulation.
+    A strategy starts without labeled images and adds images up to each budget. "random" is the
+    baseline. "uncertainty" uses "typiclust" for the first budget. The detector is a RetinaNet head
+    on cached features of the frozen encoder. Calling the function again continues an interrupted
+    simulation.
 
     Args:
         data: data set with boxes, in any format of ``--data``.
         budgets: numbers of training images.
         output: folder for ``points.json``, ``curve.svg`` and the last run.
         val: validation data; by default the validation part of ``data``.
-        images: folder of the images of a COCO json, if they are not beside it.
+        images: folder of the images, if they are not in the folder of a COCO json.
         strategies: "random" or strategies of ``select``.
         seeds: seeds of selection and training.
         encoder: weights of the frozen encoder.
-        opts: overrides of the training config, keys and values alternating.
+        opts: overrides of the training config, as a flat list of keys and values.
 
     Raises:
         UserError: the data have no boxes or no validation part, an image cannot be read, a strategy
-            is unknown, or a budget does not fit.
+            is unknown, or a budget is larger than the data set.
     """
     file = _open_boxes(data, val, images, strategies)
     budgets = sorted(budgets)
@@ -118,14 +119,14 @@ def _train(
     """Writes the labels to a file and trains on them.
 
     Returns:
-        The run, or None if there are no boxes; the number of boxes; AP and AP50.
+        The folder of the run (None if there are no boxes), the number of boxes, and [AP, AP50].
     """
     if not labels["annotations"]:
         return None, 0, [0.0, 0.0]
     write_atomically(file, json.dumps(labels).encode())
     flags = dataclasses.replace(flags, data=str(file), opts=["SEED", str(seed), *flags.opts])
     found = train_afresh(flags)
-    # Detectron2 reports nan if there is no detection.
+    # Detectron2 reports nan if there are no detections.
     metrics = [round(float(np.nan_to_num(found[key])), 2) for key in ("AP", "AP50")]
     return Path(flags.output), len(labels["annotations"]), metrics
 
@@ -150,7 +151,10 @@ def _choose(
     seed: int,
     run: Path | None,
 ) -> list[int]:
-    """Returns the chosen images and further ones, up to the budget; ``run`` has the detector."""
+    """Adds images to ``chosen`` up to the budget, and returns both.
+
+    ``run`` is the folder of the detector that was trained on ``chosen``.
+    """
     need = budget - len(chosen)
     if strategy == "random":
         return np.random.default_rng(seed).permutation(len(paths))[:budget].tolist()
@@ -162,7 +166,7 @@ def _choose(
 
 
 def train_afresh(flags: RunFlags) -> dict[str, float]:
-    """Trains in a folder of its own; returns the metrics of boxes."""
+    """Trains in an empty folder, and returns the box metrics."""
     shutil.rmtree(flags.output, ignore_errors=True)
     cfg = build_config(flags)
     setup(cfg, flags)
@@ -184,7 +188,7 @@ def _read_points(path: Path) -> list[Point]:
 
 @plotting.themed
 def plot_points(points: Sequence[Point]) -> Figure:
-    """Draws the mean AP50 of each strategy over the number of images, and the range of seeds."""
+    """Plots the mean and range of AP50 over seeds against the number of images, per strategy."""
     figure, axes = plotting.start_chart(height=3.6)
     names = list(dict.fromkeys(point.strategy for point in points))
     for name, style in zip(names, plotting.list_styles(len(names)), strict=True):

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Data sets: formats of annotations, image folders, and the built-in sets."""
+"""Annotation formats, image folders, and the built-in data sets."""
 
 import functools
 import os
@@ -15,15 +15,15 @@ CELLS = Path(__file__).parent / "cells"
 
 
 def register_builtin_sets() -> None:
-    """Registers these sets, which are listed or drawn when they are first loaded.
+    """Registers the data sets below. Their files are read or generated when they are first loaded.
 
     ``qbheat_toy_train``, ``qbheat_toy_val``: the toy set, with boxes and masks.
-    ``qbheat_toy_train_images``, ``qbheat_toy_val_images``: its images, for pre-training.
+    ``qbheat_toy_train_images``, ``qbheat_toy_val_images``: images of the toy set, for pre-training.
     ``cells_sample_train``, ``cells_sample_val``: 48 and 40 microscope images with boxes of three
-        kinds of blood cells, which come with the package.
-    ``coco_2017_train_images``, ``coco_2017_val_images``: the images of Detectron2's sets.
-    ``imagenet_train``, ``imagenet_val``: the class folders in
-        ``$DETECTRON2_DATASETS/imagenet/{train,val}``, with labels.
+        kinds of blood cells, which are included in the package.
+    ``coco_2017_train_images``, ``coco_2017_val_images``: images of COCO 2017 without annotations.
+    ``imagenet_train``, ``imagenet_val``: images with class labels in
+        ``$DETECTRON2_DATASETS/imagenet/{train,val}``.
     """
     for name, spec in TOY_SETS.items():
         if name not in DatasetCatalog:

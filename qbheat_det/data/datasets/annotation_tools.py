@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Readers of files that annotation tools export: CSV, VIA, Label Studio, CVAT, Hugging Face."""
+"""Readers of annotation files: CSV, VIA, Label Studio, CVAT, and Hugging Face metadata."""
 
 import cmath
 import csv
@@ -14,7 +14,7 @@ from qbheat_det.data.checks import short
 
 from .conversion import LabelledImage, parse_xml, reading_record
 
-# Column names by their meaning, in lower case.
+# Known names of each CSV column, in lower case.
 _COLUMNS = {
     "image": ("filename", "file_name", "imageid", "image_id", "image", "image_path", "path", "img"),
     "name": ("class", "label", "labelname", "class_name", "category", "name"),
@@ -23,10 +23,10 @@ _COLUMNS = {
     "xmax": ("xmax", "x_max", "x2", "right"),
     "ymax": ("ymax", "y_max", "y2", "bottom"),
 }
-_OPEN_IMAGES = "imageid"  # its boxes are fractions of the image's sides
+_OPEN_IMAGES = "imageid"  # marks Open Images, whose boxes are fractions of the sides
 _NAME_KEYS = ("label", "class", "name", "type", "category")
 _CVAT_EDGES = ("xtl", "ytl", "xbr", "ybr")
-# Keys of a region of Label Studio that was drawn without a label.
+# The keys of a Label Studio region. A region with only these keys was drawn without a label.
 _SHAPE = {
     *("x", "y", "width", "height", "rotation", "points", "closed", "radiusX", "radiusY"),
     *("original_width", "original_height", "image_rotation"),
@@ -44,7 +44,7 @@ def _around(x: float, y: float, rx: float, ry: float) -> Points:
 
 
 def _rotate(corners: Points, degrees: float, around: tuple[float, float]) -> Points:
-    """Returns four points: a box between two corners, rotated clockwise around a point."""
+    """Rotates the box between two corners clockwise around a point, and returns four points."""
     xs, ys = zip(*corners, strict=True)
     centre, turn = complex(*around), cmath.rect(1, math.radians(degrees))
     points = [complex(x, y) for x in xs for y in ys]
@@ -53,7 +53,7 @@ def _rotate(corners: Points, degrees: float, around: tuple[float, float]) -> Poi
 
 
 def _find_columns(header: Sequence[str]) -> dict[str, str] | None:
-    """Returns the header's name of each column, or None if one is missing."""
+    """Maps the keys of ``_COLUMNS`` to the column names in a header; None if one is missing."""
     by_lower = {name.strip().strip('"').lower(): name for name in header}
     known = {key: [name for name in names if name in by_lower] for key, names in _COLUMNS.items()}
     if not all(known.values()):
@@ -62,21 +62,22 @@ def _find_columns(header: Sequence[str]) -> dict[str, str] | None:
 
 
 def are_columns(line: str) -> bool:
-    """Returns whether the first line of a CSV names the columns of image, class and box."""
+    """Returns whether the first line of a CSV has columns for the image, the class and the box."""
     return _find_columns(next(csv.reader([line]), [])) is not None
 
 
 def read_csv(file: Path) -> Iterator[LabelledImage]:
-    """Reads one box per line, with a header; a line with a name alone is an image without boxes.
+    """Reads a CSV file that has a header and one box per line.
 
-    Open Images' "ImageID, LabelName, XMin, …" has fractions of the image's sides.
+    A line with only an image name is an image without boxes. In the format of Open Images
+    ("ImageID, LabelName, XMin, …"), boxes are fractions of the image's sides.
     """
     images: dict[str, LabelledImage] = {}
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
         rows = csv.DictReader(stream)
         columns = _find_columns(rows.fieldnames or [])
         if columns is None:
-            raise ValueError("its first line must name the columns of image, class and box")
+            raise ValueError("its first line must have columns for image, class and box")
         is_relative = columns["image"].strip().lower() == _OPEN_IMAGES
         for row in rows:
             name, *values = ((row.get(columns[key]) or "").strip() for key in _COLUMNS)
@@ -118,7 +119,7 @@ def _via_points(shape: Mapping[str, Any]) -> Points:
 
 
 def _choose_name(attributes: Mapping[str, Any]) -> object:
-    """Returns the class in the attributes of a region: text, or the box that is ticked."""
+    """Returns the class in a region's attributes, which is a text or the checked option."""
     keys = [key for key in _NAME_KEYS if key in attributes] or list(attributes)
     for key in keys:
         value = attributes[key]
@@ -130,7 +131,7 @@ def _choose_name(attributes: Mapping[str, Any]) -> object:
 
 
 def read_label_studio(file: Path) -> Iterator[LabelledImage]:
-    """Reads Label Studio's exports JSON and JSON-MIN; tasks that are skipped have no labels."""
+    """Reads Label Studio's JSON or JSON-MIN export. Skipped tasks are images without labels."""
     for number, task in enumerate(json.loads(file.read_text(encoding="utf-8")), start=1):
         with reading_record(f"{file}, task {number}"):
             image, results = _read_task(file, number, task)
@@ -143,7 +144,7 @@ def read_label_studio(file: Path) -> Iterator[LabelledImage]:
 def _read_task(
     file: Path, number: int, task: Mapping[str, Any]
 ) -> tuple[LabelledImage, Sequence[Any]]:
-    """Returns the image of a task, and its regions."""
+    """Returns the image of a task and its list of regions."""
     data = task.get("data", task)
     texts = [value for value in data.values() if isinstance(value, str)]
     named = [data[key] for key in ("image", "img", "ocr") if key in data]
@@ -159,7 +160,7 @@ def _read_task(
 
 
 def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> None:
-    """Adds a region; its coordinates are percentages of the image's sides."""
+    """Adds a region, whose coordinates are percentages of the image's sides, to an image."""
     value = result.get("value", result)
     kind = next((key for key in value if key.endswith("labels")), None)
     if kind is None and value and value.keys() <= _SHAPE:
@@ -176,7 +177,7 @@ def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> 
         points = _around(*fractions("x", "y", "radiusX", "radiusY"))
     elif kind == "rectanglelabels":
         points = _corners(*fractions("x", "y", "width", "height"))
-        # A rotation is around the top left corner, in pixels.
+        # The box is rotated around its top left corner, in pixel coordinates.
         source = {**result, **value}
         wide, high = (source.get(f"original_{side}", 1) for side in ("width", "height"))
         pixels = [(x * wide, y * high) for x, y in points]
@@ -188,7 +189,7 @@ def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> 
 
 
 def read_cvat(file: Path) -> Iterator[LabelledImage]:
-    """Reads CVAT's export "CVAT for images"; masks and points have no box."""
+    """Reads CVAT's export "CVAT for images". Masks and points are errors, as they have no box."""
     tree = parse_xml(file)
     if tree.find("track") is not None:
         raise ValueError("it has tracks of a video: export 'CVAT for images' or COCO")
@@ -197,7 +198,7 @@ def read_cvat(file: Path) -> Iterator[LabelledImage]:
         image = LabelledImage(f"{file}, image {short(name)}", name)
         for number, shape in enumerate(node, start=1):
             with image.reading(place := f"{image.place}, shape {number}"):
-                if shape.tag != "tag":  # about the whole image
+                if shape.tag != "tag":  # a tag belongs to the whole image
                     image.add(place, shape.get("label"), _cvat_points(shape))
         yield image
 
@@ -216,9 +217,10 @@ def _cvat_points(shape: Element) -> Points:
 
 
 def read_hugging_face(file: Path) -> Iterator[LabelledImage]:
-    """Reads metadata.jsonl or metadata.csv: "file_name", "objects" with "bbox" and "categories".
+    """Reads ``metadata.jsonl`` or ``metadata.csv`` of a Hugging Face image folder.
 
-    A bbox is [x, y, width, height] in pixels, as in the library's guide to object detection.
+    A row has "file_name", and "objects" with "bbox" and "categories". A bbox is [x, y, width,
+    height] in pixels, as in the object detection guide of Hugging Face.
     """
     with file.open(encoding="utf-8-sig", newline="") as stream:
         if file.suffix.lower() == ".csv":

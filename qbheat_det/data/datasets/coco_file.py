@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Validates COCO annotations in one pass that collects all errors."""
+"""Validates COCO annotation files, and collects all errors in one pass."""
 
 import json
 import logging
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
 Found = tuple[str, str] | None
-"""Kind and reason of an error, or None."""
+"""(kind, reason) of an error, or None."""
 
 _LISTS = {"images": "image", "annotations": "annotation", "categories": "category"}
 _MARGIN = 1.5  # pixels by which rounded boxes reach beyond their image
-_MAX_SHIFT = 30  # of the last of seven groups of bits: run lengths have 35 bits at most
+_MAX_SHIFT = 30  # run lengths have at most seven groups of five bits
 
 
 def _are_keypoints(value: object) -> bool:
@@ -32,10 +32,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-# Whether a value is valid, what it must be, and the default of a missing key.
+# A function that returns whether a value is valid, a text with the valid values, and the default.
 Rule = tuple[Callable[[Any], bool], str, Any]
 _ID: Rule = (
-    # COCO evaluation stores ids in floating point, which confuses larger ones.
+    # COCO evaluation stores ids as floats, which cannot represent all larger integers.
     lambda value: type(value) is int and abs(value) < 2**53,
     "a whole number below 2**53",
     None,
@@ -58,14 +58,14 @@ _RULES: dict[str, dict[str, Rule]] = {
 
 
 class CocoFile:
-    """A validated annotation file.
+    """A validated COCO annotation file.
 
     Attributes:
-        errors: problems that stop a run or silently spoil it; each names the file and the id.
-        warnings: oddities that Detectron2 handles.
-        images: entries without an error.
-        annotations: entries without an error.
-        categories: entries without an error, sorted by id as in Detectron2.
+        errors: problems that stop training or silently make its result worse.
+        warnings: unusual content that Detectron2 can handle.
+        images: valid images.
+        annotations: valid annotations.
+        categories: valid categories, sorted by id as in Detectron2.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class CocoFile:
         *,
         converted: Converted | None = None,
     ) -> None:
-        """Reads and checks a file. Image files must exist, but are not opened.
+        """Reads and checks a file. Checks that image files exist, but does not open them.
 
         Args:
-            json_file: the annotations, also named in messages.
-            image_root: folder that file names are relative to, or an address of shards, whose
-                images are not checked.
-            needed: lists that the file must have; without "annotations", images need no size.
+            json_file: path of the annotations, which is also used in messages.
+            image_root: folder of the images, or an address of shards. Images in shards are not
+                checked.
+            needed: lists that the file must have. Without "annotations", images need no size.
             converted: lists to check instead of the content of ``json_file``.
 
         Raises:
@@ -116,18 +116,18 @@ class CocoFile:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names in contiguous order."""
+        """Class names, in the order of the contiguous class indices."""
         return tuple(entry["name"] for entry in self.categories)
 
     @property
     def category_ids(self) -> tuple[int, ...]:
-        """Ids in the file, in the same order; may have holes."""
+        """Category ids in the file, in the order of ``class_names``. They may have gaps."""
         return tuple(entry["id"] for entry in self.categories)
 
     def _validate(
         self, key: str, rules: dict[str, Rule], find: Callable[[Entry], Found] = lambda entry: None
     ) -> list[Entry]:
-        """Returns the valid entries of a list, and collects the errors of the others."""
+        """Returns the valid entries of a list, and adds an error for each invalid one."""
         kind = _LISTS[key]
         valid: dict[int, Entry] = {}
         for number, entry in enumerate(self._lists[key], start=1):
@@ -144,7 +144,7 @@ class CocoFile:
         return list(valid.values())
 
     def _check_annotations(self) -> None:
-        """Keeps valid annotations of valid images and categories."""
+        """Keeps only valid annotations whose image and category are valid."""
         images, categories = {entry["id"]: entry for entry in self.images}, set(self.category_ids)
         known = {
             kind: {e["id"] for e in self._lists[key] if isinstance(e, dict) and _ID[0](e.get("id"))}
@@ -203,13 +203,13 @@ class CocoFile:
             self.warnings.append(f"{self.json_file}: categories without a box: {names}")
 
     def check(self) -> None:
-        """Logs the warnings; raises a ``UserError`` for the first error."""
+        """Logs the warnings, and raises a ``UserError`` for the first error."""
         raise_first(self.errors)
         for warning in self.warnings:
             logger.warning(warning)
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
-        """Returns the lists of valid entries, for all images or for those with these names."""
+        """Returns the valid entries in COCO's format, optionally only of images with some names."""
         images = [
             one for one in self.images if file_names is None or one["file_name"] in file_names
         ]
@@ -219,7 +219,7 @@ class CocoFile:
 
 
 def check_same_classes(train: CocoFile, val: CocoFile) -> None:
-    """Raises a ``UserError`` unless two annotation files have the same classes in one order."""
+    """Raises a ``UserError`` if two annotation files have different classes or class orders."""
     if train.class_names == val.class_names:
         return
     files = f"'{train.json_file}' and '{val.json_file}'"
@@ -230,18 +230,18 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
             raise UserError(f"the categories of {files} differ: {lacks}")
     names, others = (join_first(map(repr, one.class_names)) for one in (train, val))
     raise UserError(
-        f"the categories of {files} have the same names in another order of ids: {names} against "
+        f"the categories of {files} have the same names in a different order: {names} against "
         f"{others}"
     )
 
 
 def has_area(entry: Entry) -> bool:
-    """Returns whether an annotation's box has an area."""
+    """Returns whether the area of an annotation's box is positive."""
     return bool(entry["bbox"][2] > 0 and entry["bbox"][3] > 0)
 
 
 def has_polygon(entry: Entry) -> bool:
-    """Returns whether an annotation has RLE, no segmentation, or a polygon of three points."""
+    """Returns whether an annotation has a polygon of at least three points, RLE or no mask."""
     segmentation = entry.get("segmentation")
     if not segmentation or isinstance(segmentation, dict):
         return True
@@ -249,7 +249,7 @@ def has_polygon(entry: Entry) -> bool:
 
 
 def _read(json_file: str, needed: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns the lists of a file; lists that are not needed are empty."""
+    """Returns the lists of a COCO file. Lists that are not needed are empty."""
     if not os.path.isfile(json_file):
         raise UserError(f"the annotation file '{json_file}' does not exist")
     try:
@@ -294,7 +294,7 @@ def _find_shape_error(entry: Entry, width: int, height: int) -> Found:
 
 def _can_be_drawn(segmentation: object, width: int, height: int) -> bool:
     if isinstance(segmentation, list):
-        # Coordinates far outside the image would need unlimited memory.
+        # Drawing coordinates far outside the image would need too much memory.
         return all(are_numbers(polygon, 11 * max(width, height)) for polygon in segmentation)
     if not isinstance(segmentation, dict) or not segmentation:
         return not segmentation
@@ -308,7 +308,7 @@ def _can_be_drawn(segmentation: object, width: int, height: int) -> bool:
 def _decode_runs(counts: str) -> list[int] | None:
     """Returns the run lengths of a compressed RLE, or None if the string is invalid.
 
-    pycocotools accesses memory out of bounds for some invalid strings.
+    pycocotools is not used because it reads out of bounds for some invalid strings.
     """
     runs: list[int] = []
     value = shift = 0

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Turns images with boxes, as any reader yields them, into COCO lists.
+"""Converts labeled images of any format to COCO's format.
 
-Every format but COCO has a reader that returns ``LabelledImage``s. ``convert`` reads missing image
-sizes and numbers images, boxes and classes.
+The reader of each format returns ``LabelledImage`` objects. ``convert`` reads the image sizes that
+they lack, assigns ids, and returns COCO's ``images``, ``annotations`` and ``categories`` lists.
 """
 
 import contextlib
@@ -20,20 +20,21 @@ from qbheat_det.data.checks import DataError, short
 from qbheat_det.data.images import Size, read_sizes
 
 MISSING_IMAGE = "missing image file"
-"""Kind of the error of an image that does not exist."""
+"""The error kind for images that do not exist."""
 _BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 _LARGEST_XML = 100_000_000  # bytes
 
 
 @dataclass
 class Converted:
-    """COCO lists made from files of another format.
+    """A data set that was converted to COCO's format.
 
     Attributes:
-        lists: "images", "annotations" and "categories", with ids from 1 in the first two.
-        places: file and entry for messages, by the list and the number in it.
-        errors: what could not be converted.
-        warnings: what may be a mistake.
+        lists: COCO's lists "images", "annotations" and "categories". Ids of images and annotations
+            start from 1.
+        places: maps (list, index) of each entry to its location in the source, for messages.
+        errors: content that could not be converted.
+        warnings: content that may be a mistake.
     """
 
     lists: dict[str, list[Any]]
@@ -42,7 +43,7 @@ class Converted:
     warnings: list[str] = field(default_factory=list)
 
     def add(self, key: str, place: str, **entry: Any) -> int:
-        """Adds an entry to a list, and returns its id."""
+        """Appends an entry to the list ``key``, and returns its id."""
         id_ = len(self.lists[key]) + 1
         self.lists[key].append({"id": id_, **entry})
         self.places[key, id_] = place
@@ -50,7 +51,7 @@ class Converted:
 
 
 class Box(NamedTuple):
-    """A box of a class; ``xywh`` is in pixels or in fractions of the image's sides."""
+    """A box and its class. ``xywh`` is in pixels, or in fractions of the image's sides."""
 
     place: str
     name: str
@@ -61,16 +62,16 @@ class Box(NamedTuple):
 
 @dataclass
 class LabelledImage:
-    """An image and its objects.
+    """An image and its objects, as read from a label file.
 
     Attributes:
-        place: file and entry, for messages.
+        place: location in the label file, for messages.
         name: name, path or URL of the image in the label file.
-        file: path of the image, or the error that explains why there is none.
-        size: width and height, if the labels have them.
-        boxes: the objects; empty for an image without objects.
-        errors: objects that are invalid.
-        is_skipped: whether nobody has labelled the image.
+        file: path of the image file, or an error if it was not found.
+        size: (width, height) if the label file has them.
+        boxes: valid objects; empty for an image without objects.
+        errors: errors of invalid objects.
+        is_skipped: whether the image was not labeled. Such images are left out.
     """
 
     place: str
@@ -83,7 +84,7 @@ class LabelledImage:
 
     @contextlib.contextmanager
     def reading(self, place: str) -> Iterator[None]:
-        """Turns an exception about the content of an object into an error of the image."""
+        """Catches exceptions about the content of an object, and adds them to ``errors``."""
         try:
             yield
         except _BROKEN as error:
@@ -99,9 +100,9 @@ class LabelledImage:
         is_box: bool = False,
         is_crowd: bool = False,
     ) -> None:
-        """Adds the enclosing box of points (n, 2); raises a ``ValueError`` if they are invalid.
+        """Adds the bounding box of points (n, 2). Raises a ``ValueError`` if they are invalid.
 
-        With ``is_box``, the points are the top left and the bottom right corner.
+        With ``is_box``, the points must be the top left and the bottom right corner.
         """
         points = [list(point) for point in points]
         try:
@@ -123,7 +124,7 @@ class LabelledImage:
 
 @contextlib.contextmanager
 def reading_record(place: str) -> Iterator[None]:
-    """Turns an exception about the content of a record into a ``UserError`` that names it."""
+    """Converts exceptions about the content of a record to a ``UserError`` with its location."""
     try:
         yield
     except _BROKEN as error:
@@ -137,13 +138,13 @@ def convert(
     *,
     by_index: bool = False,
 ) -> Converted:
-    """Returns COCO lists of images.
+    """Converts labeled images to COCO's format.
 
     Args:
-        images: read from any format.
-        names: the classes in order.
-        root: folder that the file names are relative to.
-        by_index: whether boxes have the index of their class, as text, instead of its name.
+        images: the labeled images.
+        names: class names, in the order of the category ids.
+        root: folder to which file names will be relative.
+        by_index: whether the class of a box is its index (as a str) instead of its name.
     """
     categories = [{"id": index, "name": name} for index, name in enumerate(names)]
     converted = Converted({"images": [], "annotations": [], "categories": categories})
@@ -165,7 +166,7 @@ def convert(
         id_ = converted.add("images", image.place, file_name=name, width=width, height=height)
         for box in image.boxes:
             if box.name not in ids:
-                reason = f"its class {box.name!r} is none of {short(list(names))}"
+                reason = f"its class {box.name!r} is not one of {short(list(names))}"
                 converted.errors.append(DataError("wrong object", box.place, reason))
                 continue
             scale = size * 2 if box.is_relative else (1, 1, 1, 1)
@@ -178,7 +179,7 @@ def convert(
 def parse_xml(file: Path) -> ElementTree.Element:
     """Returns the root of an XML file, or raises a ``ValueError``.
 
-    Refuses declared entities, which can expand without limit.
+    Files that declare entities are refused, because entities can expand without limit.
     """
     try:
         content = file.read_bytes() if file.stat().st_size <= _LARGEST_XML else b"\0"
@@ -190,7 +191,7 @@ def parse_xml(file: Path) -> ElementTree.Element:
 
 
 def read_lines(file: Path) -> list[tuple[str, str]]:
-    """Returns the place and the text of the lines of a file that are not blank."""
+    """Returns (location, text) of each line of a file that is not blank."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:

@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Recognises and opens the data sets that ``--data`` names.
+"""Detects the format of the data sets given by ``--data``, and opens them.
 
-``FORMATS`` has the formats that are converted to COCO lists. To add one, write its functions and a
-row. To add the export of another annotation tool, add a reader to ``label_files``.
+``FORMATS`` lists the formats that are converted to COCO's format. To add a format, write its
+functions and add a row. To add the export of an annotation tool, add a reader to ``label_files``.
 
-A source is a dict that runs record as JSON. It has the key of its format: ``json_file`` with
-``image_root``; ``yolo_file``, ``voc_folder``, ``labels_path`` or ``shards`` (an address) with
-``subset``; or ``image_folders``. ``labelled`` tells whether boxes or class folders are read.
-``classes`` fixes the classes of formats that do not list them. ``split`` names a part of the
-images, see ``split.json``.
+A source is a dict that describes a training or validation set. It is saved as JSON with each run,
+and has one of these keys: ``json_file`` (with ``image_root``), ``yolo_file``, ``voc_folder``,
+``labels_path`` or ``shards`` (with ``subset``), or ``image_folders``. ``labelled`` is whether to
+read the boxes or classes. ``classes`` sets the classes of formats that do not list them. ``split``
+selects a part of the images, see ``split.json``.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from .yolo import convert_yolo, list_yolo_parts
 Source = dict[str, Any]
 Kind = Literal["coco", "yolo", "voc", "labels", "classes", "images"]
 
-_MOST_EXPANSION = 200  # of a zip
+_MOST_EXPANSION = 200  # largest ratio of the unpacked size to the size of a zip
 _FILE_NAME = re.compile(r'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 _COCO = {
     "train": ("annotations/instances_train*.json", "train/_annotations.coco.json"),
@@ -53,7 +53,7 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class DataSource:
-    """The format of a path, and the sources to train and to evaluate on."""
+    """The format of a path, the training source, and the validation source (None without one)."""
 
     kind: Kind
     train: Source
@@ -63,9 +63,9 @@ class DataSource:
 class Format(NamedTuple):
     """A row of ``FORMATS``.
 
-    ``key`` names the file or folder in a source. ``list_parts`` returns the parts of a path, "all",
-    or "train" and perhaps "val"; none if it has another format. ``convert`` returns COCO lists of a
-    source, which ``CocoFile`` checks.
+    ``key`` is the key of the path in a source. ``list_parts`` returns the parts of a path ("all",
+    or "train" and optionally "val"), or nothing if the path has a different format. ``convert``
+    converts a source to COCO's format, which ``CocoFile`` checks.
     """
 
     key: str
@@ -73,7 +73,7 @@ class Format(NamedTuple):
     convert: Callable[[Source], Converted]
 
 
-# The first format that recognises a path opens it.
+# The first format that finds a part in a path is used.
 FORMATS: dict[Kind, Format] = {
     "yolo": Format("yolo_file", list_yolo_parts, convert_yolo),
     "voc": Format("voc_folder", find_voc_parts, convert_voc),
@@ -90,7 +90,7 @@ _TITLES = {
 
 
 def find_kind(path: str) -> Kind:
-    """Returns the format of a file or a folder; raises a ``UserError`` if it is unknown."""
+    """Returns the format of a file or folder. Raises a ``UserError`` if it is unknown."""
     path = unpack(path)
     if are_shards(path):
         packed: dict[str, Kind] = {"boxes": "coco", "classes": "classes", "images": "images"}
@@ -108,25 +108,25 @@ def find_kind(path: str) -> Kind:
         return "classes"
     if any(entry.suffix.lower() in IMAGE_SUFFIXES for entry in entries):
         raise UserError(
-            f"'{path}' holds images without annotations: --data takes {_TAKEN}; --images takes "
+            f"'{path}' has images without annotations. --data needs {_TAKEN}. --images accepts "
             "images without labels, for pre-training"
         )
-    raise UserError(f"'{path}' has no format that --data takes: {_TAKEN}")
+    raise UserError(f"'{path}' has no supported format: --data needs {_TAKEN}")
 
 
 def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
     """Returns the sources of a file, a folder, a zip or shards, or raises a ``UserError``.
 
-    ``image_root`` is the folder of the images of a label file, such as a COCO json. By default it
-    is searched beside the file, and in ``likely_root`` first.
+    ``image_root`` is the image folder of a label file, such as a COCO json. If it is empty, the
+    images are searched in ``likely_root``, and then next to the label file.
     """
     path = unpack(path)
     kind, root = find_kind(path), Path(path).absolute()
     if image_root and (kind not in ("coco", "labels") or are_shards(path)):
-        raise UserError(f"'{path}' contains its images, so it takes no image folder '{image_root}'")
+        raise UserError(f"'{path}' contains its images: leave out the image folder '{image_root}'")
     if are_shards(path):
         if kind == "images":
-            raise UserError(f"the shards at '{path}' have no labels: name them with --images")
+            raise UserError(f"the shards at '{path}' have no labels: pass them with --images")
         return _open_shards(kind, path)
     if kind == "coco":
         files = [file for part in _COCO if (file := _find_json(root, part))][:2] or [root]
@@ -142,12 +142,12 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
 
 
 def open_images(paths: Sequence[str]) -> DataSource:
-    """Returns the source of images without labels, from folders or from one set of shards."""
+    """Returns the source of unlabeled images, which are in folders or in one set of shards."""
     if not any(map(are_shards, paths)):
         folders = [os.path.abspath(folder) for folder in paths]
         return DataSource("images", {"image_folders": folders, "labelled": False})
     if len(paths) > 1:
-        raise UserError(f"--images takes one set of shards: pack {' and '.join(paths)} together")
+        raise UserError(f"--images needs one set of shards: pack {' and '.join(paths)} together")
     return _open_shards("images", paths[0])
 
 
@@ -159,51 +159,51 @@ def _open_shards(kind: Kind, path: str) -> DataSource:
 
 
 def _find_class_folders(path: Path) -> list[str]:
-    """Returns the folder of class folders, or those of the parts to train and to evaluate on."""
+    """Returns the folder that has class folders, or such folders for training and validation."""
     parts = {entry.name for entry in path.iterdir() if entry.is_dir()}
     val = next((name for name in PART_NAMES["val"] if name in parts), None)
-    # "train" may also be a class of vehicles.
+    # "train" may be the class of trains, so there must not be any other folders.
     if val is not None and "train" in parts and not parts - {"train", *PART_NAMES["val"]}:
         return [str(path / "train"), str(path / val)]
     return [str(path)]
 
 
 def _find_json(root: Path, part: str) -> Path | None:
-    """Returns the COCO json of a part of a folder, in one of the usual places."""
+    """Returns the COCO json of a part in a folder if it is in one of the usual locations."""
     files = [path for pattern in _COCO[part] for path in sorted(root.glob(pattern))]
     if len(files) > 1:
         names = " and ".join(str(path.relative_to(root)) for path in files)
-        raise UserError(f"'{root}' has {names}: name one of them")
+        raise UserError(f"'{root}' has {names}: pass one of them")
     return files[0] if files else None
 
 
 def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
-    """Returns the source of a COCO json, with the folder of its first image.
+    """Returns the source of a COCO json, with the folder that contains its first image.
 
-    ``given`` is the folder, if it is known. ``likely`` is tried before the folders beside the file.
-    Raises a ``UserError`` if no folder is found.
+    ``given`` is the image folder if the user has specified it. Otherwise, ``likely`` and then the
+    folders near the file are searched. Raises a ``UserError`` if no folder is found.
     """
     above, subset = json_file.parent.parent, json_file.stem.removeprefix("instances_")
     beside = [json_file.parent / "images", above / "images", json_file.parent]
     beside += [above / "images" / subset, above / subset, json_file.parent / subset]
     likely_folders = [*([Path(likely).absolute()] if likely else []), *beside[:2]]
     first = "" if given else _read_first_name(json_file)
-    if given or not first:  # a broken file is reported when it is read
+    if given or not first:  # broken files are reported later
         folders = [Path(given or json_file.parent).absolute()]
     else:
         folders = [one for one in (*likely_folders, *beside[2:]) if (one / first).is_file()]
-        # One image may be missing.
+        # The first image may be missing, so use a likely folder that exists.
         folders = folders or [one for one in likely_folders if one.is_dir()]
     if not folders:
         raise UserError(
-            f"the images of '{json_file}', such as '{first}', are not beside it: name their folder "
-            "with --images, or of --val with --val-images"
+            f"the images of '{json_file}', such as '{first}', were not found: set their folder "
+            "with --images, or with --val-images for --val"
         )
     return {"json_file": str(json_file), "image_root": str(folders[0]), "labelled": True}
 
 
 def _read_first_name(json_file: Path) -> str:
-    """Returns the first ``file_name`` of a COCO json; "" if there is none."""
+    """Returns the first ``file_name`` in a COCO json, or "" if there is none."""
     match = _FILE_NAME.search(json_file.read_text(encoding="utf-8", errors="replace"))
     try:
         return str(json.loads(match[1])) if match else ""
@@ -212,13 +212,13 @@ def _read_first_name(json_file: Path) -> str:
 
 
 def with_classes(source: Source, classes: Sequence[str]) -> Source:
-    """Fixes the classes of a source whose files do not list them: one part may lack some."""
+    """Sets the classes of a source whose files do not list them, as a part may lack some."""
     takes = classes and not source.keys().isdisjoint(("voc_folder", "labels_path"))
     return {**source, "classes": list(classes)} if takes else source
 
 
 def describe_source(source: Source) -> str:
-    """Returns the name of a source's format, such as "YOLO"."""
+    """Returns the name of the format of a source, such as "YOLO"."""
     if "labels_path" in source:
         file = find_label_files(Path(source["labels_path"])).get(source["subset"])
         if file:
@@ -227,13 +227,13 @@ def describe_source(source: Source) -> str:
 
 
 def origin_of(source: Source) -> str:
-    """Returns the file or folder of a source, for messages."""
+    """Returns the path of a source, for messages."""
     found = next(source[key] for key in _TITLES if key in source)
     return str(found if isinstance(found, str) else found[0])
 
 
 def unpack(path: str) -> str:
-    """Unpacks a zip into the cache folder and returns its folder; returns other paths as they are.
+    """Unpacks a zip into the cache folder and returns the folder. Returns other paths unchanged.
 
     Raises:
         UserError: the file is not a valid zip, or is too large for the disk.

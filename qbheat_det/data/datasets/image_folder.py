@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Registers folders and shards of images, with classes or without labels.
+"""Registers image folders and shards, with class labels or without labels.
 
-A folder is listed when its set is first loaded, in the order of the names. Each set numbers its own
-classes, so the labels of several sets are matched by class name.
+The files are listed by name when a set is first loaded. Class indices are specific to a set, so
+labels of several sets are matched by class name.
 """
 
 import logging
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
 """Suffixes of image files, in lower case."""
 PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation", "test")}
-"""Usual names of the folders of a part."""
+"""Usual folder names of the training and the validation part."""
 _ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
 
 PathLike = str | os.PathLike[str]
 Records = list[dict[str, Any]]
-Pairs = list[tuple[str, str]]  # path and class of each image
+Pairs = list[tuple[str, str]]  # (path, class name) of each image
 
-_SHOWN = 5  # classes in a message
+_SHOWN = 5  # largest number of classes in a message
 
 
 def register_image_folders(
@@ -38,12 +38,12 @@ def register_image_folders(
     labelled: bool = False,
     keep: Collection[str] | None = None,
 ) -> None:
-    """Registers the images of folders as one data set, which lists them when it is first loaded.
+    """Registers the images in folders as one data set. They are listed at the first load.
 
-    A record has ``file_name``, ``image_id`` (its number) and, with ``labelled``, ``label``, the
-    index of its class in ``folder_classes`` of the metadata. ``keep`` lists paths relative to their
-    folder; None keeps all. Registering the same folders again does nothing; other folders under the
-    same name raise a ``UserError``.
+    A record has ``file_name`` and ``image_id`` (its index). With ``labelled``, it also has
+    ``label``, which indexes ``folder_classes`` of the metadata. ``keep`` selects images by their
+    path relative to their folder; None keeps all. Registering the same folders again does nothing.
+    Raises a ``UserError`` if the name is registered with different folders.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
     if not is_new(name, image_folders=paths):
@@ -66,9 +66,9 @@ def register_image_folders(
 
 
 def is_new(name: str, **files: object) -> bool:
-    """Returns whether no data set has a name; raises a ``UserError`` if it has other files.
+    """Returns whether a data set name is not registered yet.
 
-    ``files`` are entries of the metadata.
+    Raises a ``UserError`` if it is registered and its metadata differ from ``files``.
     """
     if name not in DatasetCatalog:
         return True
@@ -83,10 +83,10 @@ def is_new(name: str, **files: object) -> bool:
 
 
 def list_source(source: Mapping[str, Any]) -> tuple[list[str], Records, list[str]]:
-    """Returns the images of folders or of shards without boxes, and their class names.
+    """Returns the images of a source of folders, or of shards without boxes.
 
-    ``source`` is that of ``--data`` or ``--images``, see ``formats``. The images are names relative
-    to the source, and records. Raises as ``read_part`` and ``load_image_folders``.
+    ``source`` is described in ``formats``. Returns the image names relative to the source, their
+    records, and the class names. Raises the errors of ``read_part`` and ``load_image_folders``.
     """
     if "shards" in source:
         address, part = source["shards"], read_part(source["shards"], source["subset"])
@@ -110,10 +110,10 @@ def list_source(source: Mapping[str, Any]) -> tuple[list[str], Records, list[str
 def load_image_folders(
     folders: Sequence[PathLike], *, labelled: bool = False
 ) -> tuple[Records, list[str]]:
-    """Returns the records of all folders and their sorted class names.
+    """Returns the records of all images in the folders, and the sorted class names.
 
-    With ``labelled``, the direct subfolders are classes. Raises a ``UserError`` if a folder has no
-    image, or an image is in no class folder.
+    With ``labelled``, direct subfolders are classes. Raises a ``UserError`` if a folder has no
+    images, or an image is not in a class folder.
     """
     if labelled:
         pairs = [pair for folder in folders for pair in _list_labelled(os.fspath(folder))]
@@ -124,27 +124,29 @@ def load_image_folders(
 
 
 def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
-    """Returns labelled records of two folders of class folders, with the classes of the first.
+    """Returns the labeled records of a training and a validation folder with class folders.
 
-    Raises a ``UserError`` if there is only one class, or ``val_folder`` has other classes.
+    The classes are those of ``train_folder``. Raises a ``UserError`` if there is only one class, or
+    ``val_folder`` has a class that ``train_folder`` lacks.
     """
     names = os.fspath(train_folder), os.fspath(val_folder)
     return _label_both([_list_labelled(name) for name in names], names)
 
 
 def list_images(folder: PathLike) -> list[str]:
-    """Returns the paths of all images below a folder by name, files before subfolders.
+    """Returns the paths of all images in a folder and its subfolders.
 
-    Skips hidden names and follows links once. Raises a ``UserError`` if there is no image.
+    Paths are sorted by name, with files before subfolders. Hidden names are skipped, and links are
+    followed once. Raises a ``UserError`` if there are no images.
     """
     images = [path for images in _walk(os.fspath(folder)) for path in images]
     if not images:
-        raise UserError(f"the folder '{os.fspath(folder)}' holds no image ({' '.join(_ENDINGS)})")
+        raise UserError(f"the folder '{os.fspath(folder)}' has no image ({' '.join(_ENDINGS)})")
     return images
 
 
 def check_image_folder(folder: PathLike) -> None:
-    """Raises as ``list_images`` if a folder has no image; stops at the first image."""
+    """Raises a ``UserError`` if a folder has no images. Stops at the first image."""
     if not any(_walk(os.fspath(folder))):
         list_images(folder)
 
@@ -157,24 +159,24 @@ def list_classes(sets: Sequence[str]) -> list[str]:
 def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
     """Returns the records of registered sets, with labels that index ``class_names``.
 
-    "image_id" counts over all sets. Raises a ``UserError`` if a set has no labels, or a class that
-    is not in the list.
+    ``image_id`` is numbered consecutively across all sets. Raises a ``UserError`` if a set has no
+    labels, or has a class that is not in ``class_names``.
     """
     return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 
 
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
-    """Returns the labelled records of registered sets, with the classes of ``train``.
+    """Returns the labeled records of registered training and validation sets.
 
-    Raises a ``UserError`` if a set has no labels, ``train`` has only one class, or ``val`` has
-    other classes.
+    The classes are those of ``train``. Raises a ``UserError`` if a set has no labels, ``train`` has
+    only one class, or ``val`` has a class that ``train`` lacks.
     """
     pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
     return _label_both(pairs, (" and ".join(train), " and ".join(val)))
 
 
 def _walk(root: str) -> Iterator[list[str]]:
-    """Yields the paths of the images of each folder."""
+    """Yields the list of image paths of each folder and subfolder."""
     if not os.path.isdir(root):
         state = "is a file" if os.path.exists(root) else "does not exist"
         raise UserError(f"the image folder '{root}' {state}")
@@ -188,7 +190,7 @@ def _walk(root: str) -> Iterator[list[str]]:
         target = os.path.realpath(folder)
         if not os.path.islink(folder):
             return True
-        # A link to a parent of a followed folder would lead back to it.
+        # Following a link to a parent of a visited folder would visit that folder again.
         if any(os.path.commonpath((target, other)) == target for other in followed):
             return False
         followed.add(target)
@@ -205,7 +207,7 @@ def _walk(root: str) -> Iterator[list[str]]:
 
 
 def _list_labelled(root: str) -> Pairs:
-    """Returns the images of a folder of class folders."""
+    """Returns (path, class name) of the images in a folder with class folders."""
     pairs = []
     for path in list_images(root):
         class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
@@ -216,20 +218,20 @@ def _list_labelled(root: str) -> Pairs:
 
 
 def _load(name: str) -> Pairs:
-    """Returns the images of a registered set."""
+    """Returns (path, class name) of the images of a registered set."""
     records = DatasetCatalog.get(name)
     class_names = MetadataCatalog.get(name).get("folder_classes")
     if not class_names or any("label" not in record for record in records):
         raise UserError(
-            f"the images of dataset '{name}' have no labels: name a set of class folders, such as "
-            "imagenet_train, or give class folders by --data and --val, for nearest neighbours "
-            "--knn-train-folder and --knn-val-folder"
+            f"the images of dataset '{name}' have no labels: use a set of class folders, such as "
+            "imagenet_train, or pass class folders with --data and --val (or, for nearest "
+            "neighbors, with --knn-train-folder and --knn-val-folder)"
         )
     return [(record["file_name"], class_names[record["label"]]) for record in records]
 
 
 def _label_both(parts: Sequence[Pairs], names: Sequence[str]) -> tuple[Records, Records]:
-    """Returns the records of a training and a validation set, with the classes of the first."""
+    """Returns the records of a training and a validation set. The first one sets the classes."""
     class_names = sorted({class_name for _, class_name in parts[0]})
     if len(class_names) < 2:
         raise UserError(
@@ -244,7 +246,7 @@ def _label(pairs: Pairs, class_names: Sequence[str], name: str) -> Records:
     labels = {class_name: label for label, class_name in enumerate(class_names)}
     if unknown := sorted({class_name for _, class_name in pairs} - labels.keys()):
         raise UserError(
-            f"'{name}' has images of {join_first(unknown, _SHOWN)}, which are none of the "
+            f"'{name}' has images of {join_first(unknown, _SHOWN)}, which are not among the "
             f"{len(labels)} classes {join_first(class_names, _SHOWN)}"
         )
     return [

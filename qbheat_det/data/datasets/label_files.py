@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Converts boxes from exports of annotation tools: one reader for each kind of file.
+"""Converts the exports of annotation tools, with one reader per kind of file.
 
-``convert_labels`` finds the image files and makes COCO lists. Polygons, ellipses and rotated boxes
-become their enclosing boxes.
+``convert_labels`` finds the image files, and returns COCO's ``images``, ``annotations`` and
+``categories`` lists. Polygons, ellipses and rotated boxes are replaced by their bounding boxes.
 """
 
 import csv
@@ -21,21 +21,21 @@ from . import annotation_tools as tools
 from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert
 from .image_folder import PART_NAMES, list_images
 
-_LARGEST = 500_000_000  # bytes of a file
-_HEAD = 4096  # bytes that tell the kind of a json
-_UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio's prefix of uploaded files
+_LARGEST = 500_000_000  # largest size of a label file in bytes
+_HEAD = 4096  # bytes from which the kind of a JSON file is detected
+_UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds this prefix to uploaded files
 _PART_FILE = "{part}*.csv"
 
 
 class LabelFile(NamedTuple):
-    """A file, and the kind of its content."""
+    """A label file and its kind, which is a key of ``READERS``."""
 
     kind: str
     path: Path
 
 
 def find_label_files(path: Path) -> dict[str, LabelFile]:
-    """Returns the label files of "train" and "val", or of "all"; empty if there are none."""
+    """Maps "train" and "val", or "all", to label files. Empty if there are none."""
     if path.is_file():
         kind = _find_kind(path)
         return {"all": LabelFile(kind, path)} if kind else {}
@@ -64,7 +64,7 @@ def _find_in(folder: Path) -> LabelFile | None:
 
 
 def _find_kind(file: Path) -> str:
-    """Returns the kind of a file by its suffix and first bytes; "" if it is none of ``READERS``."""
+    """Detects the kind of a file by its suffix and first bytes. "" means it is not a label file."""
     suffix = file.suffix.lower()
     if suffix not in (".csv", ".json", ".jsonl", ".xml"):
         return ""
@@ -91,7 +91,7 @@ def read_labels(file: LabelFile) -> Iterator[LabelledImage]:
     """Yields the images of a label file.
 
     Raises:
-        UserError: the file cannot be read, or its content has another form.
+        UserError: the file cannot be read, or its content does not match its kind.
     """
     try:
         if file.path.stat().st_size > _LARGEST:
@@ -119,11 +119,11 @@ TITLES = {
 
 
 def convert_labels(source: Mapping[str, Any]) -> Converted:
-    """Returns a subset as COCO lists; file names are relative to the folder of the images.
+    """Converts a subset to COCO's format, with file names relative to the image folder.
 
-    ``source`` has "labels_path", a label file or a folder with some, and "subset", see
-    ``find_label_files``. "image_root" is the folder of the images, by default that of the path.
-    "classes" are the class names in order, by default the sorted names of all parts.
+    ``source`` has the keys "labels_path" (a label file or a folder with label files) and "subset"
+    (a key of ``find_label_files``). Optional keys are "image_root" (image folder; by default that
+    of the path) and "classes" (class names; by default the sorted names of all parts).
 
     Raises:
         UserError: a file cannot be read, or no image has a box.
@@ -144,7 +144,7 @@ def convert_labels(source: Mapping[str, Any]) -> Converted:
 
 
 def _locate(entries: Sequence[LabelledImage], root: Path, folder: Path) -> None:
-    """Sets the file of each image, which is searched beside the labels and below the root."""
+    """Sets ``file`` of each image. Files are searched in ``folder`` and then in ``root``."""
     by_name: dict[str, list[Path]] = {}
     for path in map(Path, list_images(root)):
         for key in {path.name, path.stem}:
@@ -159,9 +159,9 @@ def _locate(entries: Sequence[LabelledImage], root: Path, folder: Path) -> None:
         found = [path for path in tried if path.is_file() and _is_below(path, root)][:1]
         for key in (last, _UPLOADED.sub("", last)):
             found = found or by_name.get(key, [])
-        # Of several images with this name, those beside the labels come first.
+        # If several images have this name, prefer those next to the labels.
         found = [path for path in found if _is_below(path, folder)] or found
-        for start in range(1, name.count("/") + 1):  # the folders before it may tell them apart
+        for start in range(1, name.count("/") + 1):  # compare the parent folders too
             tail = "/".join(["", *name.split("/")[start:]])
             found = [path for path in found if path.as_posix().endswith(tail)] or found
         reason = f"there is no image {short(last)} below '{root}'"

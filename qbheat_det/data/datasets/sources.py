@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads the annotations of sources, splits them, and registers data sets with Detectron2."""
+"""Reads and splits the annotations of sources, and registers data sets with Detectron2."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ SPLIT_FILE = "split.json"
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
-    """Registers an annotation file; raises a ``UserError`` if the name has other files."""
+    """Registers a COCO file. Raises a ``UserError`` if the name has different files."""
     root = str(image_root) if "://" in str(image_root) else os.path.abspath(image_root)
     path = os.path.abspath(json_file)
     if is_new(name, json_file=path, image_root=root, unlabelled=None):
@@ -48,11 +48,11 @@ def register_coco_images(
     *,
     prepare: Callable[[], object] | None = None,
 ) -> None:
-    """Registers the images of an annotation file without their annotations, for pre-training.
+    """Registers the images of a COCO file without their annotations, for pre-training.
 
-    The file is read when the set is first loaded, after ``prepare`` has created it. It may list
-    images alone. Registering the same files again does nothing; other files under the same name
-    raise a ``UserError``.
+    The file is read when the set is first loaded, after a call of ``prepare``, which may create it.
+    It only needs the list "images". Registering the same files again does nothing. Raises a
+    ``UserError`` if the name is registered with different files.
     """
     path, root = os.path.abspath(json_file), os.path.abspath(image_root)
     if not is_new(name, json_file=path, image_root=root, unlabelled=True):
@@ -69,14 +69,15 @@ def register_coco_images(
         image_root=root,
         unlabelled=True,
         evaluator_type="reconstruction",
-        drawn_on_first_use=prepare is not None,  # json_file may not exist before
+        drawn_on_first_use=prepare is not None,  # json_file may not exist yet
     )
 
 
 def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
     """Returns ``file_name`` and ``image_id`` of every image, sorted by id.
 
-    Raises a ``UserError`` if the file is not in COCO's format, ids repeat, or a file is missing.
+    Raises a ``UserError`` if the file is not in COCO's format, an id occurs more than once, or an
+    image is missing.
     """
     file = CocoFile(str(json_file), str(image_root), needed=("images",))
     raise_first(file.errors)
@@ -87,7 +88,7 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
 
 def read_annotations(source: Source) -> CocoFile:
-    """Reads and checks the boxes of a source, or of the whole set that a split is part of."""
+    """Reads and checks the boxes of a source. A "split" is ignored, so all images are read."""
     return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
 
 
@@ -107,7 +108,7 @@ def _read_annotations(key: str) -> CocoFile:
 
 
 def forget_annotations() -> None:
-    """Clears the cache of ``read_annotations``, so that files are read again."""
+    """Clears the cache of ``read_annotations``, so that changed files are read again."""
     _read_annotations.cache_clear()
     read_part.cache_clear()
 
@@ -115,10 +116,11 @@ def forget_annotations() -> None:
 def register_source(
     name: str, source: Source, *, split: Mapping[str, Any] | None = None
 ) -> CocoFile | None:
-    """Checks and registers a set, replaces one of the same name, and returns its annotations.
+    """Checks and registers a source as a data set, and returns its annotations (None if no boxes).
 
-    The metadata keep ``source``. ``split`` is the content of the file in ``source["split"]``; None
-    reads it. Raises a ``UserError`` if a file or folder is missing or broken.
+    A data set with the same name is replaced. The metadata contain ``source``. ``split`` is the
+    content of the file ``source["split"]``; None reads the file. Raises a ``UserError`` if a file
+    or folder is missing or broken.
     """
     forget_source(name)
     keep = annotations = None
@@ -159,7 +161,7 @@ def _register_annotated(name: str, source: Source, keep: Collection[str] | None)
             raise_first([one for one in annotations.errors if one.kind == MISSING_IMAGE])
             images = {"images": annotations.images}
             files = _write_json(name, origin, images), annotations.image_root
-        load_coco_images(*files)  # raises any error now
+        load_coco_images(*files)  # raises errors now instead of at the first load
         register_coco_images(name, *files)
         return None
     annotations = read_annotations(source)
@@ -180,7 +182,7 @@ def _register_annotated(name: str, source: Source, keep: Collection[str] | None)
 
 
 def forget_source(name: str) -> None:
-    """Removes a registered set, if the name has one."""
+    """Removes a data set if it is registered."""
     if name in DatasetCatalog:
         DatasetCatalog.remove(name)
     if name in MetadataCatalog.list():
@@ -188,7 +190,7 @@ def forget_source(name: str) -> None:
 
 
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
-    """Divides the images of a source, named relative to its folder; see ``split_names``."""
+    """Divides the images of a source into training and validation, see ``split_names``."""
     groups: list[Hashable]
     if "image_folders" in source or ("shards" in source and not has_boxes(source)):
         names, records, _ = list_source(source)
@@ -203,11 +205,11 @@ def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any
 
 @functools.cache
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="qbheat_data_")  # until the process ends
+    return tempfile.TemporaryDirectory(prefix="qbheat_data_")  # removed when the process ends
 
 
 def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
-    """Writes annotations to a temporary file, which Detectron2 reads; returns its path."""
+    """Writes annotations to a temporary file for Detectron2, and returns its path."""
     words = re.sub(r"\W+", "_", f"{name} {Path(origin).name}")
     path = Path(_temporary_folder().name) / f"{words[-100:]}.json"
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -215,10 +217,10 @@ def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
 
 
 def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:
-    """Returns the indices of the images to hold out, which depend on the seed alone.
+    """Returns the indices of the images to hold out, which depend only on the arguments.
 
-    ``groups`` (N,) has the group of each image. Each group's share is within one image of
-    ``fraction``, in (0, 1). The only image of a group is never held out.
+    ``groups`` (N,) has the group of each image. ``fraction``, in (0, 1), of each group is held out,
+    up to a difference of one image. An image that is alone in its group is never held out.
     """
     generator = random.Random(f"{seed} hold out")
     sizes = Counter(groups)
@@ -228,7 +230,7 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
         if sizes[group] > 1
     )
     start = max(generator.random(), 1 - len(order) * fraction)  # at least one, if there are two
-    # For a fraction of 1/5: every fifth image in the order of groups, from a random start.
+    # For a fraction of 1/5, this is every fifth image in the order of groups, from a random start.
     return {
         index
         for place, (_, _, index) in enumerate(order)
@@ -237,7 +239,7 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
 
 
 def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
-    """Returns each image's rarest class, counted in images; None without boxes."""
+    """Returns the class of each image that occurs in the fewest images; None without boxes."""
     classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
     for entry in annotations.annotations:
         if not entry.get("iscrowd", 0):
@@ -252,15 +254,17 @@ def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
 def split_names(
     names: Sequence[str], groups: Sequence[Hashable], *, fraction: float, seed: int
 ) -> dict[str, Any]:
-    """Returns the content of ``split.json``: "seed", "fraction", names in "train" and "val".
+    """Returns the content of ``split.json``: "seed", "fraction", and image names by part.
+
+    The parts are "train" and "val".
 
     Raises a ``UserError`` if there are too few images.
     """
     chosen = choose_val(groups, fraction=fraction, seed=seed)
     if not chosen or len(chosen) == len(names):
         raise UserError(
-            f"a share of {fraction:g} of {len(names)} images cannot be held out: name a set to "
-            "evaluate on with --val, or set DATASETS.VAL_FRACTION 0 to evaluate on none"
+            f"a share of {fraction:g} of {len(names)} images cannot be held out: pass a "
+            "validation set with --val, or disable evaluation with DATASETS.VAL_FRACTION 0"
         )
     parts: dict[str, list[str]] = {"train": [], "val": []}
     for index, name in enumerate(names):

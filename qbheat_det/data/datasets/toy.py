@@ -1,12 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The built-in toy set: drawn on first use, for the quick start and for tests.
+"""The built-in toy data set for the quick start and tests, which is generated at first use.
 
 Each set is a folder with ``annotations.json`` (COCO format) and ``images/``. An image shows
 textured shapes of six classes on a cluttered background. Only the outline depends on the class.
-Bars and blobs belong to no class and have no annotation.
+Bars and blobs are distractors without a class or annotation.
 
-Every pixel belongs to one object or to none, so annotations are exact: ``bbox`` is tight around the
-visible pixels, ``area`` counts them, and ``segmentation`` rasterises to these pixels.
+Annotations are exact, because every pixel belongs to at most one object. ``bbox`` encloses the
+visible pixels tightly, ``area`` is their number, and ``segmentation`` rasterizes to these pixels.
 """
 
 import hashlib
@@ -32,20 +32,20 @@ ByteArray = NDArray[np.uint8]
 FloatArray = NDArray[np.float64]
 Shape = Callable[[FloatArray, FloatArray], BoolArray]
 
-# Raise this number with every change of the images or annotations, so that old caches are unused.
+# Increase this number when the images or annotations change, so that old caches are not used.
 _GENERATOR_VERSION = 2
 _JPEG_QUALITY = 95
-# An object is painted only if this share of it stays visible, within the image and in front of
-# later objects. Every object of a class therefore has an annotation.
+# Objects are drawn only if this share of each object stays visible, that is, inside the image and
+# not covered by later objects. Therefore, every object of a class has an annotation.
 _MIN_VISIBLE = 0.5
 _MIN_PIXELS = 24
 _SIZE_RANGE = (0.11, 0.55)  # diameter of an object relative to the side of the image
-_MAX_TILT = 0.5  # radians; a square never becomes a diamond
+_MAX_TILT = 0.5  # radians; small, so that a square never looks like a diamond
 
 
 @dataclass(frozen=True)
 class ToySpec:
-    """Determines a set of square images to the byte; sets of different names differ."""
+    """The parameters of a toy set. Equal parameters give bit-identical square images."""
 
     name: str
     num_images: int
@@ -66,9 +66,9 @@ TOY_SETS = {
 
 
 def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the folder of a toy set, and draws the set if the cache lacks it.
+    """Returns the folder of a toy set, and generates the set if it is not in the cache.
 
-    The folder appears when it is complete. Other processes wait meanwhile.
+    The folder is created atomically, and concurrent processes wait until it is complete.
 
     Raises:
         UserError: the cache cannot be written.
@@ -89,7 +89,7 @@ def prepare_toy_set(spec: ToySpec, cache_dir: str | os.PathLike[str] | None = No
 
 
 def register_toy_set(name: str, spec: ToySpec) -> None:
-    """Registers a toy set with Detectron2; the first load draws it."""
+    """Registers a toy set with Detectron2. It is generated when it is first loaded."""
     cache = get_cache_dir()
     folder = cache / spec.folder_name
     json_file, image_root = str(folder / "annotations.json"), str(folder / "images")
@@ -103,7 +103,7 @@ def register_toy_set(name: str, spec: ToySpec) -> None:
         json_file=json_file,
         image_root=image_root,
         evaluator_type="coco",
-        drawn_on_first_use=True,  # json_file may not exist before
+        drawn_on_first_use=True,  # json_file may not exist yet
         thing_classes=list(CLASS_NAMES),
         thing_dataset_id_to_contiguous_id={id_: i for i, id_ in enumerate(CATEGORY_IDS)},
     )
@@ -131,16 +131,16 @@ def sample_scenes(spec: ToySpec) -> Iterator["Scene"]:
     """Yields the scenes of a set in the order of its images."""
     split = int.from_bytes(hashlib.sha256(spec.name.encode()).digest()[:4], "big")
     for index in range(spec.num_images):
-        # Each image has its own generator, so it does not depend on the others.
+        # Each image has its own random generator, so images do not depend on each other.
         yield Scene(np.random.default_rng([spec.seed, split, index]), spec.image_size)
 
 
 class Scene:
-    """A random image of S x S pixels, drawn back to front.
+    """A random image of S x S pixels, drawn from back to front.
 
-    ``owner`` (S, S) is the index of the shape that a pixel shows, or -1. ``labels`` and ``areas``
-    have the class index of each shape, -1 without a class, and its number of pixels, hidden ones
-    included.
+    ``owner`` (S, S) has the index of the visible shape at each pixel, or -1. ``labels`` has the
+    class index of each shape, or -1 for shapes without a class. ``areas`` has the number of pixels
+    of each shape, including hidden pixels.
     """
 
     def __init__(self, rng: np.random.Generator, size: int) -> None:
@@ -171,7 +171,7 @@ class Scene:
             self._add(-1, _bar, rng.uniform(0, size, 2))
 
     def render(self) -> ByteArray:
-        """Returns the image, (S, S, 3) BGR."""
+        """Returns the image (S, S, 3) in BGR order."""
         return np.clip(self._image + self._noise, 0, 255).astype(np.uint8)[..., ::-1]
 
     def annotate(self) -> list[dict[str, Any]]:
@@ -195,9 +195,9 @@ class Scene:
         return annotations
 
     def _add(self, label: int, shape: Shape, centre: FloatArray) -> bool:
-        """Paints a shape around ``centre`` (y, x), unless it or an object behind gets too hidden.
+        """Draws a shape at ``centre`` (y, x), unless it or an object behind it would be too hidden.
 
-        Size, aspect, rotation and texture are random. Returns whether the shape was painted.
+        Size, aspect ratio, rotation and texture are random. Returns whether the shape was drawn.
         """
         rng, size = self._rng, len(self.owner)
         low, high = _SIZE_RANGE
@@ -235,7 +235,7 @@ def _is_visible(pixels: int, area: int) -> bool:
 
 
 def _sample_texture(rng: np.random.Generator, side: int, behind: ByteArray) -> ByteArray:
-    """Draws a (side, side, 3) texture whose main colour differs from the one behind it."""
+    """Samples a texture (side, side, 3) whose main color differs from the pixels ``behind``."""
     main = rng.integers(0, 256, 3)
     for _ in range(8):
         if np.abs(main - behind.astype(np.int64)).sum() >= 180:
@@ -263,7 +263,7 @@ def _sample_texture(rng: np.random.Generator, side: int, behind: ByteArray) -> B
 
 
 def _sample_background(rng: np.random.Generator, size: int) -> ByteArray:
-    """Draws slow changes of colour with thin lines over them, (size, size, 3)."""
+    """Samples a background (size, size, 3) with smooth changes of color and thin lines."""
     cells = int(rng.integers(2, 9))
     contrast = rng.uniform(10, 50)
     coarse = rng.uniform(30, 225, 3) + contrast * rng.uniform(-1, 1, (cells, cells, 3))
@@ -277,9 +277,12 @@ def _sample_background(rng: np.random.Generator, size: int) -> ByteArray:
 
 
 def trace_polygons(mask: BoolArray) -> list[list[int]]:
-    """Returns polygons [x, y, …] along the pixel borders of a mask (H, W); slits lead to holes."""
-    # Contours run through pixel centres. At twice the size, the two centres 2x and 2x + 1 of
-    # a pixel tell its left border x from its right border x + 1: both are (c + 1) // 2.
+    """Returns polygons [x, y, …] along the pixel borders of a mask (H, W).
+
+    A hole is connected to the outline by a slit of zero width.
+    """
+    # OpenCV's contours run through pixel centers. In the mask of twice the size, pixel x has the
+    # centers c = 2x and 2x + 1, and (c + 1) // 2 gives its left border x and right border x + 1.
     doubled = np.kron(mask.astype(np.uint8), np.ones((2, 2), np.uint8))
     contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
     loops = [_drop_midpoints((contour[:, 0].astype(np.int64) + 1) // 2) for contour in contours]
@@ -287,29 +290,29 @@ def trace_polygons(mask: BoolArray) -> list[list[int]]:
     for i, loop in enumerate(loops):
         parent = int(hierarchy[0][i][3])
         if parent >= 0:
-            # The slit is followed there and back, so it encloses nothing.
+            # The polygon follows the slit in both directions, so the slit encloses nothing.
             outer = polygons[parent]
             polygons[parent] = np.concatenate([outer, outer[:1], loop, loop[:1]])
     return [polygon.ravel().tolist() for polygon in polygons.values()]
 
 
 def _drop_midpoints(loop: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Drops repeated points of a closed loop and points inside a straight line, (P, 2)."""
+    """Drops repeated points and points on straight lines from a closed loop of points (P, 2)."""
     loop = loop[(loop != np.roll(loop, 1, axis=0)).any(axis=1)]
     before, after = loop - np.roll(loop, 1, axis=0), np.roll(loop, -1, axis=0) - loop
     corners: BoolArray = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
     return loop[corners]
 
 
-# Shapes: whether (u, v) in [-1, 1], right and down before rotation, lies inside.
+# A shape returns whether points (u, v) are inside it. Before rotation, u points right and v down.
 def _triangle(u: FloatArray, v: FloatArray) -> BoolArray:
     sides = [v, -0.5 * v + 0.8660254 * u, -0.5 * v - 0.8660254 * u]
     return np.asarray(np.maximum.reduce(sides) < 0.5)
 
 
 def _star(u: FloatArray, v: FloatArray) -> BoolArray:
-    # The outline is straight between a tip at radius 1 and a notch at radius 0.42, 36 degrees
-    # apart. ``angle`` is the distance from the nearest tip.
+    # The outline of a star is a straight line from each tip (radius 1) to the next notch (radius
+    # 0.42), which is 36 degrees away. ``angle`` is the angular distance to the nearest tip.
     radius, angle = np.hypot(u, v), np.arctan2(v, u)
     angle = np.abs((angle + np.pi / 5) % (2 * np.pi / 5) - np.pi / 5)
     notch_u, notch_v = 0.42 * np.cos(np.pi / 5), 0.42 * np.sin(np.pi / 5)
@@ -341,4 +344,4 @@ OBJECTS: dict[str, Shape] = {
 }
 DISTRACTORS = (_bar, _blob)
 CLASS_NAMES = tuple(OBJECTS)
-CATEGORY_IDS = (1, 2, 4, 7, 9, 12)  # with holes, as in COCO
+CATEGORY_IDS = (1, 2, 4, 7, 9, 12)  # with gaps, as in COCO

@@ -1,11 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads data sets in the format of Pascal VOC: ``Annotations``, ``JPEGImages``, ``ImageSets``.
+"""Reads data sets in Pascal VOC's format, which has one XML file per image.
 
-LabelImg writes ``a.xml`` beside ``a.jpg``, other tools folders ``annotations`` and ``images``. Both
-may lie in folders of parts, such as "train" and "valid".
+Pascal VOC has folders ``Annotations``, ``JPEGImages`` and ``ImageSets``. LabelImg writes ``a.xml``
+next to ``a.jpg``, and some tools write folders ``annotations`` and ``images``. Both layouts may be
+in folders of parts, such as "train" and "valid".
 
-Pixels count from 1, as in VOC: a box from xmin 1 to xmax 100 is 100 pixels wide. Difficult objects
-become crowds, which training and evaluation ignore. Classes are sorted by name.
+Pixels are numbered from 1, as in VOC, so a box from xmin 1 to xmax 100 is 100 pixels wide.
+Difficult objects become crowds, which training and evaluation ignore. Classes are sorted by name.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ _LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
 
 
 class VocPart(NamedTuple):
-    """Folders of annotations and images, and perhaps a list of the names in ``ImageSets``."""
+    """The annotation and image folders of a part, and its list in ``ImageSets`` if it has one."""
 
     annotations: Path
     images: Path
@@ -30,7 +31,7 @@ class VocPart(NamedTuple):
 
 
 def find_voc_parts(folder: str | Path) -> dict[str, VocPart]:
-    """Returns the part "all", or "train" and perhaps "val", by folders or ``ImageSets/Main``."""
+    """Returns the part "all", or "train" and optionally "val", from folders or ``ImageSets``."""
     root = Path(folder)
     if whole := _pair_folders(root):
         lists = {
@@ -65,17 +66,17 @@ def _pair_folders(base: Path) -> VocPart | None:
 
 
 def _find_images(folder: Path) -> dict[str, Path]:
-    """Returns the images of a folder by their names without suffix."""
+    """Maps the stem of each image in a folder to its path."""
     files = (file for file in sorted(folder.iterdir()) if file.suffix.lower() in IMAGE_SUFFIXES)
     return {file.stem: file for file in files}
 
 
 def convert_voc(source: Mapping[str, Any]) -> Converted:
-    """Returns a subset as COCO lists; file names are relative to the folder.
+    """Converts a subset to COCO's format, with file names relative to the folder.
 
-    ``source`` has "voc_folder" and "subset", see ``find_voc_parts``. "classes" are the names in
-    order, by default the sorted names of all parts. Raises a ``UserError`` if a list cannot be
-    read.
+    ``source`` has the keys "voc_folder" and "subset" (see ``find_voc_parts``), and optionally
+    "classes" (class names; by default the sorted names of all parts). Raises a ``UserError`` if a
+    list of images cannot be read.
     """
     root = Path(source["voc_folder"])
     parts = {name: list(_read_part(part)) for name, part in find_voc_parts(root).items()}
@@ -89,13 +90,13 @@ def _read_part(part: VocPart) -> Iterator[LabelledImage]:
     if part.names:
         files = {}
         for place, line in read_lines(part.names):
-            # Some lists have a flag after the name, and names may contain spaces.
+            # A line is a name, which may contain spaces, or a name and a flag.
             tried = [folder / f"{Path(name).name}.xml" for name in (line, line.split()[0])]
             file = next((file for file in tried if file.is_file()), None)
             files[str(file or place)] = file or tried[0]
     for place, file in files.items():
         yield _read_annotation(place, file, part.images, images)
-    if part.images == folder:  # LabelImg, which writes no annotation of an image without objects
+    if part.images == folder:  # LabelImg writes no file for images without objects
         stems = {file.stem for file in files.values()}
         yield from (
             LabelledImage(str(path), is_skipped=True)

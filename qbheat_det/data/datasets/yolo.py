@@ -1,12 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads data sets in the format of Ultralytics' YOLO: ``data.yaml``, image folders, label files.
+"""Reads data sets in the YOLO format of Ultralytics.
 
-Of the ``data.yaml``, ``path``, ``train``, ``val``, ``names``, ``nc`` and ``kpt_shape`` are read;
-nothing is downloaded or run. Without it, folders named "images" and "labels" are read, alone or in
-parts (train/images or images/train), with the classes of ``classes.txt``. The labels of
-``…/images/a.jpg`` are in ``…/labels/a.txt``, one object a line: class, centre, width and height, or
-class and a polygon, which is replaced by its box. Coordinates are fractions of the image's sides.
-An image without a label file has no objects.
+The keys path, train, val, names, nc and kpt_shape of ``data.yaml`` are used. Nothing is downloaded
+or executed. A data set without ``data.yaml`` has folders "images" and "labels", possibly in parts
+(train/images or images/train), and its classes are in ``classes.txt``.
+
+The labels of ``…/images/a.jpg`` are in ``…/labels/a.txt``. A line has the class, center, width and
+height of an object, or its class and a polygon, which is replaced by its bounding box. Coordinates
+are fractions of the image's sides. An image without a label file has no objects.
 """
 
 import os
@@ -25,13 +26,13 @@ from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert, read_l
 from .image_folder import PART_NAMES, list_images
 
 _YAMLS = ("data.yaml", "data.yml", "dataset.yaml")
-_TOLERANCE = 0.01  # coordinates may lie outside the image by this much
-_LARGEST = 10_000_000  # bytes of a data.yaml
+_TOLERANCE = 0.01  # coordinates may be outside the image by this share of its side
+_LARGEST = 10_000_000  # largest size of a data.yaml in bytes
 
 
 @dataclass(frozen=True)
 class YoloConfig:
-    """The content of a ``data.yaml``; ``subsets`` are folders and lists of images."""
+    """The content of a ``data.yaml``. ``subsets`` has folders and list files of images."""
 
     file: Path
     names: list[str]
@@ -57,7 +58,7 @@ def _read_data_yaml(file: Path) -> YoloConfig:
 
 
 def list_yolo_parts(path: Path) -> list[str]:
-    """Returns "train" and perhaps "val" of a data.yaml or a folder; [] for another path."""
+    """Returns the parts ("train", optionally "val") of a path, or [] if it is not YOLO."""
     is_yolo = path.suffix.lower() in (".yaml", ".yml") or any(
         (path / name).is_file() for name in _YAMLS
     )
@@ -65,7 +66,7 @@ def list_yolo_parts(path: Path) -> list[str]:
 
 
 def _find_folders(root: Path) -> dict[str, list[Path]]:
-    """Returns the folders of images with labels, "train" and perhaps "val", or none."""
+    """Returns the image folders that have labels, for "train" and optionally "val"."""
     found = {
         subset: [folder]
         for subset, names in PART_NAMES.items()
@@ -78,15 +79,15 @@ def _find_folders(root: Path) -> dict[str, list[Path]]:
 
 
 def _list_labels(images: Path) -> list[Path]:
-    """Returns the sorted label files of a folder of images."""
+    """Returns the sorted label files of an image folder."""
     labels = find_label_file(images / "any").parent
     return sorted(set(labels.rglob("*.txt")) - {labels / "classes.txt"}) if images.is_dir() else []
 
 
 def read_yolo(path: str | Path) -> YoloConfig:
-    """Reads a ``data.yaml``, or a folder with or without one.
+    """Reads a ``data.yaml``, or a folder with or without a ``data.yaml``.
 
-    Raises a ``UserError`` if the names or folders of a ``data.yaml`` are not valid.
+    Raises a ``UserError`` if the names or folders in a ``data.yaml`` are invalid.
     """
     root = Path(path).absolute()
     if not root.is_dir():
@@ -102,15 +103,15 @@ def read_yolo(path: str | Path) -> YoloConfig:
     labels = [label for folder in folders for label in _list_labels(folder)]
     words = [line.split()[0] for label in labels for _, line in read_lines(label)]
     count = max((int(word) + 1 for word in words if word.isdecimal() and len(word) < 4), default=1)
-    reason = f"{root}: no classes.txt names the classes, so that they are named 0 to {count - 1}"
+    reason = f"{root}: no classes.txt names the classes, so they are named 0 to {count - 1}"
     names = [str(number) for number in range(count)]
     return YoloConfig(root / "classes.txt", names, subsets, warnings=(reason,))
 
 
 def _list_images(config: YoloConfig, subset: str) -> list[LabelledImage]:
-    """Returns the images of a subset without repetitions.
+    """Returns the images of a subset without duplicates.
 
-    Raises a ``UserError`` if a folder has no image, or a list cannot be read.
+    Raises a ``UserError`` if a folder has no images, or a list file cannot be read.
     """
     images: dict[str, LabelledImage] = {}
     for source in config.subsets[subset]:
@@ -129,9 +130,9 @@ def _list_images(config: YoloConfig, subset: str) -> list[LabelledImage]:
 
 
 def convert_yolo(source: Mapping[str, Any]) -> Converted:
-    """Returns a subset as COCO lists; file names are relative to the data.yaml.
+    """Converts a subset to COCO's format, with file names relative to the data.yaml.
 
-    ``source`` has "yolo_file", a data.yaml or its folder, and "subset", "train" or "val".
+    ``source`` has "yolo_file" (a data.yaml or its folder) and "subset" ("train" or "val").
     """
     config, subset = read_yolo(source["yolo_file"]), source["subset"]
     images = _list_images(config, subset)
@@ -152,17 +153,17 @@ def convert_yolo(source: Mapping[str, Any]) -> Converted:
 
 
 def _find_orphans(config: YoloConfig, subset: str, known: set[Path]) -> Iterator[str]:
-    """Yields a warning for each folder "labels" of a subset with files that lack an image."""
+    """Yields a warning for each "labels" folder that has label files without an image."""
     for folder in filter(Path.is_dir, config.subsets[subset]):
         labels = find_label_file(folder / "any").parent
         orphans = [file for file in _list_labels(folder) if file not in known]
-        if orphans and labels != folder:  # else other text may lie among the images
+        if orphans and labels != folder:  # image folders may have other text files
             names = join_first(file.relative_to(labels) for file in orphans)
             yield f"{labels}: no image for the labels {names}"
 
 
 def find_label_file(image: str | Path) -> Path:
-    """Returns the label file of an image; "labels" replaces the last "images" in its path."""
+    """Returns the label file of an image. "labels" replaces the last "images" in its path."""
     path = Path(image).with_suffix(".txt")
     parts = list(path.parts)
     folders = [index for index, part in enumerate(parts[:-1]) if part == "images"]
@@ -179,7 +180,7 @@ def _add_label(image: LabelledImage, place: str, line: str, config: YoloConfig) 
         raise ValueError(f"{must}, but is {short(line)}") from None
     count = len(config.names)
     if number not in range(count):
-        known = f"none of the {count} in names, which count from 0"
+        known = f"none of the {count} in names, which are numbered from 0"
         raise ValueError(f"class {line.split()[0]} is {known}")
     values = values[:4] if config.has_keypoints else values
     if len(values) < 4 or len(values) % 2:
@@ -208,13 +209,13 @@ def _read_names(file: Path, content: dict[str, Any]) -> list[str]:
 
 
 def _resolve(file: Path, content: dict[str, Any], key: str) -> Iterator[Path]:
-    """Yields the folders and lists of a subset, relative to ``path`` or to the file's folder."""
+    """Yields the folders and list files of a subset. They are relative to ``path`` or ``file``."""
     root = content.get("path") or ""
     entries = content[key] if isinstance(content[key], list) else [content[key]]
     for entry in entries:
         if not isinstance(entry, str) or not isinstance(root, str):
             raise UserError(f"'{file}': {key} and path must be paths, not {short(entry)}")
-        # Exports are often a level deeper than their data.yaml says.
+        # Some exports are one folder level deeper than their data.yaml states.
         tried = [file.parent / root / entry, file.parent / entry]
         tried.append(file.parent / entry.removeprefix("../"))
         found = next((path for path in tried if path.exists()), None)

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Dataset mappers, which turn a record of a data set into an input of a model.
+"""Dataset mappers, which convert a record of a data set to an input of a model.
 
-``INPUT.DATASET_MAPPER_NAME`` names one of ``DATASET_MAPPERS``. ``FixedViews`` draws a fixed number
-of augmented views of every image. A frozen encoder returns the same features for a view at every
-visit, so they can be cached, see ``qbheat_det.feature_cache``.
+``INPUT.DATASET_MAPPER_NAME`` selects one of ``DATASET_MAPPERS``. ``FixedViews`` draws a fixed
+number of augmented views of every image. A frozen encoder always returns the same features for a
+view, so these features can be cached, see ``qbheat_det.feature_cache``.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,33 +28,33 @@ from .pretraining import PretrainingMapper, TwoViewMapper
 __all__ = ["ClassificationMapper", "PretrainingMapper", "TwoViewMapper"]
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
-"""Maps a record to an entry of a batch. None skips the image; an error also reports why."""
+"""Maps a record to an entry of a batch. None and errors skip the image. Errors are reported."""
 
 VIEW_ROW = "view_row"
-"""Key of a record's index in the data set, which seeds its views."""
+"""Record key of the index in the data set, from which the seeds of views are derived."""
 
 
 @runtime_checkable
 class PreparedMapper(Protocol):
-    """A mapper that receives all records once, before workers start."""
+    """A mapper that is prepared once with all records, before workers start."""
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Prepares for these records, for example decodes a small set into memory."""
+        """Prepares the mapper for records. For example, decodes a small data set into memory."""
 
     def __call__(self, dataset_dict: dict[str, Any], /) -> dict[str, Any] | DataError | None:
-        """Like any ``Mapper``."""
+        """Maps a record, see ``Mapper``."""
 
 
 class DetrDatasetMapper(DatasetMapper):
-    """Detectron2's mapper with DETR's random crop before its resize and flip.
+    """Detectron2's mapper, with DETR's random crop before the resize and flip.
 
     "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. A.4. The flip comes
-    last, as in Detectron2, which changes no probability.
+    last, as in Detectron2, which is statistically equivalent.
 
-    In training, with probability 1/2 the shorter side is resized to one of
-    ``INPUT.DETR_CROP_RESIZE`` and a part of random height and width is cut out. Boxes are clipped
-    to the crop; an image that loses all of them stays. Masks (``MODEL.MASK_ON``) are cropped along;
-    polygons need ``shapely``.
+    In training, with probability 1/2, the shorter side is resized to one of
+    ``INPUT.DETR_CROP_RESIZE``, and a region of random size is cropped. Boxes are clipped to the
+    crop. Images without remaining boxes are kept. Masks (``MODEL.MASK_ON``) are cropped too, which
+    requires ``shapely`` for polygons.
     """
 
     @classmethod
@@ -69,10 +69,10 @@ class DetrDatasetMapper(DatasetMapper):
 
 
 def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T.Augmentation:
-    """Returns the augmentation that, half of the time, resizes and cuts out a part.
+    """Returns an augmentation that resizes and crops an image with probability 1/2.
 
-    The shorter side gets one of the lengths ``resize_to``, in pixels; ``crop_range`` is [min, max]
-    of height and width of the part. A ``UserError`` if they are not valid.
+    The shorter side is resized to one of ``resize_to``, in pixels. ``crop_range`` is [min, max] of
+    the height and width of the crop. Raises a ``UserError`` if a value is invalid.
     """
     is_range = len(crop_range) == 2 and 0 < crop_range[0] <= crop_range[1]
     check_input_keys(
@@ -91,25 +91,25 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
     "classify": ClassificationMapper,
     "two_views": TwoViewMapper,
 }
-"""Values of ``INPUT.DATASET_MAPPER_NAME``, as ``(cfg, is_train) -> mapper``.
+"""Functions ``(cfg, is_train) -> mapper`` by name, for ``INPUT.DATASET_MAPPER_NAME``.
 
-To add one before the data loader is built, set ``DATASET_MAPPERS["mine"] = MyMapper``. A subclass
-of Detectron2's ``DatasetMapper`` needs no change. ``PreparedMapper`` is for one that needs all
-records.
+To add a mapper, set ``DATASET_MAPPERS["mine"] = MyMapper`` before the data loader is built.
+Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged. A mapper that needs all records
+in advance must follow ``PreparedMapper``.
 """
 
 MAPPERS_OF_IMAGES = {"pretrain", "classify", "two_views"}
-"""Names of the mappers that need no annotations; add your own if it needs none."""
+"""Names of the mappers that need no annotations. Add your own mapper if it needs none."""
 
 MAPPERS_OF_CLASSES = {"classify"}
-"""Names of the mappers of images whose "label" is the class of their folder."""
+"""Names of the mappers for class folders, which use the "label" of a record."""
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
-    """Returns the mapper of ``INPUT.DATASET_MAPPER_NAME``; raises a ``UserError`` if it is unknown.
+    """Builds the mapper ``INPUT.DATASET_MAPPER_NAME``. Raises a ``UserError`` if it is unknown.
 
-    The mapper raises a ``UserError`` for an image that it cannot read or that has another size
-    than annotated.
+    The returned mapper raises a ``UserError`` if an image cannot be read, or if its size differs
+    from the annotated size.
     """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:
@@ -122,12 +122,12 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
 
 @dataclass(frozen=True)
 class NamingMapper:
-    """Calls a mapper, and names the image in its errors."""
+    """Wraps a mapper to add the name of the image to its errors."""
 
     mapper: Mapper
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Gives all records to a ``PreparedMapper``."""
+        """Calls ``prepare`` of the mapper if it is a ``PreparedMapper``."""
         if isinstance(self.mapper, PreparedMapper):
             self.mapper.prepare(dataset_dicts)
 
@@ -141,15 +141,15 @@ class NamingMapper:
 
 
 class FixedViews:
-    """A mapper that draws K augmented views of each image, the same ones at every visit.
+    """A mapper that returns one of K fixed augmented views of each image.
 
-    The view of a visit is the first number drawn from torch's generator, which the stream seeds by
-    position. Everything else depends on the views' seed, the record's index (``VIEW_ROW``, see
+    Each call chooses a view with torch's global generator, which ``TrainStream`` seeds by position.
+    The view itself depends only on ``seed``, the index of the record (``VIEW_ROW``, see
     ``number_records``) and the number of the view.
     """
 
     def __init__(self, mapper: Mapper, count: int, seed: int = 0) -> None:
-        """Takes a mapper that draws a view, the number of views K, and their seed."""
+        """``mapper`` draws a random view, ``count`` is K, and ``seed`` is the seed of all views."""
         check_input_keys(
             ("FIXED_VIEWS.COUNT", count, count >= 1, "positive"),
             ("FIXED_VIEWS.SEED", seed, seed >= 0, "0 or more"),
@@ -171,10 +171,10 @@ class FixedViews:
 
 
 def choose_view(count: int) -> int:
-    """Draws a view from 0 to ``count`` - 1; uses no random number if ``count`` is 1."""
+    """Draws a view number below ``count``. Does not draw a random number if ``count`` is 1."""
     return 0 if count == 1 else int(torch.randint(count, ()))
 
 
 def number_records(dataset: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the records with their index in the dataset as ``VIEW_ROW``."""
+    """Returns the records with their index in the data set as ``VIEW_ROW``."""
     return [{**record, VIEW_ROW: row} for row, record in enumerate(dataset)]

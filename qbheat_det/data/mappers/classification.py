@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The mapper of classification: the random part of pre-training, RandAugment, random erasing.
+"""The mapper for classification: random crop and flip, RandAugment and random erasing.
 
-"RandAugment", arXiv:1909.13719, and "Random Erasing", arXiv:1708.04896, are timm's. The QB-Heat
-paper's recipes have a standard deviation of the magnitude, which torchvision's RandAugment lacks.
+"RandAugment", arXiv:1909.13719, and "Random Erasing", arXiv:1708.04896, are from timm. The recipes
+of the QB-Heat paper vary the magnitude of RandAugment randomly, which torchvision does not support.
 """
 
 import random
@@ -21,16 +21,16 @@ from qbheat_det.data.checks import DataError, check_input_keys
 
 from .pretraining import PretrainingMapper
 
-_LARGEST_MAGNITUDE = 10  # timm's scale
-_LARGEST_DRAWN = 9.99  # at 10, posterising would leave no bit of an image, which Pillow refuses
-_TRANSLATION = 0.45  # largest shift relative to the side, as in timm's recipes
+_LARGEST_MAGNITUDE = 10  # on timm's scale
+_LARGEST_DRAWN = 9.99  # at 10, posterizing would keep no bits, which Pillow does not support
+_TRANSLATION = 0.45  # largest shift, relative to the side, as in timm
 
 
 class ClassificationMapper:
     """Maps a record with ``file_name`` and ``label`` to a square image.
 
-    Returns the entry of ``PretrainingMapper``, or its ``DataError``. In training, RandAugment and
-    random erasing follow the part and the flip.
+    Returns the same entry as ``PretrainingMapper``, or its ``DataError``. In training, RandAugment
+    and random erasing are applied after the random crop and flip.
     """
 
     @configurable
@@ -45,12 +45,12 @@ class ClassificationMapper:
     ) -> None:
         """
         Args:
-            crop: draws the part and the flip. If it is for inference, nothing else is done.
-            rand_augment: magnitude, a whole number from 0 to 10, and its standard deviation; or
-                empty.
-            random_erasing: probability of a rectangle of normal noise, clipped to bytes.
-            pixel_mean: of the noise, for the channels of the crop's pixel format.
-            pixel_std: of the noise.
+            crop: mapper that crops and flips. If it is for inference, nothing else is done.
+            rand_augment: magnitude (an integer from 0 to 10) and its standard deviation; empty for
+                no RandAugment.
+            random_erasing: probability of replacing a rectangle by Gaussian noise.
+            pixel_mean: mean of the noise, in the channel order of ``crop.pixel_format``.
+            pixel_std: standard deviation of the noise.
 
         Raises:
             UserError: a value is invalid.
@@ -104,13 +104,13 @@ class ClassificationMapper:
             return entry
         if self._augment is not None:
             entry["image"] = self._rand_augment(entry["image"])
-        # Drawn here, so that only erased images are normalised.
+        # timm's probability is 1, and the decision is made here, to normalize only erased images.
         if self._erasing is not None and random.random() < self._erasing[0]:
             entry["image"] = self._erase(entry["image"])
         return entry
 
     def _rand_augment(self, image: Tensor) -> Tensor:
-        """Maps (3, S, S), uint8, to the same."""
+        """Applies RandAugment to an image (3, S, S), uint8."""
         assert self._augment is not None
         rgb = image.flip(0) if self._is_bgr else image
         picture = self._augment(Image.fromarray(rgb.permute(1, 2, 0).numpy()))
@@ -118,7 +118,7 @@ class ClassificationMapper:
         return (pixels.flip(0) if self._is_bgr else pixels).contiguous()
 
     def _erase(self, image: Tensor) -> Tensor:
-        """Maps (3, S, S), uint8, to the same; pixels outside the rectangle stay equal."""
+        """Erases a random rectangle of an image (3, S, S), uint8. Other pixels do not change."""
         assert self._erasing is not None
         normalised = (image.float() - self._mean) / self._std
         erased = self._erasing[1](normalised) * self._std + self._mean

@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The mappers of pre-training: one or two random parts of an image, resized to a square.
+"""The mappers for pre-training, which return one or two random resized crops of an image.
 
-The random part is that of "Going deeper with convolutions", arXiv:1409.4842, as torchvision's
-``RandomResizedCrop`` draws it. Contrastive pre-training has MoCo-v2's augmentations,
-arXiv:2003.04297: a random part, a flip, colour jitter, grey, blur. Two details differ: torchvision
-changes colours on bytes, and the blur's kernel ends at three standard deviations.
+Random crops are those of torchvision's ``RandomResizedCrop``, from "Going deeper with
+convolutions", arXiv:1409.4842. Contrastive pre-training uses the augmentations of MoCo v2,
+arXiv:2003.04297: random crop, flip, color jitter, grayscale and blur. There are two differences:
+torchvision changes the colors of uint8 images, and the blur kernel has a radius of three standard
+deviations.
 """
 
 import errno
@@ -27,17 +28,17 @@ from qbheat_det.data.images import Box, ImageInMemory, decode_if_small, open_ima
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _REACH = 3.0  # radius of a blur's kernel, in standard deviations
 _KEPT = ("file_name", "image_id", "label", "place")
-_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors of no particular file
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors unrelated to the file
 
 
 class PretrainingMapper:
     """Maps a record with ``file_name`` to a square image.
 
-    Returns ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``, and the record's
-    ``file_name``, ``image_id``, ``label`` and ``place`` (of the visible quarter), if it has them.
-    Training draws a part and a flip from torch's global generator. Inference takes the largest
-    square in the middle, or a share of it. Returns a ``DataError`` for an image that cannot be
-    read, and raises an ``OSError`` for too many open files.
+    Returns a dict with ``image`` (3, S, S), uint8, in the channel order of ``INPUT.FORMAT``. The
+    keys ``file_name``, ``image_id``, ``label`` and ``place`` (the visible quarter) are copied from
+    the record if they exist. In training, a random crop and flip are drawn from torch's global
+    generator. In inference, the crop is the central square. Returns a ``DataError`` if the image
+    cannot be read. Raises an ``OSError`` if too many files are open.
     """
 
     @configurable
@@ -55,14 +56,15 @@ class PretrainingMapper:
     ) -> None:
         """
         Args:
-            size: side S of the result, in pixels.
-            scale: smallest and largest share of the image's area.
-            ratio: smallest and largest width over height, drawn uniformly in its logarithm.
-            flip: "none", or "horizontal" or "vertical" for half of the images.
-            pixel_format: "RGB" or "BGR".
-            memory_gb: a set that takes less than this when decoded stays in memory, in GB.
-            test_crop: in inference, side of the square relative to the image's shorter side.
-            is_train: whether parts are random.
+            size: side S of the output in pixels.
+            scale: [min, max] of the area of a crop, relative to the image.
+            ratio: [min, max] of the aspect ratio (width / height) of a crop, whose logarithm is
+                uniformly distributed.
+            flip: "none", or the direction of flips with probability 1/2: "horizontal", "vertical".
+            pixel_format: channel order, "RGB" or "BGR".
+            memory_gb: keep the decoded images in memory if they take less than this, in GB.
+            test_crop: side of the central square in inference, relative to the shorter side.
+            is_train: whether crops and flips are random.
 
         Raises:
             UserError: a value is invalid.
@@ -92,7 +94,7 @@ class PretrainingMapper:
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         keys = cfg.INPUT.PRETRAIN
-        # Images in memory may be scaled down, but fixed views must be equal on every machine.
+        # Fixed views must be identical on all machines, but images in memory may be scaled down.
         is_fixed = cfg.INPUT.FIXED_VIEWS.COUNT > 0
         return {
             "size": keys.SIZE,
@@ -105,8 +107,8 @@ class PretrainingMapper:
         }
 
     def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Decodes all images if they fit into memory; called once, before workers start."""
-        # Even the smallest part has at least S pixels.
+        """Decodes all images if they fit into ``memory_gb``. Called once, before workers start."""
+        # Images are scaled down, but so that even the smallest crop has at least S pixels per side.
         smallest = math.sqrt(self.scale[0] * min(self.ratio[0], 1 / self.ratio[1]))
         self._memory = decode_if_small(
             dataset_dicts,
@@ -121,7 +123,7 @@ class PretrainingMapper:
             with nullcontext(decoded) if decoded else open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
                 pixels = picture.read(box, self.size)
-        except (MemoryError, UserError):  # a missing shard is no broken image
+        except (MemoryError, UserError):  # a missing shard is not a broken image
             raise
         except Exception as error:  # the type depends on the format's decoder
             if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
@@ -150,8 +152,8 @@ class PretrainingMapper:
 class TwoViewMapper:
     """Maps a record with ``file_name`` to two views of the image.
 
-    Returns the entry of ``PretrainingMapper``. In training it also has a second view, ``image_key``
-    (3, S, S), uint8, drawn independently from torch's global generator.
+    Returns the same entry as ``PretrainingMapper``. In training, ``image`` is augmented, and the
+    entry also has ``image_key`` (3, S, S), uint8. It is a second view, drawn independently.
     """
 
     @configurable
@@ -167,12 +169,12 @@ class TwoViewMapper:
     ) -> None:
         """
         Args:
-            crop: draws the part and the flip of a view. If it is for inference, there is one view.
-            jitter: largest change of brightness, contrast, saturation (factors) and hue (circle).
-            jitter_probability: of a change of colours.
-            grey_probability: of a loss of colours.
-            blur_sigma: smallest and largest standard deviation, in pixels.
-            blur_probability: of a blur.
+            crop: mapper that crops and flips. If it is for inference, there is only one view.
+            jitter: brightness, contrast, saturation and hue of torchvision's ``ColorJitter``.
+            jitter_probability: probability of color jitter.
+            grey_probability: probability of conversion to grayscale.
+            blur_sigma: [min, max] of the standard deviation of the blur, in pixels.
+            blur_probability: probability of a blur.
 
         Raises:
             UserError: a value is invalid.
@@ -230,7 +232,7 @@ class TwoViewMapper:
         return {**entry, **{key: self._augment(view) for key, view in views.items()}}
 
     def _augment(self, image: Tensor) -> Tensor:
-        """Draws other colours and a blur for a view (3, S, S), uint8."""
+        """Applies color jitter, grayscale and blur randomly to a view (3, S, S), uint8."""
         if self._crop.pixel_format == "RGB":
             augmented: Tensor = self._augment_rgb(image)
             return augmented.contiguous()
@@ -238,6 +240,6 @@ class TwoViewMapper:
 
     def _blur(self, image: Tensor) -> Tensor:
         sigma = float(torch.empty(()).uniform_(*self._sigma))
-        # The time of a blur grows with the square of the radius, which the image's side limits.
+        # The radius is at most the image's side, as the time of a blur grows with its square.
         radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
         return F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
