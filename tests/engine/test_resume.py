@@ -159,6 +159,9 @@ def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(
     [
         ("INPUT.MIN_SIZE_TRAIN", (64,), (32,), False),
         ("SEED", 3, 77, False),
+        ("SOLVER.BASE_LR", 0.1, 0.2, False),
+        ("SOLVER.IMS_PER_BATCH", 16, 8, False),
+        ("SOLVER.ACCUMULATE", 1, 2, True),
         ("SEED", 3, -1, True),
         ("SOLVER.MAX_ITER", 8, 9, True),
         ("MODEL.CHANNELS_LAST", None, False, True),
