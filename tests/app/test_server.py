@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``qbheat serve``: its answers, limits and batches, and the process."""
 
+import asyncio
 import io
 import json
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import qbheat_det
 from qbheat_det.api import Detector
 
 pytest.importorskip("fastapi", reason="the server needs FastAPI: pip install -e .[serve]")
+from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
-from qbheat_det.app.server import BatchQueue, Limits, build_server, serve
+from qbheat_det.app.server import BatchQueue, Limits, _read_body, build_server, serve
 from qbheat_det.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +100,19 @@ def test_bad_requests_are_named(
 ) -> None:
     answer = client.post("/predict", **request_parts)
     assert (answer.status_code, named in answer.text) == (status, True), answer.text
+
+
+def test_the_parts_of_a_body_count_together() -> None:
+    class Parts:
+        async def stream(self) -> AsyncIterator[bytes]:
+            for _ in range(4):
+                yield bytes(60_000)
+
+    request: Any = Parts()
+    assert asyncio.run(_read_body(request, Limits(megabytes=0.24))) == bytes(240_000)
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(_read_body(request, Limits(megabytes=0.2)))
+    assert caught.value.status_code == 413
 
 
 def test_requests_that_wait_form_a_batch_and_errors_stay_in_theirs() -> None:

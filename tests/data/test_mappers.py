@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mappers by name; the views of DETR and of contrastive pre-training."""
 
+import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from qbheat_det.data.mappers import (
     DATASET_MAPPERS,
     DetrDatasetMapper,
     TwoViewMapper,
+    number_records,
 )
 from tests.data.pictures import draw, save
 
@@ -96,6 +98,21 @@ def test_values_that_make_no_sense_are_refused_by_key(name: str, key: str, value
 def test_fixed_views_without_sense_are_refused(count: int, seed: int, key: str) -> None:
     with pytest.raises(UserError, match=rf"INPUT\.FIXED_VIEWS\.{key}"):
         FixedViews(dict, count, seed)
+
+
+def test_each_view_of_each_image_has_its_own_numbers_whatever_was_drawn_before() -> None:
+    def augment(record: dict[str, Any]) -> dict[str, Any]:
+        return {**record, "drawn": (random.random(), np.random.rand(), float(torch.rand(())))}
+
+    def draw_all(seed: int) -> list[tuple[float, ...]]:
+        views = FixedViews(augment, 3, seed)
+        records = number_records([{"name": name} for name in "abcd"])
+        return [views.view(one, number)["drawn"] for one in records for number in range(3)]
+
+    found, others = draw_all(5), draw_all(6)
+    assert draw_all(5) == found
+    for kind in range(3):
+        assert len({drawn[kind] for drawn in found + others}) == 24
 
 
 def test_an_image_that_cannot_be_read_stops_a_detector_and_is_an_error_elsewhere(

@@ -183,6 +183,28 @@ def test_a_bad_object_is_named_by_its_file_and_place(
         register_source(NAME, open_source(str(root)).train)
 
 
+def test_labels_of_yolo_replace_the_last_folder_images_of_a_path(tmp_path: Path) -> None:
+    path = write_yolo(tmp_path / "images" / "set")
+    found = read_annotations(open_source(str(path)).train).annotations
+    assert [entry["bbox"] for entry in found] == [
+        pytest.approx(box) for boxes in BOXES.values() for _, *box in boxes
+    ]
+
+
+def test_the_last_annotation_of_a_task_that_was_not_cancelled_counts(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.jpg")
+    box = {"x": 25, "y": 20, "width": 50, "height": 60}
+    attempts = [
+        {"result": [{"value": {"rectanglelabels": [name], **box}}], "was_cancelled": name == "cow"}
+        for name in ("cat", "dog", "cow")
+    ]
+    task = {"data": {"image": "a.jpg"}, "annotations": attempts}
+    path = write(tmp_path / "a.json", json.dumps([task]))
+    content = read_annotations(open_source(str(path)).train)
+    assert content.class_names == ("dog",)
+    assert len(content.annotations) == 1
+
+
 def test_a_zip_writes_nothing_beside_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from qbheat_det.checkpoint import ExactCheckpointer, WeightsInfo, read_weights, save_weights
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags, Trainer, build_config
+from qbheat_det.engine import RunFlags, Trainer, build_config, resume
 from qbheat_det.engine.resume import (
     check_same_config,
     check_same_images,
@@ -159,6 +159,9 @@ def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(
     [
         ("INPUT.MIN_SIZE_TRAIN", (64,), (32,), False),
         ("SEED", 3, 77, False),
+        ("SOLVER.BASE_LR", 0.1, 0.2, False),
+        ("SOLVER.IMS_PER_BATCH", 16, 8, False),
+        ("SOLVER.ACCUMULATE", 1, 2, True),
         ("SEED", 3, -1, True),
         ("SOLVER.MAX_ITER", 8, 9, True),
         ("MODEL.CHANNELS_LAST", None, False, True),
@@ -177,6 +180,15 @@ def test_a_resumed_run_has_the_config_that_it_began_with(
     else:
         with pytest.raises(UserError, match=f"{key} "):
             check_same_config(saved, cfg)
+
+
+def test_the_last_start_alone_tells_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text('[{"launch": "one"}, {"launch": "two"}]')
+    for launch, is_restart in (("one", False), ("two", True), ("none", False), ("", False)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+        assert resume._began_in_this_launch(tmp_path) == is_restart
 
 
 def test_a_resumed_run_has_the_images_that_it_began_with() -> None:

@@ -319,3 +319,16 @@ def test_unmatched_detections_are_counted_except_at_the_threshold() -> None:
     assert (row.score, row.box, row.relative_box) == pytest.approx((0.1, 0.5, 0.005))
     compare_detections(above, mine, theirs, 0.75, (100, 50), 0.2)
     assert above.unmatched == 0
+
+
+def test_the_end_of_a_full_table_excuses_the_other_side_alone() -> None:
+    places = 20.0 * np.arange(5)[:, None] + np.array([0, 0, 10, 10])
+    full = {"scores": np.array([[0.9, 0.8, 0.7]]), "boxes": places[None, :3]}
+    short = {"scores": np.array([[0.5, 0.4]]), "boxes": places[None, 3:]}
+    for table in (full, short):
+        count = table["scores"].size
+        table |= {"labels": np.zeros((1, count), int), "counts": np.array([count])}
+    row = Agreement(1)
+    compare_detections(row, full, short, 0.05, (100, 100), 0.01)
+    # The short table had room for the three; the full one had none for scores below 0.7.
+    assert (row.num_values, row.unmatched) == (0, 3)

@@ -136,17 +136,26 @@ def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
     check_content(store)
 
 
-_CHANGED = {"crc32": zlib.crc32(bytes(11) + b"1"), "shapes": {"s16": [3]}}
-_NINE_BY_NINE = {"crc32": zlib.crc32(bytes(12)), "shapes": {"s16": [9, 9]}}
+_WHOLE = {
+    "crc32": zlib.crc32(bytes(12)), "shapes": {"s16": [3]}, "image_size": [9, 9],
+    "full_size": None, "ground_truth": {},
+}  # fmt: skip
+_CHANGED = {**_WHOLE, "crc32": zlib.crc32(bytes(11) + b"1")}
+_NINE_BY_NINE = {**_WHOLE, "shapes": {"s16": [9, 9]}}
 
 
-@pytest.mark.parametrize("about", [{}, [], _CHANGED, _NINE_BY_NINE, {"error": {"x": 1}}])
+@pytest.mark.parametrize("about", [_WHOLE, {}, [], _CHANGED, _NINE_BY_NINE, {"error": {"x": 1}}])
 def test_a_file_with_other_content_is_named(tmp_path: Path, about: Any) -> None:
     store = FeatureStore(tmp_path / "cache", 1, dtype=torch.float32)
     content = {"format": FORMAT_VERSION, "cache": "cache", "views": {"0": about}}
     store.folder.mkdir()
     save_file({"0": torch.zeros(3)}, store.path_of(0), {"qbheat_det": json.dumps(content)})
     assert store.missing() == []  # headers alone are checked
+    if about is _WHOLE:
+        found = store.read(0)
+        assert isinstance(found, View)
+        assert found.features["s16"].tolist() == [0, 0, 0]
+        return
     with pytest.raises(UserError, match=r"000000\.safetensors"):
         store.read(0)
 

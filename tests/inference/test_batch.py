@@ -142,6 +142,12 @@ def test_a_run_that_was_killed_goes_on_and_new_images_are_added(
     assert not list(out.glob(".*incomplete"))
     monkeypatch.setattr(batch, "Worker", None)  # nothing is left to do
     assert run_batch(job(detector), [str(photos)], out, resume=True) == done
+    copied = str(shutil.copy(detector, tmp_path / "copied.safetensors"))
+    assert run_batch(job(copied), [str(photos)], out, resume=True) == done
+    with open(copied, "ab") as file:
+        file.write(b" ")
+    with pytest.raises(UserError, match="weights"):
+        run_batch(job(copied), [str(photos)], out, resume=True)
 
 
 def test_broken_links_and_files_whose_names_are_no_text_have_rows_and_are_known_again(

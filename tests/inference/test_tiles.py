@@ -85,3 +85,31 @@ def test_an_image_of_one_tile_is_predicted_once() -> None:
     plain = Components()
     TiledPredictor(plain, TILE).predict_batch([np.zeros((TILE, 90, 3), dtype=np.uint8)])
     assert plain.sizes == [(TILE, 90)]
+
+
+class Edges:
+    """Finds the whole image as one box, and in each tile a box at each edge."""
+
+    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+        return [self._predict(*image.shape[:2]) for image in images]
+
+    def _predict(self, height: int, width: int) -> Instances:
+        boxes = [[0, 0, width, height]]
+        if height == width == TILE:
+            boxes = [[0, 60, 20, 80], [140, 60, 160, 80], [60, 0, 80, 20], [60, 140, 80, 160]]
+        found = Instances((height, width))
+        found.pred_boxes = Boxes(torch.tensor(boxes, dtype=torch.float32))
+        found.scores = torch.full((len(boxes),), 0.9)
+        found.pred_classes = torch.zeros(len(boxes), dtype=torch.int64)
+        return found
+
+
+def test_a_large_box_replaces_boxes_at_edges_of_tiles_but_not_of_the_image() -> None:
+    assert tile_starts(288, TILE) == [0, 128]
+    image = np.zeros((288, 288, 3), dtype=np.uint8)
+    (found,) = TiledPredictor(Edges(), TILE).predict_batch([image])
+    expected = [(0, 0, 288, 288)]
+    for along in (60, 188):  # in the first and in the second tile
+        expected += [(0, along, 20, along + 20), (268, along, 288, along + 20)]
+        expected += [(along, 0, along + 20, 20), (along, 268, along + 20, 288)]
+    assert sorted(map(tuple, found.pred_boxes.tensor.tolist())) == sorted(expected)

@@ -82,6 +82,9 @@ def test_images_with_labels_and_their_copies_are_never_selected(
         select(photos, 5, data=data)
     with pytest.raises(UserError, match="0 of the 1 images have no labels"):
         select(tmp_path / "5.png", 1, data=data)
+    (tmp_path / "link.png").symlink_to(tmp_path / "5.png")
+    with pytest.raises(UserError, match="0 of the 1 images have no labels"):
+        select(tmp_path / "link.png", 1, data=data)
 
 
 def test_a_copy_of_the_only_image_with_labels_is_left_out(photos: Path, tmp_path: Path) -> None:

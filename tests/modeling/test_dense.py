@@ -78,6 +78,15 @@ def test_an_image_without_boxes_is_background(cfg: CfgNode) -> None:
     assert losses["loss_fcos_loc"] == losses["loss_fcos_ctr"] == 0
 
 
+def test_a_batch_without_positives_counts_as_one_in_the_running_mean(cfg: CfgNode) -> None:
+    model = build_model(cfg)
+    expected = model.first_normalizer
+    for count in (0, 50, 0):
+        expected = 0.9 * expected + 0.1 * max(count, 1)
+        found = model.loss_normalizers(torch.tensor([float(count)]), parts=2)
+        assert_close(found, torch.tensor([expected / 2]))
+
+
 def test_parts_of_a_batch_have_the_losses_of_the_batch(cfg: CfgNode) -> None:
     model = build_model(cfg).eval()  # BatchNorm would see another batch
     model.training = True

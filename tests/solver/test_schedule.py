@@ -62,6 +62,13 @@ def test_the_rate_follows_the_batch() -> None:
         assert resolved.SOLVER.REFERENCE_BATCH_SIZE == (batch if reference else 0)
 
 
+def test_the_end_of_a_cosine_follows_the_batch_as_the_rate_does() -> None:
+    cfg = config(BASE_LR=1.0, REFERENCE_BATCH_SIZE=16, IMS_PER_BATCH=4)
+    cfg.SOLVER.BASE_LR_END = 0.2  # Detectron2 v0.6 has no such key
+    resolved = resolve_schedule(cfg, num_images=100)
+    assert (resolved.SOLVER.BASE_LR, resolved.SOLVER.BASE_LR_END) == pytest.approx((0.25, 0.05))
+
+
 def test_the_config_of_a_finished_run_trains_the_same_again(tmp_path: Path) -> None:
     cfg = config(EPOCHS=9.0, STEP_EPOCHS=[6, 8], WARMUP_EPOCHS=0.3, CHECKPOINT_EPOCHS=1.0)
     scaling = {"BASE_LR": 0.3, "LR_SCALING": "sqrt", "REFERENCE_BATCH_SIZE": 16}

@@ -1,6 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The set loss and its losses of class against sums in Python loops: values and gradients."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,6 +104,17 @@ def test_a_perfect_prediction_costs_nothing_and_has_finite_gradients() -> None:
     sum(found.values()).backward()
     assert torch.isfinite(logits.grad).all()
     assert torch.isfinite(boxes.grad).all()
+
+
+def test_the_loss_of_class_reads_the_overlap_and_does_not_move_the_boxes() -> None:
+    boxes = torch.tensor([[[[0.5, 0.5, 0.4, 0.4], [0.1, 0.1, 0.2, 0.2]]]], requires_grad=True)
+    logits = torch.zeros(1, 1, 2, 2)  # every score is 1/2
+    targets = Targets.stack([torch.tensor([0])], [torch.tensor([[0.5, 0.5, 0.4, 0.2]])])
+    loss = SetCriterion(num_classes=1, classification=FocalClassification(alpha=0.25))
+    found = losses(loss, {"pred_logits": logits, "pred_boxes": boxes}, targets)["loss_ce"]
+    # The IoU of the matched box is its score, 1/2, which costs nothing.
+    assert float(found) == pytest.approx(0.75 * 0.5**2 * math.log(2))
+    assert not found.requires_grad
 
 
 def random_boxes(*shape: int, generator: torch.Generator) -> Tensor:

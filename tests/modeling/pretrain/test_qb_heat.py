@@ -154,6 +154,13 @@ def test_places_are_shared_out_as_evenly_as_the_batch_allows(visible: str, num_i
         assert drawn.order.sort().values.tolist() == list(range(num_images))
 
 
+def test_every_corner_is_equally_likely_to_get_the_rest_of_a_batch() -> None:
+    drawn = [VisibleQuarters.draw(5, visible="corner", device=CPU).counts[:4] for _ in range(400)]
+    more = torch.tensor(drawn).sum(dim=0) - 400
+    assert more.sum() == 400
+    assert (more - 100).abs().max() < 35  # four standard deviations
+
+
 def test_crop_and_mask_are_of_the_visible_quarter() -> None:
     names = ["centre", "bottom_left", "top_left", "bottom_right", "top_right", "bottom_left"]
     images = torch.arange(6 * 2 * 8 * 8).reshape(6, 2, 8, 8)
