@@ -63,7 +63,7 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
     for form, name in _FORMATS.items():
         named = images
         if form == "label-studio":  # its local storage knows absolute paths
-            named = [{**one, "file_name": os.path.abspath(one["file_name"])} for one in images]
+            named = [{**one, "file_name": os.path.abspath(str(one["file_name"]))} for one in images]
         tasks = render_annotations(results, named, [*names.values()], [*names], form)
         files[name] = json.dumps(tasks, indent=1)
     pool = selection.pool

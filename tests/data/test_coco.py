@@ -166,7 +166,7 @@ def test_all_errors_are_found_at_once_and_only_what_is_sound_stays(tmp_path: Pat
 WARNINGS: dict[str, tuple[Change, int]] = {
     "no polygon": (annotation(segmentation=[[1, 1, 2, 2]]), 1),
     "without area": (annotation(bbox=[1, 2, 0, 5]), 1),
-    "beyond their image": (annotation(bbox=[-3, 2, 9, 5]), 1),
+    "beyond their image": (annotation(bbox=[-3, 2, 9, 5]), 2),
     "category names": (entry("categories", 0, name="dog"), 2),
     "'bird'": (lambda c: c["categories"].append({"id": 1, "name": "bird"}), 2),
 }
