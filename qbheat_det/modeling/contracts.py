@@ -48,13 +48,13 @@ class SupportsAfterStep(Protocol):
 
 
 UNLABELLED = "unlabelled"
-"""Key of a labelled training image's dict. Holds the dicts of the unlabelled images of its batch."""
+"""Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 
 STRONG = "strong"
-"""Key of an unlabelled image's dict. Holds its strong view: an image, or features by name."""
+"""Key of an unlabelled image's dict. Its value is the strong view (image, or features by name)."""
 
 PSEUDO_LABELS = "pseudo_labels"
-"""Key of an unlabelled image's dict. Holds the teacher's predictions on its weak view."""
+"""Key of an unlabelled image's dict. Its value is the teacher's prediction on the weak view."""
 
 
 @runtime_checkable
@@ -81,7 +81,7 @@ def has_held_out_loss(model: type | object) -> bool:
 
 
 def train_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``train_only_modules``: children saved in checkpoints, but not in exported weights."""
+    """Returns ``train_only_modules``: children in checkpoints, but not in the final weights."""
     return tuple(getattr(model, "train_only_modules", ()))
 
 
@@ -144,7 +144,7 @@ def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
 
 
 def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Subtracts the mean of each channel of (..., C, H, W) and divides by its standard deviation."""
+    """Normalizes (..., C, H, W) by the mean and standard deviation of each channel."""
     offset, scale = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (mean, std))
     return (images - offset) / scale
 

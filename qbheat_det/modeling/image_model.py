@@ -27,7 +27,7 @@ def check_value(is_allowed: bool, key: str, value: object, allowed: str) -> None
 
 @dataclass(frozen=True)
 class CachedImages:
-    """Cached encoder outputs, which a model passes to its encoder instead of pixels (N, 3, H, W)."""
+    """Cached encoder outputs, passed through a model to its encoder in place of pixels."""
 
     features: Sequence[Mapping[str, Tensor]]  # per image, outputs (C, h, w) or (M, D) by name
     shape: torch.Size  # of the padded pixels

@@ -24,7 +24,7 @@ BlockKind = Literal["lite", "lite_down", "down", "plain"]
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Kind, hidden width and output width of a block, and the second hidden width of a "down" block.
+    """Kind and widths of a block. Only "down" blocks have a second hidden width.
 
     "lite" and "lite_down" blocks have no tokens. "down" and "lite_down" blocks halve the feature
     map and start a stage.
@@ -45,9 +45,9 @@ class BlockSpec:
 class MobileFormerArch:
     """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper.
 
-    ``head_dim`` is the hidden width of the ImageNet networks' classifier. These networks also have a
-    Mobile->Former bridge after the last block. ``head_dim`` is 0 for the QB-Heat paper's networks,
-    which have neither the hidden layer nor this bridge.
+    ``head_dim`` is the hidden width of the ImageNet networks' classifier. These networks also have
+    a Mobile->Former bridge after the last block. ``head_dim`` is 0 for the QB-Heat paper's
+    networks, which have neither the hidden layer nor this bridge.
     """
 
     num_tokens: int

@@ -17,8 +17,7 @@ _PREFIXES = ("backbone.bottom_up.", "backbone.", _PYRAMID)
 
 
 def accept_prefixes(backbone: Backbone) -> None:
-    """Lets ``load_state_dict`` find the weights of a backbone or of an FPN's bottom-up network under
-    any prefix.
+    """Lets ``load_state_dict`` find weights of a backbone or bottom-up network under any prefix.
 
     Loading raises a ``UserError`` if the file contains only a part of the encoder, or none of it.
     """

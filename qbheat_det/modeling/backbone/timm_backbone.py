@@ -117,7 +117,7 @@ class TimmBackbone(Backbone):
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
     ) -> dict[str, set[str]]:
-        """Runs the network once. Returns the names of the parameters that each output depends on."""
+        """Runs the network once. Returns the names of the parameters behind each feature map."""
         built = {k: info for k, info in infos.items() if info["index"] <= max(self._indices)}
         named = dict(self.net.named_parameters())
         device = next(iter(named.values())).device
@@ -197,7 +197,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """The frozen timm network of ``MODEL.TEACHER``, whose features ``FeatureDistillation`` predicts."""
+    """The frozen timm network of ``MODEL.TEACHER``, the target of ``FeatureDistillation``."""
 
     mapper_name = "pretrain"
 

@@ -222,11 +222,11 @@ class ImageClassifier(ImageModel):
         return self
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """Takes dicts of a dataset mapper with "image" (3, S, S), and in training "label" in [0, K).
+        """Takes dicts of a dataset mapper with "image" (3, S, S), and "label" in training.
 
-        Returns ``{"loss_cls": scalar}`` in training. In evaluation, returns one ``{"scores": (K,)}``
-        per image, which sum to 1. Raises a ``UserError`` if an image is not S x S, or if a label is
-        missing or out of range.
+        Returns ``{"loss_cls": scalar}`` in training. In evaluation, returns one
+        ``{"scores": (K,)}`` per image, which sum to 1. Raises a ``UserError`` if an image is not
+        S x S, or if a label is missing or not in [0, K).
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:

@@ -254,7 +254,7 @@ class AuxiliaryQueries(nn.ModuleDict):
     """Contains "groups" (``QueryGroups``), "denoising" (``Denoising``), or both in this order."""
 
     def forward(self, targets: Targets) -> QuerySet:
-        """Returns the queries for a batch. Queries of different kinds do not attend to each other."""
+        """Returns the queries for a batch. Different kinds do not attend to each other."""
         parts = [kind(targets) for kind in self._kinds()]
         widths = [part.content.shape[1] for part in parts]
         rows = []

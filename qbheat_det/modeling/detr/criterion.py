@@ -330,6 +330,6 @@ class SetCriterion(nn.Module):
 
 
 def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
-    """Returns (P,), the overlap of P pairs of boxes. ``first`` and ``second`` are (P, 4), cxcywh."""
+    """Returns (P,), the overlaps of P pairs of boxes. Both arguments are (P, 4), cxcywh."""
     corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (first, second))
     return torch.vmap(overlap)(*corners)[:, 0, 0]

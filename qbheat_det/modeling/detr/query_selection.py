@@ -96,7 +96,7 @@ class QuerySelection(nn.Module):
         self.box_embed = nn.Sequential(nn.Linear(2 * dim, dim), nn.ReLU(), nn.Linear(dim, dim))
 
     def reset_parameters(self) -> None:
-        """Initializes small weights, so that the initial predictions of all positions are similar."""
+        """Initializes small weights, so that initial predictions of all positions are similar."""
         for layer in (self.class_embed, self.bbox_embed):
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)

@@ -5,9 +5,9 @@ Papers: "Momentum Contrast", arXiv:1911.05722, and "Improved Baselines with Mome
 Learning", arXiv:2003.04297. The queue and the momentum encoder are updated at the end of a step,
 which gives the same results.
 
-Shuffled BatchNorm (the first paper, Sec. 3.3): if query and key shared batch statistics, the encoder
-could recognize the matching key from them. Therefore the images of all processes are redistributed
-for the key encoder. With few processes, groups within each process have the same effect.
+Shuffled BatchNorm (the first paper, Sec. 3.3): if query and key shared batch statistics, the
+encoder could recognize the matching key from them. Therefore the images of all processes are
+redistributed for the key encoder. With few processes, groups within each process do the same.
 """
 
 import copy
@@ -75,7 +75,7 @@ class FeatureQueue(nn.Module):
         self._held: list[Tensor] = []
 
     def hold(self, keys: Tensor) -> None:
-        """Stores keys (M, D) until ``push_held``. Raises a ``RuntimeError`` for more than K keys."""
+        """Stores keys (M, D) until ``push_held``. ``RuntimeError`` if there are more than K."""
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(
@@ -218,8 +218,8 @@ class MoCo(PretrainingModel):
                 random.
 
         Returns:
-            In training, ``{"loss_contrastive": scalar}``. In evaluation, one ``{"embedding": (D,)}``
-            per image: the unit-norm output of the query encoder.
+            In training, ``{"loss_contrastive": scalar}``. In evaluation, one
+            ``{"embedding": (D,)}`` per image: the unit-norm output of the query encoder.
 
         Raises:
             UserError: an image is missing or is not S x S.

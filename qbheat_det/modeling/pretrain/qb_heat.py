@@ -82,10 +82,10 @@ class LinearModels(nn.Module):
 class HeatPredictor(nn.Module):
     """Predicts the features of the whole image from those of the visible quarter.
 
-    A visible corner predicts the three remaining quarters, at an offset of half the image. A visible
-    centre is split into quarters. Each of them predicts the three adjacent blocks in its corner of
-    the image, at an offset of a quarter of the image. In both cases, a block lies in one corner of
-    an area with twice its side, and predicts the rest of this area.
+    A visible corner predicts the three remaining quarters, at an offset of half the image. A
+    visible centre is split into quarters. Each of them predicts the three adjacent blocks in its
+    corner of the image, at an offset of a quarter of the image. In both cases, a block lies in one
+    corner of an area with twice its side, and predicts the rest of this area.
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
@@ -129,8 +129,8 @@ class HeatPredictor(nn.Module):
 def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
     """Extends a block (N, H, W, C) in one corner of an area to the whole area (N, 2H, 2W, C).
 
-    ``corner`` is the index of this corner, 2 * row + column. ``models`` are matrices (C, C) by name,
-    see ``DIRECTIONS``.
+    ``corner`` is the index of this corner, 2 * row + column. ``models`` are matrices (C, C) by
+    name, see ``DIRECTIONS``.
     """
     row, column = divmod(corner, 2)
     others = [block for block in product((0, 1), (0, 1)) if block != (row, column)]
