@@ -186,7 +186,7 @@ class MapAttention(nn.MultiheadAttention):
     def _attend_in_graph(
         self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None
     ) -> Tensor:
-        """Attention for ONNX graphs, in which keys and values (N, C, L) are split without a copy."""
+        """Attention for ONNX graphs. Keys and values (N, C, L) are split without a copy."""
         weights = self.in_proj_weight.chunk(3)
         query_bias, _, value_bias = self.in_proj_bias.chunk(3)
         heads = self.num_heads, -1

@@ -51,7 +51,7 @@ UNLABELLED = "unlabelled"
 """Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 
 STRONG = "strong"
-"""Key of an unlabelled image's dict. Its value is the strong view (image, or features by name)."""
+"""Key of an unlabelled image's dict. Its value is the strong view, an image or cached features."""
 
 PSEUDO_LABELS = "pseudo_labels"
 """Key of an unlabelled image's dict. Its value is the teacher's prediction on the weak view."""
@@ -218,7 +218,7 @@ def get_in_features(module: nn.Module) -> list[str] | None:
 
 
 def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:
-    """Returns the shapes of named outputs. The ``ValueError`` for unknown names mentions ``key``."""
+    """Returns the shapes of named outputs. The ``ValueError`` for unknown names states ``key``."""
     shapes = backbone.output_shape()
     if not names or set(names) - set(shapes):
         known = list(shapes)

@@ -168,7 +168,7 @@ class MobileFormer(Backbone):
                 nn.init.zeros_(module.bias)
 
     def freeze(self, freeze_at: int = 0) -> "MobileFormer":
-        """Freezes the first layers and their BatchNorm statistics. Disables their stochastic depth."""
+        """Freezes the first layers, including BatchNorm statistics, without stochastic depth."""
         if freeze_at >= 1:
             self.tokens.requires_grad_(False)
             self.stem = _freeze(self.stem)
