@@ -51,7 +51,7 @@ UNLABELLED = "unlabelled"
 """Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 
 STRONG = "strong"
-"""Key of an unlabelled image's dict. Its value is the strong view, an image or cached features."""
+"""Key of an unlabelled image's dict. Its value is the strong view (image or cached features)."""
 
 PSEUDO_LABELS = "pseudo_labels"
 """Key of an unlabelled image's dict. Its value is the teacher's prediction on the weak view."""

@@ -196,7 +196,7 @@ class TransformerSettings:
 
 
 class TransformerProbe:
-    """Trains a decoder on whitened feature maps. Classifies by ``average``, its averaged weights."""
+    """Trains a decoder on whitened feature maps. Classifies with averaged weights."""
 
     def __init__(
         self,
