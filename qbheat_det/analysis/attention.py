@@ -239,7 +239,7 @@ def find_size(runs: Sequence[Run], default: int) -> int:
 
 
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
-    """Yields batches of normalized images (n, 3, S, S) on the model's device, with a progress bar."""
+    """Yields normalized batches (n, 3, S, S) on the model's device, with a progress bar."""
     statistics = get_pixel_statistics(model)
     mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
     starts = range(0, len(entries), _BATCH_SIZE)

@@ -119,7 +119,7 @@ class Row:
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
-    """Loads objectives by name or config file. By default, loads all of the package's objectives.
+    """Loads objectives by name or config file. By default, loads all built-in ones, "random" first.
 
     Raises:
         UserError: an objective is unknown, repeated or has an invalid config, or two objectives
@@ -164,7 +164,7 @@ def _list_encoder_keys(cfg: CfgNode) -> dict[str, Any]:
 
 
 def list_rows(comparison: Comparison) -> list[Row]:
-    """Returns all rows with their jobs, sorted by seed."""
+    """Returns all rows with their jobs: for each seed, one row per objective."""
     rows = []
     for seed in comparison.seeds:
         for objective in comparison.objectives:

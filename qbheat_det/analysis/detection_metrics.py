@@ -96,7 +96,7 @@ def _index(content: Entry) -> COCO:
 
 
 def score_detections(evaluator: Any) -> DetectionScores:
-    """Computes metrics from the result of ``evaluate_boxes``. Classes without detections have AP 0."""
+    """Computes metrics from ``evaluate_boxes``. Classes without detections have AP 0."""
     # (T, R, K, A, M): IoU thresholds, recalls, classes, area ranges (the first is "all"), and
     # maximum numbers of detections (the last is 100).
     precision = np.array(evaluator.eval["precision"], dtype=np.float64)[..., -1]

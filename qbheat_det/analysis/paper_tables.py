@@ -137,7 +137,7 @@ def convolution_madds(modules: Iterable[nn.Module], positions: int) -> int:
 
 @dataclass(frozen=True)
 class PaperCell:
-    """One printed cell of a table, our count in its unit by ``rule``, and whether they match."""
+    """A number printed in a table, our count by ``rule`` in the same unit, and if they match."""
 
     table: int
     cell: str
@@ -149,13 +149,13 @@ class PaperCell:
 
 
 def compare_with_paper() -> list[PaperCell]:
-    """Builds and counts every component; takes about a minute on one core."""
+    """Builds and counts every component, which takes about a minute on one core."""
     cells = [*_list_classifiers(), *_list_detectors()]
     return [_compare(*cell) for cell in sorted(cells, key=lambda cell: cell[0])]
 
 
 _Cell = tuple[int, str, str, str, int, str]
-"""Table, name, printed number, unit, our count, rule."""
+"""(table, name, printed number, unit, our count, rule)."""
 
 
 def _list_classifiers() -> Iterator[_Cell]:

@@ -51,7 +51,7 @@ UNLABELLED = "unlabelled"
 """Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 
 STRONG = "strong"
-"""Key of an unlabelled image's dict. Its value is the strong view (image or cached features)."""
+"""Key of an unlabelled image's dict. Its value is the strong view, as pixels or features."""
 
 PSEUDO_LABELS = "pseudo_labels"
 """Key of an unlabelled image's dict. Its value is the teacher's prediction on the weak view."""
@@ -76,7 +76,7 @@ def keeps_backbone_in_eval(model: nn.Module) -> bool:
 
 
 def has_held_out_loss(model: type | object) -> bool:
-    """Returns ``held_out_loss`` of a model or class: whether evaluation returns a loss per image."""
+    """Returns ``held_out_loss`` of a model or class: whether evaluation returns losses."""
     return bool(getattr(model, "held_out_loss", True))
 
 
