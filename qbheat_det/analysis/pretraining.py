@@ -197,7 +197,7 @@ def draw_correlation(
         nothing="no spatial correlation",
     )
     found = results.found
-    note = f"{len(results.files):,} images, the centre square of each at {side} pixels."
+    note = f"{len(results.files):,} images, the center square of each at {side} pixels."
     images = {}
     for name in dict.fromkeys(one.map for one in found.values()):
         chart = plot_histograms({k: one for k, one in found.items() if one.map == name}, name)

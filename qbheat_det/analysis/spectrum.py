@@ -164,7 +164,7 @@ def _sort_eigenvalues(matrix: Tensor) -> Tensor:
 
 
 def effective_rank(matrix: Tensor) -> float:
-    """Returns the exponential of the entropy of the normalised singular values, in [1, C]."""
+    """Returns the exponential of the entropy of the normalized singular values, in [1, C]."""
     singular = torch.linalg.svdvals(matrix)
     return float(torch.special.entr(singular / singular.sum()).sum().exp())
 

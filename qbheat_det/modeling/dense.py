@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's RetinaNet and FCOS, with losses normalised over all processes.
+"""Detectron2's RetinaNet and FCOS, with losses normalized over all processes.
 
 Papers: arXiv:1708.02002 and arXiv:2006.09214. Detectron2 divides the losses by a running mean of
 the number of positive anchors. Each process keeps its own mean, which is lost on resume. Here the
