@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Count multiply-adds and parameters of the paper's components, or of a config's detector.
+"""Count multiply-adds and parameters of the paper's models, or of the detector of a config.
 
 python tools/analyze_model.py --all [--json FILE]
 python tools/analyze_model.py --config-file F [--size H W] [--depth N] [KEY VALUE …]
@@ -21,9 +21,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--all", action="store_true", help="all components, beside the paper's tables"
-    )
+    which.add_argument("--all", action="store_true", help="all models of the paper's tables")
     which.add_argument("--config-file", metavar="F", help="YAML of a detector")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells of the tables")
     parser.add_argument(
@@ -45,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def analyze(args: argparse.Namespace) -> None:
-    """Prints one of the two reports; raises ``UserError`` for a bad config."""
+    """Prints one of the two reports. Raises a ``UserError`` if the config is invalid."""
     import warnings
 
     from qbheat_det.evaluation.complexity import CountingRule
@@ -60,7 +58,7 @@ def analyze(args: argparse.Namespace) -> None:
 
 
 def report_paper(path: Path | None) -> None:
-    """Prints the paper's tables beside our counts, and writes them to ``path``."""
+    """Prints the numbers of the paper's tables and our counts, and writes them to ``path``."""
     import json
     from dataclasses import asdict
 
@@ -100,7 +98,7 @@ def format_cells(cells: "Sequence[PaperCell]") -> str:
 
 
 def report_config(file: str, opts: Sequence[str], size: Sequence[int], depth: int) -> None:
-    """Prints counts of a detector's modules, as it is in inference."""
+    """Prints the counts of a detector's modules in inference."""
     from detectron2.modeling import build_model
     from fvcore.nn import parameter_count
     from tabulate import tabulate

@@ -2,9 +2,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Compare pre-training objectives: same encoder, same number of images seen, same probes.
 
-Pre-trains each objective under each seed and probes the frozen encoder (nearest neighbors, linear,
-tran-k). Each step is a command that runs in a process of its own and resumes its work: repeat this
-command to continue. OUTPUT/comparison.md and .json are rewritten after each step.
+Pre-trains each objective with each seed, and probes the frozen encoder (nearest neighbors, linear,
+tran-k). Each step is a command that runs in a separate process and can resume. To continue an
+interrupted comparison, repeat the command. OUTPUT/comparison.md and .json are rewritten after each
+step.
 
 examples:
   # print the commands, and which are done
@@ -39,7 +40,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", required=True, metavar="DIR", help="class folders for pre-training and probes")
     add("--val", required=True, metavar="DIR", help="class folders that the probes classify")
     add("--objectives", metavar="NAME|FILE", nargs="+", default=[],
-        help="in configs/objectives, or config files (default: all, random first)")  # fmt: skip
+        help="names in configs/objectives, or config files (default: all)")  # fmt: skip
     add("--epochs", type=float, required=True, help="epochs of pre-training")
     add("--seeds", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     add("--probes", nargs="+", default=["knn", "linear", "tran-1"], metavar="PROBE",
@@ -47,8 +48,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recalibrate-bn", type=int, default=1024, metavar="N",
         help="training images for BatchNorm statistics (default: 1024)")  # fmt: skip
     add("--output", type=Path, required=True, metavar="DIR", help="folder of all results")
-    add("--jobs", type=int, default=1, help="commands at once (default: 1)")
-    add("--plan", action="store_true", help="print the commands and run none")
+    add("--jobs", type=int, default=1, help="number of commands that run in parallel (default: 1)")
+    add("--plan", action="store_true", help="print the commands without running them")
     add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs")
     args = parser.parse_intermixed_args(argv)
     if len(args.opts) % 2:
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs or lists the commands; returns the exit code."""
+    """Runs or lists the commands. Returns the exit code."""
     from qbheat_det.analysis.comparison import compare
     from qbheat_det.analysis.comparison_plan import Comparison, list_rows, load_objectives
     from qbheat_det.probing import check_probes

@@ -3,8 +3,8 @@
 """Train a detector of blood cells on a frozen encoder, pre-trained and random, and compare both.
 
 Each encoder encodes 48 microscope images once, and RetinaNet's decoder is trained on the features.
-Both encoders have BatchNorm statistics of these images. A report shows predictions on 40 other
-images.
+The BatchNorm statistics of both encoders are estimated on these images. A report shows predictions
+on 40 test images.
 
 The images come with the package; nothing is downloaded. The demo takes two minutes on two cores.
 
@@ -34,8 +34,8 @@ ENCODERS = ("pretrained", "random")
 UNTRAINED = "untrained"
 FIGURES = ("detections", "curves")
 NUM_IMAGES = 8  # in the report
-NUM_RECALIBRATED = 48  # images for BatchNorm's statistics
-MARKER = ".of_the_demo"  # in folders that the next demo may remove
+NUM_RECALIBRATED = 48  # number of images for BatchNorm statistics
+MARKER = ".of_the_demo"  # file in folders that the next demo may remove
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,7 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    # Warnings of Detectron2's imports would be the first thing that the demo prints.
+    # Hides warnings of Detectron2's imports, which would be the first output of the demo.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     warnings.filterwarnings("ignore", message="torch.meshgrid")
     from qbheat_det.core.errors import exit_on_user_error
@@ -129,7 +129,7 @@ def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
 
 
 def start_run(output: Path, opts: Sequence[str]) -> "Trainer":
-    """Builds the trainer of a run in an empty folder."""
+    """Empties the folder and builds the trainer of a run."""
     from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
     shutil.rmtree(output, ignore_errors=True)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The command-line flags of figures, for visualize.py and report.py.
 
-Nothing of the package is imported, so that ``--help`` is fast. A flag is a keyword argument of the
-figure's function, which holds its default.
+This module does not import the package, so that ``--help`` is fast. Each flag is a keyword argument
+of the figure's function, which defines the default.
 """
 
 import argparse
@@ -21,13 +21,13 @@ FIGURES = {
     "probes": "accuracies of probes by decoder, by its width and by images seen",
     "spectrum": "eigenvalues of A and B at both scales, and Table 3",
 }
-"""By name, in the order of the report."""
+"""Descriptions by figure name, in the order of the report."""
 
 
 def number(
     kind: type[int] | type[float], least: float, most: float = math.inf
 ) -> Callable[[str], float]:
-    """Returns an argparse type: numbers of a kind from ``least`` to ``most``."""
+    """Returns an argparse type for numbers from ``least`` to ``most``."""
     meant = f"of at least {least}" if math.isinf(most) else f"from {least} to {most}"
 
     def read(text: str) -> float:
@@ -52,7 +52,7 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "correlation": {
         "correlated_images": {
             "type": number(int, 1),
-            "help": "images of the histograms (default: 64; the paper has 1000)",
+            "help": "number of images in the histograms (default: 64; the paper uses 1000)",
         },
         "map": {
             "help": "feature map, such as s16 (default: the one that each model reads)",
@@ -67,8 +67,8 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "detections": {
         "data": {
             "metavar": "SRC",
-            "help": "annotated images, of which the validation part is used if there is one; "
-            "--images may name their folder (default: each run's test set)",
+            "help": "annotated images; if they have a validation part, only this part is used; "
+            "--images can be their folder (default: the test set of each run)",
         },
         "threshold": {
             "type": number(float, 0, 1),
@@ -77,7 +77,7 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""Arguments of ``add_argument``, by figure and keyword argument."""
+"""Arguments of ``add_argument``, by figure name and keyword argument."""
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -101,22 +101,26 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         type=number(int, 1),
         default=6,
         metavar="N",
-        help="how many to draw (default: 6)",
+        help="number of images to draw (default: 6)",
     )
     add(
         "--seed",
         type=number(int, 0, 2**32 - 1),
         default=0,
         metavar="N",
-        help="of random masks and controls (default: 0)",
+        help="seed of random masks and controls (default: 0)",
     )
-    add("--config-file", metavar="FILE", help="YAML for all models (default: the runs' own)")
+    add(
+        "--config-file",
+        metavar="FILE",
+        help="YAML config for all models (default: that of each run)",
+    )
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     add("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of all configs")
 
 
 def add_figure_flags(name: str, parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of one figure; flags that are not given are not in the parsed arguments."""
+    """Adds the flags of one figure. Flags that are not given are absent in the parsed arguments."""
     group = parser.add_argument_group(f"of '{name}'")
     for keyword, settings in FLAGS.get(name, {}).items():
         flag = f"--{keyword.replace('_', '-')}"

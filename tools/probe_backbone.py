@@ -2,11 +2,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Probe frozen backbones on class folders: kNN, a linear classifier, tran-1, tran-4.
 
-Each backbone encodes all images once. Probes learn from the training images and classify the
-validation images. L2 penalty, dropout and number of epochs are chosen for each backbone on a part
-of the training images. A row is a file of weights or a random initialization of the same config.
---recalibrate-bn adds a second row with BatchNorm statistics of whole training images, because
-QB-Heat estimates them on quarters of images.
+Each backbone encodes all images once. Probes are trained on the training images and classify the
+validation images. L2 penalty, dropout and number of epochs are selected for each backbone on a
+held-out part of the training images. A backbone is a weights file, or a random initialization of
+the same config. QB-Heat estimates BatchNorm statistics on quarters of images. --recalibrate-bn adds
+a second row, for which they are estimated on whole training images.
 
 examples:
   # checkpoints of a run beside two random backbones; the config comes from the weights
@@ -56,14 +56,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=[],
         help="checkpoints, exported backbones, detectors (.safetensors, .pth, qbheat://NAME)",
     )
-    add("--random", action="store_true", help="a random initialization under SEED (or 0)")
+    add("--random", action="store_true", help="probe a random initialization with SEED (or 0)")
     add(
         "--random-seeds",
         metavar="SEED",
         type=int,
         nargs="+",
         default=[],
-        help="several random ones",
+        help="probe random initializations with these seeds",
     )
     add(
         "--probes",
@@ -78,9 +78,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         type=int,
         default=0,
-        help="a second row for each backbone, with BatchNorm statistics of N training images",
+        help="add a row for each probe, with BatchNorm statistics of N training images",
     )
-    add("--feature", metavar="NAME", default="", help="a map of the backbone, such as s16")
+    add("--feature", metavar="NAME", default="", help="feature map of the backbone, such as s16")
     add(
         "--memory-gb",
         metavar="GB",
@@ -88,13 +88,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=8.0,
         help="memory for feature maps, which tran-1 and tran-4 keep (default: 8)",
     )
-    add("--json", metavar="FILE", type=Path, help="write each row to this file at once")
+    add("--json", metavar="FILE", type=Path, help="file that is rewritten after each row")
     add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of the config")
     return parser.parse_intermixed_args(argv)
 
 
 def load(args: argparse.Namespace) -> "CfgNode":
-    """Returns the config of ``--config-file``, or else of the first weights."""
+    """Returns the config in ``--config-file``, or else the config of the first weights file."""
     import torch
 
     from qbheat_det.checkpoint import load_run_config
@@ -115,7 +115,7 @@ def load(args: argparse.Namespace) -> "CfgNode":
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises a ``UserError`` if an argument is invalid, before the first row takes minutes."""
+    """Raises a ``UserError`` if an argument is invalid, before the first probe starts."""
     from qbheat_det.checkpoint import check_weights_file, find_weights
     from qbheat_det.core.errors import UserError
 
@@ -146,7 +146,7 @@ def describe(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def print_line(cells: Sequence[str]) -> None:
-    """Prints one line of a table in Markdown, at once."""
+    """Prints one line of a Markdown table without buffering."""
     print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -14,12 +14,12 @@ examples:
   # some figures only (qbheat visualize --help lists all)
   qbheat report output/pretraining --only curves spectrum --output output/report.html
 
-Beside report.html, the folder report/ has each image as a file and the numbers behind it as JSON.
-The end of the page lists missing figures with the reason. The page is rewritten after each figure,
-so Ctrl-C leaves a page with the figures drawn so far.
+The folder report/ next to report.html contains each image as a file, and its numbers as JSON. The
+end of the page lists missing figures with the reason. The page is rewritten after each figure, so
+after Ctrl-C it has the figures that were drawn before.
 
-exit code: 0; 1 if a figure failed (the others are on the page); 2 if a run or flag is wrong; 130
-after Ctrl-C.
+exit code: 0 on success; 1 if a figure failed (the page has all other figures); 2 if a run or flag
+is invalid; 130 after Ctrl-C.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         default=Path("output/report.html"),
         metavar="FILE",
-        help="the page (default: output/report.html); its files go to the folder of that name",
+        help="the page (default: output/report.html); its files are in the folder of the same name",
     )
     parser.add_argument(
         "--only",
@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=FIGURES,
         default=list(FIGURES),
         metavar="FIGURE",
-        help="these figures (default: all)",
+        help="draw only these figures (default: all)",
     )
     for name in FIGURES:
         add_figure_flags(name, parser)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(args: argparse.Namespace) -> int:
-    """Writes the page; returns the exit code."""
+    """Writes the page. Returns the exit code."""
     from qbheat_det.analysis import load_figures
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, open_runs

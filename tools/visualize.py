@@ -9,12 +9,12 @@ examples:
   # the flags of one figure
   qbheat visualize curves --help
 
-A run is the folder that a training wrote (OUTPUT_DIR), or a checkpoint (.safetensors, .pth).
-Several runs are drawn side by side; LABEL=PATH sets a label. --images names a folder of images; by
-default, images of the run's test set are drawn.
+A run is the output folder of a training (OUTPUT_DIR), or a checkpoint (.safetensors, .pth). Several
+runs are drawn side by side. LABEL=PATH sets a label. --images is a folder of images. By default,
+images of the run's test set are drawn.
 
-exit code: 0; 1 if these runs do not have the figure (the message gives the reason); 2 if a run or a
-flag is wrong.
+exit code: 0 on success; 1 if the figure cannot be drawn for these runs (the message explains why);
+2 if a run or a flag is invalid.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def visualize(args: argparse.Namespace) -> int:
-    """Draws the figure and prints the paths of its files; returns the exit code."""
+    """Draws the figure and prints the paths of its files. Returns the exit code."""
     from qbheat_det.analysis import load_figures
     from qbheat_det.analysis.run import FigureOptions, open_runs
     from qbheat_det.core.figures import NotApplicable, write_figure

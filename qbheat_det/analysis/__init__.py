@@ -9,8 +9,8 @@ __all__ = ["load_figures"]
 
 
 def load_figures() -> dict[str, Callable[..., Figure]]:
-    """Imports all modules that draw figures, which registers them, and returns ``FIGURES``."""
-    from . import (  # noqa: F401  here, because matplotlib takes a second to import
+    """Imports all modules that register figures, and returns ``FIGURES``."""
+    from . import (  # noqa: F401  imported here, because matplotlib takes a second to import
         attention,
         curves,
         detections,

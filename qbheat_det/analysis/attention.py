@@ -1,8 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figure "attention", of the global tokens of a Mobile-Former, and images of one size for encoders.
+"""The figure "attention": attention between global tokens and pixels in a Mobile-Former.
 
-Paper: QB-Heat, arXiv:2211.13228, Appendix E, Fig. 13 and 14. It draws four blocks and names 10 and
-12 of them; 3 and 6 are the last blocks at strides 4 and 8 in Table 8.
+Paper: QB-Heat, arXiv:2211.13228, Appendix E, Fig. 13 and 14. The paper shows four blocks, but only
+states the numbers of two of them: block 10 and block 12. For the remaining two, this figure uses
+block 3 and block 6, which are the last blocks at strides 4 and 8 (Table 8).
+
+Other figures use this module's functions to prepare square images for encoders.
 """
 
 import contextlib
@@ -34,10 +37,10 @@ Bridge = Literal["to_former", "to_mobile"]
 Heads = Literal["mean", "apart"]
 
 PAPER_BLOCKS = (3, 6, 10, 12)
-"""Blocks of the paper's figures; its networks have twelve."""
+"""Numbers of the blocks in the paper's figures. The paper's networks have twelve blocks."""
 _PAPER_SIZE = 256  # image side in pre-training, Table 9
-_ABOVE = 0.05  # share of a map's attention above the last color
-_CELL = 104  # pixels
+_ABOVE = 0.05  # share of the attention that lies above the end of the color scale
+_CELL = 104  # side of an image in the figure, in pixels
 _BRIDGES: dict[Bridge, str] = {"to_former": "Mobile→Former", "to_mobile": "Mobile←Former"}
 _EXPLANATION = (
     "Mobile→Former shows where each token attends (Fig. 13 of the paper), in multiples of uniform "
@@ -50,10 +53,10 @@ Entries = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The attention of both bridges of one block, numbered from 1 as in Table 8.
+    """The attention of the two bridges of a block, whose number starts from 1 as in Table 8.
 
-    ``to_former`` (N, heads, M, H, W) belongs to Mobile→Former and sums to 1 over the pixels;
-    ``to_mobile`` (N, heads, M, H', W') belongs to Mobile←Former and sums to 1 over the M tokens.
+    ``to_former`` (N, heads, M, H, W), of Mobile→Former, sums to 1 over pixels. ``to_mobile``
+    (N, heads, M, H', W'), of Mobile←Former, sums to 1 over the M tokens.
     """
 
     number: int
@@ -69,7 +72,7 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Returns name, input and output stride of each block with tokens, by number from 1."""
+    """Returns (name, input stride, output stride) of each block with tokens, by number from 1."""
     found = {}
     stride, number = 2, 0  # the stem's stride
     for i, stage in enumerate(backbone.stages):
@@ -81,7 +84,10 @@ def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
 
 
 def choose_blocks(backbone: MobileFormer) -> list[int]:
-    """Returns the paper's blocks for a network of twelve, else the last at each resolution."""
+    """Returns the numbers of the blocks to draw.
+
+    These are the paper's for networks with twelve blocks, or else the last block at each stride.
+    """
     blocks = list_blocks(backbone)
     if sum(len(cast(nn.ModuleList, stage)) for stage in backbone.stages) == max(PAPER_BLOCKS):
         return [number for number in PAPER_BLOCKS if number in blocks]
@@ -112,7 +118,7 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
 
 
 def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
-    """Returns the value of the last color; at most 5 % of a map's attention lies above it."""
+    """Returns the end of the color scale, above which at most 5 % of a map's attention lies."""
     tops = []
     for values in maps:
         falling = np.sort(values, axis=None)[::-1]
@@ -122,17 +128,17 @@ def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
 
 
 _Attention = list[tuple[RGBImage, list[BlockAttention]]]
-"""For each image of one run: its pixels and the blocks to draw."""
+"""For each image of one run: its pixels, and the attention of the blocks to draw."""
 
 
 @register_figure("attention")
 def draw_attention(
     runs: Sequence[Run], options: FigureOptions, *, attention_heads: Heads = "mean"
 ) -> Figure:
-    """Draws both bridges of the blocks of ``choose_blocks`` over images.
+    """Draws the attention of both bridges over images, for the blocks of ``choose_blocks``.
 
-    ``attention_heads`` selects the mean over heads, or one row per head. Raises ``NotApplicable``
-    if no run has a Mobile-Former with tokens.
+    ``attention_heads`` "mean" averages over heads, and "apart" draws one row per head. Raises
+    ``NotApplicable`` if no run has a Mobile-Former with tokens.
     """
     size = find_size(runs, _PAPER_SIZE)
     nothing = "no attention of tokens"
@@ -159,7 +165,7 @@ def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
     entries = crop_squares(run.cfg, files, size)
     drawn = []
     for entry in tqdm(entries, unit="image", desc=f"attention, {run.label}", delay=2, leave=False):
-        # One by one, because the maps of all blocks take much memory for large images.
+        # One image at a time, because the attention of all blocks of large images needs much memory
         (image,) = batch_images(run.model, [entry], "")
         found = [one for one in read_bridges(backbone, image) if one.number in numbers]
         pixels = plotting.to_rgb(entry["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
@@ -168,7 +174,7 @@ def _attend(run: Run, files: Sequence[str], size: int) -> _Attention:
 
 
 def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, heads: Heads) -> Image:
-    """Draws one image with the rows of all runs below each other."""
+    """Draws the attention on one image, with the rows of all runs below each other."""
     grid, names = [], []
     for label, one in found.items():
         pixels, blocks = one[index]
@@ -176,7 +182,7 @@ def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, hea
         factor = image.shape[1] / pixels.shape[1]
         for block in blocks:
             for name, maps, stride in _list_maps(block, bridge, heads):
-                # Uniform attention gets the middle color.
+                # Uniform attention has the middle color.
                 top = min(1.0, 2 / len(maps))
                 if bridge == "to_former":
                     top = max(2.0, find_top(maps))
@@ -196,7 +202,7 @@ def _draw_image(found: Mapping[str, _Attention], bridge: Bridge, index: int, hea
 def _list_maps(
     block: BlockAttention, bridge: Bridge, heads: Heads
 ) -> list[tuple[str, list[npt.NDArray[np.float32]], int]]:
-    """Returns name, maps (H, W) of the tokens and their stride, for the mean or for each head."""
+    """Returns (row name, one map (H, W) per token, stride) for the mean or for each head."""
     weights, stride = block.to_mobile[0].float(), block.to_mobile_stride
     if bridge == "to_former":
         weights, stride = block.to_former[0].float(), block.to_former_stride
@@ -210,7 +216,10 @@ def _list_maps(
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns entries with "image" (3, S, S), cropped by the run's or pre-training's mapper."""
+    """Returns entries with "image" (3, S, S), cropped by the run's mapper.
+
+    If the run's mapper does not crop squares, the mapper of pre-training is used.
+    """
     cfg = with_values(cfg)
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
         cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
@@ -221,16 +230,16 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
 
 
 def find_size(runs: Sequence[Run], default: int) -> int:
-    """Returns the image side in pixels of the first run that takes square images."""
+    """Returns the image side, in pixels, of the first run whose model takes square images."""
     for run in runs:
-        with contextlib.suppress(NotApplicable, UserError):  # reported where the run is used
+        with contextlib.suppress(NotApplicable, UserError):  # reported when the run is used
             if run.kind != "detector":
                 return int(run.cfg.INPUT.PRETRAIN.SIZE)
     return default
 
 
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
-    """Yields normalized images (n, 3, S, S) on the model's device; shows a bar if it takes long."""
+    """Yields normalized batches (n, 3, S, S) on the model's device, with a progress bar."""
     statistics = get_pixel_statistics(model)
     mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
     starts = range(0, len(entries), _BATCH_SIZE)

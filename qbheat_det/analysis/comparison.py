@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Runs the planned commands of a comparison of objectives and writes its tables.
 
-Each command resumes its own work, so a repeated comparison continues where it stopped.
+Each command can resume, so a repeated comparison continues where it stopped.
 """
 
 import json
@@ -26,25 +26,25 @@ from qbheat_det.core.files import file_lock, write_atomically
 from .comparison_plan import WEIGHTS, Comparison, Job, Row, list_rows
 from .run import read_metrics
 
-_LOG_LINES = 12  # shown of a failed job
+_LOG_LINES = 12  # number of log lines that are shown for a failed job
 _COSTS = ("images seen", "minutes")
 
 Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By objective and measure: "mean", "deviation" (n - 1; nan for one seed), "values" by seed."""
+"""By objective and measure: "mean", "deviation" (unbiased; nan for one seed), "values" by seed."""
 
 
 def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, str]]:
-    """Runs the missing jobs, up to ``jobs`` at once.
+    """Runs the missing jobs, up to ``jobs`` of them in parallel.
 
-    Returns the tables, and the reason of each failed job by title.
+    Returns the tables, and the error messages of failed jobs by title.
 
     Raises:
-        UserError: if data or a config is invalid, or the folder has results of other settings.
+        UserError: data or a config is invalid, or the folder has results of different settings.
     """
     rows = list_rows(comparison)
     for row in rows:
         for job in row.jobs:
-            job.is_done()  # raises before anything runs
+            job.is_done()  # raises errors before the first job runs
     waiting = f"waiting for another comparison in '{comparison.output_dir}'"
     with file_lock(comparison.output_dir / ".lock", waiting):
         failed = _run_rows(comparison, rows, jobs)
@@ -52,7 +52,7 @@ def compare(comparison: Comparison, *, jobs: int = 1) -> tuple[str, dict[str, st
 
 
 def _run_rows(comparison: Comparison, rows: Sequence[Row], jobs: int) -> dict[str, str]:
-    """Runs rows in threads and the jobs of a row one after another; returns failures by title."""
+    """Runs rows in parallel, and the jobs of a row in sequence. Returns failures by title."""
     failed: dict[str, str] = {}
     lock = threading.Lock()
     threads = os.environ.get("OMP_NUM_THREADS", str((os.cpu_count() or 1) // jobs or 1))
@@ -62,7 +62,7 @@ def _run_rows(comparison: Comparison, rows: Sequence[Row], jobs: int) -> dict[st
         for job in row.jobs:
             if reason:
                 reason = "needs the job before it, which failed"
-            elif has_run or not job.is_done():  # a new result makes later ones of the row stale
+            elif has_run or not job.is_done():  # after a job ran, later jobs of the row are stale
                 has_run = True
                 print(f"{job.title}: started", flush=True)
                 reason = _run_job(job, threads)
@@ -76,14 +76,14 @@ def _run_rows(comparison: Comparison, rows: Sequence[Row], jobs: int) -> dict[st
         try:
             for future in as_completed([pool.submit(run_row, row) for row in rows]):
                 future.result()
-        except BaseException:  # Ctrl-C reaches the running commands too
+        except BaseException:  # Ctrl-C also stops the running commands
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return failed
 
 
 def _run_job(job: Job, threads: str) -> str:
-    """Runs a command and writes its record; returns the reason if it fails."""
+    """Runs a command and writes its record. Returns an error message, or "" on success."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log_file = job.folder / f"{job.stage}.log"
     env = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
@@ -104,7 +104,7 @@ def _run_job(job: Job, threads: str) -> str:
 
 
 def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[str, str]) -> str:
-    """Writes ``comparison.json`` and ``comparison.md``; returns the tables."""
+    """Writes ``comparison.json`` and ``comparison.md``. Returns the tables in Markdown."""
     setting, entries = None, []
     for row in rows:
         if (path := row.folder / "probes" / "rows.json").is_file():
@@ -119,7 +119,7 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
         "epochs": comparison.epochs,
         "opts": comparison.opts,
         "commit": find_commit(),
-        # In the format of tools/probe_backbone.py, for the figure "probes".
+        # The figure "probes" reads these in the format of tools/probe_backbone.py.
         "setting": setting,
         "rows": entries,
         "summary": summary,
@@ -132,7 +132,7 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns the top-1 of each probe in percent and the costs of a row's finished jobs."""
+    """Returns the top-1 of each probe in percent, and the costs, of the finished jobs of a row."""
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}
     if "probes" in done:
@@ -155,7 +155,7 @@ def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
 
 
 def summarize(measured: Sequence[tuple[Row, Mapping[str, float]]]) -> Summary:
-    """Returns the mean and spread over seeds of each measure of each objective."""
+    """Returns mean and standard deviation over seeds, for each objective and measure."""
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for row, own in measured:
         for title, value in own.items():

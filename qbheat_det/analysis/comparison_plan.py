@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Plans a comparison of objectives: for each seed and objective, pre-training and then probes."""
+"""Plans the commands of a comparison: pre-training and probes for each seed and objective."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ _FREE_KEYS = (
 
 @dataclass(frozen=True)
 class Objective:
-    """A pre-training objective: its name, config file, and config with the user's overrides."""
+    """A pre-training objective: its name, its config file, and the config with overrides."""
 
     name: str
     config_file: str
@@ -41,8 +41,8 @@ class Objective:
 class Comparison:
     """Settings of a comparison on class folders.
 
-    Pre-training runs for ``epochs`` over ``train_folder``, which also trains the probes. ``tools``
-    is the folder of the scripts, ``opts`` overrides the config of each objective.
+    Pre-training runs for ``epochs`` on ``train_folder``, and the probes are trained on the same
+    images. ``tools`` is the folder of the scripts. ``opts`` overrides the config of each objective.
     """
 
     objectives: Sequence[Objective]
@@ -58,7 +58,7 @@ class Comparison:
 
     @cached_property
     def images(self) -> list[list[dict[str, Any]]]:
-        """The training and validation records; raises a ``UserError`` if a folder has none."""
+        """The training and validation records. Raises a ``UserError`` if a folder has none."""
         return list(load_class_folders(self.train_folder, self.val_folder))
 
     @cached_property
@@ -69,9 +69,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Job:
-    """A command that resumes its own work; ``settings`` decide its result.
+    """A command that can resume. ``settings`` are the settings that affect its result.
 
-    ``folder/<stage>.json`` is written when the command succeeds.
+    ``folder/<stage>.json`` is written when the command has succeeded.
     """
 
     title: str
@@ -97,7 +97,7 @@ class Job:
             command, old = list(record["command"]), dict(record["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"'{self.record_file}' is not a result of a comparison") from error
-        # A key that the record lacks is of a newer version of the package and has its default.
+        # Keys that are missing in the record were added in a newer version. They are ignored.
         changed = [f"{key} {old[key]} -> {value}" for key, value in to_json(self.settings).items()
                    if old.get(key, value) != value]  # fmt: skip
         if changed:
@@ -119,10 +119,10 @@ class Row:
 
 
 def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Objective]:
-    """Loads objectives by name or config file; by default all shipped ones, "random" first.
+    """Loads objectives by name or config file. By default, loads all built-in ones, "random" first.
 
     Raises:
-        UserError: if an objective is unknown or repeated, its config is invalid, or two objectives
+        UserError: an objective is unknown, repeated or has an invalid config, or two objectives
             have different encoders or image sizes.
     """
     folder = Path(get_config_path("objectives/Base-Objective.yaml")).parent
@@ -147,7 +147,7 @@ def load_objectives(wanted: Sequence[str], opts: Sequence[str] = ()) -> list[Obj
 def _load_objective(word: str, known: Mapping[str, str], opts: Sequence[str]) -> Objective:
     own = word.endswith((".yaml", ".yml"))
     name, path = (Path(word).stem, word) if own else (word, known.get(word, ""))
-    if not path or (own and name == RANDOM):  # the name stands for the initialized encoder
+    if not path or (own and name == RANDOM):  # this name is reserved for the untrained encoder
         raise UserError(f"no objective '{word}': use {', '.join(known)}, or a config file (.yaml)")
     cfg = load_config(path, opts)
     mapper = cfg.INPUT.DATASET_MAPPER_NAME
@@ -164,7 +164,7 @@ def _list_encoder_keys(cfg: CfgNode) -> dict[str, Any]:
 
 
 def list_rows(comparison: Comparison) -> list[Row]:
-    """Returns all rows with their jobs; the first seed of every objective comes first."""
+    """Returns all rows with their jobs: for each seed, one row per objective."""
     rows = []
     for seed in comparison.seeds:
         for objective in comparison.objectives:
@@ -184,7 +184,9 @@ def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
         *(sys.executable, str(comparison.tools / "train_net.py"), "--config-file", file),
         *("--data" if is_labelled else "--images", comparison.train_folder),
         *("--output", str(row.folder / "pretraining"), "--resume", "SEED", str(row.seed), *opts),
-        *(("DATASETS.VAL_FRACTION", "0") if is_labelled else ()),  # probes have their own images
+        *(
+            ("DATASETS.VAL_FRACTION", "0") if is_labelled else ()
+        ),  # the probes have a validation set
     ]
     leaves = list_leaves(yaml.safe_load(load_config(file, opts).dump()))
     settings = {key: value for key, value in leaves if not key.startswith(_FREE_KEYS)}

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training curves of runs, from their ``metrics.json``, over epochs, images seen or steps."""
+"""The figure "curves": training curves from ``metrics.json``, by epochs, images seen or steps."""
 
 import math
 import re
@@ -15,20 +15,20 @@ from . import plotting
 from .run import FigureOptions, Run, run_each
 
 Curve = tuple[list[float], list[float]]
-"""Ascending positions on an axis, and values; nan is a gap."""
+"""Ascending positions on the x axis, and values. A nan value is a gap."""
 Axis = Literal["epochs", "images", "steps"]
 AXES: dict[Axis, str] = {"epochs": "epochs", "images": "images seen", "steps": "steps"}
 _QUANTITIES = {  # pattern of keys: chart title, axis label
     r"^total_loss$": ("Total loss", "loss"),
-    r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # without inner decoder blocks (_0)
+    r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # excludes earlier decoder blocks (_0, _1, …)
     r"/AP(50|75)?$": ("{} on the test set", "{} (%)"),
     r"accuracy$|/top[15]$": ("Accuracy: {}", "accuracy (%)"),
     r"^correlation/mean$": ("Spatial correlation of the map", "mean |correlation|"),
     r"^lr$": ("Learning rate", "learning rate"),
     r"^gradient_norm$": ("Norm of the gradients", "norm"),
 }
-_FEW_POINTS = 25  # shorter curves have markers
-_LOG_SCALE_FROM = 100.0  # ratio of the largest to the smallest value
+_FEW_POINTS = 25  # curves with fewer points have markers
+_LOG_SCALE_FROM = 100.0  # ratio of the largest to the smallest value above which y is logarithmic
 _EXPLANATION = (
     "Losses are comparable only between runs of one model, so each model has its own charts. "
     "Training losses are medians over the last steps.",
@@ -61,7 +61,8 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
             curves = {name: curve for name, curve in curves.items() if curve[0]}
             for name, (positions, values) in curves.items():
                 data[name][key] = {axis: positions, "values": values}
-            if any(len(positions) > 1 for positions, _ in curves.values()):  # else in the table
+            # Single values are only in the table.
+            if any(len(positions) > 1 for positions, _ in curves.values()):
                 panels[title + suffix] = label, curves
     images = {}
     if panels:
@@ -83,7 +84,7 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
 def plot_curves(
     panels: Mapping[str, tuple[str, Mapping[str, Curve]]], names: Sequence[str], axis: str
 ) -> Chart:
-    """Draws one panel per title, with its axis label and one line per name."""
+    """Draws one panel per title, with a y label, and one line per run."""
     columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
     figure = plotting.start_figure(height=3 * rows, width=5.2 * columns)
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
@@ -109,8 +110,8 @@ def plot_curves(
 def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
     """Returns the ascending iterations and the values of a logged key.
 
-    If a resumed run repeats an iteration, the later record counts. Infinite values become nan; both
-    lists are empty if no value is finite.
+    If a resumed run repeats an iteration, its last record is used. Infinite values are replaced by
+    nan. If no value is finite, both lists are empty.
     """
     points = {
         float(record["iteration"]): float(record[key])
@@ -125,7 +126,7 @@ def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
 
 
 def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Returns chart title and axis label of each logged key, without AP of single classes."""
+    """Returns (chart title, axis label) of each logged key, except for AP of single classes."""
     keys = dict.fromkeys(key for record in records for key in record)
     found: dict[str, tuple[str, str]] = {}
     for pattern, (title, label) in _QUANTITIES.items():
@@ -136,7 +137,7 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
 
 
 def select_curve(run: Run, key: str, axis: Axis) -> Curve:
-    """Returns the curve of a key; empty if the positions on the axis are unknown."""
+    """Returns the curve of a key. It is empty if the positions on the axis are unknown."""
     iterations, values = read_series(run.metrics, key)
     if axis == "epochs":
         epochs = dict(zip(*read_series(run.metrics, "epoch"), strict=True))
@@ -148,7 +149,7 @@ def select_curve(run: Run, key: str, axis: Axis) -> Curve:
 
 
 def _find_length(run: Run, axis: Axis) -> float:
-    """Returns the last position on the axis; 0 if it is unknown."""
+    """Returns the last position on the axis, or 0 if it is unknown."""
     return max(select_curve(run, "iteration", axis)[0], default=0)
 
 

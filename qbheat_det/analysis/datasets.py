@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Everything that is wrong with the datasets of a config, statistics, and augmented images."""
+"""Checks of datasets: errors and warnings, statistics, and samples of augmented images."""
 
 import filecmp
 import itertools
@@ -36,14 +36,14 @@ from qbheat_det.inference.drawing import RGBImage, draw_instances
 from .plotting import add_heading, tile_images
 
 Role = Literal["train", "val"]
-_TINY_SIDE = 8  # pixels at the network's input: one cell of the finest map of most heads
-_CLASSES_SHOWN, _ERRORS_SHOWN = 40, 10  # errors: of each kind
-_COCO_SIZES = (32.0, 96.0)  # sides of squares between small, medium and large boxes
+_TINY_SIDE = 8  # in pixels at the network's input: the stride of the finest level of most heads
+_CLASSES_SHOWN, _ERRORS_SHOWN = 40, 10  # number of classes, and of errors of each kind
+_COCO_SIZES = (32.0, 96.0)  # square root of the area that separates small, medium and large boxes
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A registered dataset in COCO's format, or annotated images; ``role`` is its use."""
+    """A registered dataset in COCO format, or annotated images (``source``), and its role."""
 
     name: str
     role: Role
@@ -52,7 +52,7 @@ class DatasetSource:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in one dataset: records of valid entries, classes, errors and warnings."""
+    """Result of the checks of one dataset. ``records`` are those of its valid entries."""
 
     source: DatasetSource
     records: list[dict[str, Any]]
@@ -63,20 +63,21 @@ class Inspection:
 
     @cached_property
     def boxes_per_class(self) -> dict[str, int]:
-        """Boxes that are no crowds, by class."""
+        """The number of boxes, without crowds, by class name."""
         counts = Counter(a["category_id"] for record in self.records for a in list_objects(record))
         return {name: counts[k] for k, name in enumerate(self.class_names)}
 
 
 def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the annotations of a record that are no crowds."""
+    """Returns the annotations of a record, without crowds."""
     return [one for one in record.get("annotations", ()) if not one.get("iscrowd", 0)]
 
 
 def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
-    """Returns the datasets that flags name, or else those of the config; those to train on first.
+    """Returns the datasets in the flags, or else in the config. Training datasets come first.
 
-    Raises a ``UserError`` if flags do not fit together, data have no boxes, or there is no dataset.
+    Raises a ``UserError`` if flags contradict each other, data have no boxes, or there is no
+    dataset.
     """
     train, val = open_flags(flags, "boxes")
     parts = {"train": train and train.train, "val": val and (val.val or val.train)}
@@ -95,8 +96,9 @@ def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
 def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     """Checks the annotations, the records and every image file of a dataset.
 
-    ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` decide what
-    training needs. A missing dataset, annotation file or image folder is a ``UserError``.
+    ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` determine
+    which annotations are required. Raises a ``UserError`` if the dataset, its annotation file or
+    its image folder does not exist.
     """
     named = source.source or _locate(source)
     origin = origin_of(named)
@@ -115,24 +117,24 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
         filter_empty=source.role == "train" and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
     )
-    if content.errors:  # which explain why nothing is left
+    if content.errors:  # these errors explain why no valid record is left
         errors = [error for error in errors if error.kind not in ("empty dataset", "no boxes")]
     errors = [*content.errors, *errors, *find_image_errors(records)]
     return Inspection(source, records, content.class_names, errors, list(content.warnings), content)
 
 
 def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
-    """Returns errors and warnings of training and evaluation sets taken together.
+    """Compares training and evaluation datasets. Returns errors and warnings.
 
-    Errors are classes that differ, and images of a training set that are in an evaluation set too,
-    byte for byte and under any name. One dataset for both is a warning.
+    Errors are different classes, and byte-identical images in a training and an evaluation dataset
+    (under any file name). Using the same dataset for both is only a warning.
     """
     errors: list[DataError] = []
     warnings: list[str] = []
     roles = [[one for one in inspections if one.source.role == role] for role in ("train", "val")]
     for train, val in itertools.product(*roles):
         names = f"'{train.source.name}' and '{val.source.name}'"
-        # By the images: one data.yaml or VOC folder describes both sets.
+        # Images are compared too, because one data.yaml or VOC folder may describe both datasets.
         files = [{record["file_name"] for record in one.records} for one in (train, val)]
         same = train.source.name == val.source.name or files[0] == files[1]
         if train.summary and val.summary:
@@ -149,7 +151,7 @@ def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError]
 
 
 def _locate(source: DatasetSource) -> Source:
-    """Returns annotation file and image folder of a registered dataset."""
+    """Returns the annotation file and image folder of a registered dataset."""
     if source.name not in DatasetCatalog:
         raise UserError(f"there is no dataset '{source.name}': name files, or register it")
     metadata = MetadataCatalog.get(source.name)
@@ -165,7 +167,7 @@ def _locate(source: DatasetSource) -> Source:
 
 
 def _load_valid(content: CocoFile) -> list[dict[str, Any]]:
-    """Loads the valid entries of an annotation file by Detectron2's loader."""
+    """Loads the valid entries of an annotation file with Detectron2's loader."""
     name = f"qbheat_det inspection of {content.json_file}"
     if not (content.images and content.categories):
         return []
@@ -178,7 +180,7 @@ def _load_valid(content: CocoFile) -> list[dict[str, Any]]:
 
 
 def _compare_class_counts(one: Inspection, other: Inspection) -> list[str]:
-    """Warns of classes that one dataset has boxes of and the other has none of."""
+    """Warns of classes that have boxes in ``one``, but none in ``other``."""
     missing = [name for name, number in one.boxes_per_class.items()
                if number and other.boxes_per_class.get(name) == 0]  # fmt: skip
     text = f"'{one.source.name}' has boxes of {join_first(map(repr, missing))}"
@@ -186,7 +188,7 @@ def _compare_class_counts(one: Inspection, other: Inspection) -> list[str]:
 
 
 def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
-    """Compares the content of image files of equal size."""
+    """Returns errors for byte-identical images. Only compares files of the same size."""
     files: dict[int, list[str]] = defaultdict(list)
     for record in train.records:
         if os.path.isfile(record["file_name"]):
@@ -196,7 +198,7 @@ def _find_leaks(train: Inspection, val: Inspection) -> list[DataError]:
         path = record["file_name"]
         size = os.path.getsize(path) if os.path.isfile(path) else 0
         for other in files.get(size, ()) if size else ():
-            if filecmp.cmp(path, other, shallow=False):  # reads no further than they agree
+            if filecmp.cmp(path, other, shallow=False):  # stops at the first difference
                 where = f"image {path!r} (image id {record['image_id']}) of '{val.source.name}'"
                 reason = f"'{train.source.name}' trains on the same image, as {other!r}"
                 errors.append(DataError("image in training and evaluation", where, reason))
@@ -210,7 +212,7 @@ def format_report(
     warnings: Sequence[str],
     cfg: CfgNode,
 ) -> str:
-    """Returns statistics, boxes of each class, warnings and errors of all datasets as text."""
+    """Formats statistics, boxes per class, warnings and errors of all datasets as text."""
     columns = {one.source.name: measure(one, cfg) for one in inspections}
     names = list(next(iter(columns.values())))
     rows = [(name, *(own[name] for own in columns.values())) for name in names]
@@ -240,7 +242,7 @@ def format_report(
 
 
 def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
-    """Returns statistics of a dataset by name; boxes are those that are no crowds."""
+    """Returns statistics of a dataset by name. Crowds are not counted as boxes."""
     records = inspection.records
     rows = [(*BoxMode.convert(list(one["bbox"]), one["bbox_mode"], BoxMode.XYWH_ABS), index)
             for index, record in enumerate(records) for one in list_objects(record)]  # fmt: skip
@@ -273,9 +275,9 @@ def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
 
 
 def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage | None:
-    """Draws random images of a dataset after the config's training mapper, on one (H, W, 3), RGB.
+    """Draws random images, augmented by the config's training mapper, on an RGB sheet (H, W, 3).
 
-    Images without boxes, and those that cannot be read, are left out; None if no image is left.
+    Skips images without boxes and unreadable images. Returns None if no image is left.
     """
     seed = max(cfg.SEED, 0)
     records = [record for record in inspection.records if list_objects(record)]

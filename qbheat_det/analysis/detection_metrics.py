@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""COCO's metrics of detections, and correct, wrong and missed boxes at IoU 0.50."""
+"""COCO metrics, and correct, wrong and missed boxes at IoU 0.50."""
 
 import contextlib
 import io
@@ -23,17 +23,17 @@ Indices = npt.NDArray[np.int64]
 Entry = Mapping[str, Any]
 
 CURVE_IOUS = {0.5: 0, 0.75: 5}
-"""Rows in COCO's IoU thresholds (0.50 to 0.95) whose precision-recall curves are kept."""
+"""IoUs of the precision-recall curves, and their indices in COCO's thresholds (0.50 to 0.95)."""
 _MATCH_IOU = 0.5
 
 
 @dataclass(frozen=True)
 class DetectionScores:
-    """COCO's metrics; nan for classes or sizes without ground truth.
+    """COCO metrics. Values are nan for classes or sizes without ground truth.
 
-    ``summary`` has "AP", "AP50", "AP75", "APs", "APm", "APl" in percent, ``class_ap`` is (K,),
-    ``num_boxes`` (K,) excludes crowds, ``precision`` (2, R) is the mean over classes at
-    ``CURVE_IOUS``, for ``recall`` (R,).
+    ``summary`` has "AP", "AP50", "AP75", "APs", "APm" and "APl" in percent. ``class_ap`` (K,) is
+    the AP of each class, and ``num_boxes`` (K,) its number of boxes without crowds. ``precision``
+    (2, R) is the mean over classes at ``CURVE_IOUS`` and ``recall`` (R,).
     """
 
     summary: dict[str, float]
@@ -45,7 +45,7 @@ class DetectionScores:
 
 @dataclass(frozen=True)
 class Boxes:
-    """B boxes of one dataset: (B,) ids, (B,) contiguous classes, (B, 4) pixels, XYXY."""
+    """B boxes of a dataset: image ids (B,), contiguous classes (B,), and XYXY in pixels (B, 4)."""
 
     image_ids: Indices
     classes: Indices
@@ -54,11 +54,11 @@ class Boxes:
 
 @dataclass(frozen=True)
 class DetectionErrors:
-    """D detections that are correct or not, and B ground-truth boxes without crowds.
+    """D correct or wrong detections, and B ground-truth boxes without crowds.
 
-    Neither ``correct`` nor ``wrong`` (D,) are detections that COCO ignores: on a crowd of their
-    class, or beyond the 100 highest scores of an image and class. ``matches`` (B,) is the index of
-    each box's correct detection with any score, or -1.
+    ``correct`` and ``wrong`` (D,) are both False for detections that COCO ignores. These overlap a
+    crowd of their class, or are not among the 100 highest scores of their image and class.
+    ``matches`` (B,) is the index of the correct detection of each box (with any score), or -1.
     """
 
     found: Boxes
@@ -70,14 +70,14 @@ class DetectionErrors:
 
 
 def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
-    """Matches detections in COCO's format with ground truth; "iscrowd" and "area" are optional.
+    """Matches detections with ground truth in COCO format. "iscrowd" and "area" are optional.
 
-    Returns an accumulated ``COCOeval``. Ids of annotations and detections count from 1 in their
-    order, because pycocotools uses id 0 for "unmatched".
+    Returns an accumulated ``COCOeval``. Annotations and detections are renumbered from 1, because
+    pycocotools uses id 0 for "unmatched".
     """
     with contextlib.redirect_stdout(io.StringIO()):
         coco = _index(ground_truth)
-        if detections:  # loadRes reads the first entry
+        if detections:  # loadRes fails without entries
             found = coco.loadRes([dict(entry) for entry in detections])
         else:
             found = _index({**coco.dataset, "annotations": []})
@@ -96,15 +96,15 @@ def _index(content: Entry) -> COCO:
 
 
 def score_detections(evaluator: Any) -> DetectionScores:
-    """Reads the metrics of ``evaluate_boxes``; AP is 0 for classes without detections."""
-    # (T, R, K, A, M): thresholds, recalls, classes, ranges of areas (the first is all), limits of
-    # detections (the last is 100).
+    """Computes metrics from ``evaluate_boxes``. Classes without detections have AP 0."""
+    # (T, R, K, A, M): IoU thresholds, recalls, classes, area ranges (the first is "all"), and
+    # maximum numbers of detections (the last is 100).
     precision = np.array(evaluator.eval["precision"], dtype=np.float64)[..., -1]
-    precision[precision < 0] = np.nan  # COCO's mark of a class without boxes
+    precision[precision < 0] = np.nan  # -1 in COCO means that a class has no boxes
     classes = [entry["category_id"] for entry in evaluator.cocoGt.anns.values()
                if not entry["iscrowd"]]  # fmt: skip
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", category=RuntimeWarning)  # mean of nan alone is nan
+        warnings.simplefilter("ignore", category=RuntimeWarning)  # the mean of only nan is nan
         parts = {"AP": precision[..., 0], "AP50": precision[0, ..., 0],
                  "AP75": precision[5, ..., 0]}  # fmt: skip
         parts |= {key: precision[..., area] for area, key in enumerate(("APs", "APm", "APl"), 1)}
@@ -118,23 +118,23 @@ def score_detections(evaluator: Any) -> DetectionScores:
 
 
 def find_errors(evaluator: Any) -> DetectionErrors:
-    """Finds correct and wrong detections of ``evaluate_boxes``.
+    """Finds correct and wrong detections in the result of ``evaluate_boxes``.
 
-    They depend only on the detection and on higher scores, so a threshold does not change them.
-    Among equal scores, the earlier detection comes first.
+    Whether a detection is correct depends only on detections with higher scores, and thus not on a
+    score threshold. Among equal scores, earlier detections are matched first.
     """
     annotations = [entry for entry in evaluator.cocoGt.anns.values() if not entry["iscrowd"]]
     detections = list(evaluator.cocoDt.anns.values())
     found, truth = (_read_boxes(e, evaluator.params.catIds) for e in (detections, annotations))
-    # What COCO matched at IoU 0.50: the id of the box, 0 for none.
+    # COCO's match of each detection at IoU 0.50: the id of the box, or 0 if unmatched.
     ids = np.zeros(len(detections), dtype=np.int64)
     ignored = np.ones(len(detections), dtype=np.bool_)
     all_areas = evaluator.params.areaRng[0]
-    for one in evaluator.evalImgs:  # of a class and an image; None where there is nothing
+    for one in evaluator.evalImgs:  # one entry per class, area range and image; None if empty
         if one is not None and one["aRng"] == all_areas and one["dtIds"]:
             rows = np.array(one["dtIds"]) - 1
             ids[rows], ignored[rows] = one["dtMatches"][0], one["dtIgnore"][0]
-    row = {entry["id"]: b for b, entry in enumerate(annotations)}  # crowds have none
+    row = {entry["id"]: b for b, entry in enumerate(annotations)}  # without crowds
     matched = np.array([row.get(int(identity), -1) for identity in ids], dtype=np.int64)
     correct = matched >= 0
     matches = np.full(len(annotations), -1, dtype=np.int64)
@@ -144,7 +144,7 @@ def find_errors(evaluator: Any) -> DetectionErrors:
 
 
 def _read_boxes(entries: Sequence[Entry], category_ids: Sequence[int]) -> Boxes:
-    """Reads annotations or results in COCO's format."""
+    """Reads annotations or results in COCO format."""
     xyxy = np.array([entry["bbox"] for entry in entries], dtype=np.float64).reshape(-1, 4)
     xyxy[:, 2:] += xyxy[:, :2]
     index = {category: k for k, category in enumerate(sorted(category_ids))}
@@ -158,7 +158,7 @@ def _read_boxes(entries: Sequence[Entry], category_ids: Sequence[int]) -> Boxes:
 def choose_threshold(errors: DetectionErrors) -> float:
     """Returns the score threshold that maximizes F1 over all classes at IoU 0.50.
 
-    It is the highest score if no detection is correct, and 0.5 without detections.
+    Returns the highest score if no detection is correct, and 0.5 if there are no detections.
     """
     counted = errors.correct | errors.wrong
     scores, correct = errors.scores[counted], errors.correct[counted]
@@ -167,12 +167,12 @@ def choose_threshold(errors: DetectionErrors) -> float:
     order = np.argsort(-scores, kind="stable")
     scores, correct = scores[order], correct[order]
     f1 = 2 * np.cumsum(correct) / (np.arange(1, len(scores) + 1) + len(errors.matches))
-    f1[:-1][scores[:-1] == scores[1:]] = 0  # equal scores are all kept or all dropped
+    f1[:-1][scores[:-1] == scores[1:]] = 0  # a threshold cannot separate equal scores
     return float(scores[np.argmax(f1)])
 
 
 def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
-    """Counts the detections of at least that score that are correct and wrong, and missed boxes."""
+    """Counts missed boxes, and correct and wrong detections with scores from ``threshold``."""
     kept = errors.scores >= threshold
     return {
         "correct": int(errors.correct[kept].sum()),
@@ -182,7 +182,7 @@ def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
 
 
 def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns the boxes without a correct detection of at least that score, the largest first."""
+    """Returns the boxes without a correct detection from ``threshold``, largest boxes first."""
     detected = errors.matches >= 0
     detected[detected] = errors.scores[errors.matches[detected]] >= threshold
     missed = np.flatnonzero(~detected)
@@ -191,16 +191,17 @@ def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
 
 
 def find_wrong(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns the wrong detections of at least that score, the highest first."""
+    """Returns the wrong detections with scores from ``threshold``, highest scores first."""
     wrong = np.flatnonzero(errors.wrong & (errors.scores >= threshold))
     return wrong[np.argsort(-errors.scores[wrong], kind="stable")]
 
 
 def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int) -> Indices:
-    """Counts boxes (K + 1, K + 1) by true and by detected class; the last of both is background.
+    """Returns the confusion matrix (K + 1, K + 1) of true (rows) and detected classes.
 
-    Detections of at least that score count. A wrong detection takes the missed box with the highest
-    IoU of at least 0.5, in the order of the scores.
+    The last class is background. Only detections with scores from ``threshold`` are counted. In
+    descending order of scores, each wrong detection is assigned to the missed box with the highest
+    IoU, if it is at least 0.5.
     """
     found, truth = errors.found, errors.truth
     counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
@@ -222,7 +223,7 @@ def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int
 
 
 def count_errors_by_image(errors: DetectionErrors, threshold: float) -> Counter[int]:
-    """Counts wrong detections of at least that score and missed boxes by image id."""
+    """Returns the number of wrong detections from ``threshold`` and missed boxes, by image id."""
     wrong = errors.found.image_ids[find_wrong(errors, threshold)]
     missed = errors.truth.image_ids[find_missed_boxes(errors, threshold)]
     return Counter(np.concatenate([wrong, missed]).tolist())

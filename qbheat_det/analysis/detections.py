@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures "detections", boxes and AP beside ground truth, and "classes", of classifiers."""
+"""The figure "detections" for detectors, and the figure "classes" for classifiers."""
 
 import json
 import shlex
@@ -31,8 +31,8 @@ from .run import FigureOptions, Run, run_each
 _TRUTH_COLOR: Color = (64, 156, 255)
 _FOUND_COLOR: Color = (255, 150, 30)
 _PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
-_CELLS = 8  # crops of missed boxes, and of wrong detections
-_MOST_CLASSES = 40  # in the chart of AP; with more classes, it has the best and the worst 20
+_CELLS = 8  # number of crops of missed boxes, and of wrong detections
+_MOST_CLASSES = 40  # in the AP chart, which shows the best and worst 20 if there are more
 _CLASSES_EXPLANATION = (
     "Rows are true classes, columns predicted ones; the color is the share of the row. Blue cells "
     "are correct, red ones wrong. Colors exaggerate small shares.",
@@ -41,7 +41,7 @@ _CLASSES_EXPLANATION = (
 
 @dataclass(frozen=True)
 class DetectionSet:
-    """A registered dataset: its annotation file, class names and ids in contiguous order."""
+    """A registered dataset. Class names and category ids are in contiguous order."""
 
     name: str
     json_file: Path
@@ -53,7 +53,7 @@ class DetectionSet:
 
 @dataclass(frozen=True)
 class RunDetections:
-    """The detections of one run; error counts and images use scores from ``threshold``."""
+    """The detections of a run. Error counts and images use detections from ``threshold``."""
 
     label: str
     scores: metrics.DetectionScores
@@ -70,14 +70,15 @@ def draw_detections(
     data: str | None = None,
     threshold: float | None = None,
 ) -> Figure:
-    """Evaluates detectors on the test set of the first one, or on ``data`` as in ``--data``.
+    """Evaluates detectors on the test set of the first detector, or on ``data`` (see ``--data``).
 
-    Of ``data``, the validation part is used if there is one. ``options.images`` is the image folder
-    of a COCO json. ``threshold`` is the lowest score in images and error counts; None maximizes F1.
+    If ``data`` has a validation part, only this part is used. ``options.images`` is the image
+    folder of a COCO json. ``threshold`` is the lowest score in images and error counts. None uses
+    the threshold that maximizes F1.
 
     Raises:
-        NotApplicable: if no detector's test set is on this machine.
-        UserError: if ``data`` is invalid or has no boxes.
+        NotApplicable: no detector's test set is on this machine.
+        UserError: ``data`` is invalid or has no boxes.
     """
     if data:
         source = open_source(data, str(options.images or ""))
@@ -120,10 +121,10 @@ def draw_detections(
 
 
 def read_set(name: str) -> DetectionSet:
-    """Reads a registered set's annotation file; raises ``NotApplicable`` if it has no boxes."""
+    """Reads a registered dataset. Raises ``NotApplicable`` if it has no boxes."""
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
-    # The file was checked when the set was registered.
+    # The file was checked when the dataset was registered.
     content = json.loads(Path(json_file).read_bytes()) if json_file else {}
     if not content.get("annotations"):
         raise NotApplicable(f"'{name}' has no boxes in COCO's format")
@@ -135,7 +136,7 @@ def read_set(name: str) -> DetectionSet:
 
 @torch.no_grad()
 def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
-    """Returns the detections of a run on all images of a dataset, in COCO's format."""
+    """Returns the detections of a run on all images of a dataset, in COCO format."""
     names = tuple(run.cfg.MODEL.CLASS_NAMES)
     if names != dataset.class_names:
         raise NotApplicable(
@@ -157,7 +158,7 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
 
 @plotting.themed
 def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
-    """Draws precision over recall, averaged over classes, at IoU 0.50 and 0.75."""
+    """Draws precision-recall curves, averaged over classes, at IoU 0.50 and 0.75."""
     figure = plotting.start_figure(height=3.8, width=6.4)
     panels = figure.subplots(1, len(metrics.CURVE_IOUS), sharey=True)
     for row, (axes, iou) in enumerate(zip(panels, metrics.CURVE_IOUS, strict=True)):
@@ -174,7 +175,7 @@ def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
 
 @plotting.themed
 def plot_ap(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFigure:
-    """Draws AP over all classes and of each class with boxes, best first, one bar per run."""
+    """Draws the mean AP and the AP of each class that has boxes, best first, one bar per run."""
     num_boxes = runs[0].scores.num_boxes
     total = np.sum([run.scores.class_ap for run in runs], axis=0)
     order = [int(k) for k in np.argsort(-total, kind="stable") if num_boxes[k]]
@@ -201,7 +202,7 @@ def plot_ap(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFig
 def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
-    """Draws ground truth beside detections on the ``number`` images with the most errors."""
+    """Draws ground truth and detections on the ``number`` images with the most errors."""
     counts = [metrics.count_errors_by_image(run.errors, run.threshold) for run in runs]
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
     records.sort(key=lambda record: -sum(count[record["id"]] for count in counts))
@@ -235,7 +236,10 @@ def _read(dataset: DetectionSet, record: Mapping[str, Any]) -> RGBImage:
 
 
 def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
-    """Draws crops of the largest missed boxes and the most confident wrong detections, if any."""
+    """Draws crops of the largest missed boxes and of wrong detections with the highest scores.
+
+    Returns None if there are neither.
+    """
     errors, names = run.errors, dataset.class_names
     records = {record["id"]: record for record in dataset.content["images"]}
     crops = [
@@ -266,7 +270,7 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
         *([f"Detect objects in other images: {use}"] if len(runs) == 1 else []),
         "AP and curves are COCO's and use all detections. Errors and images use detections from a "
         f"score threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
-        "A correct detection matches a box of its class at IoU 0.50; a missed box has none.",
+        "A correct detection matches a box of its class at IoU 0.50. A missed box has no match.",
     ]
 
 
@@ -319,7 +323,7 @@ def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
 
 def _read_confusions(run: Run) -> tuple[list[str], metrics.Indices]:
-    """Reads class names and counts (K, K) of a run's last ``ClassificationEvaluator``."""
+    """Reads the class names and confusion matrix (K, K) of a run's last evaluation."""
     folder = run.folder or (run.checkpoint or run.path).parent
     files = list(folder.glob("inference/*/classification.json"))
     if not files:

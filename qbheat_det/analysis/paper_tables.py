@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Multiply-adds and parameters that the QB-Heat paper prints, beside those of instantiated models.
+"""Compares multiply-adds and parameters in the QB-Heat paper with those of instantiated models.
 
 Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, Tables 1, 5, 6, 7, 14 and 15.
-The paper names no counting rule. The rules here are those under which most cells agree: detection
-and linear classifiers by EXT, transformer classifiers by CORE; parameters of a detection backbone
-without BatchNorm's scale and offset, because a frozen backbone holds them as buffers.
+The paper does not state its counting rules. The rules used here reproduce most cells: EXT for
+detectors and linear classifiers, and CORE for transformer classifiers. Parameters of detection
+backbones exclude BatchNorm's scale and offset, which are buffers in frozen backbones.
 """
 
 from collections import OrderedDict
@@ -33,7 +33,7 @@ CLASSIFICATION_SIZE = (224, 224)
 DECODER_DIMS = {"3.7G": 768, "1.0G": 384, "285M": 192}
 """Widths of the "tran" classifiers (Table 11)."""
 
-# Printed numbers, as strings because their last digit sets the precision of a match.
+# Printed numbers, as strings, because their number of digits is the precision of a match.
 _LINEAR_MADDS = {"285M": ("285", "M"), "1.0G": ("1.0", "G"), "3.7G": ("3.7", "G")}
 _LINEAR_PARAMS = {"285M": "5.8", "1.0G": "13.5"}
 _BACKBONE = {"3.7G": ("77.5", "25.0"), "1.0G": ("20.4", "11.7"), "285M": ("5.6", "4.9")}
@@ -45,8 +45,8 @@ _TRANSFORMER = {
     (6, 1): {"285M": ("0.4", "6"), "1.0G": ("1.4", "15"), "3.7G": ("5.5", "35")},
     (15, 4): {"285M": ("0.7", "7"), "1.0G": ("2.6", "20"), "3.7G": ("9.9", "57")},
 }
-# RetinaNet: multiply-adds with the backbone's, parameters, and the map that P6 must start from
-# for the multiply-adds to agree. No one choice fits all three sizes.
+# RetinaNet: multiply-adds including the backbone, parameters, and the input of P6 for which
+# multiply-adds match. No single input matches for all three sizes.
 _RETINANET = {
     "3.7G": ("237.7", "61.4", "s16_expanded"),
     "1.0G": ("178.1", "17.2", None),
@@ -59,7 +59,7 @@ _EXT, _CORE = "MAdds by EXT", "MAdds by CORE"
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters, those without BatchNorm's scale and offset, and multiply-adds by both rules."""
+    """Parameters, parameters without BatchNorm's scale and offset, and multiply-adds by rule."""
 
     params: int
     params_no_bn: int
@@ -75,7 +75,7 @@ def backbone_counts(variant: str) -> Counts:
 
 @cache
 def classifier_counts(variant: str, depth: int) -> Counts:
-    """Counts encoder and 1000-class decoder at 224x224; with ``depth`` 0 the decoder is linear."""
+    """Counts encoder and 1000-class decoder at 224x224. ``depth`` 0 means a linear decoder."""
     backbone = _build_backbone(variant)
     shape = backbone.output_shape()
     decoder: nn.Module = LinearDecoder(input_shape=shape, num_classes=1000)
@@ -88,7 +88,7 @@ def classifier_counts(variant: str, depth: int) -> Counts:
 
 @cache
 def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
-    """Counts MF-DETR's decoder, 100 queries and 91 classes, on the maps of an 800x1333 image."""
+    """Counts MF-DETR's decoder with 100 queries and 91 classes for an 800x1333 image."""
     shape = _build_backbone(variant).output_shape()
     shapes = [shape["s8"], shape["s16_expanded"]]
     decoder = MFDecoder(input_shape=shapes, num_classes=91, num_blocks=num_blocks)
@@ -101,7 +101,7 @@ def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
 
 @cache
 def retinanet_counts(variant: str) -> Counts:
-    """Counts pyramid and head of RetinaNet in closed form, unpadded, without P6's multiply-adds."""
+    """Counts RetinaNet's pyramid and head, without padding and without the multiply-adds of P6."""
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     cfg.MODEL.MOBILE_FORMER.VARIANT = variant
@@ -124,20 +124,20 @@ def retinanet_counts(variant: str) -> Counts:
 
 
 def pyramid_positions(size: tuple[int, int]) -> list[int]:
-    """Returns the positions of P3 … P7 for an image of ``size`` (H, W)."""
+    """Returns the numbers of positions of P3 … P7 for an image of ``size`` (H, W)."""
     maps = [_map_size(size, 2**level) for level in range(3, 8)]
     return [height * width for height, width in maps]
 
 
 def convolution_madds(modules: Iterable[nn.Module], positions: int) -> int:
-    """Returns the multiply-adds of all convolutions within ``modules`` at that many outputs."""
+    """Returns the multiply-adds of all convolutions in ``modules`` for ``positions`` outputs."""
     layers = (layer for module in modules for layer in module.modules())
     return positions * sum(x.weight.numel() for x in layers if isinstance(x, nn.Conv2d))
 
 
 @dataclass(frozen=True)
 class PaperCell:
-    """One printed cell of a table, our count in its unit by ``rule``, and whether they match."""
+    """A number printed in a table, our count by ``rule`` in the same unit, and if they match."""
 
     table: int
     cell: str
@@ -149,13 +149,13 @@ class PaperCell:
 
 
 def compare_with_paper() -> list[PaperCell]:
-    """Builds and counts every component; takes about a minute on one core."""
+    """Builds and counts every component, which takes about a minute on one core."""
     cells = [*_list_classifiers(), *_list_detectors()]
     return [_compare(*cell) for cell in sorted(cells, key=lambda cell: cell[0])]
 
 
 _Cell = tuple[int, str, str, str, int, str]
-"""Table, name, printed number, unit, our count, rule."""
+"""(table, name, printed number, unit, our count, rule)."""
 
 
 def _list_classifiers() -> Iterator[_Cell]:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Charts and image grids; functions decorated with ``@themed`` draw in one matplotlib theme."""
+"""Charts and image grids. Functions decorated with ``@themed`` use the same matplotlib theme."""
 
 import io
 import warnings
@@ -24,25 +24,25 @@ from qbheat_det.inference.drawing import BACKGROUND, Color, RGBImage, draw_boxes
 Format = Literal["svg", "png", "jpg"]
 
 INK, QUIET = "#1c1e21", "#63676e"
-"""Colours of text and of axes."""
+"""Colors of text and of axes."""
 COLORS = ("#1f6feb", "#a83300", "#00ab62", "#a23098", "#d48000", "#44534c")
-"""Line colors in order of use, as in the theme."""
+"""Line colors in order of use. The theme has the same colors."""
 HEADING: Color = (226, 228, 232)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", ":", "-.")
 _LONGEST_NAME = 40
-_MOST_NAMED, _MOST_LISTED = 110, 30  # classes on the axes of a confusion matrix, confusions beside
+_MOST_NAMED, _MOST_LISTED = 110, 30  # in a confusion matrix: named classes, listed confusions
 _GAP = 4  # pixels between the images of a grid
 _DPI = {"svg": 160, "png": 160, "jpg": 100}
 _MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png", "jpg": "image/jpeg"}
 
 themed = matplotlib.rc_context(fname=Path(__file__).with_name("theme.mplstyle"))
-"""Decorates a function that draws: matplotlib's settings are the theme's within it."""
+"""Decorator of functions that draw. Within the function, matplotlib uses the theme's settings."""
 
 
 @themed
 def start_figure(*, height: float, width: float) -> Figure:
-    """Returns an empty figure of a size in inches."""
+    """Returns an empty figure. Sizes are in inches."""
     figure = Figure(figsize=(width, height))  # without pyplot, which keeps global state
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
     return figure
@@ -50,13 +50,13 @@ def start_figure(*, height: float, width: float) -> Figure:
 
 @themed
 def start_chart(*, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
-    """Returns a figure of a size in inches, with one pair of axes."""
+    """Returns a figure with one pair of axes. Sizes are in inches."""
     figure = start_figure(height=height, width=width)
     return figure, figure.add_subplot()
 
 
 def list_styles(number: int) -> list[dict[str, Any]]:
-    """Returns color, dash and marker of each line; the first 24 lines all differ."""
+    """Returns the color, dash and marker of each line. The first 24 combinations are unique."""
     return [
         {
             "color": COLORS[index % len(COLORS)],
@@ -73,15 +73,15 @@ def to_text(name: str, *, longest: int = _LONGEST_NAME) -> str:
     if len(text) > longest:
         end = (longest - 1) // 2
         text = f"{text[: longest - 1 - end]}…{text[-end:]}"
-    text = text.replace("$", r"\$")  # else a formula; and a leading underscore hides a name
+    text = text.replace("$", r"\$")  # $ starts a formula; a leading underscore hides a label
     return f" {text}" if text.startswith("_") else text
 
 
 @themed
 def add_legend(figure: Figure, *panels: Axes) -> None:
-    """Adds a legend of the panel with most entries below all, if there are several entries.
+    """Adds a legend below all panels, with the entries of the panel that has the most entries.
 
-    The figure becomes higher.
+    Increases the height of the figure. Adds no legend for a single entry.
     """
     entries = [axes.get_legend_handles_labels() for axes in panels]
     handles, labels = max(entries, key=lambda entry: len(entry[1]))
@@ -97,7 +97,7 @@ def add_legend(figure: Figure, *panels: Axes) -> None:
 def plot_confusion(
     counts: npt.NDArray[np.int64], class_names: Sequence[str], *, unit: str = "images"
 ) -> Figure:
-    """Draws a confusion matrix (K, K) beside a list of the most frequent confusions."""
+    """Draws a confusion matrix (K, K) and a list of the most frequent confusions."""
     number = len(class_names)
     printable = ["".join(c if c.isprintable() else "?" for c in name) for name in class_names]
     names = [to_text(name, longest=26) for name in printable]
@@ -133,7 +133,7 @@ def plot_grid(
     row_names: Sequence[str] = (),
     note: str = "",
 ) -> Figure:
-    """Draws images of one size in rows and columns at full resolution; short rows end blank."""
+    """Draws images of the same size in a grid at full resolution. Short rows are left blank."""
     height, width = rows[0][0].shape[:2]
     step_y, step_x = height + _GAP, width + _GAP
     mosaic = np.full((len(rows) * step_y, len(column_names) * step_x, 3), 255, dtype=np.uint8)
@@ -160,7 +160,7 @@ def plot_grid(
 def chart_image(
     figure: Figure, *, alt: str = "", caption: str = "", format: Format = "svg"
 ) -> Image:
-    """Encodes a matplotlib figure deterministically; ``alt`` defaults to the caption."""
+    """Encodes a matplotlib figure deterministically. ``alt`` defaults to the caption."""
     buffer = io.BytesIO()
     options: dict[str, Any] = {"dpi": _DPI[format]}
     if format == "svg":
@@ -168,7 +168,7 @@ def chart_image(
     if figure.get_layout_engine() is None:
         options |= {"bbox_inches": "tight", "pad_inches": 0.08}
     with warnings.catch_warnings():
-        # The font lacks some letters; a legend may be longer than its chart.
+        # The font lacks some letters, and a legend may be longer than its chart.
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         figure.savefig(buffer, format=format, **options)
@@ -176,7 +176,7 @@ def chart_image(
 
 
 def to_rgb(image: Tensor, pixel_format: str) -> npt.NDArray[np.float32]:
-    """Converts (3, H, W) in ``pixel_format`` ("RGB" or "BGR") to (H, W, 3), RGB, float32."""
+    """Converts (3, H, W) in ``pixel_format`` ("RGB" or "BGR") to RGB (H, W, 3) in float32."""
     pixels: npt.NDArray[np.float32] = image.detach().cpu().float().permute(1, 2, 0).numpy()
     return pixels[..., ::-1] if pixel_format == "BGR" else pixels
 
@@ -190,9 +190,10 @@ def shrink(image: RGBImage, longest: int) -> RGBImage:
 
 
 def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, longest: int) -> RGBImage:
-    """Crops and draws a box (4,), XYXY in pixels, with a margin of half its longer side.
+    """Crops an image to a box (4,), XYXY in pixels, and draws the box.
 
-    The longer side of the result has ``longest`` pixels.
+    The margin is half the longer side of the box. The longer side of the result has ``longest``
+    pixels.
     """
     height, width = image.shape[:2]
     margin = max(24.0, float(np.max(box[2:] - box[:2])) / 2)
@@ -204,17 +205,17 @@ def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, longest: int)
 
 
 def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: float) -> RGBImage:
-    """Overlays a grey image with an interpolated feature map (h, w), in colors from 0 to ``high``.
+    """Overlays a gray image with an interpolated feature map (h, w), in colors from 0 to ``high``.
 
-    Positions are ``stride`` pixels apart (may be fractional), the first one half a stride from the
-    corner.
+    Positions of the feature map are ``stride`` pixels apart, which may be fractional. The first
+    position is half a stride away from the corner.
     """
     x, y = (
         (np.arange(length, dtype=np.float32) + 0.5) / np.float32(stride) - np.float32(0.5)
         for length in (image.shape[1], image.shape[0])
     )
     columns, rows = np.meshgrid(x, y)
-    # The border repeats the outermost values.
+    # Replicates the outermost values at the border.
     small, edge = np.asarray(values, dtype=np.float32), cv2.BORDER_REPLICATE
     smooth = cv2.remap(small, columns, rows, cv2.INTER_LINEAR, borderMode=edge)
     colored = matplotlib.colormaps["viridis"](np.clip(smooth / high, 0, 1), bytes=True)[..., :3]
@@ -224,14 +225,14 @@ def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: 
 
 
 def enlarge(image: RGBImage, side: int = 160) -> RGBImage:
-    """Enlarges an image by a whole factor to at least ``side`` pixels, with sharp pixels."""
+    """Enlarges an image by an integer factor to at least ``side`` pixels, without smoothing."""
     factor = max(1, -(-side // len(image)))
     size = (image.shape[1] * factor, len(image) * factor)
     return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int) -> RGBImage:
-    """Tiles images of any sizes row by row, each centered in a cell of equal size."""
+    """Tiles images of any sizes row by row. Each image is centered in a cell of the same size."""
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
     step = np.max([image.shape[:2] for image in images], axis=0) + 2 * _GAP

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures "reconstructions" and "correlation", drawn for finished runs and during training.
+"""The figures "reconstructions" and "correlation", for finished runs and during training.
 
 Paper: QB-Heat, arXiv:2211.13228. Reconstructions use the masks of Fig. 2 and 4. Spatial correlation
-is of Appendix D and Fig. 12, after "Barlow Twins", arXiv:2103.03230, with the mean over channels
-subtracted.
+is defined in Appendix D and Fig. 12, following "Barlow Twins", arXiv:2103.03230. Here the mean over
+channels is subtracted.
 """
 
 import copy
@@ -55,7 +55,7 @@ _CORRELATION = (
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """N images (S, S, 3) by column title, and their losses and mean losses by view."""
+    """N images (S, S, 3) by column title, and losses and mean losses of the images by view."""
 
     columns: Mapping[str, Sequence[RGBImage]]
     losses: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -66,7 +66,7 @@ class Reconstructions:
 def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
-    """Reconstructs mapped images from every view; images cycle through a view's quadrants."""
+    """Reconstructs images from every view. The quadrants of a view are used in turn."""
     inputs = [plotting.to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
     losses: dict[str, list[dict[str, Any]]] = {}
@@ -96,7 +96,7 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
         run.require_kind("pretraining")
         model = _require_reconstruction(run.model)
         entries = crop_squares(run.cfg, files)
-        torch.manual_seed(options.seed)  # the same random masks for every run
+        torch.manual_seed(options.seed)  # so that every run has the same random masks
         with torch.no_grad():
             return reconstruct_images(model, entries, pixel_format=run.cfg.INPUT.FORMAT)
 
@@ -119,7 +119,7 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
 def draw_training_reconstructions(
     model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
 ) -> Figure:
-    """Draws ``VIS.NUM_IMAGES`` images from every view."""
+    """Draws reconstructions of ``VIS.NUM_IMAGES`` images from every view."""
     checked = _require_reconstruction(model)
     entries = load_images(cfg.VIS.NUM_IMAGES)
     made = reconstruct_images(checked, entries, pixel_format=cfg.INPUT.FORMAT)
@@ -149,14 +149,14 @@ def _draw_grid(label: str, made: Reconstructions) -> Image:
 
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
-    """Returns the mean |correlation| (N,) between two positions of maps (N, C, H, W), in [0, 1].
+    """Returns the mean |correlation| (N,), in [0, 1], over pairs of positions of (N, C, H, W).
 
-    A position with constant features has correlation 0. Raises ``NotApplicable`` for maps with one
-    position.
+    Positions with constant features have correlation 0. Raises ``NotApplicable`` if feature maps
+    have only one position.
     """
     vectors = features.float().flatten(2).transpose(1, 2)
     centred = vectors - vectors.mean(dim=-1, keepdim=True)
-    # Constant features leave only rounding errors, which have no direction.
+    # For constant features, only rounding errors remain, which are set to 0.
     differ = centred.norm(dim=-1, keepdim=True) > _ROUNDING * vectors.norm(dim=-1, keepdim=True)
     vectors = F.normalize(centred * differ, dim=-1)
     positions = vectors.shape[1]
@@ -170,7 +170,7 @@ def measure_spatial_correlation(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Correlation:
-    """The spatial correlation of each image under one run's encoder."""
+    """The spatial correlation of each image, for the encoder of one run."""
 
     map: str
     values: list[float]
@@ -185,9 +185,9 @@ def draw_correlation(
     correlated_images: int = _NUM_IMAGES,
     map: str | None = None,
 ) -> Figure:
-    """Draws histograms of spatial correlation, one chart per map and one line per run.
+    """Draws histograms of spatial correlation, one chart per feature map and one line per run.
 
-    ``map`` is the name of the feature map (None: the map that each model reads).
+    ``map`` is the name of the feature map. None uses the feature map that each model reads.
     """
     side = find_size(runs, _PAPER_SIZE)
     results = run_on_images(
@@ -197,7 +197,7 @@ def draw_correlation(
         nothing="no spatial correlation",
     )
     found = results.found
-    note = f"{len(results.files):,} images, the centre square of each at {side} pixels."
+    note = f"{len(results.files):,} images, the center square of each at {side} pixels."
     images = {}
     for name in dict.fromkeys(one.map for one in found.values()):
         chart = plot_histograms({k: one for k, one in found.items() if one.map == name}, name)
@@ -217,7 +217,7 @@ def draw_correlation(
 def measure_in_training(
     model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
 ) -> Figure:
-    """Measures the spatial correlation of the map that the model reads; draws nothing."""
+    """Measures the spatial correlation of the feature map that the model reads. Draws nothing."""
     if not isinstance(model, FixedSizeModel):
         raise NotApplicable(f"{type(model).__name__} has no images of one size")
     entries = load_images(_NUM_IMAGES)
@@ -235,7 +235,7 @@ def measure_in_training(
 
 @plotting.themed
 def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
-    """Draws a histogram per run over common bins, and a mark at each mean."""
+    """Draws one histogram per run with common bins, and marks the means."""
     figure, axes = plotting.start_chart(height=3.4 + 0.2 * len(found))
     edges = np.histogram_bin_edges(np.concatenate([v.values for v in found.values()]), bins=_BINS)
     styles = plotting.list_styles(len(found))
@@ -255,7 +255,7 @@ def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
 
 
 def _find_encoder(model: nn.Module) -> Backbone:
-    """Returns the backbone below a model's feature pyramid; ``NotApplicable`` without one."""
+    """Returns a model's encoder, without the feature pyramid. ``NotApplicable`` if it has none."""
     backbone = get_backbone(model)
     if backbone is None:
         raise NotApplicable(f"{type(model).__name__} has no backbone")
@@ -266,7 +266,7 @@ def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) ->
     encoder = _find_encoder(run.model)
     if wanted is None and run.kind != "detector":
         name = cast(FixedSizeModel, run.model).in_feature
-    else:  # a detector's coarsest map
+    else:  # by default, the coarsest feature map of a detector
         name = find_feature(encoder, wanted or "")
     entries = crop_squares(run.cfg, files, size)
     info = info_of(str(run.weights))

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figure "probes": accuracies of probes of frozen backbones.
+"""The figure "probes": accuracies of probes on frozen backbones.
 
-They are drawn by decoder (Fig. 8 of the paper) and by images seen (Fig. 6), from the files of
-tools/probe_backbone.py and of comparisons.
+Accuracies are drawn by decoder (Fig. 8 of the QB-Heat paper) and by images seen (Fig. 6). They are
+read from the result files of tools/probe_backbone.py and tools/compare_pretraining.py.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from . import plotting
 from .run import FigureOptions, Run, run_each
 
 _Key = TypeVar("_Key", bound=Hashable)
-_SPREAD = 0.5  # share of a decoder's slot over which the points of all series spread
+_SPREAD = 0.5  # width over which the points of all series are spread, relative to a tick distance
 _EXPLANATION = (
     "Top-1 of decoders trained on the frozen backbone, averaged over seeds. Bars are one standard "
     "error over images. Charts show recalibrated BatchNorm statistics if there are any, and random "
@@ -33,7 +33,7 @@ _EXPLANATION = (
 
 
 class Decoder(NamedTuple):
-    """kNN (power 0), a linear classifier (1), or tran-k (2) with depth k and a width."""
+    """kNN (``power`` 0), a linear classifier (1), or tran-k (2) with depth k and a width."""
 
     power: int
     depth: int = 0
@@ -50,11 +50,11 @@ class Decoder(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """One probe of one backbone: ``top1`` and its standard ``error`` in percent.
+    """The result of one probe on one backbone: ``top1`` and its standard ``error`` in percent.
 
-    A series is a run with its checkpoints, an objective with its seeds, or all random backbones.
-    ``images_seen`` is 0 for a random backbone and None if unknown. ``recalibrated`` means BatchNorm
-    statistics of whole images.
+    A series consists of the checkpoints of a run, the seeds of an objective, or all random
+    backbones. ``images_seen`` is 0 for random backbones and None if unknown. ``recalibrated`` means
+    that BatchNorm statistics were estimated on whole images.
     """
 
     series: str
@@ -68,7 +68,7 @@ class ProbeResult:
 
 @register_figure("probes")
 def draw_probes(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws results of probes on the images of the first file; leaves out results on others."""
+    """Draws results of probes. Skips files whose probes used other images than the first file."""
     tasks: list[str] = []
 
     def read(run: Run) -> tuple[dict[str, Any], list[ProbeResult]]:
@@ -115,9 +115,10 @@ def read_probes(file: Path) -> tuple[dict[str, Any], list[ProbeResult]]:
 
 
 def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
-    """Returns the recalibrated results of each series, or all results if it has none.
+    """Returns the recalibrated results of each series, or all results if none is recalibrated.
 
-    Random backbones keep both, in separate series, because either may be higher.
+    Random backbones keep results with and without recalibration, as separate series, because
+    either of them may be higher.
     """
     recalibrated = {result.series for result in results if result.recalibrated}
     chosen = []
@@ -131,7 +132,7 @@ def choose_statistics(results: Sequence[ProbeResult]) -> list[ProbeResult]:
 
 @plotting.themed
 def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws mean top-1 by decoder, for the backbones of each series that saw most images."""
+    """Draws mean top-1 by decoder, for the backbones of each series that saw the most images."""
     decoders = sorted({result.decoder for result in results})
     series = _group(results, lambda result: result.series)
     figure, axes = plotting.start_chart(height=3.2, width=5.2)
@@ -158,7 +159,7 @@ def plot_by_decoder(results: Sequence[ProbeResult]) -> MplFigure:
 
 @plotting.themed
 def plot_by_images(results: Sequence[ProbeResult]) -> MplFigure:
-    """Draws top-1 over images seen: one chart per decoder, one line per series."""
+    """Draws top-1 over images seen, with one chart per decoder and one line per series."""
     known = [result for result in results if result.images_seen is not None]
     names = list(dict.fromkeys(result.series for result in known))
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))
@@ -231,7 +232,7 @@ def _parse_results(content: Mapping[str, Any]) -> list[ProbeResult]:
     for row in content["rows"]:
         path, seen = Path(row["backbone"]), row["images_seen"]
         numbers = list(checkpoints.get(path.parent, {}).values())
-        # Files of one folder that saw different numbers of images are checkpoints of one run.
+        # Files in a folder are checkpoints of one run if their numbers of images seen differ.
         is_run = len(set(numbers)) == len(numbers) and (None not in numbers or len(numbers) == 1)
         series = "random" if seen == 0 else str(path.parent if is_run else path.with_suffix(""))
         decoder = Decoder(int(row["probe"] == "linear"))

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writes one HTML page with all figures of several runs and the reasons of missing ones.
+"""Writes an HTML page with all figures of several runs, and the reasons for missing figures.
 
-The page embeds its images, has no scripts and loads nothing from the network. The template
+The page embeds its images, has no scripts, and loads nothing from the network. The template
 ``page.html.j2`` escapes all text.
 """
 
@@ -43,7 +43,7 @@ _LEAD = (
 
 @dataclass(frozen=True)
 class FigureResult:
-    """A figure of a report, or the reason why it is missing; ``failed`` if that is an error."""
+    """A figure of a report, or the reason why it is missing. ``failed`` marks errors."""
 
     name: str
     figure: Figure | None = None
@@ -62,22 +62,23 @@ def build_report(
     title: str = "",
     lead: str = _LEAD,
 ) -> list[FigureResult]:
-    """Draws figures of all runs side by side and rewrites the page after each figure.
+    """Draws figures of all runs side by side, and rewrites the page after each figure.
 
-    Images and JSON go to the folder with the page's name. An error costs only its figure.
+    Images and JSON files are written to a folder with the name of the page. If a figure fails, the
+    report continues with the next figure.
 
     Args:
-        names: keys of ``FIGURES`` in the order of the page.
+        names: keys of ``FIGURES``, in the order of the page.
         runs: the runs to compare.
         options: options of all figures.
-        keywords: arguments of single figures, by name.
-        output: the page (``.html``).
-        command: the command that rebuilds the page, printed on it.
-        title: title of the page; by default the labels of the runs.
+        keywords: arguments of individual figures, by figure name.
+        output: path of the page (``.html``).
+        command: the command that rebuilds the page, which is printed on the page.
+        title: title of the page, by default the labels of the runs.
         lead: first paragraph of the page.
 
     Raises:
-        UserError: if a file cannot be written, before the first figure is drawn.
+        UserError: a file cannot be written. Checked before the first figure is drawn.
     """
     folder = output.with_suffix("")
     results = {name: FigureResult(name) for name in names}
@@ -110,7 +111,7 @@ def _draw(
 
 
 def describe_runs(runs: Iterable[Run]) -> Table:
-    """Returns model, weights and length of each run, or "unknown" if a file is missing."""
+    """Returns a table with the model, weights and length of each run, "unknown" if missing."""
     rows = []
     for run in runs:
         last = max(run.metrics, key=lambda record: record["iteration"], default={})

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs and checkpoints, loaded on first use, and the loop of a figure over several runs."""
+"""Runs and checkpoints, which are loaded on first use, and functions that iterate over runs."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
 
 @dataclass
 class Run:
-    """A run's folder, a checkpoint, or a file with results of probes; see ``open``."""
+    """A run's folder, a checkpoint, or a file with results of probes. See ``open``."""
 
     label: str
     path: Path
@@ -68,16 +68,16 @@ class Run:
         """Locates the files of a run without reading them.
 
         Args:
-            path: an ``OUTPUT_DIR``, whose checkpoint is ``model_final`` or else the last one; a
-                checkpoint or ``qbheat://NAME``; results of probes (``.json``); or the folder of a
+            path: an ``OUTPUT_DIR`` (its checkpoint is ``model_final``, or else the last one), a
+                checkpoint, ``qbheat://NAME``, results of probes (``.json``), or the folder of a
                 comparison of objectives.
-            label: the name in legends; None uses the names of folder and file.
-            config_file: YAML of the model; None uses the config in or beside the checkpoint.
-            device: "cpu" or "cuda"; None uses a GPU if there is one.
+            label: the name in legends. None uses the names of folder and file.
+            config_file: YAML config of the model. None uses the config in or next to the weights.
+            device: "cpu" or "cuda". None uses a GPU if there is one.
             opts: alternating keys and values that override the config.
 
         Raises:
-            UserError: if there is no run, or a download fails.
+            UserError: the path is not a run, or a download fails.
         """
         if "://" in str(path):
             address = str(path)
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def weights(self) -> Path:
-        """The checkpoint; raises ``NotApplicable`` if there is none."""
+        """The checkpoint. Raises ``NotApplicable`` if there is none."""
         if self.checkpoint is None:
             what = "no checkpoint yet" if self.folder else "results of probes and no model"
             raise NotApplicable(f"'{self.label}' has {what}")
@@ -106,7 +106,7 @@ class Run:
 
     @cached_property
     def cfg(self) -> CfgNode:
-        """The config with the present paths; raises ``NotApplicable`` for results of probes."""
+        """The config with current paths. Raises ``NotApplicable`` for results of probes."""
         if self.folder is None and self.checkpoint is None:
             raise NotApplicable(f"'{self.label}' has results of probes and no model")
         weights = str(self.checkpoint or "")
@@ -119,34 +119,34 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of ``metrics.json``; empty for a checkpoint or a missing file."""
+        """The records of ``metrics.json``. Empty for a checkpoint, or if the file is missing."""
         path = self.folder / "metrics.json" if self.folder is not None else None
         return read_metrics(path) if path is not None and path.is_file() else []
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model with these weights, frozen and in eval mode, on ``MODEL.DEVICE``."""
+        """The model with the weights, frozen and in evaluation mode, on ``MODEL.DEVICE``."""
         _ = self.weights
         model: nn.Module = build_predictor(self.cfg).model
         return model.eval().requires_grad_(False)
 
     @property
     def kind(self) -> Kind:
-        """The task of the model; raises as ``cfg``."""
+        """The task of the model. Raises the errors of ``cfg``."""
         mapper = self.cfg.INPUT.DATASET_MAPPER_NAME
         if mapper in MAPPERS_OF_CLASSES:
             return "classifier"
         return "pretraining" if mapper in MAPPERS_OF_IMAGES else "detector"
 
     def require_kind(self, kind: Kind) -> None:
-        """Raises ``NotApplicable`` if the model has another task."""
+        """Raises ``NotApplicable`` if the task of the model is not ``kind``."""
         if self.kind != kind:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
     def find_set(self, split: Split = "test") -> str:
-        """Registers the run's first dataset of a split, see ``run.json``, and returns its name.
+        """Registers the run's first dataset of a split from ``run.json``, and returns its name.
 
-        Raises ``NotApplicable`` if the run has none, or it cannot be read.
+        Raises ``NotApplicable`` if the run has no such dataset, or if it cannot be read.
         """
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
@@ -170,21 +170,21 @@ class Run:
         return name
 
     def find_detections(self, name: str) -> Path | None:
-        """Returns the file with the last evaluation's detections, if they are of these weights."""
+        """Returns the file with the last evaluation's detections, or None for other weights."""
         if self.folder is None or self.checkpoint is None or self._opts:
             return None
         name = name.removesuffix(f" of {self.folder.resolve()}")
         path = self.folder / "inference" / name / "coco_instances_results.json"
         is_last = self.checkpoint.name in _FINAL and path.is_file()
-        # A run evaluates before it saves; detections that are newer may be of other weights.
+        # Runs evaluate before they save, so newer detections may belong to other weights.
         is_own = is_last and path.stat().st_mtime <= self.checkpoint.stat().st_mtime
         return path if is_own else None
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
-        """Returns entries of the run's inference mapper, spread evenly over all images.
+        """Returns mapped images, spread evenly over the folder ``images`` or the run's dataset.
 
-        Images come from the folder ``images``, or else from the run's test or training set. Raises
-        ``NotApplicable`` if neither can be read, and a ``UserError`` if no image can be read.
+        Without ``images``, uses the run's test set, or else its training set. Raises
+        ``NotApplicable`` if there is no dataset, and a ``UserError`` if no image can be read.
         """
         if images is not None:
             records, source = load_image_folders([images])[0], f"'{images}'"
@@ -207,7 +207,7 @@ def open_runs(
     device: str | None = None,
     opts: Sequence[str] = (),
 ) -> list[Run]:
-    """Opens runs with unique labels, see ``Run.open``; ``LABEL=PATH`` sets a label."""
+    """Opens runs with unique labels, see ``Run.open``. ``LABEL=PATH`` sets a label."""
     runs, unnamed = [], []
     for path in paths:
         label, equals, behind = path.partition("=")
@@ -223,7 +223,7 @@ def open_runs(
             run.label = str(run.path)
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
-        raise UserError(f"two runs have one label: name them LABEL=PATH, not {', '.join(labels)}")
+        raise UserError(f"two runs have one label: use LABEL=PATH, not {', '.join(labels)}")
     if config_file or opts:  # reports a misspelt key before anything is drawn
         with contextlib.suppress(NotApplicable):
             _ = runs[0].cfg
@@ -231,7 +231,7 @@ def open_runs(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of ``metrics.json``, one per line, that have a finite iteration."""
+    """Reads the records of ``metrics.json``, one per line. Skips records without an iteration."""
     records = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(ValueError, RecursionError, TypeError, LookupError):  # broken
@@ -242,7 +242,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
-    """Returns a run's folder, its checkpoint, and a file with results of probes, if any."""
+    """Returns (folder of a run, its checkpoint, file with results of probes), or None for each."""
     probe_file = next((given / name for name in PROBE_FILES if (given / name).is_file()), None)
     is_run = any((given / name).exists() for name in _RUN_FILES)
     if not is_run and probe_file is None:
@@ -254,7 +254,7 @@ def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """Options of every figure: a folder of images (None: the run's data), their number, a seed."""
+    """Options of every figure. If ``images`` (a folder) is None, the run's data are used."""
 
     images: Path | None = None
     num_images: int = 6
@@ -263,7 +263,7 @@ class FigureOptions:
 
 @dataclass(frozen=True)
 class RunResults(Generic[Found]):
-    """Results by label, the reason of each run that is left out, and the files of the images."""
+    """Results by label, the reasons why runs are left out, and the files of the images."""
 
     found: dict[str, Found]
     left_out: list[str]
@@ -280,7 +280,7 @@ class RunResults(Generic[Found]):
         /,
         **data: Any,
     ) -> Figure:
-        """Returns a figure that names the images and runs that are left out."""
+        """Returns a figure. Its text lists the images and runs that are left out."""
         text = list(explanation)
         if self.unreadable:
             names = join_first(Path(name).name for name in self.unreadable)
@@ -293,12 +293,12 @@ class RunResults(Generic[Found]):
 def run_each(
     runs: Sequence[Run], compute: Callable[[Run], Found], *, nothing: str
 ) -> RunResults[Found]:
-    """Calls a function for each run and leaves out runs for which it fails.
+    """Calls a function for each run, and leaves out runs for which it fails.
 
     Raises:
-        UserError: if no run is left and at least one raised a ``UserError``. The message begins
-            with ``nothing``, such as "no reconstructions".
-        NotApplicable: if no run is left, otherwise.
+        UserError: all runs failed, and at least one of them with a ``UserError``. The message
+            begins with ``nothing``, such as "no reconstructions".
+        NotApplicable: all runs failed with ``NotApplicable``.
     """
     found: dict[str, Found] = {}
     left_out, errors = [], []
@@ -332,11 +332,11 @@ def run_on_images(
 
 
 def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> SpreadEntries:
-    """Returns images of a folder, or else of the data of the first run whose data can be read.
+    """Returns images of a folder. Without a folder, uses the first run whose data can be read.
 
     Raises:
-        NotApplicable: if no run has data on this machine.
-        UserError: if no image of the folder can be read.
+        NotApplicable: no run has data on this machine.
+        UserError: no image of the folder can be read.
     """
     reasons: list[str] = []
     for run in runs:

@@ -1,11 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figure "spectrum": eigenvalues of the linear models of QB-Heat beside a control.
+"""The figure "spectrum": eigenvalues of the linear models of QB-Heat, compared with a control.
 
 Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. The model learns
-M = Δx A; eigenvalues and energies are of A, with E(A) = E(A1) + E(A2). Undefined values are nan.
+M = Δx A, but eigenvalues and energies are those of A. E(A) = E(A1) + E(A2). Undefined values are
+nan.
 
-The control is a set of "rotated" matrices: the learned singular values in random directions.
-Properties that they share with the learned matrices depend on size and rank alone.
+The control are "rotated" matrices, which have the learned singular values with random singular
+vectors. Properties that learned and rotated matrices share do not depend on singular vectors.
 """
 
 import math
@@ -32,13 +33,13 @@ from .plotting import COLORS, QUIET, chart_image, start_figure, themed
 from .run import FigureOptions, Run, run_each
 
 Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
-"""For each scale, "corner" or "centre", its offset Δx and M = Δx A (C, C) by name."""
+"""By scale ("corner" or "centre"): the offset Δx, and the matrices M = Δx A (C, C) by name."""
 
 AXES = {"A": ("A1", "A2"), "B": ("B1", "B2")}
-"""The two opposite directions of each axis; A is horizontal, B vertical."""
+"""The two opposite directions of each axis. A is horizontal, and B is vertical."""
 NAMES = tuple(name for pair in AXES.values() for name in pair)
 _PREFIX = "predictor."
-_EQUAL = 1e-6  # relative spread of magnitudes that is rounding
+_EQUAL = 1e-6  # relative spread of magnitudes that is considered a rounding error
 _COLUMNS = {
     "correlation": ("correlation of the scales' spectra", ".4f"),
     "effective_rank": ("effective rank", ".1f"),
@@ -57,7 +58,7 @@ _EXPLANATION = (
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Δx and sorted eigenvalues (C,) of A by scale and matrix, and the numbers of a table row."""
+    """Offsets Δx by scale, sorted eigenvalues (C,) of A by scale and matrix, and a table row."""
 
     offsets: Mapping[str, float]
     eigenvalues: Mapping[str, Mapping[str, Tensor]]
@@ -107,8 +108,8 @@ def read_linear_models(path: Path, label: str) -> Models:
     """Reads the linear models of a checkpoint.
 
     Raises:
-        NotApplicable: if the checkpoint has no linear models.
-        UserError: if the file cannot be read, or its linear models are incomplete.
+        NotApplicable: the checkpoint has no linear models.
+        UserError: the file cannot be read, or its linear models are incomplete.
     """
     weights, _ = read_weights(str(path))
     state = {
@@ -132,9 +133,9 @@ def read_linear_models(path: Path, label: str) -> Models:
 
 
 def rotate_models(models: Models, seed: int = 0) -> Models:
-    """Returns matrices with the same singular values in random directions.
+    """Returns matrices with the same singular values and random singular vectors.
 
-    Opposite directions that are negatives of each other (A2 = -A1, Eq. 9) remain so.
+    If A2 = -A1 (Eq. 9), this also holds for the rotated matrices.
     """
     rotated = {}
     for index, (scale, (offset, matrices)) in enumerate(models.items()):
@@ -151,40 +152,41 @@ def rotate_models(models: Models, seed: int = 0) -> Models:
 
 
 def _draw_rotation(matrix: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns an orthogonal matrix, uniform over all rotations and reflections."""
+    """Returns a random orthogonal matrix, uniform over all rotations and reflections."""
     q, r = torch.linalg.qr(torch.randn(matrix.shape, generator=generator))
     return q * r.diagonal().sign()
 
 
 def _sort_eigenvalues(matrix: Tensor) -> Tensor:
-    """Returns the complex eigenvalues (C,) of a matrix (C, C) in descending order of magnitude."""
+    """Returns the complex eigenvalues (C,) of a matrix (C, C), sorted by descending magnitude."""
     eigenvalues = torch.linalg.eigvals(matrix)
     return eigenvalues[eigenvalues.abs().argsort(descending=True, stable=True)]
 
 
 def effective_rank(matrix: Tensor) -> float:
-    """Returns the exponential of the entropy of the normalised singular values, in [1, C]."""
+    """Returns the exponential of the entropy of the normalized singular values, in [1, C]."""
     singular = torch.linalg.svdvals(matrix)
     return float(torch.special.entr(singular / singular.sum()).sum().exp())
 
 
 def commutator(a: Tensor, b: Tensor) -> float:
-    """Returns ‖AB - BA‖ / (‖A‖‖B‖) of two (C, C), in the Frobenius norm: 0 if they commute."""
+    """Returns ‖AB - BA‖ / (‖A‖‖B‖) in the Frobenius norm, which is 0 if A and B commute."""
     return _ratio((a @ b - b @ a).norm(), a.norm() * b.norm())
 
 
 def inverse_error(forth: Tensor, back: Tensor) -> float:
-    """Returns ‖(I + M1)(I + M2) - I‖ / (‖M1‖ + ‖M2‖) of two (C, C), in the Frobenius norm.
+    """Returns ‖(I + M1)(I + M2) - I‖ / (‖M1‖ + ‖M2‖) in the Frobenius norm.
 
-    It is 0 if they are inverse to each other (Eq. 8), 0.7 for small unrelated matrices and 1 for
-    small equal ones. Without the denominator, any two matrices near 0 would pass.
+    The error is 0 if I + M1 and I + M2 are inverse to each other (Eq. 8), about 0.7 for small
+    unrelated matrices, and 1 for small equal matrices. Without the denominator, the error would be
+    small for all small matrices.
     """
-    # Expanded without the identity, whose addition would round small matrices away.
+    # The product is expanded, because adding the identity would round small matrices to zero.
     return _ratio((forth + back + forth @ back).norm(), forth.norm() + back.norm())
 
 
 def magnitude_correlation(a: Tensor, b: Tensor) -> float:
-    """Returns Pearson's correlation of sorted magnitudes (C,); nan if one is constant."""
+    """Returns Pearson's correlation of sorted magnitudes (C,), or nan if one is constant."""
     if any(float(x.std()) <= _EQUAL * float(x.norm()) for x in (a, b)):
         return math.nan
     return float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
@@ -244,7 +246,7 @@ def draw_training_spectrum(
 
 @themed
 def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
-    """Draws magnitudes of eigenvalues at each scale, and of one scale against the other."""
+    """Draws magnitudes of eigenvalues at each scale, and compares the two scales."""
     panels = len(learned.offsets) + (len(learned.offsets) == 2)
     figure = start_figure(height=3.4, width=4 * panels)
     for index, (scale, values) in enumerate(learned.eigenvalues.items(), 1):
@@ -255,7 +257,7 @@ def plot_magnitudes(learned: Spectrum, control: Spectrum) -> Chart:
         for name, color in zip(NAMES, COLORS, strict=False):
             axes.plot(values[name].abs(), color=color, label=name)
         if any(matrix.any() for matrix in values.values()):
-            axes.set_yscale("log")  # as initialised, all are zero
+            axes.set_yscale("log")  # before training, all eigenvalues are zero
         axes.set_title(f"{scale}, Δx = {learned.offsets[scale]:g} W")
         axes.set_xlabel("eigenvalue, by magnitude")
         axes.set_ylabel("|eigenvalue| of A, B")
@@ -275,7 +277,7 @@ def _draw_across_scales(axes: Axes, spectrum: Spectrum, colors: Sequence[str], s
     for name, color in zip(NAMES, colors, strict=False):
         x, y = (own[name].abs() for own in spectrum.eigenvalues.values())
         if x.any() and y.any():
-            # As pixels: thousands of points would be most of the file.
+            # Rasterized, because thousands of points would make the file large.
             axes.plot(x / x.sum(), y / y.sum(), ".", ms=size, rasterized=True, color=color)
             axes.set_xscale("log")
             axes.set_yscale("log")

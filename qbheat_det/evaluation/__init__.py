@@ -40,9 +40,9 @@ _COCO_LIBRARIES = {"auto": None, "faster-coco-eval": True, "pycocotools": False}
 def build_evaluator(
     cfg: CfgNode, dataset_name: str, *, classifies: bool = False
 ) -> DatasetEvaluator:
-    """Returns the evaluator of a registered dataset, or raises a ``UserError`` if none fits.
+    """Builds the evaluator of a registered dataset. Raises a ``UserError`` if there is none.
 
-    ``classifies`` selects classification for images of class folders, instead of the loss.
+    For class folders, ``classifies`` selects classification instead of the held-out loss.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
@@ -66,17 +66,18 @@ def build_evaluator(
 
 
 class CocoEvaluator(COCOEvaluator):
-    """Detectron2's ``COCOEvaluator``, by faster-coco-eval if it is installed, else by pycocotools.
+    """Detectron2's ``COCOEvaluator`` with faster-coco-eval if installed, or else pycocotools.
 
-    Both give the same results. AP is 0 without predictions and nan without ground truth, both with
-    a warning. Detectron2's own fast evaluation needs an op that a pure-Python build lacks.
+    The two libraries give the same results. If there are no predictions, AP is 0. If there is no
+    ground truth, AP is nan. In these cases, a warning is logged. Detectron2's own fast evaluation
+    is not used, because it needs a compiled op that a pure-Python build lacks.
     """
 
     def __init__(self, dataset_name: str, *, fast: bool | None = None, **arguments: Any) -> None:
-        """Takes a registered dataset with ``json_file`` and arguments of Detectron2's evaluator.
+        """Takes a registered dataset with ``json_file``, and arguments of Detectron2's evaluator.
 
-        ``fast`` selects the library; None takes faster-coco-eval if it is installed. Raises a
-        ``UserError`` if a library is selected that is not installed.
+        ``fast`` selects faster-coco-eval (True) or pycocotools (False). None uses faster-coco-eval
+        if it is installed. Raises a ``UserError`` if ``fast`` is True and it is not installed.
         """
         installed = importlib.util.find_spec("faster_coco_eval") is not None
         if fast and not installed:
@@ -105,7 +106,7 @@ class CocoEvaluator(COCOEvaluator):
         elif not results and predictions:
             images = len(predictions)
             self._logger.warning(f"The model predicted nothing on {images} images: AP is 0.")
-            # Detectron2 skips metrics without predictions; one unmatched box gives AP 0.
+            # Detectron2 skips metrics if there are no predictions. An unmatched box gives AP 0.
             nothing = {"category_id": 0, "bbox": [0.0, 0.0, 0.0, 0.0], "score": 0.0}
             results = [{"image_id": predictions[0]["image_id"], **nothing}]
             predictions = [{**predictions[0], "instances": results}, *predictions[1:]]
@@ -125,7 +126,7 @@ class CocoEvaluator(COCOEvaluator):
 
 @contextlib.contextmanager
 def _faster_coco_eval() -> Iterator[None]:
-    """Puts faster-coco-eval in the place of Detectron2's compiled evaluation."""
+    """Replaces Detectron2's compiled evaluation by faster-coco-eval within a ``with`` block."""
     from unittest import mock  # here, because it imports asyncio
 
     from faster_coco_eval import COCOeval_faster
@@ -135,7 +136,7 @@ def _faster_coco_eval() -> Iterator[None]:
 
 
 def complete_annotations(dataset: dict[str, Any]) -> None:
-    """Fills in ``iscrowd`` and ``area``, and numbers annotations from 1, in place."""
+    """Adds missing ``iscrowd`` and ``area``, and renumbers annotations from 1, in place."""
     dataset.setdefault("info", {})  # some releases of pycocotools fail without it
     # pycocotools uses id 0 for "unmatched" and drops duplicate ids.
     for index, annotation in enumerate(dataset.get("annotations", []), start=1):
@@ -149,9 +150,9 @@ class HeldOutLossEvaluator(DatasetEvaluator):
     """Averages the per-image loss of a pre-training model over a dataset.
 
     For "loss_reconstruction", results are ``{"reconstruction": {"loss_corner", "loss_centre",
-    "loss", "loss_standard_error"}}``: the means over corner and over center views, if there are
-    any; the mean over images of the mean over their views; and its standard error. For
-    "loss_feature", the key is "feature".
+    "loss", "loss_standard_error"}}``. The first two are the means over corner views and over center
+    views, if there are any. "loss" is the mean over images, where the loss of an image is the mean
+    over its views. For "loss_feature", the outer key is "feature".
     """
 
     def __init__(self, dataset_name: str) -> None:
@@ -164,12 +165,12 @@ class HeldOutLossEvaluator(DatasetEvaluator):
         self._losses = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Adds a batch; raises a ``UserError`` if the model returns no loss."""
+        """Adds a batch. Raises a ``UserError`` if the model returns no loss."""
         names = {name for output in outputs for name in output if name.startswith("loss_")}
         if len(names) != 1:
             raise UserError(
                 f"dataset '{self._dataset_name}' has no annotations, which the model needs: only "
-                "pre-training is evaluated on images alone"
+                "pre-training can be evaluated without annotations"
             )
         (name,) = names
         self._name = name.removeprefix("loss_")
@@ -181,11 +182,11 @@ class HeldOutLossEvaluator(DatasetEvaluator):
             self._losses.append((image, view, loss))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Gathers all processes; returns empty results except on the main process."""
+        """Gathers from all processes. Returns results on the main process, elsewhere ``{}``."""
         parts = comm.gather(self._losses, dst=0)
         if not comm.is_main_process():
             return {}
-        # Sorted, so that sums equal the sums of one process to the last bit.
+        # Sorted, so that results are bit-identical to those of one process.
         losses = sorted(itertools.chain.from_iterable(parts))
         results = {}
         for view in ("corner", "centre"):

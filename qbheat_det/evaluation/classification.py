@@ -2,7 +2,7 @@
 """Accuracy of classifiers and of weighted nearest neighbors (kNN).
 
 kNN follows "Unsupervised Feature Learning via Non-Parametric Instance Discrimination",
-arXiv:1805.01978: the k most similar training images vote with weight
+arXiv:1805.01978. The k most similar training images vote, each with the weight
 exp(cosine similarity / temperature).
 """
 
@@ -29,16 +29,17 @@ from qbheat_det.core.text import join_first
 logger = logging.getLogger(__name__)
 Counts = npt.NDArray[np.int64]
 _TOP = {"top1": 1, "top5": 5}
-_SHOWN = 5  # classes in the log
+_SHOWN = 5  # number of classes in the log
 _TINY = torch.finfo(torch.float64).tiny
 _LEAST_VOTE = 1e-300  # keeps the votes of distant neighbors above zero
-_CHUNK = 2**24  # similarities at a time: 128 MB
+_CHUNK = 2**24  # number of similarities computed at a time (128 MB)
 
 
 def measure_ranks(ranks: Tensor) -> dict[str, float]:
-    """Returns "top1", "top5" and their binomial "_standard_error" in percent; nan without images.
+    """Returns "top1", "top5" and their binomial standard errors (suffix "_standard_error").
 
-    ``ranks`` (N,) are zero-based ranks of the true classes.
+    Values are in percent, or nan if there are no images. ``ranks`` (N,) are the zero-based ranks of
+    the true classes.
     """
     if not len(ranks):
         return dict.fromkeys((*_TOP, *(f"{key}_standard_error" for key in _TOP)), math.nan)
@@ -48,13 +49,14 @@ def measure_ranks(ranks: Tensor) -> dict[str, float]:
 
 
 class ClassificationEvaluator(DatasetEvaluator):
-    """Top-1, top-5 and balanced accuracy (the mean over classes with images).
+    """Top-1, top-5 and balanced accuracy (the mean over all classes that have images).
 
-    Results are ``{"classification": {"top1", "top5", "balanced", and each with
-    "_standard_error"}}`` in percent, nan without images. Among equal scores the first class wins;
-    an image with a nan score is wrong. ``classification.json`` in ``output_dir`` adds the accuracy
-    of each class and the confusions. After ``evaluate``, ``confusion[i, j]`` on the main process is
-    the number of images of class i that were classified as class j.
+    Results are ``{"classification": {"top1", "top5", "balanced"}}`` and their standard errors
+    (suffix "_standard_error"), in percent, or nan if there are no images. Among equal scores, the
+    first class wins. An image with a nan score is counted as wrong. ``classification.json`` in
+    ``output_dir`` also has the accuracy of each class and the confusions. After ``evaluate``,
+    ``confusion[i, j]`` on the main process is the number of images of class i that were classified
+    as class j.
     """
 
     confusion: Counts
@@ -73,7 +75,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._seen = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:
-        """Adds a batch with "image_id" and "label" of inputs and "scores" (K,) of outputs."""
+        """Adds a batch. Inputs have "image_id" and "label", and outputs have "scores" (K,)."""
         if any("scores" not in output for output in outputs):
             raise UserError(
                 f"dataset '{self._dataset_name}' has class labels, but the model gives no 'scores':"
@@ -94,12 +96,12 @@ class ClassificationEvaluator(DatasetEvaluator):
             self._seen.append((entry["image_id"], label, prediction, rank))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Gathers all processes; returns empty results except on the main process."""
+        """Gathers from all processes. Returns results on the main process, elsewhere ``{}``."""
         parts = comm.gather(self._seen, dst=0)
         if not comm.is_main_process():
             return {}
         by_image = {entry[0]: entry[1:] for entry in itertools.chain.from_iterable(parts)}
-        # (N, 3), in the order of the set.
+        # (N, 3), sorted by image id.
         rows = np.array([by_image[image] for image in sorted(by_image)], dtype=np.int64)
         labels, predictions, ranks = rows.reshape(-1, 3).T
         num_classes = len(self.class_names)
@@ -114,7 +116,7 @@ class ClassificationEvaluator(DatasetEvaluator):
         return {"classification": results}
 
     def _report(self, results: dict[str, float], totals: Counts) -> None:
-        """Logs the results and writes them with the accuracy of each class."""
+        """Logs the results, and writes them to a file with the accuracy of each class."""
         names = self.class_names
         shares = {
             name: 100 * int(right) / int(total)
@@ -148,16 +150,17 @@ class ClassificationEvaluator(DatasetEvaluator):
 
 
 def predict(scores: Tensor) -> Tensor:
-    """Returns the first class (N,) with the highest of scores (N, K), or -1 if one is nan."""
-    # argmax does not define its choice among equal scores.
+    """Returns the first class (N,) with the highest score of (N, K). -1 if a score is nan."""
+    # argmax does not specify which of several equal scores it returns.
     first = (scores == scores.amax(dim=1, keepdim=True)).int().argmax(dim=1)
     return torch.where(scores.isnan().any(dim=1), -1, first)
 
 
 def rank_true_class(scores: Tensor, labels: Tensor) -> Tensor:
-    """Returns zero-based ranks (N,) of the true classes under scores (N, K) and labels (N,).
+    """Returns the zero-based ranks (N,) of the true classes, given scores (N, K) and labels (N,).
 
-    Among equal scores the lower label comes first. A nan score gives a rank above K.
+    Among equal scores, the lower label comes first. If an image has a nan score, its rank is above
+    K.
     """
     own = scores.gather(1, labels[:, None])
     lower = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
@@ -166,7 +169,7 @@ def rank_true_class(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def find_confusions(confusion: Counts) -> list[tuple[int, int, int]]:
-    """Returns (true class, predicted class, images), the most frequent confusion first."""
+    """Returns (true class, predicted class, number of images), most frequent confusions first."""
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
     pairs = np.argwhere(wrong)
@@ -183,9 +186,9 @@ def score_neighbours(
 ) -> dict[str, float]:
     """Returns the kNN accuracy, see ``measure_ranks``.
 
-    ``train`` has features (T, D) and labels (T,) of the voting images, ``val`` (N, D) and (N,) of
-    the classified images. At most ``k`` neighbors vote; a lower ``temperature`` gives the nearest
-    more weight.
+    ``train`` are the features (T, D) and labels (T,) of the training images, which vote. ``val``
+    are the features (N, D) and labels (N,) of the images to classify. At most ``k`` neighbors vote.
+    A lower ``temperature`` gives more weight to the nearest neighbors.
     """
     return measure_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
 
@@ -199,10 +202,10 @@ def rank_true_classes(
     temperature: float,
     chunk: int = _CHUNK,
 ) -> Tensor:
-    """Returns zero-based ranks (N,) of the true classes; see ``score_neighbours``.
+    """Returns the zero-based ranks (N,) of the true classes, see ``score_neighbours``.
 
-    Among equally similar images the first ones vote. Among equal votes the lower label comes first.
-    Classes without votes come last.
+    Among equally similar images, the first ones vote. Among equal votes, the lower label comes
+    first. Classes without votes come last.
     """
     (train_features, train_labels), (features, labels) = train, val
     k = min(k, len(train_features))
@@ -211,11 +214,11 @@ def rank_true_classes(
     ranks = [labels[:0]]
     rows = max(1, chunk // len(train_features))
     for some, truth in zip(features.split(rows), labels.split(rows), strict=True):
-        # Rounding float64 gives equal features equal similarities for all chunk sizes.
+        # Rounding from float64 makes similarities of equal features equal for all chunk sizes.
         similarities = (F.normalize(some.double(), dim=1, eps=_TINY) @ voters).float()
         neighbours = _first_of_the_largest(similarities, k)
         nearest = similarities.gather(1, neighbours).double()
-        # Relative to the largest, because exp(1 / temperature) overflows.
+        # The largest similarity is subtracted, because exp(1 / temperature) may overflow.
         nearest -= nearest.amax(dim=1, keepdim=True)
         weights = (nearest / temperature).exp().clamp(min=_LEAST_VOTE)
         votes = weights.new_zeros(len(some), num_classes)
@@ -229,7 +232,7 @@ def rank_true_classes(
 def extract_features(
     describe: Callable[[list[dict[str, Any]]], Tensor], batches: Iterable[list[dict[str, Any]]]
 ) -> tuple[Tensor, Tensor]:
-    """Returns features (N, D) by ``describe`` and labels (N,) of all images, on the CPU."""
+    """Returns features (N, D), computed by ``describe``, and labels (N,), on the CPU."""
     features, labels = [torch.empty(0, 0)], []
     for batch in batches:
         features.append(describe(batch).float().cpu())
@@ -238,7 +241,7 @@ def extract_features(
 
 
 def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
-    """Returns the columns (N, k) of the k largest values per row; ties go to the first."""
+    """Returns the columns (N, k) of the k largest values per row. Among ties, the first win."""
     smallest = values.topk(k, dim=1).values[:, -1:]
     above, equal = values > smallest, values == smallest
     free = k - above.sum(dim=1, keepdim=True)
@@ -247,7 +250,7 @@ def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
 
 
 def _summarise(ranks: Counts, right: Counts, totals: Counts) -> dict[str, float]:
-    """Returns the results from ranks (N,), and correct and total images per class (K,)."""
+    """Computes results from ranks (N,) and the numbers (K,) of correct and of all images."""
     balanced = error = math.nan
     if len(ranks):
         right, totals = right[totals > 0], totals[totals > 0]

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Multiply-adds and parameters of a model, counted from an instantiated module.
+"""Counts multiply-adds and parameters of an instantiated model.
 
-fvcore traces and counts one forward pass. This module adds operators that fvcore lacks and defines
-the two counting rules that reproduce the numbers of the Mobile-Former papers.
+fvcore traces one forward pass and counts its operators. This module adds operators that fvcore does
+not support, and defines the two counting rules that reproduce the numbers in the Mobile-Former
+papers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from qbheat_det.core.seeding import undisturbed
 
 
 class CountingRule(Enum):
-    """Which operators count; values describe the rules."""
+    """Which operators are counted. The values describe the rules."""
 
     CORE = (
         "multiply-adds of convolutions, linear layers and the two products of attention; "
@@ -35,7 +36,7 @@ class CountingRule(Enum):
     )
 
 
-# Operators that fvcore counts besides multiply-adds. All other counted operators belong to CORE.
+# Counted operators that are not multiply-adds. All other counted operators belong to CORE.
 _NOT_CORE = {
     "batch_norm",
     "layer_norm",
@@ -51,12 +52,12 @@ _NOT_CORE = {
 
 @dataclass(frozen=True)
 class MAdds:
-    """Counts of one forward pass by dotted module name ("" for the model) and operator."""
+    """Counts of one forward pass, by module name ("" for the whole model) and operator."""
 
     by_module: Mapping[str, Mapping[str, int]]
 
     def total(self, rule: CountingRule, module: str = "") -> int:
-        """Returns the multiply-adds of ``module``, with its submodules, under ``rule``."""
+        """Returns the multiply-adds of ``module``, including submodules, by ``rule``."""
         return sum(
             count
             for operator, count in self.by_module[module].items()
@@ -65,30 +66,30 @@ class MAdds:
 
 
 def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
-    """Counts ``model(*inputs)`` in eval mode; inputs are tensors or containers of tensors."""
+    """Counts ``model(*inputs)`` in evaluation mode. Inputs are (containers of) tensors."""
     analysis = FlopCountAnalysis(model, inputs)
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
     analysis.set_op_handle(**_ADDED_HANDLES)
-    with undisturbed(model), quiet("fvcore.nn.jit_analysis"):  # it logs operators free by rule
+    with undisturbed(model), quiet("fvcore.nn.jit_analysis"):  # it warns of uncounted operators
         counts = analysis.by_module_and_operator()
     rounded = {name: {key: round(n) for key, n in own.items()} for name, own in counts.items()}
     return MAdds(rounded)
 
 
 def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
-    """Counts the inference of a Detectron2 model on one image (H, W), padded, on the CPU."""
+    """Counts the inference of a Detectron2 model on an (H, W) image on the CPU, with padding."""
     image = torch.zeros(3, height, width)
     counts = count_madds(_TensorsInTensorsOut(model), image).by_module
-    names = [name for name, _ in model.named_modules()]  # from the whole to the parts
+    names = [name for name, _ in model.named_modules()]  # parents before children
     return MAdds({name: counts[f"model.{name}".rstrip(".")] for name in names})
 
 
 def count_parameters(model: nn.Module, *, batch_norm_affine: bool = True) -> int:
-    """Returns the number of parameters; shared ones count once.
+    """Returns the number of parameters. Shared parameters are counted once.
 
-    Without ``batch_norm_affine``, BatchNorm's scale and offset do not count, as in the paper's
-    detection tables, because frozen backbones hold them as buffers.
+    Without ``batch_norm_affine``, BatchNorm's scale and offset are not counted. This is the rule of
+    the paper's detection tables, because they are buffers in frozen backbones.
     """
     skipped = {
         id(parameter)
@@ -125,7 +126,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _attention(inputs: list[Any], outputs: list[Any]) -> int:
-    # Queries (..., L, D), keys (..., S, D), values (..., S, V): QK^T and the product with V.
+    # Counts QK^T and the product with V: queries (..., L, D), keys (..., S, D), values (..., S, V).
     query, key, value = (get_shape(entry) for entry in inputs[:3])
     return int(prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 

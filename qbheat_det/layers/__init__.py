@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Layers: tensors in, tensors out."""
+"""Layers that take and return tensors, without knowledge of models, configs or data."""
 
 from .attention import MapAttention, attend, read_attention
 from .cpu_kernels import (

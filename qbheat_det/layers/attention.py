@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Multi-head attention between a few queries and a large map, or vice versa.
+"""Multi-head attention between a few queries and a large feature map, or vice versa.
 
-PyTorch's ``scaled_dot_product_attention`` computes it where it has a fused kernel. It has none with
-dropout on CPUs, and the one in bfloat16 is slow: plain products replace these two.
-``read_attention`` records the weights during a model's forward pass.
+``attend`` uses PyTorch's ``scaled_dot_product_attention`` if it has a fast kernel. On CPUs, PyTorch
+has no fused kernel with dropout, and its bfloat16 kernel is slow. In these two cases, ``attend``
+uses matrix products. ``read_attention`` records attention weights during a model's forward pass.
 """
 
 from collections.abc import Collection, Iterator
@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from .cpu_kernels import draw_kept, exported_form, is_half_program, is_recorded, linear, rounded
 from .mobile_former_block import FormerToMobile, MobileToFormer, Watcher
 
-_PART = 1 << 20  # weights computed at a time; in float32, 4 MiB
-_MOST = 1 << 25  # most weights of an image for plain products in bfloat16
+_PART = 1 << 20  # number of attention weights computed at a time (4 MiB in float32)
+_MOST = 1 << 25  # maximum number of weights per image for matrix products in bfloat16
 
 
 def attend(
@@ -31,23 +31,23 @@ def attend(
     dropout: float = 0.0,
     fused: bool = False,
 ) -> Tensor:
-    """Computes multi-head attention in the form that is fastest on the device.
+    """Computes multi-head attention by the implementation that is fastest on the device.
 
     Args:
         query: (N, heads, Q, d).
         key: (N, heads, L, d).
         value: (N, heads, L, d).
-        masked: broadcasts to (N, heads, Q, L), True where a query may not attend to a key; each
-            query attends to at least one.
-        dropout: probability, in [0, 1), to drop a weight; rounded to 16 bits on CPUs.
-        fused: use PyTorch's kernel for compilers and exporters too, where the weights are too many
-            to store, as among all positions of a map.
+        masked: broadcastable to (N, heads, Q, L), True if a query may not attend to a key. Each
+            query must attend to at least one key.
+        dropout: probability, in [0, 1), of dropping a weight. Rounded to 16 bits on CPUs.
+        fused: whether to use PyTorch's kernel also when compiling or exporting. Set it if there are
+            too many weights to store, as in self-attention over all positions of a feature map.
 
     Returns:
         (N, Q, heads * d).
     """
     on_cpu = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
-    if is_half_program():  # in bfloat16, PyTorch's kernel takes twice as long as products
+    if is_half_program():  # in bfloat16, PyTorch's kernel takes twice as long as matrix products
         is_plain = query.shape[1] * query.shape[2] * key.shape[2] <= _MOST
     elif on_cpu and dropout and not is_recorded():
         kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
@@ -65,7 +65,7 @@ def attend(
 
 
 def _attention_weights(query: Tensor, key: Tensor, masked: Tensor | None) -> Tensor:
-    """(…, Q, L), by the plain formula, which compilers and exporters optimise."""
+    """Returns (…, Q, L), by the plain formula, which compilers and exporters optimize."""
     logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     if masked is not None:
         logits = logits.masked_fill(masked, float("-inf"))
@@ -73,9 +73,9 @@ def _attention_weights(query: Tensor, key: Tensor, masked: Tensor | None) -> Ten
 
 
 class _AttendInParts(torch.autograd.Function):
-    """Attention with dropout by plain products, some heads of an image at a time.
+    """Attention with dropout by matrix products, for some heads of an image at a time.
 
-    Their weights stay in the cache; the backward computes them again.
+    The weights of these heads fit into the CPU cache. The backward pass recomputes them.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class _AttendInParts(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, masked, kept, out = ctx.saved_tensors
         arrived = gradient.view_as(out).transpose(1, 2)
-        # Softmax's backward subtracts this mean, computed from the output.
+        # The backward pass of softmax subtracts this mean, which is computed from the output.
         mean = (gradient.view_as(out) * out).sum(dim=-1, keepdim=True).transpose(1, 2)
         grads = [_empty_by_rows(each) for each in (query, key, value)]
         for part in _parts((*query.shape[:3], key.shape[2])):
@@ -142,7 +142,7 @@ class MapAttention(nn.MultiheadAttention):
     def __init__(
         self, *, dim: int, num_heads: int, dropout: float = 0.0, fused: bool = False
     ) -> None:
-        """Takes C, divisible by ``num_heads``, the rate of dropped weights, and ``fused``."""
+        """Takes the width C, divisible by ``num_heads``. For the rest, see ``attend``."""
         super().__init__(dim, num_heads, dropout=dropout, batch_first=True)
         self.fused = fused
         self.watchers: list[Watcher] = []
@@ -155,10 +155,10 @@ class MapAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """From queries (N, Q, C), keys and values (N, L, C) to (N, Q, C).
+        """Takes queries (N, Q, C), keys and values (N, L, C). Returns (N, Q, C).
 
-        ``key_padding_mask`` (N, L) is True at keys that all queries ignore; ``attn_mask`` (N *
-        heads, Q, L) is True where a query may not attend to a key.
+        ``key_padding_mask`` (N, L) is True at keys that all queries ignore. ``attn_mask`` (N *
+        heads, Q, L) is True if a query may not attend to a key.
         """
         if self.watchers:
             found, weights = super().forward(
@@ -186,12 +186,12 @@ class MapAttention(nn.MultiheadAttention):
     def _attend_in_graph(
         self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None
     ) -> Tensor:
-        """Attends in the graph of a file, where maps are (N, C, L) and split without a copy."""
+        """Attention for ONNX graphs. Keys and values (N, C, L) are split without a copy."""
         weights = self.in_proj_weight.chunk(3)
         query_bias, _, value_bias = self.in_proj_bias.chunk(3)
         heads = self.num_heads, -1
         query = F.linear(query, weights[0], query_bias).unflatten(2, heads).transpose(1, 2)
-        # Softmax ignores the keys' bias; the values' bias is added to their weighted mean.
+        # Softmax is invariant to the bias of keys. The bias of values is added to the result.
         keys, values = (
             _by_channels(x, weight).unflatten(1, heads)
             for x, weight in ((key, weights[1]), (value, weights[2]))
@@ -205,7 +205,7 @@ class MapAttention(nn.MultiheadAttention):
 
 
 def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
-    """(N, L, C) to (N, C, L), as a product, or as a convolution, which runtimes quantise."""
+    """Projects (N, L, C) to (N, C, L). For int8, uses a convolution, which runtimes quantize."""
     x = x.transpose(1, 2)
     if exported_form.get() == "int8":
         return F.conv2d(x[..., None], weight[:, :, None, None]).squeeze(3)
@@ -213,11 +213,11 @@ def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
 
 
 AttentionRecord = dict[str, list[Tensor]]
-"""Detached attention weights of each call of a layer, by the layer's name in the model.
+"""Detached attention weights by layer name, one tensor per call of the layer.
 
-``MobileToFormer``: (N, heads, M, H, W), with sum 1 over the pixels. ``FormerToMobile``: (N, heads,
-M, H, W), with sum 1 over the tokens. ``MapAttention``: (N, heads, queries, keys), with sum 1 over
-the keys. Masked keys have 0.
+``MobileToFormer``: (N, heads, M, H, W), which sum to 1 over pixels. ``FormerToMobile``: (N, heads,
+M, H, W), which sum to 1 over tokens. ``MapAttention``: (N, heads, queries, keys), which sum to 1
+over keys. The weights of masked keys are 0.
 """
 
 
@@ -227,8 +227,9 @@ def read_attention(
 ) -> Iterator[AttentionRecord]:
     """Records the attention weights of all layers of ``model``, or of the layers in ``names``.
 
-    The outputs of ``MapAttention`` change by rounding, others not at all. Contexts may be nested.
-    In training, the weights of ``MapAttention`` are recorded after dropout.
+    While recording, outputs of ``MapAttention`` change by rounding errors. Outputs of all other
+    layers do not change. Contexts may be nested. In training, the weights of ``MapAttention`` are
+    recorded after dropout.
     """
     record: AttentionRecord = {}
     with ExitStack() as undo:

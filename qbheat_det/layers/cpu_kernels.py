@@ -1,13 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Faster forms on CPUs of linear layers, dropout, Detectron2's convolutions and dynamic ReLU.
+"""Linear layers, dropout, Detectron2's convolutions and dynamic ReLU, optimized for CPUs.
 
-Linear layers of many rows are 1x1 convolutions on processors with AVX-512 that are not Intel's:
-there, MKL's product reaches half the rate of oneDNN's convolution (docs/performance.md).
+On AVX-512 processors of other vendors than Intel, linear layers with many rows are computed as 1x1
+convolutions, because MKL's matrix product is only half as fast as oneDNN's convolution there
+(docs/performance.md).
 
-Convolutions fold a frozen BatchNorm into their weights. Results are Detectron2's up to rounding,
-and parameters have its names.
+Convolutions fold a frozen BatchNorm into their weights. Results are equal to Detectron2's up to
+rounding, and parameters have the same names.
 
-Dynamic ReLU: arXiv:2003.10027 (variant B) as in Mobile-Former, arXiv:2108.05895: the first global
+Dynamic ReLU: arXiv:2003.10027 (variant B). As in Mobile-Former, arXiv:2108.05895, the first global
 token determines the slopes.
 """
 
@@ -27,20 +28,20 @@ from torch.nn import functional as F
 
 from qbheat_det.core.environment import read_cpu_field
 
-_STEPS = 1 << 16  # resolution of a rate
-_MIN_ROWS = 64  # with fewer, a convolution is slower
+_STEPS = 1 << 16  # resolution of dropout rates
+_MIN_ROWS = 64  # with fewer rows, a convolution is slower
 # torch 2.6 has no is_exporting.
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 RecordedForm = Literal["", "float", "int8", "bfloat16"]
 exported_form: ContextVar[RecordedForm] = ContextVar("exported_form", default="")
-"""The form of the graph that is recorded: "float" or "int8" (all weights are constants) of an ONNX
-file, "bfloat16" of a program for the CPU (maps are channels-last)."""
+"""What is exported: an ONNX file ("float", or "int8" if all weights are constants), a bfloat16
+program for the CPU with channels-last feature maps ("bfloat16"), or nothing ("")."""
 
 
 @contextmanager
 def recorded_as(form: RecordedForm) -> Iterator[None]:
-    """Sets ``exported_form`` within a block."""
+    """Sets ``exported_form`` within a ``with`` block."""
     before = exported_form.set(form)
     try:
         yield
@@ -49,17 +50,17 @@ def recorded_as(form: RecordedForm) -> Iterator[None]:
 
 
 def is_recorded() -> bool:
-    """Whether a compiler or an exporter records the operations; both need plain formulas."""
+    """Whether a compiler or exporter traces the operations, which then use plain formulas."""
     return torch.compiler.is_compiling() or is_tracing()
 
 
 def is_half_program() -> bool:
-    """Whether a program in bfloat16 for the CPU is recorded."""
+    """Whether a bfloat16 program for the CPU is exported."""
     return exported_form.get() == "bfloat16"
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout``; on a CPU, rate and scale are rounded to 16 bits."""
+    """Faster ``torch.nn.Dropout``. On CPUs, rate and scale are rounded to 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns a tensor of the same shape."""
@@ -70,10 +71,13 @@ class Dropout(nn.Dropout):
 
 
 def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
-    """Returns int8 zeros, with probability ``rounded(rate)``, and ones: bytes multiply fastest.
+    """Returns a random int8 mask, which is 0 with probability ``rounded(rate)`` and otherwise 1.
+
+    """Draws int8 masks: 0 with probability ``rounded(rate)``, else 1. Bytes multiply fastest.
 
     NumPy's generator draws words of four 16-bit values, seven times as fast as PyTorch's dropout.
     PyTorch's generator seeds it for each mask, so one seed determines all results.
+    """
     """
     count = torch.Size(shape).numel()
     generator = np.random.SFC64(int(torch.randint(1 << 62, (), device="cpu")))
@@ -83,20 +87,20 @@ def draw_kept(shape: tuple[int, ...], rate: float) -> Tensor:
 
 
 def rounded(rate: float) -> float:
-    """Returns the rate of dropout in 16 bits, less than 1."""
+    """Returns a dropout rate, rounded to 16 bits and below 1."""
     return min(round(rate * _STEPS), _STEPS - 1) / _STEPS
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` through ``linear``."""
+    """``torch.nn.Linear`` that calls ``linear``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., C) to (..., C')."""
+        """Takes (..., C) and returns (..., C')."""
         return linear(input, self.weight, self.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As ``torch.nn.functional.linear``: (..., C), (C', C) and (C',) to (..., C')."""
+    """Same as ``torch.nn.functional.linear``. Takes (..., C), (C', C) and (C',)."""
     if not _uses_convolution(x, weight):
         return F.linear(x, weight, bias)
     image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, rows, 1)
@@ -105,7 +109,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def replace_linear_layers(module: nn.Module) -> None:
-    """Replaces each ``nn.Linear`` inside a module by ``Linear``; parameters keep their names."""
+    """Replaces each ``nn.Linear`` inside a module by ``Linear``. Parameters keep their names."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
@@ -126,13 +130,13 @@ def _uses_convolution(x: Tensor, weight: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def prefers_convolutions() -> bool:
-    """Returns whether this machine convolves faster than it multiplies matrices."""
+    """Whether 1x1 convolutions are faster than matrix products on this machine."""
     return _look_up_processor()
 
 
 @functools.cache
 def _look_up_processor() -> bool:
-    # A look-up, not a timing, so that every run on one machine computes the same.
+    # Looked up, not timed, so that all runs on the same machine give the same results.
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     is_intel_or_unknown = read_cpu_field("vendor_id") in ("", "GenuineIntel")
@@ -140,10 +144,10 @@ def _look_up_processor() -> bool:
 
 
 class NormedConv2d(Conv2d):
-    """Detectron2's convolution and norm, with a frozen BatchNorm folded into the weights."""
+    """Detectron2's ``Conv2d``, with a frozen BatchNorm folded into the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, C', H', W')."""
+        """Takes (N, C, H, W) and returns (N, C', H', W')."""
         if is_recorded() or self.activation is not None:
             found: Tensor = super().forward(x)  # compilers and exporters fold norms themselves
             return found
@@ -153,7 +157,7 @@ class NormedConv2d(Conv2d):
         return y if self.norm is None else self.norm(y)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Applies the convolution without norm, with the given weight and bias."""
+        """Applies only the convolution, without the norm, with the given weight and bias."""
         placed = self.stride, self.padding, self.dilation
         return F.conv2d(x, weight, bias, *placed, self.groups)
 
@@ -162,17 +166,17 @@ class NormedConv2d(Conv2d):
         shift = norm.bias - norm.running_mean * scale
         if self.bias is not None:
             shift = shift + self.bias * scale
-        dtype = self.weight.dtype  # weights in half precision may have a norm in full
+        dtype = self.weight.dtype  # the norm may be in float32 if the weights are not
         return (self.weight * scale[:, None, None, None]).to(dtype), shift.to(dtype)
 
 
 class DepthwiseConv2d(NormedConv2d):
-    """A depthwise convolution: output channels c k to c k + k - 1 read input channel c."""
+    """A depthwise convolution. Output channels k * c to k * c + k - 1 read input channel c."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As the base class, but for k > 1 trained in float32 instead of bfloat16.
+        """See the base class. For k > 1, training on CPUs uses float32 instead of bfloat16.
 
-        oneDNN's backward pass in bfloat16 takes twice the time.
+        oneDNN's backward pass takes twice as long in bfloat16.
         """
         is_half = torch.is_autocast_enabled("cpu") or x.dtype == torch.bfloat16
         is_wide = self.out_channels > self.in_channels
@@ -191,7 +195,7 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 class DynamicReLU(nn.Module):
-    """D(u) = max(a1 u, a2 u) per channel, with a1 in [0, 2] and a2 in [-1, 1] from a token."""
+    """max(a1 * u, a2 * u) per channel. A token determines a1 in [0, 2] and a2 in [-1, 1]."""
 
     def __init__(self, *, token_dim: int, channels: int) -> None:
         super().__init__()
@@ -200,14 +204,14 @@ class DynamicReLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises weights near zero: slopes 1 and 0, a plain ReLU."""
+        """Initializes weights near zero, so that slopes are near 1 and 0, as in a plain ReLU."""
         for layer in (self.squeeze, self.slopes):
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
-        """(N, C, H, W) and a token (N, D) to (N, C, H, W)."""
-        # max(a1 u, a2 u) = lo u + (hi - lo) relu(u) keeps one map for the backward, not two.
+        """Takes a feature map (N, C, H, W) and a token (N, D). Returns (N, C, H, W)."""
+        # max(a1 u, a2 u) = lo u + (hi - lo) relu(u) stores one feature map for the backward pass.
         theta = self._theta(token)
         if is_recorded() or x.dtype != theta.dtype:
             low, high = _bounds(theta)
@@ -217,9 +221,9 @@ class DynamicReLU(nn.Module):
         return _two_slopes(x, *_bounds(theta))
 
     def bounds(self, token: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """From tokens (N, D) to each channel's smaller and larger slope, (N, C, 1, 1).
+        """Takes tokens (N, D). Returns the smaller and larger slope per channel, (N, C, 1, 1) each.
 
-        ``order`` (C,) lists the channels in the order of the result.
+        ``order`` (C,) are the indices of the channels in the result.
         """
         return _bounds(self._theta(token, order))
 
@@ -232,14 +236,14 @@ class DynamicReLU(nn.Module):
 
 
 def _bounds(theta: Tensor) -> tuple[Tensor, Tensor]:
-    """From (N, 2 C) in [0, 1] to each channel's smaller and larger slope, (N, C, 1, 1)."""
+    """Takes (N, 2 * C) in [0, 1]. Returns the smaller and larger slope, (N, C, 1, 1) each."""
     positive, negative = theta[:, :, None, None].chunk(2, dim=1)
     a1, a2 = 2 * positive, 2 * negative - 1
     return torch.minimum(a1, a2), torch.maximum(a1, a2)
 
 
 class _TwoSlopes(torch.autograd.Function):
-    """low x + (high - low) relu(x), which keeps only x, with few passes over the maps."""
+    """low x + (high - low) relu(x). Stores only x, and makes few passes over feature maps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, theta: Tensor) -> Tensor:
@@ -257,19 +261,19 @@ class _TwoSlopes(torch.autograd.Function):
         of_both = torch.cat([of_high, of_low], dim=1)
         positive, negative = theta.chunk(2, dim=1)
         swapped = 2 * positive < 2 * negative - 1  # the first slope is the smaller
-        if x.device.type != "cpu" or swapped.any():  # a GPU would be waited for
+        if x.device.type != "cpu" or swapped.any():  # any() would synchronize with a GPU
             other = torch.cat([of_low, of_high], dim=1)
             of_both = torch.where(torch.cat([swapped, swapped], dim=1), other, of_both)
         return _add_product(above.mul_(high - low), gradient, low), 2 * of_both
 
 
 def _two_slopes(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    # In one buffer: on a CPU, allocating a large map costs more than the arithmetic.
+    # Uses one buffer, because on CPUs allocating a large tensor takes longer than the arithmetic.
     return _add_product(F.relu(x).mul_(high - low), x, low)
 
 
 def _add_product(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
-    """Adds ``factor x`` to ``total`` in place."""
-    if total.dtype == torch.bfloat16:  # addcmul_ is slow there
+    """Adds ``factor * x`` to ``total`` in place."""
+    if total.dtype == torch.bfloat16:  # addcmul_ is slow in bfloat16
         return total.add_(x * factor)
     return total.addcmul_(x, factor)

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The Mobile-Former block and its four parts, and the token-free block before it.
+"""The Mobile-Former block and its four parts, and the block without tokens of the first stage.
 
 Paper: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, Sec. 3.1
-and Fig. 3. The authors' public ImageNet code and the parameter counts of the QB-Heat paper (Tables
-1 and 5) determine the rest: the gate on Mobile->Former, and in Former the keys and values without
-projections, the norms after the additions, and the MLP of twice the tokens' width.
+and Fig. 3. Details follow the authors' public ImageNet code and the parameter counts of the QB-Heat
+paper (Tables 1 and 5): Mobile->Former has a gate. In Former, keys and values are not projected,
+norms come after the additions (post-norm), and the MLP has twice the width of the tokens.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from .cpu_kernels import DepthwiseConv2d, DynamicReLU, NormedConv2d, is_half_pro
 from .padded_maps import halve, zero_padding
 
 Watcher = Callable[[Tensor], None]
-"""A function that ``attention.read_attention`` calls with the weights of one call of a layer."""
+"""A callback of ``attention.read_attention``, which a layer calls with its attention weights."""
 
 
 class MobileToFormer(nn.Module):
-    """Bridge from map to tokens: attention over pixels that are not projected."""
+    """Bridge from feature map to tokens: tokens attend to pixels, which are not projected."""
 
     def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
-        """Takes the width D of the tokens and C of the map, divisible by ``num_heads``."""
+        """Takes the tokens' width D, and the channels C, which ``num_heads`` divides."""
         super().__init__()
         self.num_heads = num_heads
         self.watchers: list[Watcher] = []
@@ -36,9 +36,9 @@ class MobileToFormer(nn.Module):
         self.norm = nn.LayerNorm(token_dim)
 
     def forward(self, tokens: Tensor, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """From tokens (N, M, D) and a map (N, C, H, W) to (N, M, D), normalised.
+        """Takes tokens (N, M, D) and a feature map (N, C, H, W). Returns updated tokens (N, M, D).
 
-        ``padding`` (N, 1, H, W) is True where there is no image; those pixels get no weight.
+        ``padding`` (N, 1, H, W) is True outside the images. Padded pixels get no weight.
         """
         query = _split_heads(self.query(tokens), self.num_heads)
         logits = _multiply_with_pixels(query * query.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
@@ -59,10 +59,10 @@ class MobileToFormer(nn.Module):
 
 
 class FormerToMobile(nn.Module):
-    """Bridge from tokens to map: pixels, not projected, attend to the tokens."""
+    """Bridge from tokens to feature map: pixels, which are not projected, attend to tokens."""
 
     def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
-        """Takes the width D of the tokens and C of the map, divisible by ``num_heads``."""
+        """Takes the tokens' width D, and the channels C, which ``num_heads`` divides."""
         super().__init__()
         self.num_heads = num_heads
         self.watchers: list[Watcher] = []
@@ -70,10 +70,10 @@ class FormerToMobile(nn.Module):
         self.value = nn.Linear(token_dim, channels)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """From (N, C, H, W) and tokens (N, M, D) to (N, C, H, W): the map plus the attention."""
+        """Takes (N, C, H, W) and tokens (N, M, D). Returns the updated feature map (N, C, H, W)."""
         key = _split_heads(self.key(tokens), self.num_heads)
         value = _split_heads(self.value(tokens), self.num_heads)
-        # Tokens are the rows, so that the map is read in its own layout.
+        # Tokens are the rows of the product, so that no copy of the feature map is needed.
         logits = _multiply_with_pixels(key * key.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
         attention = logits.softmax(dim=-2)
         for watch in self.watchers:
@@ -82,21 +82,21 @@ class FormerToMobile(nn.Module):
             pixels = x.flatten(2).transpose(1, 2)  # (N, HW, C)
             weights = attention.flatten(1, 2).transpose(1, 2)  # (N, HW, heads * M)
             spread = _spread(value)
-            if not x.dtype == weights.dtype == spread.dtype:  # autocast would round the map
+            if not x.dtype == weights.dtype == spread.dtype:  # autocast would round ``pixels``
                 found = pixels + weights @ spread
             elif len(x) == 1:
                 found = torch.addmm(pixels[0], weights[0], spread[0])[None]
-            else:  # added within the product
+            else:  # one kernel for product and addition
                 found = torch.baddbmm(pixels, weights, spread)
             return found.transpose(1, 2).unflatten(2, x.shape[-2:])
         return x + (value.transpose(-2, -1) @ attention).view_as(x)
 
 
 class Former(nn.Module):
-    """Transformer layer on the tokens: self-attention with projected queries, then an MLP."""
+    """Transformer layer on tokens: self-attention, which only projects queries, and an MLP."""
 
     def __init__(self, *, token_dim: int, num_heads: int = 4, drop_path: float = 0.0) -> None:
-        """Takes the tokens' width D, divisible by ``num_heads``, and the drop rate of branches."""
+        """Takes the tokens' width D, divisible by ``num_heads``, and the stochastic depth rate."""
         super().__init__()
         self.num_heads = num_heads
         self.query = nn.Linear(token_dim, token_dim)
@@ -109,7 +109,7 @@ class Former(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(N, M, D) to (N, M, D)."""
+        """Takes tokens (N, M, D) and returns updated tokens (N, M, D)."""
         query, memory = (_split_heads(t, self.num_heads) for t in (self.query(tokens), tokens))
         attended = F.scaled_dot_product_attention(query, memory, memory)
         attended = self.project(attended.transpose(1, 2).flatten(2))
@@ -118,13 +118,13 @@ class Former(nn.Module):
 
 
 def pointwise(in_channels: int, out_channels: int, norm: str) -> NormedConv2d:
-    """Builds a 1x1 convolution without bias, then a norm."""
+    """Builds a 1x1 convolution without bias, followed by a norm."""
     norm_layer = get_norm(norm, out_channels)
     return NormedConv2d(in_channels, out_channels, 1, bias=False, norm=norm_layer)
 
 
 def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> DepthwiseConv2d:
-    """Builds a 3x3 depthwise convolution without bias, then a norm."""
+    """Builds a 3x3 depthwise convolution without bias, followed by a norm."""
     return DepthwiseConv2d(
         in_channels,
         out_channels,
@@ -138,12 +138,12 @@ def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -
 
 
 class LiteBottleneck(nn.Module):
-    """Depthwise, ReLU6, pointwise, plus the input if the shapes agree; tokens do not change."""
+    """Depthwise, ReLU6 and pointwise, plus the input if the shapes are equal. Keeps the tokens."""
 
     def __init__(
         self, *, in_channels: int, hidden: int, out_channels: int, norm: str, stride: int = 1
     ) -> None:
-        """Takes widths, ``hidden`` a multiple of the first, and a name for ``get_norm``."""
+        """``hidden`` is a multiple of ``in_channels``. ``norm`` is a name for ``get_norm``."""
         super().__init__()
         self.stride = stride
         self.depthwise = depthwise(in_channels, hidden, norm, stride)
@@ -153,14 +153,14 @@ class LiteBottleneck(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Like ``MobileFormerBlock.forward``."""
+        """See ``MobileFormerBlock.forward``."""
         hidden = F.relu6(self.depthwise(zero_padding(x, padding)))
         out = self.pointwise(hidden)
         return x + out if self.has_identity else out, tokens
 
 
 class Mobile(nn.Module):
-    """Inverted bottleneck with dynamic ReLU, plus the input if the widths agree."""
+    """Inverted bottleneck with dynamic ReLU, plus the input if the widths are equal."""
 
     stride = 1
 
@@ -174,7 +174,7 @@ class Mobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """Takes widths, the width D of the token, and a name for ``get_norm``."""
+        """``token_dim`` is the tokens' width D. ``norm`` is a name for ``get_norm``."""
         super().__init__()
         self.expand = pointwise(in_channels, hidden, norm)
         self.expand_act = DynamicReLU(token_dim=token_dim, channels=hidden)
@@ -185,9 +185,9 @@ class Mobile(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """From (N, C, H, W) and a token (N, D) to (N, C', H, W).
+        """Takes a feature map (N, C, H, W) and a token (N, D). Returns (N, C', H, W).
 
-        ``padding`` (N, 1, H, W) is True where there is no image.
+        ``padding`` (N, 1, H, W) is True outside the images.
         """
         hidden = self.expand_act(self.expand(x), token)
         hidden = self.depthwise_act(self.depthwise(zero_padding(hidden, padding)), token)
@@ -196,7 +196,8 @@ class Mobile(nn.Module):
 
 
 class DownMobile(nn.Module):
-    """Two depthwise-pointwise pairs: the first halves the map, the second adds to its result."""
+    """Two pairs of depthwise and pointwise convolutions. The first pair halves the resolution, and
+    the second pair is a residual branch."""
 
     stride = 2
 
@@ -211,10 +212,10 @@ class DownMobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """Like ``Mobile``, with a hidden width after each depthwise convolution.
+        """See ``Mobile``. Each depthwise convolution has its own hidden width.
 
-        ``hidden`` is a multiple of ``in_channels``, ``second_hidden`` of ``out_channels``;
-        ``drop_path`` drops the second pair.
+        ``hidden`` is a multiple of ``in_channels``, and ``second_hidden`` of ``out_channels``.
+        ``drop_path`` is the rate at which the second pair is dropped.
         """
         super().__init__()
         self.down = depthwise(in_channels, hidden, norm, stride=2)
@@ -226,14 +227,14 @@ class DownMobile(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Like ``Mobile.forward``, to (N, C', ceil(H / 2), ceil(W / 2))."""
+        """See ``Mobile.forward``. Returns (N, C', ceil(H / 2), ceil(W / 2))."""
         y = self.down_reduce(self.down_act(self.down(zero_padding(x, padding)), token))
         hidden = self.depthwise_act(self.depthwise(zero_padding(y, halve(padding))), token)
         return y + self.drop_path(self.reduce(hidden))
 
 
 class MobileFormerBlock(nn.Module):
-    """Mobile->Former, Former, Mobile, Mobile<-Former."""
+    """A block of four parts: Mobile->Former, Former, Mobile and Mobile<-Former."""
 
     token_path = ("mobile_to_former", "former")
     """See ``get_token_parameters`` in ``modeling/contracts.py``."""
@@ -246,7 +247,7 @@ class MobileFormerBlock(nn.Module):
         to_former: MobileToFormer,
         to_mobile: FormerToMobile,
     ) -> None:
-        """Takes the four parts."""
+        """Takes the four parts of the block."""
         super().__init__()
         self.mobile_to_former = to_former
         self.former = former
@@ -257,18 +258,18 @@ class MobileFormerBlock(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """From (N, C, H, W) and tokens (N, M, D) to (N, C', H', W') and (N, M, D)."""
+        """Takes (N, C, H, W) and tokens (N, M, D). Returns (N, C', H', W') and (N, M, D)."""
         tokens = self.former(self.mobile_to_former(tokens, x, padding))
         x = self.mobile(x, tokens[:, 0], padding)
         return self.former_to_mobile(x, tokens), tokens
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether a bridge multiplies the rows of a channels-last map.
+    """Whether a bridge multiplies the rows (pixels) of a channels-last feature map.
 
-    Such a map cannot be split into heads without a copy, so the tokens are split instead, with
-    zeros in the channels of other heads. This is faster for several images outside of compilers,
-    and in programs in bfloat16.
+    Splitting such a feature map into heads would copy it. Instead, one row per head and token is
+    multiplied, with zeros in the channels of all other heads. This is faster for batches of several
+    images without a compiler, and in exported bfloat16 programs.
     """
     if not is_half_program() and (is_recorded() or len(x) == 1):
         return False
@@ -276,12 +277,12 @@ def has_rows(x: Tensor) -> bool:
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """(N, L, C) to (N, heads, L, C / heads)."""
+    """Splits (N, L, C) into heads (N, heads, L, C / heads)."""
     return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 def _multiply_with_pixels(tokens: Tensor, x: Tensor) -> Tensor:
-    """From (N, heads, M, C / heads) and a map (N, C, H, W) to the products (N, heads, M, HW)."""
+    """Multiplies (N, heads, M, C / heads) with pixels (N, C, H, W). Returns (N, heads, M, HW)."""
     num_heads, pixels = tokens.shape[1], x.flatten(2)
     if has_rows(x):
         return _multiply(_spread(tokens), pixels).unflatten(1, (num_heads, -1))
@@ -289,18 +290,18 @@ def _multiply_with_pixels(tokens: Tensor, x: Tensor) -> Tensor:
 
 
 def _spread(heads: Tensor) -> Tensor:
-    """(N, heads, M, C / heads) to (N, heads * M, C), zero in the channels of other heads."""
+    """Converts (N, heads, M, C / heads) to (N, heads * M, C), with zeros outside each head."""
     num_heads = heads.shape[1]
     own = torch.eye(num_heads, dtype=heads.dtype, device=heads.device)
     return (heads[:, :, :, None] * own[:, None, :, None]).flatten(3).flatten(1, 2)
 
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """(N, R, K) and (N, K, C) to (N, R, C); for N = 1 without a batch, which would copy maps."""
+    """Batched matrix product. Avoids the batch dimension for N = 1, which would cause a copy."""
     return (a[0] @ b[0])[None] if len(a) == 1 else a @ b
 
 
 def _collect(spread: Tensor, num_heads: int) -> Tensor:
-    """(N, heads * M, C) to (N, heads, M, C / heads), each head's own channels."""
+    """Reverses ``_spread``: selects the channels of each head, (N, heads, M, C / heads)."""
     by_head = spread.unflatten(2, (num_heads, -1)).unflatten(1, (num_heads, -1))
     return by_head.diagonal(dim1=1, dim2=3).movedim(-1, 1)

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Maps of images of several sizes in one batch: masks, resizing and sine position encodings.
+"""Padding masks, resizing and sine position encodings for batches of images of different sizes.
 
-The package represents padding as a Boolean map ``padding`` (N, 1, H, W), True outside the image, or
-None if no image of the batch is padded. Images are at the top left, so the mask of a map at half
-the resolution is every second entry.
+Padding is represented by a Boolean mask ``padding`` (N, 1, H, W), True outside the image, or None
+if no image of the batch is padded. Images are at the top left of the batch. Therefore, the mask at
+half the resolution consists of every second row and column.
 
 Position encoding: "End-to-End Object Detection with Transformers", Carion et al., arXiv:2005.12872,
 Sec. A.4.
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 
 def padding_mask(image_sizes: Tensor, size: Sequence[int]) -> Tensor:
-    """From sizes (N, 2) in pixels and (H, W) of the padded batch to (N, 1, H, W), True outside."""
+    """Returns a mask (N, 1, H, W), True outside images of the sizes (N, 2), for a batch (H, W)."""
     height, width = size
     rows = torch.arange(height, device=image_sizes.device) >= image_sizes[:, :1]  # (N, H)
     columns = torch.arange(width, device=image_sizes.device) >= image_sizes[:, 1:]  # (N, W)
@@ -26,59 +26,59 @@ def padding_mask(image_sizes: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def halve(padding: Tensor | None) -> Tensor | None:
-    """Returns the mask after a convolution of stride 2 that maps size s to ceil(s / 2)."""
+    """Returns the mask after a convolution with stride 2, whose output size is ceil(size / 2)."""
     return None if padding is None else padding[..., ::2, ::2]
 
 
 def valid_sizes(padding: Tensor) -> Tensor:
-    """Returns (N, 2): height and width in map positions of the image under each mask."""
+    """Returns (N, 2), the height and width of the unpadded area of each mask."""
     valid = ~padding[:, 0]
     return torch.stack([valid[:, :, 0].sum(dim=1), valid[:, 0, :].sum(dim=1)], dim=1)
 
 
 def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Zeroes a map (N, C, H, W) outside the images, like the padding of a convolution."""
-    # Not masked_fill, which changes the layout of channels-last maps.
+    """Sets a feature map (N, C, H, W) to 0 outside the images, like a convolution's padding."""
+    # masked_fill would change the memory format of channels-last tensors.
     return x if padding is None else torch.where(padding, x.new_zeros(()), x)
 
 
 def resize_bilinear(
     x: Tensor, size: Sequence[int], padding: Tensor | None = None, padding_out: Tensor | None = None
 ) -> Tensor:
-    """Resizes (N, C, H, W) to (N, C, H', W') bilinearly, each image as it would be alone.
+    """Resizes (N, C, H, W) to (N, C, H', W') bilinearly, as if each image was not padded.
 
-    ``padding`` (N, 1, H, W) is the mask of ``x``, ``padding_out`` (N, 1, H', W') the mask of the
-    result; None if no image is padded.
+    ``padding`` (N, 1, H, W) is the mask of ``x``, and ``padding_out`` (N, 1, H', W') the mask of
+    the result. They are None if no image is padded.
     """
     if padding is None or padding_out is None:
         return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)
     old, new = valid_sizes(padding).to(x.dtype), valid_sizes(padding_out).to(x.dtype)
     rows = _hats(_source_positions(size[0], old[:, 0], new[:, 0]), x.shape[2])  # (N, H', H)
     columns = _hats(_source_positions(size[1], old[:, 1], new[:, 1]), x.shape[3])  # (N, W', W)
-    # The padding has weight zero, but may not be finite.
+    # Padding has weight 0, but is set to 0 because it may be infinite or NaN.
     pixels = zero_padding(x, padding).permute(0, 2, 3, 1)  # (N, H, W, C)
     pixels = (rows @ pixels.flatten(2)).unflatten(2, pixels.shape[2:])  # (N, H', W, C)
     return (columns[:, None] @ pixels).permute(0, 3, 1, 2)
 
 
 def _source_positions(length: int, old: Tensor, new: Tensor) -> Tensor:
-    """Returns (N, length): positions of the outputs among the inputs 0 … old - 1."""
+    """Returns (N, length), the positions of outputs in the coordinates of inputs, 0 to old - 1."""
     centres = torch.arange(length, device=old.device, dtype=old.dtype) + 0.5
     position = centres * (old / new)[:, None] - 0.5
     return torch.minimum(position.clamp(min=0), (old - 1)[:, None])
 
 
 def _hats(positions: Tensor, length: int) -> Tensor:
-    """Returns (N, P, length): the weight of each input at each position (N, P)."""
+    """Returns (N, P, length), the bilinear weight of each input at positions (N, P)."""
     inputs = torch.arange(length, device=positions.device, dtype=positions.dtype)
     return (1 - (positions[..., None] - inputs).abs()).clamp(min=0)
 
 
 class SinePositionEncoding(nn.Module):
-    """Encodes the row in half of the channels and the column in the others, by the image's size."""
+    """Encodes the row in the first half of the channels and the column in the second half."""
 
     def __init__(self, *, channels: int) -> None:
-        """Takes the number of channels C, or raises a ``ValueError`` if 4 does not divide it."""
+        """Takes the number of channels C. Raises a ``ValueError`` if C is not divisible by 4."""
         super().__init__()
         if channels % 4:
             raise ValueError(f"a sine encoding needs channels divisible by 4, not {channels}")
@@ -87,9 +87,10 @@ class SinePositionEncoding(nn.Module):
         self.frequency: Tensor  # (C / 4,)
 
     def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
-        """Returns (N, HW, C) of a map of (H, W); (1, HW, C) without ``padding`` (N, 1, H, W).
+        """Returns (N, HW, C) for feature maps of size (H, W) with ``padding`` (N, 1, H, W).
 
-        Positions are normalised to (0, 1] within the unpadded image.
+        Without padding, returns (1, HW, C). Positions are normalized to (0, 1] within the unpadded
+        image.
         """
         height, width = size
         if padding is None:
@@ -108,7 +109,7 @@ class SinePositionEncoding(nn.Module):
         return code.flatten(1, 2)
 
     def wave(self, position: Tensor) -> Tensor:
-        """Returns (..., C / 2), the encoding of single coordinates (...) in [0, 1]."""
+        """Encodes coordinates (...) in [0, 1] as (..., C / 2)."""
         phase = position[..., None] * self.frequency
         return torch.stack([phase.sin(), phase.cos()], dim=-1).flatten(-2)
 

@@ -1,5 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Models; ``import qbheat_det`` imports all packages below, which registers their classes.
+"""Models. ``import qbheat_det`` imports all subpackages, which registers their classes.
 
-This package itself imports none of them, so that any other can import ``modeling.contracts``.
+``qbheat_det.modeling`` itself does not import its subpackages, so that any other package can import
+``modeling.contracts`` without circular imports.
 """

@@ -1,12 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Optional attributes and methods of models, for the trainer, the data and the tools.
+"""Optional attributes and methods of models, which the trainer, the data and the tools read.
 
-Any ``nn.Module`` that Detectron2 can build fits. Whatever else a model may offer is a Protocol
-here, or a function with a default for models that lack the attribute. Models do not inherit from
-these classes, and code outside ``modeling`` reads such attributes through this file alone.
+Any ``nn.Module`` that Detectron2 can build is a valid model. Each optional feature of a model is
+defined here, either as a Protocol or as a function with a default for models without the attribute.
+Models do not inherit from these classes. Code outside ``modeling`` reads these attributes only
+through this module.
 
-The Protocols have no parameters, buffers and children, which ``isinstance`` does not find from
-Python 3.12 on.
+The Protocols list no parameters, buffers or child modules, because ``isinstance`` does not find
+these on an ``nn.Module`` from Python 3.12 on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,77 +20,78 @@ from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from torch import Tensor, nn
 
 BatchedInputs = list[dict[str, Any]]
-"""Dicts of a dataset mapper."""
+"""A batch: the dicts that a dataset mapper returns."""
 
 
 @runtime_checkable
 class SupportsLossNormalizers(Protocol):
     """A model that divides its losses by counts of a batch, such as its number of boxes.
 
-    ``forward`` takes the result of ``loss_normalizers`` as an optional second argument; without
-    it, it sums over processes itself. Losses of other models are means over images.
+    ``forward`` takes the result of ``loss_normalizers`` as an optional second argument. If it is
+    omitted, ``forward`` sums the counts over processes itself. The trainer assumes that the losses
+    of models without this protocol are means over images.
     """
 
     def loss_counts(self, batched_inputs: BatchedInputs) -> Tensor:
-        """Returns the counts of a batch; the trainer sums them over all parts of a step."""
+        """Returns the counts of a batch. The trainer sums them over all micro-batches of a step."""
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns the divisors of each of ``parts``, from the sum of their counts."""
+        """Returns the divisors for each of ``parts`` micro-batches, given their summed counts."""
 
 
 @runtime_checkable
 class SupportsAfterStep(Protocol):
-    """A model with state besides weights that changes between steps, such as a queue."""
+    """A model that updates state between steps, such as a queue of features."""
 
     def after_step(self) -> None:
-        """Updates the state after each step of the optimizer, skipped ones included."""
+        """Updates the state. Called after each optimizer step, even if the step was skipped."""
 
 
 UNLABELLED = "unlabelled"
-"""Key of a training image with the entries of the unlabelled images that come with it."""
+"""Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 
 STRONG = "strong"
-"""Key of an unlabelled image with its strong view: an image, or features by name."""
+"""Key of an unlabelled image's dict. Its value is the strong view, as pixels or features."""
 
 PSEUDO_LABELS = "pseudo_labels"
-"""Key of an unlabelled image with the teacher's predictions on its weak view."""
+"""Key of an unlabelled image's dict. Its value is the teacher's prediction on the weak view."""
 
 
 @runtime_checkable
 class SupportsUnlabelled(Protocol):
-    """A detector that learns from unlabelled images, the ``UNLABELLED`` ones of its batch."""
+    """A detector that also learns from the ``UNLABELLED`` images of a batch."""
 
     def pseudo_labels(self, batched_inputs: BatchedInputs) -> Sequence[Any]:
-        """Returns the ``PSEUDO_LABELS`` of each image, from which the same model learns."""
+        """Returns the ``PSEUDO_LABELS`` of each image, which the student model is trained on."""
 
 
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
-    """Returns ``metrics``: tensors () by name of the last batch, logged beside its losses."""
+    """Returns ``metrics``: scalar tensors by name for the last batch, logged with its losses."""
     return getattr(model, "metrics", {})
 
 
 def keeps_backbone_in_eval(model: nn.Module) -> bool:
-    """Returns ``backbone_is_frozen``: the backbone stays in evaluation mode in training."""
+    """Returns ``backbone_is_frozen``: whether the backbone stays in evaluation mode in training."""
     return bool(getattr(model, "backbone_is_frozen", False))
 
 
 def has_held_out_loss(model: type | object) -> bool:
-    """Returns ``held_out_loss`` of a model or class: single images have losses in evaluation."""
+    """Returns ``held_out_loss`` of a model or class: whether evaluation returns losses."""
     return bool(getattr(model, "held_out_loss", True))
 
 
 def train_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``train_only_modules``: children that only checkpoints have, not trained weights."""
+    """Returns ``train_only_modules``: children in checkpoints, but not in the final weights."""
     return tuple(getattr(model, "train_only_modules", ()))
 
 
 def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``pretrain_only_modules``: children that models which do not name them skip."""
+    """Returns ``pretrain_only_modules``: children that downstream models do not load."""
     return tuple(getattr(model, "pretrain_only_modules", ()))
 
 
 def optional_modules(model: nn.Module) -> list[str]:
-    """Returns paths of modules that files may hold although the config leaves them out."""
+    """Returns paths of modules that files may contain although this model does not build them."""
     return [
         f"{path}.{child}".lstrip(".")
         for path, module in model.named_modules()
@@ -98,37 +100,36 @@ def optional_modules(model: nn.Module) -> list[str]:
 
 
 def equivalent_configs(model: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Returns ``equivalent_configs``: by config key, values that do not change predictions."""
+    """Returns ``equivalent_configs``: by config key, the values that give equal predictions."""
     return getattr(model, "equivalent_configs", {})
 
 
 @runtime_checkable
 class FixedSizeModel(Protocol):
-    """A model of square images of one size: a classifier or a pre-training objective."""
+    """A model for square images of one size: a classifier or a pre-training objective."""
 
     image_size: int
-    """S, rows and columns of the images."""
+    """S, the height and width of the images."""
     in_feature: str
-    """Name of the backbone's map that is pooled or learned from."""
+    """Name of the backbone's feature map that the model pools or learns from."""
     head_in_features: list[str]
     """Names of all outputs of the backbone that the model reads."""
 
     def preprocess_image(self, batched_inputs: BatchedInputs) -> Tensor:
-        """Returns normalised images (N, 3, S, S) on the model's device."""
+        """Returns normalized images (N, 3, S, S) on the model's device."""
 
 
 @runtime_checkable
 class PretrainingObjective(FixedSizeModel, Protocol):
-    """A model that trains its backbone without labels, for other models to use."""
+    """A model that pre-trains its backbone without labels."""
 
     held_out_loss: bool
     """See ``has_held_out_loss``."""
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns ``views_from_config(cfg)`` of a config's model: by kind, the quarters to see in turn.
-
-    Models without it see the whole image.
+    """Returns ``views_from_config(cfg)`` of a config's model: by kind of view, the names of the
+    visible quarters, which images use in turn. Models without this method see the whole image.
     """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
@@ -137,24 +138,24 @@ def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
 
 
 def get_pixel_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers ``pixel_mean`` and ``pixel_std`` by name, if a model has them."""
+    """Returns the buffers ``pixel_mean`` and ``pixel_std`` by name, if the model has them."""
     found = {name: getattr(model, name, None) for name in ("pixel_mean", "pixel_std")}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
 def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Returns (..., C, H, W) less the mean of each channel, divided by its deviation."""
+    """Normalizes (..., C, H, W) by the mean and standard deviation of each channel."""
     offset, scale = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (mean, std))
     return (images - offset) / scale
 
 
 def masks_padding(model: object) -> bool:
-    """Returns ``masks_padding``: padding does not change the results of an image."""
+    """Returns ``masks_padding``: whether results of an image do not depend on the padding."""
     return bool(getattr(model, "masks_padding", False))
 
 
 def needs_teacher(model: nn.Module) -> bool:
-    """Returns ``needs_teacher``: entries need a teacher's maps by name as "targets"."""
+    """Returns ``needs_teacher``: whether inputs need "targets", the teacher's outputs by name."""
     return bool(getattr(model, "needs_teacher", False))
 
 
@@ -163,31 +164,31 @@ class SupportsLayerGroups(Protocol):
     """A backbone that groups its parameters by layer, as timm's models do."""
 
     def group_matcher(self, coarse: bool = False) -> Any:
-        """Returns patterns of parameter names, see ``timm.models.group_parameters``."""
+        """Returns patterns of parameter names. See ``timm.models.group_parameters``."""
 
 
 @runtime_checkable
 class SupportsTokenBlocks(Protocol):
-    """A backbone whose blocks return a map and a few tokens, as a Mobile-Former's do."""
+    """A backbone whose blocks return a feature map and a few tokens, such as Mobile-Former."""
 
     def token_blocks(self) -> Mapping[str, nn.Module]:
-        """Returns by name the blocks that return a map and tokens (N, M, D)."""
+        """Returns, by name, the blocks that return a feature map and tokens (N, M, D)."""
 
 
 def get_backbone(model: nn.Module) -> Backbone | None:
-    """Returns ``backbone``; None if a model has none, or none of Detectron2's class."""
+    """Returns ``backbone``. None if it is missing or not a ``detectron2.modeling.Backbone``."""
     backbone = getattr(model, "backbone", None)
     return backbone if isinstance(backbone, Backbone) else None
 
 
 def get_timm_name(model: nn.Module) -> str:
-    """Returns ``timm_name`` of a model's backbone; "" if it is not timm's."""
+    """Returns ``timm_name`` of a model's backbone, or "" if the backbone is not a timm model."""
     names = (getattr(module, "timm_name", "") for module in model.modules())
     return next(filter(None, names), "")
 
 
 def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters of all children that a module lists as ``token_path``."""
+    """Returns the parameters of all children that some submodule lists in ``token_path``."""
     return [
         parameter
         for module in model.modules()
@@ -198,26 +199,26 @@ def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def get_body_name(backbone: nn.Module) -> str:
-    """Returns the name of the child that a pyramid or wrapper adds to; "" for other backbones."""
+    """Returns the name of the network inside a pyramid or wrapper, or "" for other backbones."""
     children = dict(backbone.named_children())
     return next((name for name in ("bottom_up", "net") if name in children), "")
 
 
 def get_encoder(backbone: Backbone) -> Backbone:
-    """Returns the network below a feature pyramid, or the ``encoder`` of cached features."""
+    """Returns the bottom-up network of a feature pyramid, or the ``encoder`` of cached features."""
     below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
     below = below if isinstance(below, Backbone) else backbone
     return getattr(below, "encoder", below)
 
 
 def get_in_features(module: nn.Module) -> list[str] | None:
-    """Returns the names of the outputs that a model or pyramid reads; None if unknown."""
+    """Returns the names of the outputs that a model or pyramid reads, or None if unknown."""
     names = getattr(module, "head_in_features", None) or getattr(module, "in_features", None)
     return list(names) if names else None
 
 
 def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:
-    """Returns the shapes of a backbone's outputs; a ``ValueError`` names the key of wrong names."""
+    """Returns the shapes of named outputs. The ``ValueError`` for unknown names states ``key``."""
     shapes = backbone.output_shape()
     if not names or set(names) - set(shapes):
         known = list(shapes)

@@ -1,15 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's RetinaNet and FCOS, with losses normalised over all processes.
+"""Detectron2's RetinaNet and FCOS, with losses normalized over all processes.
 
 Papers: arXiv:1708.02002 and arXiv:2006.09214. Detectron2 divides the losses by a running mean of
-the number of positive anchors, which each process keeps for its own images and loses on resume.
-Here the mean is over all processes, updated once per step, and a buffer in checkpoints. FCOS is
-registered and built from ``MODEL.FCOS``, with two fixes from Detectron2's main branch: images
-without boxes, and GroupNorm heads on a recent PyTorch.
+the number of positive anchors. Each process keeps its own mean, which is lost on resume. Here the
+mean is over all processes, updated once per step, and saved in checkpoints. FCOS is registered and
+built from ``MODEL.FCOS``, with two fixes from Detectron2's main branch: images without boxes, and
+GroupNorm heads on a recent PyTorch.
 
 Unlabelled images: "Dense Teacher", arXiv:2207.02541. A detector learns from a teacher's dense
 scores, without pseudo-boxes, NMS and score threshold. The teacher is the moving average of the
-weights. It sees the weak view of an image, the student the strong view.
+weights. The teacher sees the weak view of an image, and the student sees the strong view.
 """
 
 import math
@@ -33,7 +33,7 @@ from torchvision.ops import generalized_box_iou_loss
 from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED, pick_outputs
 from qbheat_det.modeling.image_model import find_cached_images
 
-_COUNT = "num_positives"  # key that ``losses`` adds to the losses
+_COUNT = "num_positives"  # ``losses`` returns the count under this key, next to the losses
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class DensePredictions:
     """Predictions of a dense detector at R anchors or locations of N images.
 
     Attributes:
-        logits: (N, R, K), of a sigmoid for each class.
+        logits: (N, R, K), class logits for a sigmoid.
         boxes: (N, R, 4), XYXY, in pixels of the padded batch.
-        quality: (N, R), logits of the centerness; None for RetinaNet.
+        quality: (N, R), centerness logits; None for RetinaNet.
     """
 
     logits: Tensor
@@ -73,8 +73,8 @@ class DenseTeacherLoss:
     """The losses on unlabelled images (Sec. 3 of the paper).
 
     Attributes:
-        top_share: share of the locations of a batch that learn from the teacher, in (0, 1]: those
-            with the highest class scores. The others learn the score zero.
+        top_share: share, in (0, 1], of the locations of a batch that learn from the teacher. These
+            have the teacher's highest class scores. The targets of all other locations are zero.
         weight: factor on the losses.
         gamma: exponent of the quality focal loss (arXiv:2006.04388).
     """
@@ -89,7 +89,7 @@ class DenseTeacherLoss:
         return cls(top_share=cfg.MODEL.SEMI.TOP_SHARE, weight=cfg.MODEL.SEMI.WEIGHT)
 
     def __call__(self, student: DensePredictions, teacher: DensePredictions) -> dict[str, Tensor]:
-        """Returns the losses by name; ``teacher`` has no gradients."""
+        """Returns the losses by name. ``teacher`` must not require gradients."""
         num_classes = student.logits.shape[-1]
         logits = student.logits.float().reshape(-1, num_classes)
         targets = teacher.logits.float().reshape(-1, num_classes).sigmoid()
@@ -100,7 +100,7 @@ class DenseTeacherLoss:
         bce = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         distance = (targets - logits.sigmoid()).abs() ** self.gamma
         losses = {"loss_teacher_cls": (distance * bce).sum() / total}
-        # A location counts as much as the teacher is certain of it.
+        # Locations are weighted by the teacher's highest class score.
         weights = best[top] / total
         boxes = (each.boxes.float().reshape(-1, 4)[top] for each in (student, teacher))
         giou = generalized_box_iou_loss(*boxes)
@@ -116,24 +116,24 @@ class DenseTeacherLoss:
 
 
 class SyncNormalizer(DenseDetector):
-    """Base in front of a detector with ``anchor_generator``, ``label_anchors`` and ``losses``."""
+    """Mixin for dense detectors with ``anchor_generator``, ``label_anchors`` and ``losses``."""
 
     first_normalizer: float
-    """Detectron2's first value of the running mean."""
+    """Initial value of the running mean, as in Detectron2."""
 
     @configurable
     def __init__(self, *, teacher_loss: DenseTeacherLoss | None = None, **kwargs: Any) -> None:
         """Takes the detector's arguments, and the losses on unlabelled images."""
         super().__init__(**kwargs)
         self.teacher_loss = teacher_loss or DenseTeacherLoss()
-        # Detectron2's name.
+        # Named as in Detectron2.
         self.register_buffer("loss_normalizer", torch.tensor(self.first_normalizer))
         self.loss_normalizer: Tensor
 
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """As in the detector; ``normalizers`` by default come from the batches of all processes."""
+        """See the detector. By default, ``normalizers`` are computed over all processes."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
@@ -152,7 +152,7 @@ class SyncNormalizer(DenseDetector):
         return self._predict_densely(batched_inputs).split()
 
     def _learn_from_teacher(self, unlabelled: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Returns the losses of the strong views."""
+        """Returns the losses on the strong views."""
         teacher = DensePredictions.join([entry[PSEUDO_LABELS] for entry in unlabelled])
         key = "features" if "features" in unlabelled[0] else "image"
         strong = [{**entry, key: entry[STRONG]} for entry in unlabelled]
@@ -170,12 +170,12 @@ class SyncNormalizer(DenseDetector):
         return DensePredictions(logits, torch.stack(boxes), *(each.squeeze(2) for each in quality))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
-        """As in the detector; entries with "features" become a ``CachedImages``."""
+        """See the detector. Inputs with cached "features" become a ``CachedImages``."""
         cached = find_cached_images(batched_inputs, self.backbone.size_divisibility, self.device)
         return super().preprocess_image(batched_inputs) if cached is None else cached
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (1,): the number of positive anchors of a batch, without the backbone."""
+        """Returns (1,), the number of positive anchors in a batch. Does not run the backbone."""
         height, width = self.preprocess_image(batched_inputs).tensor.shape[-2:]
         maps = [
             torch.empty(0, math.ceil(height / stride), math.ceil(width / stride))
@@ -186,7 +186,8 @@ class SyncNormalizer(DenseDetector):
         return self._count_positives(labels)
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Updates the running mean by the positive anchors (1,); returns each part's divisor."""
+        """Updates the running mean with the number of positive anchors (1,). Returns the divisor of
+        each part."""
         momentum = 0.9  # Detectron2's
         self.loss_normalizer.mul_(momentum).add_(counts[0].clamp(min=1), alpha=1 - momentum)
         return self.loss_normalizer[None] / parts
@@ -194,28 +195,28 @@ class SyncNormalizer(DenseDetector):
     def losses(
         self, anchors: Any, pred_logits: list[Tensor], gt_labels: list[Tensor], *others: Any
     ) -> dict[str, Tensor]:
-        """Returns the detector's losses before division, and the number of positive anchors."""
+        """Returns the detector's summed losses, not normalized, and the number of positives."""
         sums = super().losses(anchors, pred_logits, gt_labels, *others)
         return {**sums, _COUNT: self._count_positives(gt_labels)}
 
     def _count_positives(self, gt_labels: list[Tensor]) -> Tensor:
-        labels = torch.stack(gt_labels)  # (N, R): -1 where ignored, K where background
+        labels = torch.stack(gt_labels)  # (N, R): -1 is ignored, K is background
         return ((labels >= 0) & (labels != self.num_classes)).sum().float()[None]
 
     def _ema_update(self, *args: Any, **kwargs: Any) -> float:
-        return 1.0  # the detector's divisor; ``forward`` divides
+        return 1.0  # so that the detector does not divide; ``forward`` does
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Detectron2's own class has no such buffer.
+        # Checkpoints of Detectron2's class do not contain this buffer.
         state_dict.setdefault(f"{prefix}loss_normalizer", self.loss_normalizer)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 @META_ARCH_REGISTRY.register()
 class SyncRetinaNet(SyncNormalizer, RetinaNet):
-    """RetinaNet with gradients of the effective batch; in one process, Detectron2's."""
+    """RetinaNet normalized over the effective batch. In one process, equal to Detectron2's."""
 
     first_normalizer = 100.0
 
@@ -226,7 +227,7 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
 
 @META_ARCH_REGISTRY.register()
 class SyncFCOS(SyncNormalizer, FCOS):
-    """FCOS with gradients of the effective batch; in one process, Detectron2's."""
+    """FCOS normalized over the effective batch. In one process, equal to Detectron2's."""
 
     first_normalizer = 300.0
 
@@ -260,7 +261,7 @@ class SyncFCOS(SyncNormalizer, FCOS):
     def label_anchors(
         self, anchors: list[Boxes], gt_instances: list[Instances]
     ) -> tuple[list[Tensor], Any]:
-        """As in ``FCOS``, for images without boxes too: all of their locations are background."""
+        """See ``FCOS``. In images without boxes, all locations are background."""
         return super().label_anchors(anchors, [_or_empty_box(found) for found in gt_instances])
 
 
@@ -272,7 +273,7 @@ def build_fcos_head(
     norm: str,
     prior_prob: float,
 ) -> FCOSHead:
-    """Returns Detectron2's head for levels from fine to coarse; arguments as there."""
+    """Builds Detectron2's ``FCOSHead``. ``input_shape`` is ordered from fine to coarse."""
     return FCOSHead(
         input_shape=list(input_shape),
         num_classes=num_classes,
@@ -283,12 +284,12 @@ def build_fcos_head(
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    # v0.6 builds the norm for one channel to check its kind, where 32 groups are too many.
+    # Detectron2 v0.6 builds the norm for 1 channel to check its type, which fails with 32 groups.
     return nn.GroupNorm(min(32, channels), channels)
 
 
 def _or_empty_box(instances: Instances) -> Instances:
-    """Returns the instances, or one box without area, which contains no location."""
+    """Returns the instances, or an empty box, which matches no location, if there are none."""
     if len(instances):
         return instances
     return Instances(

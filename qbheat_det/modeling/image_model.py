@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Common parts of models around their backbones: input, cached features, pooled features.
+"""Parts that models with a backbone share: preprocessing, cached features, pooled features.
 
-The pooled vector of an image is its map averaged over positions, joined with the first token
-(QB-Heat, arXiv:2211.13228, Table 8); without tokens, the map alone.
+The pooled vector of an image is its feature map averaged over positions, concatenated with the
+first token if there are tokens (QB-Heat, arXiv:2211.13228, Table 8).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,24 +20,25 @@ from qbheat_det.core.errors import UserError
 
 
 def check_value(is_allowed: bool, key: str, value: object, allowed: str) -> None:
-    """Raises a ``ValueError`` that names a key below ``MODEL`` and its value, unless allowed."""
+    """Raises a ``ValueError`` that states ``MODEL.{key}`` and its value, unless ``is_allowed``."""
     if not is_allowed:
         raise ValueError(f"MODEL.{key} is {value}, but must be {allowed}")
 
 
 @dataclass(frozen=True)
 class CachedImages:
-    """Replaces the pixels (N, 3, H, W) on their way through a model to its encoder."""
+    """Cached encoder outputs, passed through a model to its encoder in place of pixels."""
 
-    features: Sequence[Mapping[str, Tensor]]  # outputs by name of each image, (C, h, w) or (M, D)
+    features: Sequence[Mapping[str, Tensor]]  # per image, outputs (C, h, w) or (M, D) by name
     shape: torch.Size  # of the padded pixels
     device: torch.device
 
     def batch(self, name: str, stride: int | None, layout: torch.memory_format) -> Tensor:
-        """Returns one output of all images, float32, on the device: a map, or tokens (N, M, D).
+        """Returns one output for all images, in float32 on the device.
 
-        Maps are (N, C, ceil(H / stride), ceil(W / stride)), zero at the right and the bottom of
-        smaller images. Raises a ``UserError`` if a map is larger.
+        Tokens are (N, M, D) and have no stride. Feature maps are (N, C, ceil(H / stride), ceil(W /
+        stride)), zero-padded on the right and bottom. Raises a ``UserError`` if a cached map is
+        larger.
         """
         maps = [outputs[name] for outputs in self.features]
         if stride is None:
@@ -56,9 +57,9 @@ class CachedImages:
             if height > size[0] or width > size[1]:
                 raise UserError(
                     f"cached features '{name}' are {height} x {width}, but the image is "
-                    f"{size[0]} x {size[1]} at stride {stride}: they are of another image"
+                    f"{size[0]} x {size[1]} at stride {stride}: they belong to another image"
                 )
-            if stored.shape == out.shape:  # the usual case; slicing takes as long as copying
+            if stored.shape == out.shape:  # the usual case, which skips the slow slicing below
                 out.copy_(stored)
                 continue
             out[:, :height, :width] = stored
@@ -70,9 +71,9 @@ class CachedImages:
 def find_cached_images(
     batched_inputs: Sequence[Mapping[str, Any]], size_divisibility: int, device: torch.device
 ) -> ImageList | None:
-    """Returns the images of a batch with cached "features"; None if its entries have only pixels.
+    """Returns the cached "features" of a batch as images, or None if some input has only pixels.
 
-    The pixels (3, H, W) only give the size; the batch is padded to ``size_divisibility``.
+    Only the size of "image" (3, H, W) is used. The batch is padded to ``size_divisibility``.
     """
     if not batched_inputs or not all("features" in entry for entry in batched_inputs):
         return None
@@ -84,14 +85,14 @@ def find_cached_images(
 
 
 class ImageModel(nn.Module):
-    """A backbone for images of one size: the base of classifiers and pre-training objectives.
+    """Base class of classifiers and pre-training objectives, for images of one size.
 
     A subclass adds a head and a ``forward`` that returns losses in training. The attributes are
-    those of ``FixedSizeModel`` in ``modeling/contracts.py``.
+    documented in ``FixedSizeModel`` in ``modeling/contracts.py``.
     """
 
     mapper_name: str
-    """``INPUT.DATASET_MAPPER_NAME`` of the model's images."""
+    """The value of ``INPUT.DATASET_MAPPER_NAME`` that the model needs."""
 
     def __init__(
         self,
@@ -106,9 +107,9 @@ class ImageModel(nn.Module):
         """
         Args:
             backbone: has the outputs ``head_in_features``.
-            in_feature: name of the map that k-NN and figures use.
+            in_feature: name of the feature map that k-NN and figures use.
             head_in_features: names of all outputs of the backbone that the model reads.
-            image_size: S, rows and columns of the images.
+            image_size: S, the height and width of the images.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
         """
@@ -130,9 +131,9 @@ class ImageModel(nn.Module):
     def preprocess_image(
         self, batched_inputs: Sequence[Mapping[str, Any]], key: str = "image"
     ) -> Tensor:
-        """Returns the images (3, S, S) of all entries under ``key``, normalised: (N, 3, S, S).
+        """Normalizes and stacks the images (3, S, S) under ``key``. Returns (N, 3, S, S).
 
-        Raises a ``UserError`` if an image has another size, or is missing.
+        Raises a ``UserError`` if an image is missing or is not S x S.
         """
         expected = (len(self.pixel_mean), self.image_size, self.image_size)
         for entry in batched_inputs:
@@ -145,21 +146,21 @@ class ImageModel(nn.Module):
                 )
         if (cached := find_cached_images(batched_inputs, 0, self.device)) is not None:
             return cached.tensor
-        # Stacked before the transfer, which takes one copy of bytes.
+        # Stacked on the CPU, so that one transfer of 8-bit pixels is enough.
         images = torch.stack([entry[key] for entry in batched_inputs])
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
 
 
 class PooledFeatures(nn.Module):
-    """From a backbone's outputs to one vector for each image, without parameters.
+    """Pools a backbone's outputs to one vector per image, without parameters.
 
-    The map ``in_feature`` has ``channels`` C, the tokens ``token_dim`` D (0 without tokens), and
-    the vector ``width`` C + D.
+    ``channels`` C is the width of the feature map ``in_feature``, and ``token_dim`` D that of the
+    tokens (0 without tokens). The vector has ``width`` C + D.
     """
 
     def __init__(self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:
-        """Takes the backbone's ``output_shape()`` and the map's name."""
+        """Takes the backbone's ``output_shape()`` and the name of the feature map."""
         super().__init__()
         tokens = input_shape.get("tokens")
         maps = [name for name in input_shape if name != "tokens"]
@@ -171,12 +172,12 @@ class PooledFeatures(nn.Module):
         self.width = self.channels + self.token_dim
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to (N, C + D)."""
+        """Takes a feature map (N, C, H, W) and optional "tokens" (N, M, D). Returns (N, C + D)."""
         pooled = F.adaptive_avg_pool2d(features[self.in_feature], 1).flatten(1)
         return self.join_token(pooled, features)
 
     def join_token(self, pooled: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Joins any pooled map (N, E) with the first token, if there are tokens."""
+        """Concatenates a pooled feature map (N, E) with the first token, if there are tokens."""
         if "tokens" not in self.in_features:
             return pooled
         return torch.cat([pooled, features["tokens"][:, 0]], dim=1)

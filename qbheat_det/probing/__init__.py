@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Decoder probing: kNN, linear and tran-k classifiers of a frozen backbone's features."""
+"""Decoder probing: kNN, linear and tran-k classifiers on the features of a frozen backbone."""
 
 from .features import FrozenFeatures, cache_features, find_feature
 from .run import BackboneProbe, check_probes, parse_transformer

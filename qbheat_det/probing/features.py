@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Loads a frozen backbone, computes its features once for all probes, recalibrates its BatchNorms.
+"""Loads frozen backbones, caches their features for all probes, and recalibrates BatchNorm.
 
-QB-Heat estimates BatchNorm statistics on quarters of images; ``recalibrate_bn`` estimates them on
-whole images with fvcore's code of "Rethinking 'Batch' in BatchNorm", arXiv:2105.07576.
+QB-Heat estimates BatchNorm statistics on quarters of images. ``recalibrate_bn`` estimates them on
+whole images, with fvcore's implementation of "Rethinking 'Batch' in BatchNorm", arXiv:2105.07576.
 """
 
 import logging
@@ -32,8 +32,8 @@ from qbheat_det.data import ImageBatches, build_mapper, cut, join_messages, rais
 from qbheat_det.modeling.contracts import normalise_pixels, optional_modules
 
 logger = logging.getLogger(__name__)
-_SHARE = 0.2  # of each class that is held out
-_CHUNK = 256  # images at a time
+_SHARE = 0.2  # share of each class that is held out
+_CHUNK = 256  # number of images processed at a time
 _CONSTANT = 1e-6  # relative standard deviation below which a channel is constant
 
 
@@ -41,8 +41,9 @@ _CONSTANT = 1e-6  # relative standard deviation below which a channel is constan
 class FrozenFeatures:
     """Features of N images, on the CPU.
 
-    ``maps`` (N, C, H, W), float16, are optional; ``pooled`` (N, C) is their mean over positions.
-    ``tokens`` (N, M, D) exist if the backbone has tokens; ``labels`` are (N,).
+    ``maps`` (N, C, H, W) are optional feature maps in float16. ``pooled`` (N, C) is the mean of the
+    feature maps over positions. ``tokens`` (N, M, D) are None if the backbone has no tokens.
+    ``labels`` are (N,).
     """
 
     pooled: Tensor
@@ -55,13 +56,13 @@ class FrozenFeatures:
 
     @property
     def joined(self) -> Tensor:
-        """The linear probe's input, (N, C) or (N, C + D): ``pooled`` and the first token."""
+        """The input of the linear probe: ``pooled`` and the first token, if any, concatenated."""
         if self.tokens is None:
             return self.pooled
         return torch.cat([self.pooled, self.tokens[:, 0]], dim=1)
 
     def select(self, indices: Tensor) -> "FrozenFeatures":
-        """Returns a copy of the features of some images."""
+        """Returns a copy of the features of the images at ``indices``."""
         parts = (self.maps, self.tokens)
         maps, tokens = (None if part is None else part[indices] for part in parts)
         return FrozenFeatures(self.pooled[indices], self.labels[indices], maps, tokens)
@@ -77,11 +78,11 @@ def cache_features(
     keep_maps: bool = False,
     memory_gb: float = 8.0,
 ) -> FrozenFeatures:
-    """Runs a backbone once over batches of at most ``num_images`` dicts with "label".
+    """Runs a backbone once over batches of dicts with "label", ``num_images`` dicts at most.
 
-    ``describe`` returns the map (N, C, H, W) under ``feature``, and "tokens" (N, M, D) if any.
-    ``keep_maps`` keeps maps in float16, clipped to its range, besides their means; a ``UserError``
-    is raised if they exceed ``memory_gb``.
+    ``describe`` returns the feature map (N, C, H, W) as ``feature``, and "tokens" (N, M, D) if any.
+    ``keep_maps`` also keeps feature maps, clipped to the range of float16. Raises a ``UserError``
+    if they need more than ``memory_gb``.
     """
     pooled, tokens = [torch.empty(0, 0)], []
     labels: list[int] = []
@@ -111,13 +112,16 @@ def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
     if needed > memory_gb:
         raise UserError(
             f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more than "
-            f"--memory-gb {memory_gb:.1f}: allow more, or probe without tran-k"
+            f"--memory-gb {memory_gb:.1f}: raise it, or probe without tran-k"
         )
     return torch.empty((num_images, *shape), dtype=torch.float16)
 
 
 def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns ascending indices of training images, and of a held-out fifth of each class."""
+    """Splits images. Returns sorted indices of training images and of held-out images.
+
+    A fifth of each class is held out.
+    """
     draw = random.Random(seed)
     is_held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique().tolist():
@@ -129,7 +133,7 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / std (C,) of (N, C, ...), float64; 1 / std is 0 for constants."""
+    """Returns mean and 1 / std (C,) of (N, C, ...) in float64. 1 / std is 0 if constant."""
     count = features.numel() // features.shape[1]
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
@@ -140,7 +144,7 @@ def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Returns the accuracy of logits (N, K) in percent; 0 without images."""
+    """Returns the accuracy of logits (N, K) in percent, or 0 if there are no images."""
     return 100 * float((logits.argmax(dim=1) == labels).double().mean()) if len(labels) else 0.0
 
 
@@ -154,12 +158,12 @@ def recalibrate_bn(
 ) -> int:
     """Recomputes the statistics of a backbone's BatchNorms over all positions of ``images``.
 
-    Images are (3, H, W) in a dataset mapper's pixels. Layers normalize by the batch meanwhile, as
-    in training. Images of different sizes are in different batches, so none is padded. Frozen
-    BatchNorms do not change. Returns the number of BatchNorms.
+    Images are (3, H, W), as returned by a dataset mapper. During recalibration, BatchNorms use
+    batch statistics, as in training. Images of different sizes are in different batches, so that no
+    image is padded. Frozen BatchNorms do not change. Returns the number of recalibrated BatchNorms.
     """
     if not images:
-        raise UserError("BatchNorm is recalibrated on images, and there are none")
+        raise UserError("BatchNorm is recalibrated on images, but there are none")
     norms = [module for module in backbone.modules() if isinstance(module, BN_MODULE_TYPES)]
     batches = list(_batches_of_one_size(images, batch_size))
     device = next(backbone.parameters()).device
@@ -172,13 +176,13 @@ def recalibrate_bn(
         for norm in norms:
             norm.train()
         update_bn_stats(backbone, map(normalise, batches), num_iters=len(batches))
-    for norm in norms:  # rounding can make a difference of two means negative
+    for norm in norms:  # rounding errors can make a variance negative
         norm.running_var.clamp_(min=0)
     return len(norms)
 
 
 def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
-    """Returns the records of ``DATASETS.TRAIN``; raises a ``UserError`` if there are none."""
+    """Returns the records of ``DATASETS.TRAIN``. Raises a ``UserError`` if there are none."""
     names = list(cfg.DATASETS.TRAIN)
     unknown = [name for name in names if name not in DatasetCatalog]
     if unknown or not names:
@@ -192,9 +196,10 @@ def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
 def read_whole_images(
     cfg: CfgNode, records: Sequence[dict[str, Any]], num_images: int
 ) -> list[Tensor]:
-    """Returns images (3, H, W) in pixels, as the config's evaluation mapper returns them.
+    """Returns images (3, H, W), as the config's evaluation mapper returns them.
 
-    The choice among ``records`` is random but fixed. Unreadable images are left out with a warning.
+    The images are a random but fixed sample of ``records``. Unreadable images are skipped with a
+    warning.
 
     Raises:
         UserError: if no image can be read.
@@ -217,14 +222,16 @@ def _batches_of_one_size(images: Sequence[Tensor], batch_size: int) -> Iterator[
     for image in images:
         by_size.setdefault(image.shape, []).append(image)
     for group in by_size.values():
-        yield from cut(group, -(-len(group) // batch_size))  # about equal, so that none is tiny
+        yield from cut(
+            group, -(-len(group) // batch_size)
+        )  # of about equal size, so that no batch is small
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
-    """Loads a backbone from the weights of a whole model or of a bare backbone.
+    """Loads a backbone from weights of a whole model or of a backbone alone.
 
-    Returns the metadata of the file. Raises a ``UserError`` unless the file's backbone has exactly
-    the same tensors.
+    Returns the metadata of the file. Raises a ``UserError`` if the tensors of the file's backbone
+    are not exactly those of ``backbone``.
     """
     state, info = read_weights(weights)
     names = bare_backbone(state)
@@ -237,7 +244,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     if filled < total or report.unexpected:
         raise UserError(
             f"'{weights}' fills {filled} of the {total} tensors of the config's backbone, and has "
-            f"{len(report.unexpected)} more: name its own config with --config-file"
+            f"{len(report.unexpected)} more: use the config of these weights (--config-file)"
         )
     backbone.load_state_dict(fitting, strict=False)
     logger.info(f"'{weights}': {filled}/{total} backbone tensors")
@@ -245,7 +252,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
 
 
 def find_feature(backbone: Backbone, wanted: str = "") -> str:
-    """Returns the name of the map to probe: by default the last one with the coarsest stride."""
+    """Returns the feature map to probe, by default the last one with the coarsest stride."""
     strides = {
         name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
     }
@@ -255,7 +262,7 @@ def find_feature(backbone: Backbone, wanted: str = "") -> str:
 
 
 def count_images_seen(info: WeightsInfo | None) -> int | None:
-    """Returns the number of images seen in training; None if unknown (converted files)."""
+    """Returns the number of images seen in training. None if unknown, as in converted files."""
     if info is None or not (info.config and info.iteration):
         return None
     try:

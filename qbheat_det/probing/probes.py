@@ -1,16 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The linear and tran-k probes: classifiers of cached features.
+"""The linear and tran-k probes: classifiers on cached features.
 
 The linear probe is multinomial logistic regression on standardized features, fitted by L-BFGS. The
-problem is convex, so its only choice is the L2 penalty. Standardization replaces the QB-Heat
-paper's BatchNorm without scale and offset.
+problem is convex, so the L2 penalty is its only hyperparameter. Standardization replaces the
+QB-Heat paper's BatchNorm without scale and offset.
 
-Decoder, AdamW, weight decay and label smoothing of tran-k follow QB-Heat's Table 11. Unlike there,
-images are not augmented, because their maps are cached, and dropout and number of epochs are chosen
-for each encoder. The learning rate is constant and weights are averaged over about one epoch, so
-one training serves all lengths. Whitened channels converge faster.
+Decoder, AdamW, weight decay and label smoothing of tran-k follow Table 11 of the QB-Heat paper.
+Deviations: Images are not augmented, because feature maps are cached. Dropout and the number of
+epochs are selected for each encoder. The learning rate is constant and weights are averaged over
+about one epoch, so that one training run evaluates all numbers of epochs. Feature maps are
+whitened, for faster convergence.
 
-Both probes choose on held-out *training* images.
+Hyperparameters of both probes are selected on held-out *training* images.
 """
 
 from collections.abc import Callable
@@ -29,23 +30,23 @@ from qbheat_det.modeling.classification import TransformerDecoder
 from .features import FrozenFeatures, channel_statistics, measure_accuracy, split_by_class
 
 L2_GRID = tuple(10.0 ** (power / 2) for power in range(0, -13, -1))
-"""Penalties, from 1 down to 1e-6 in half decades."""
+"""L2 penalties, from 1 down to 1e-6 in half decades."""
 
-_MAX_ITERATIONS, _HISTORY = 500, 20  # of L-BFGS
+_MAX_ITERATIONS, _HISTORY = 500, 20  # settings of L-BFGS
 _LEAST_CURVATURE = 1e-12
-_TRIAL_TOLERANCE = 1e-3  # of the gradient in trials
+_TRIAL_TOLERANCE = 1e-3  # tolerance of the gradient in trials
 _MAP = "map"
-_CHUNK = 256  # images at a time in inference
-_FLOOR = 1e-2  # added to the variances along the principal axes, of which the mean is 1
+_CHUNK = 256  # number of images processed at a time in inference
+_FLOOR = 1e-2  # added to the variances of principal components, whose mean is 1
 
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A linear classifier of standardized features (N, D), in float64.
+    """A linear classifier on standardized features (N, D), in float64.
 
-    ``mean`` and ``scale`` (D,) come from the training images. The last column of ``weight``
-    (K, D + 1) is the bias. ``l2`` is the penalty, ``gradient`` the largest entry of the final
-    gradient.
+    ``mean`` and ``scale`` (D,) are computed on the training images. The last column of ``weight``
+    (K, D + 1) is the bias. ``l2`` is the penalty. ``gradient`` is the largest absolute entry of the
+    final gradient.
     """
 
     mean: Tensor
@@ -62,10 +63,10 @@ class LinearProbe:
 def fit_linear_probe(
     features: Tensor, labels: Tensor, *, num_classes: int, seed: int = 0
 ) -> tuple[LinearProbe, dict[str, Any]]:
-    """Chooses the penalty on held-out images of the features (N, D), then fits all images.
+    """Selects the penalty on held-out images, then fits the features (N, D) of all images.
 
-    Returns the classifier, and a dict with "l2", "gradient" (see ``LinearProbe``) and "trials",
-    the held-out accuracy in percent by penalty as text.
+    Returns the classifier, and a dict with "l2", "gradient" (see ``LinearProbe``) and "trials"
+    (held-out accuracy in percent, by penalty as a string).
     """
     fitted, held_out = split_by_class(labels, seed=seed)
     trials: dict[float, float] = {}
@@ -101,17 +102,17 @@ def fit_penalised(
 ) -> LinearProbe:
     """Minimizes mean cross-entropy + l2 / 2 · ‖W‖² over weights W and an unpenalized bias.
 
-    Preconditioning by the principal axes and the initial curvature reduces L-BFGS from thousands of
-    steps to tens; the optimum is the same.
+    Preconditioning by the principal components and the initial curvature reduces L-BFGS from
+    thousands of steps to tens, and does not change the optimum.
 
-    Takes features (N, D), which it standardizes, and labels (N,) of K classes. ``start`` has
-    initial weights (K, D + 1), by default zeros. ``tolerance`` limits the largest entry of the
-    gradient along the axes. The computation is in ``dtype``.
+    Takes features (N, D), which are standardized here, and labels (N,) of K classes. ``start`` are
+    initial weights (K, D + 1), by default zeros. ``tolerance`` is the largest absolute entry of the
+    preconditioned gradient at which L-BFGS stops. The computation is in ``dtype``.
     """
     mean, factor = channel_statistics(features)
     inputs = (features.double() - mean) * factor
     _, axes = torch.linalg.eigh(inputs.T @ inputs / len(inputs))
-    axes = torch.block_diag(axes, axes.new_ones(1, 1)).to(dtype)  # without a rotation of the bias
+    axes = torch.block_diag(axes, axes.new_ones(1, 1)).to(dtype)  # does not rotate the bias
     inputs = _with_one(inputs).to(dtype) @ axes
     penalty = torch.full_like(inputs[0], l2)
     penalty[-1] = 0.0
@@ -151,14 +152,14 @@ def _with_one(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Whitening:
-    """Whitens C channels; a principal axis with variance s gets the variance s / (s + 0.01)."""
+    """Whitens C channels. A principal component of variance s gets the variance s / (s + 0.01)."""
 
     mean: Tensor  # (C,)
-    matrix: Tensor  # (C, C), of the difference to the mean
+    matrix: Tensor  # (C, C), applied after the mean is subtracted
 
     @classmethod
     def of(cls, maps: Tensor) -> "Whitening":
-        """Estimates it on maps (N, C, H, W), over all images and positions."""
+        """Estimates the whitening on feature maps (N, C, H, W), over all images and positions."""
         mean, scale = (values.float() for values in channel_statistics(maps))
         covariance = maps.new_zeros(maps.shape[1], maps.shape[1], dtype=torch.float64)
         for part in maps.split(_CHUNK):
@@ -169,7 +170,7 @@ class Whitening:
         return cls(mean, matrix.float())
 
     def __call__(self, maps: Tensor) -> Tensor:
-        """Whitens maps (N, C, H, W) and keeps their dtype."""
+        """Whitens feature maps (N, C, H, W) and keeps their dtype."""
         result = torch.empty_like(maps)
         for part, into in zip(maps.split(_CHUNK), result.split(_CHUNK), strict=True):
             flat = part.float().flatten(2).transpose(1, 2) - self.mean  # (N, HW, C)
@@ -179,23 +180,23 @@ class Whitening:
 
 @dataclass(frozen=True)
 class TransformerSettings:
-    """Training settings of a tran-k probe; the paper's widths are 192, 384 and 768."""
+    """Training settings of a tran-k probe. The paper's widths are 192, 384 and 768."""
 
-    depth: int = 1  # k, blocks
-    width: int = 192  # of the blocks, a multiple of 64
-    dropouts: tuple[float, ...] = (0.2, 0.5)  # rates to choose from
-    trial_epochs: int = 4  # after these, only the best rate continues
+    depth: int = 1  # k, the number of blocks
+    width: int = 192  # width of the blocks, a multiple of 64
+    dropouts: tuple[float, ...] = (0.2, 0.5)  # dropout rates to select from
+    trial_epochs: int = 4  # after these epochs, only the best dropout rate continues
     max_epochs: int = 20
-    patience: int = 4  # epochs without a better accuracy after which training stops
-    positions: float = 0.25  # share of a map's positions that a training step reads
+    patience: int = 4  # training stops after this number of epochs without improvement
+    positions: float = 0.25  # share of a feature map's positions that a training step uses
     batch_size: int = 64
-    learning_rate: float = 1e-3  # of AdamW, after one epoch of warm-up
+    learning_rate: float = 1e-3  # learning rate of AdamW, after one epoch of warm-up
     weight_decay: float = 0.1
     label_smoothing: float = 0.1
 
 
 class TransformerProbe:
-    """A decoder in training on whitened maps, one epoch at a time; its ``average`` classifies."""
+    """Trains a decoder on whitened feature maps. Classifies with averaged weights."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class TransformerProbe:
         settings: TransformerSettings,
         device: str | torch.device = "cpu",
     ) -> None:
-        """Takes features of the training images with whitened maps, and the training device."""
+        """``features`` are those of the training images, with whitened feature maps."""
         assert features.maps is not None
         self._features, self._settings, self._device = features, settings, device
         shapes = {_MAP: ShapeSpec(channels=features.maps.shape[1])}
@@ -220,11 +221,11 @@ class TransformerProbe:
             dropout=dropout,
             in_feature=_MAP,
         ).to(device)
-        self._steps = -(-len(features) // settings.batch_size)  # of an epoch
+        self._steps = -(-len(features) // settings.batch_size)  # steps per epoch
         self.average = AveragedModel(
             self.decoder, multi_avg_fn=get_ema_multi_avg_fn(1 - 1 / (1 + self._steps))
         )
-        # Norms and biases do not decay.
+        # Norms and biases have no weight decay.
         groups = [
             {"params": [p for p in self.decoder.parameters() if (p.ndim > 1) is decays],
              "weight_decay": settings.weight_decay if decays else 0.0}
@@ -234,7 +235,7 @@ class TransformerProbe:
         self._done = 0
 
     def run_epoch(self) -> None:
-        """Trains for one epoch in an order drawn from the global generator."""
+        """Trains for one epoch. PyTorch's global generator decides the order of images."""
         self.decoder.train()
         order = torch.randperm(len(self._features))
         for places in order.tensor_split(self._steps):
@@ -254,7 +255,7 @@ class TransformerProbe:
 
     @torch.no_grad()
     def __call__(self, features: FrozenFeatures) -> Tensor:
-        """Returns the logits (N, K) of images with whitened maps, on the CPU."""
+        """Returns logits (N, K) on the CPU, from features with whitened feature maps."""
         self.average.eval()
         parts = torch.arange(len(features)).split(_CHUNK)
         return torch.cat([self.average(self._inputs(features, part)).cpu() for part in parts])
@@ -268,7 +269,7 @@ class TransformerProbe:
             positions = torch.randperm(maps.shape[2])[: max(1, round(share * maps.shape[2]))]
             maps = maps[:, :, positions]
         maps = maps.to(self._device).float()
-        inputs = {_MAP: maps[..., None]}  # the decoder ignores the layout of positions
+        inputs = {_MAP: maps[..., None]}  # the order of positions does not matter to the decoder
         if features.tokens is not None:
             inputs["tokens"] = features.tokens[places].to(self._device)
         return inputs
@@ -282,14 +283,14 @@ def fit_transformer_probe(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> tuple[Callable[[FrozenFeatures], Tensor], dict[str, Any]]:
-    """Chooses dropout and number of epochs on held-out images, then trains on all images.
+    """Selects dropout and number of epochs on held-out images, then trains on all images.
 
-    ``features`` have maps. ``seed`` decides the held-out images, the initial weights and the order
-    of images.
+    ``features`` must have feature maps. ``seed`` determines the held-out images, the initial
+    weights and the order of images.
 
-    Returns the classifier, from features with maps to logits (N, K) on the CPU; and "dropout",
-    "epochs", "converged" (whether it stopped before ``max_epochs``), and "trials", the held-out
-    accuracy in percent after each epoch, by dropout as text.
+    Returns the classifier (takes features, returns logits (N, K) on the CPU), and a dict with
+    "dropout", "epochs", "converged" (whether training stopped before ``max_epochs``) and "trials"
+    (held-out accuracy in percent after each epoch, by dropout rate as a string).
     """
     assert features.maps is not None
     whiten = Whitening.of(features.maps)
@@ -319,7 +320,7 @@ def fit_transformer_probe(
         while len(found) < settings.max_epochs and not _is_over(found, settings.patience):
             advance(dropout)
         epochs = 1 + found.index(max(found))
-        probes.clear()  # of their memory
+        probes.clear()  # frees their memory
         probe = start(features, dropout)
         for _ in range(epochs):
             probe.run_epoch()

@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Probes frozen backbones, trained or random, of any config on the same images.
 
-Scores are rows of a JSON file that is rewritten after each row, so a repeated command resumes.
+Results are rows of a JSON file. The file is rewritten after each row, so that a repeated command
+resumes.
 """
 
 import dataclasses
@@ -51,13 +52,13 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 PROBES = ("knn", "linear", "tran-1", "tran-4")
-"""The paper's probes and kNN; "tran-k" takes any k, and "tran-k:width" sets a width."""
+"""kNN and the paper's probes. In "tran-k", k can be any number. "tran-k:width" sets a width."""
 
 _TRANSFORMER = re.compile(r"tran-([1-9]\d?)(?::([1-9]\d{0,4}))?")
-_HEAD = 64  # width of an attention head; widths are multiples of it
+_HEAD = 64  # width of an attention head, which divides all widths
 
 _DELAY = 2.0  # seconds before a progress bar appears
-_DIGITS = 12  # of the hash of a backbone's weights
+_DIGITS = 12  # length of the hash of a backbone's weights
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ class ProbeSettings:
 
     num_classes: int
     k: int = 20  # number of nearest neighbors
-    temperature: float = 0.07  # of the neighbors' votes
+    temperature: float = 0.07  # temperature of the neighbors' votes
     transformer: TransformerSettings = field(default_factory=TransformerSettings)
     seed: int = 0
-    device: str = "cpu"  # for tran-k
+    device: str = "cpu"  # training device of tran-k
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all settings that scores depend on."""
+        """Returns all settings that affect the results."""
         transformer = dataclasses.asdict(self.transformer)
         del transformer["depth"]
         return {
@@ -89,7 +90,8 @@ def run_probe(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Fits a probe on training images and classifies validation images.
 
-    Returns the score, and the choices of ``fit_linear_probe`` or ``fit_transformer_probe``.
+    Returns the accuracies (see ``measure_ranks``), and the hyperparameters that
+    ``fit_linear_probe`` or ``fit_transformer_probe`` selected (empty for kNN).
     """
     if name == "knn":
         parts = [(part.pooled, part.labels) for part in (train, val)]
@@ -113,32 +115,33 @@ def run_probe(
 
 
 def check_probes(names: Sequence[str]) -> None:
-    """Raises a ``UserError`` unless all names are probes with valid widths."""
+    """Raises a ``UserError`` if a name is not a probe, or if its width is invalid."""
     unknown = [n for n in names if n not in ("knn", "linear") and not parse_transformer(n)[0]]
     if unknown or not names:
         given = ", ".join(map(repr, unknown)) or "none"
         raise UserError(f"probes are {', '.join(PROBES)}, not {given}")
     if uneven := [name for name in names if parse_transformer(name)[1] % _HEAD]:
-        raise UserError(f"widths of tran-k are multiples of {_HEAD}, unlike that of '{uneven[0]}'")
+        raise UserError(f"the width of tran-k must be a multiple of {_HEAD}, not '{uneven[0]}'")
 
 
 def parse_transformer(name: str) -> tuple[int, int]:
-    """Returns k and width of "tran-k:width", 0 for a missing width, or zeros for another probe."""
+    """Returns (k, width) of "tran-k:width", (k, 0) of "tran-k", and (0, 0) of all other probes."""
     found = _TRANSFORMER.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
 
 
 class BackboneProbe:
-    """Probes backbones on the same images, which are decoded once if memory allows.
+    """Probes backbones on the same images, which are decoded once if they fit into memory.
 
     Images are center-cropped to a square and resized to ``INPUT.PRETRAIN.SIZE``.
 
     Attributes:
-        results: the content of the JSON file: "setting", on which scores depend; "skipped_images",
-            the number of unreadable ones; and "rows", one per backbone and probe, with the keys
-            "backbone" (file, or "random, seed 1"), "digest" of its tensors, "images_seen" in
-            training (None if unknown), "recalibrated" (images for BatchNorm, 0 for none), "probe",
-            "top1", "top5", their "_standard_error", "num_images", "seconds" and "chosen".
+        results: the content of the JSON file. "setting" are the settings that affect results.
+            "skipped_images" is the number of unreadable images. "rows" has an entry per backbone
+            and probe with "backbone" (file, or "random, seed 1"), "digest" (hash of its tensors),
+            "images_seen" (in training, None if unknown), "recalibrated" (number of images for
+            BatchNorm, 0 if not recalibrated), "probe", "top1", "top5", their standard errors
+            (suffix "_standard_error"), "num_images", "seconds" and "chosen".
     """
 
     def __init__(
@@ -156,25 +159,25 @@ class BackboneProbe:
     ) -> None:
         """
         Args:
-            cfg: defines backbone and images; ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and ``SEED``
-                configure the probes.
-            train_folder: class folders that train the probes.
+            cfg: config of the backbone and images. ``TEST.KNN``, ``MODEL.CLASSIFIER.WIDTH`` and
+                ``SEED`` configure the probes.
+            train_folder: class folders on which the probes are trained.
             val_folder: class folders that the probes classify.
-            probes: names as in ``PROBES``; "tran-k:width" overrides ``MODEL.CLASSIFIER.WIDTH``.
-            num_recalibrated: the number of training images for a second round of probes with
-                recalibrated BatchNorms; 0 for no second round.
-            feature: name of the feature map; by default the last one with the coarsest stride.
-            json_file: rewritten after each row; its rows are not computed again.
-            memory_gb: the memory limit of feature maps in GB; only tran-k keeps maps.
-            on_row: called with each row, including rows of ``json_file``.
+            probes: names as in ``PROBES``. "tran-k:width" overrides ``MODEL.CLASSIFIER.WIDTH``.
+            num_recalibrated: number of training images on which BatchNorm is recalibrated for a
+                second row per probe. 0 for no second row.
+            feature: name of the feature map, by default the last one with the coarsest stride.
+            json_file: file that is rewritten after each row. Existing rows are not recomputed.
+            memory_gb: memory limit for feature maps, in GB. Only tran-k keeps feature maps.
+            on_row: called with each row, including existing rows of ``json_file``.
 
         Raises:
-            UserError: if images, ``json_file`` or a name are invalid.
+            UserError: the images, ``json_file`` or a name is invalid.
         """
         check_probes(probes)
         records = load_class_folders(train_folder, val_folder)
         self._cfg = cfg
-        # "tran-1" and "tran-1:width" are one probe where the width is the setting's.
+        # "tran-1:width" is the same probe as "tran-1" if the width is that of the config.
         own = f":{cfg.MODEL.CLASSIFIER.WIDTH}"
         self._probes = list(dict.fromkeys(name.removesuffix(own) for name in probes))
         self._sizes = [len(part) for part in records]
@@ -204,13 +207,13 @@ class BackboneProbe:
         self.results = _read_results(json_file, setting)
 
     def probe_weights(self, weights: str) -> None:
-        """Probes a file's backbone; raises a ``UserError`` if the config's backbone differs."""
+        """Probes the backbone of a file. ``UserError`` if it does not fit the config's backbone."""
         backbone = self._build()
         info = load_backbone(backbone, weights)
         self._probe(backbone, weights, count_images_seen(info))
 
     def probe_random(self, seed: int) -> None:
-        """Probes a backbone as initialized under a seed."""
+        """Probes a backbone that is randomly initialized by a seed."""
         with preserved_randomness():
             torch.manual_seed(seed)
             backbone = self._build()
@@ -241,7 +244,7 @@ class BackboneProbe:
             if not missing:
                 continue
             recalibrated = self._recalibrate(backbone) if recalibrates else 0
-            if recalibrates and not recalibrated:  # no BatchNorm, so nothing would differ
+            if recalibrates and not recalibrated:  # without BatchNorm, results would be equal
                 continue
             train, val = self._extract(
                 backbone, name, keep_maps=any(parse_transformer(one)[0] for one in missing)
@@ -264,15 +267,15 @@ class BackboneProbe:
                 self._on_row(row)
 
     def _add(self, row: Row) -> None:
-        """Adds a row in place of a row of earlier weights of that name, and writes all rows."""
+        """Adds a row, which replaces a row of earlier weights of the same name, and saves all."""
         rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
         self.results["rows"] = [*rows, row]
         if self._file is not None:
             write_atomically(self._file, json.dumps(self.results, indent=1).encode())
 
     def _recalibrate(self, backbone: Backbone) -> int:
-        """Returns the number of images used; 0 for a backbone without BatchNorm."""
-        step = max(1, self._sizes[0] // self._num_recalibrated)  # spread over the classes
+        """Returns the number of images used, or 0 if the backbone has no BatchNorm."""
+        step = max(1, self._sizes[0] // self._num_recalibrated)  # so that all classes are sampled
         entries = itertools.chain.from_iterable(self._images[0])
         chosen = itertools.islice(entries, 0, step * self._num_recalibrated, step)
         images = [entry["image"] for entry in chosen]
@@ -320,9 +323,9 @@ def _place(row: Row) -> tuple[str, bool, str]:
 
 
 def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
-    """Returns the results in a file, or results without rows if the file does not exist.
+    """Reads the results in a file. Returns results without rows if the file does not exist.
 
-    Raises a ``UserError`` if the file has other content or scores of another setting.
+    Raises a ``UserError`` if the file is not a results file, or if its settings are different.
     """
     setting = json.loads(json.dumps(setting))
     if file is None or not file.exists():
@@ -332,10 +335,10 @@ def _read_results(file: Path | None, setting: dict[str, Any]) -> dict[str, Any]:
         found = dict(results["setting"])
         _ = int(results["skipped_images"]), list(map(_place, results["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{file}' has no scores of probes: name another file") from error
+        raise UserError(f"'{file}' has no scores of probes: use another file") from error
     if changed := sorted(k for k in {**found, **setting} if found.get(k) != setting.get(k)):
         raise UserError(
-            f"'{file}' has scores of another setting ({', '.join(changed)}): name another file, "
+            f"'{file}' has scores of another setting ({', '.join(changed)}): use another file, "
             "or remove it"
         )
     return dict(results)

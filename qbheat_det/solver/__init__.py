@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Optimizers, and schedules in epochs on Detectron2's learning-rate schedulers."""
+"""Optimizers, and schedules in epochs for Detectron2's learning-rate schedulers."""
 
 from .optimizer import adamw, build_optimizer, layers_above, parameter_groups
 from .schedule import build_lr_scheduler, describe_schedule, resolve_schedule

@@ -1,7 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""AdamW or SGD with layer-wise learning rates for the backbone, in fused steps.
+"""Fused AdamW or SGD with layer-wise learning rate decay for the backbone.
 
-PyTorch's fused kernels compute the same up to rounding and have the same state as plain ones.
+PyTorch's fused kernels give the same results as its other kernels up to rounding, and have the same
+state.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,16 +41,16 @@ _CLIP_RULES: Rules = {
     "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": (lambda value: value > 0, "above 0"),
 }
 
-_HEAD = "<head>"  # a name that no pattern matches
+_HEAD = "<head>"  # a parameter name that no pattern matches
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
 
-    Besides Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model": it clips
-    the norm over all parameters together, as in DETR. The attribute ``gradient_norm`` of the
-    optimizer is then this norm before clipping in the last step, a 0-d tensor; it is None before
-    the first step and with other clipping.
+    In addition to Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model",
+    which clips the norm over all parameters together, as in DETR. The optimizer's attribute
+    ``gradient_norm`` is then a 0-d tensor, the norm before clipping in the last step. It is None
+    before the first step and for all other types.
 
     Raises:
         UserError: a setting is invalid, or no parameter is trainable.
@@ -102,26 +103,26 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups the trainable parameters by learning rate and weight decay.
 
-    A parameter of the backbone's k-th layer below the head has the learning rate
-    ``lr * backbone_multiplier * layer_decay ** k``, where k is 1 in the last layer. Other
-    parameters have ``lr``.
+    The backbone's k-th layer below the head has the learning rate
+    ``lr * backbone_multiplier * layer_decay ** k``, where k is 1 for the last layer. Parameters
+    outside the backbone have ``lr``.
 
     Args:
         model: a meta-architecture.
         lr: learning rate.
         backbone_multiplier: factor on the learning rate of the child ``backbone``.
-        weight_decay: of weights, but not of tokens.
-        weight_decay_norm: of the affine parameters of norms.
-        weight_decay_bias: of biases; None for ``weight_decay``.
+        weight_decay: weight decay of weights. Tokens have none.
+        weight_decay_norm: weight decay of the affine parameters of norms.
+        weight_decay_bias: weight decay of biases. None means ``weight_decay``.
         layer_decay: factor on the learning rate from layer to layer, see ``layers_above``.
-        token_multiplier: further factor on the learning rate of the backbone's token path.
+        token_multiplier: additional factor on the learning rate of the backbone's token path.
         bias_lr_factor: factor on the learning rate of biases.
 
     Raises:
-        UserError: ``layer_decay`` is not 1, and the backbone does not name its layers.
+        UserError: ``layer_decay`` is not 1, and the backbone has no ``group_matcher``.
     """
     overrides = {name: {"weight_decay": 0.0} for name in ("tokens", "token")}
-    # Detectron2 knows biases by the name "bias" alone.
+    # Detectron2 recognizes biases only by the name "bias".
     of_bias = {} if weight_decay_bias is None else {"weight_decay": weight_decay_bias}
     overrides["in_proj_bias"] = {"lr": lr * bias_lr_factor, **of_bias}
     groups = detectron2_build.get_default_optimizer_params(
@@ -156,8 +157,8 @@ def adamw(
     betas: Sequence[float] = (0.9, 0.999),
     max_norm: float = 0.0,
 ) -> Optimizer:
-    """Returns AdamW over ``parameter_groups``, for LazyConfigs."""
-    first, second = map(float, betas)  # checkpoints without pickles take no OmegaConf list
+    """Builds AdamW over ``parameter_groups``, for LazyConfigs."""
+    first, second = map(float, betas)  # OmegaConf lists cannot be saved without pickle
     built = build_fused(
         torch.optim.AdamW, params, lr=lr, betas=(first, second), weight_decay=weight_decay
     )
@@ -167,10 +168,10 @@ def adamw(
 
 
 def layers_above(backbone: nn.Module) -> dict[str, int]:
-    """Returns by parameter name how many layers are above a backbone's parameter, with the head.
+    """Returns, by parameter name, the number of layers above a parameter, including the head.
 
-    Layers are those of ``group_matcher(coarse)``, as in timm's models; the last has 1. Parameters
-    of no layer, such as those of a feature pyramid, have 0.
+    ``group_matcher(coarse)`` defines the layers, as in timm's models. It is 1 for the last layer.
+    Parameters that belong to no layer, such as those of a feature pyramid, have 0.
 
     Raises:
         UserError: the backbone has no ``group_matcher``.
@@ -182,7 +183,7 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
         return {key: inside.get(key, 0) for key, _ in backbone.named_parameters()}
     if not isinstance(backbone, SupportsLayerGroups):
         raise UserError(
-            f"SOLVER.LAYER_DECAY: {type(backbone).__name__} does not name its layers; give it "
+            f"SOLVER.LAYER_DECAY: {type(backbone).__name__} does not name its layers: implement "
             "timm's `group_matcher(coarse)`"
         )
     parameters = [*backbone.named_parameters(), (_HEAD, None)]
@@ -196,10 +197,12 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
 def build_fused(
     optimizer: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], **arguments: Any
 ) -> Optimizer:
-    """Builds an optimizer, with fused kernels on CPUs and GPUs, that loads the state of any other.
+    """Builds an optimizer with fused kernels on CPUs and GPUs.
+
+    The optimizer can load the state of optimizers without fused kernels.
 
     Args:
-        optimizer: class or function of groups and ``arguments``.
+        optimizer: class or function that takes the groups and ``arguments``.
         groups: parameter groups.
         arguments: keyword arguments of ``optimizer``.
     """
@@ -207,7 +210,7 @@ def build_fused(
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     arguments = {**arguments, "fused": devices <= {"cpu", "cuda"}}
     built = optimizer(groups, **arguments)
-    # Otherwise the scaler of float16 gradients would leave them scaled for clipping.
+    # Otherwise the gradient scaler would not unscale float16 gradients before clipping.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     kernels = {key: built.defaults.get(key) for key in ("fused", "foreach")}
 
@@ -220,7 +223,7 @@ def build_fused(
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Clips the norm of all gradients before each step, and keeps it as ``gradient_norm``."""
+    """Clips the norm of all gradients before each step, and stores it in ``gradient_norm``."""
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]
@@ -231,17 +234,17 @@ def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float)
 
 
 def clip_norm(parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
-    """Equals ``nn.utils.clip_grad_norm_``, but on CPUs it skips the multiplication by 1."""
+    """Same as ``nn.utils.clip_grad_norm_``, but skips multiplications by 1 on CPUs."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients, norm_type).detach()
-    # On a GPU, reading the norm would wait for it.
+    # On a GPU, reading the norm would cause a synchronization.
     if norm.device.type != "cpu" or not max_norm / (norm + 1e-6) >= 1:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 def _keep_layout(optimizer: Optimizer) -> None:
-    """Gives moments the layout of their parameters, which fused kernels assume."""
+    """Converts moments to the memory layout of their parameters, which fused kernels need."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
@@ -268,6 +271,6 @@ def _backbone_factors(
 
 
 def _norms_unknown_to_detectron2(model: nn.Module) -> set[nn.Parameter]:
-    """Returns parameters of RetinaNet's norms and of "LN", which Detectron2 groups as weights."""
+    """Returns parameters of RetinaNet's norms and of "LN", which Detectron2 treats as weights."""
     kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
     return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}

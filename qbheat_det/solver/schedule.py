@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Schedules: iterations from epochs, and the learning rate from the batch size."""
+"""Schedules: converts epochs to iterations, and scales the learning rate by the batch size."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from qbheat_det.config import Rules, at_least, check_values, one_of, with_values
 from qbheat_det.core.errors import UserError
 
-# Factors on the learning rate by the ratio of the batch size to the reference.
+# Factor on the learning rate as a function of batch size / reference batch size.
 _LR_SCALING: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 _SCHEDULERS = ("WarmupMultiStepLR", "WarmupCosineLR", "WarmupStepWithFixedGammaLR")
 
@@ -32,7 +32,7 @@ _EPOCH_RULES: Rules = {
     "SOLVER.IMS_PER_BATCH": at_least(1),
     "SOLVER.REFERENCE_BATCH_SIZE": (
         lambda value: value >= 0,
-        "the batch that SOLVER.BASE_LR is meant for, or 0 not to scale it",
+        "the batch size that SOLVER.BASE_LR is meant for, or 0 for no scaling",
     ),
     "SOLVER.LR_SCALING": one_of(*_LR_SCALING),
     "SOLVER.REFERENCE_WORLD_SIZE": (
@@ -60,21 +60,21 @@ _ITERATION_RULES: Rules = {
 
 
 def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
-    """Computes iterations from epochs, and the learning rate from the batch size.
+    """Converts epochs to iterations, and scales the learning rate by the batch size.
 
-    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations; numbers of iterations are rounded
-    up. The learning rate is ``SOLVER.BASE_LR`` times the ratio of the batch size to
-    ``SOLVER.REFERENCE_BATCH_SIZE``, or times the root of the ratio (``SOLVER.LR_SCALING``).
+    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. Numbers of iterations are rounded
+    up. ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
+    ``SOLVER.REFERENCE_BATCH_SIZE``, or by its square root (``SOLVER.LR_SCALING``).
 
-    The result keeps the keys in epochs, and its reference is its batch size. It resolves to itself,
-    and for another batch size or other data to the same config as ``cfg``.
+    The result keeps the keys in epochs, and its reference is its own batch size. Resolving it again
+    does not change it. With another batch size or other data, it resolves like ``cfg``.
 
     Args:
         cfg: config of a run.
         num_images: number of training images after the filters of ``DATALOADER``.
 
     Returns:
-        A copy, frozen if ``cfg`` is.
+        A copy of ``cfg``, which is frozen if ``cfg`` is frozen.
 
     Raises:
         UserError: a value of the schedule is invalid.
@@ -86,7 +86,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     solver = resolved.SOLVER
 
     def to_iterations(epochs: float) -> int:
-        # As a decimal number, so that 0.1 of 30 images are 3 images.
+        # Uses the decimal value, so that 0.1 of 30 images is exactly 3 images.
         return math.ceil(Fraction(repr(epochs)) * num_images / solver.IMS_PER_BATCH)
 
     for node, epochs, iterations in (
@@ -103,7 +103,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     if solver.REFERENCE_BATCH_SIZE:
         factor = _LR_SCALING[solver.LR_SCALING](solver.IMS_PER_BATCH / solver.REFERENCE_BATCH_SIZE)
         solver.BASE_LR *= factor
-        if "BASE_LR_END" in solver:  # of a cosine; Detectron2 v0.6 has no such key
+        if "BASE_LR_END" in solver:  # for cosine schedules; Detectron2 v0.6 has no such key
             solver.BASE_LR_END *= factor
         solver.REFERENCE_BATCH_SIZE = solver.IMS_PER_BATCH
     _check_iterations(resolved)
@@ -113,7 +113,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
-    """Returns lines to log at the start of a run; ``resolved`` is the resolved ``cfg``."""
+    """Describes a schedule in the log. ``resolved`` is the result of ``resolve_schedule``."""
     solver, period = resolved.SOLVER, resolved.TEST.EVAL_PERIOD
     per_epoch = num_images / solver.IMS_PER_BATCH
 
@@ -150,8 +150,8 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
         )
     if num_images < solver.IMS_PER_BATCH:
         lines.append(
-            f"Note: a step of {solver.IMS_PER_BATCH:,} images has some of the {num_images:,} more "
-            "than once: lower SOLVER.IMS_PER_BATCH"
+            f"Note: a step has {solver.IMS_PER_BATCH:,} images, so some of the {num_images:,} are "
+            "used more than once: lower SOLVER.IMS_PER_BATCH"
         )
     return "\n".join(lines)
 
@@ -159,8 +159,8 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
 
-    Steps from ``SOLVER.MAX_ITER`` on have no effect and are left out, because Detectron2 fails on a
-    step that is exactly at the end.
+    Steps at or after ``SOLVER.MAX_ITER`` have no effect. They are removed, because Detectron2 fails
+    if a step equals ``SOLVER.MAX_ITER``.
 
     Raises:
         UserError: a setting of the scheduler is invalid.
@@ -183,6 +183,6 @@ def _check_iterations(cfg: CfgNode) -> None:
     solver, steps = cfg.SOLVER, [0, *_effective_steps(cfg)]
     if _has_steps(cfg) and sorted(set(steps)) != steps:
         raise UserError(
-            f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}; they are iterations "
-            f"of {solver.IMS_PER_BATCH} images, so little data makes steps in epochs coincide"
+            f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}. They are iterations "
+            f"of {solver.IMS_PER_BATCH} images, so steps in epochs may coincide for few images"
         )

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Backbones; importing this package registers them."""
+"""Backbones. Importing this package registers them with Detectron2."""
 
 from .fpn import build_mobile_former_fpn_backbone
 from .mobile_former import MobileFormer

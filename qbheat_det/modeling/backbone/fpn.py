@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Feature pyramid on any backbone, for Detectron2's RetinaNet, Faster R-CNN and Mask R-CNN.
+"""A feature pyramid for any backbone, used by Detectron2's RetinaNet, Faster and Mask R-CNN.
 
 Papers: "Feature Pyramid Networks", Lin et al., arXiv:1612.03144; "Focal Loss for Dense Object
-Detection", arXiv:1708.02002 (P6, P7). Deviation: Mobile-Former ends at stride 16, so P5 is a
-strided convolution on P4 too. This gives the multiply-adds of MF-285M in the QB-Heat paper (Table
-14); those of its three sizes have no common P6. Padding counts as image, as in Detectron2.
+Detection", arXiv:1708.02002 (P6, P7). Deviation: Mobile-Former ends at stride 16, so P5 is also
+computed by a strided convolution on P4. This gives the multiply-adds of MF-285M in the QB-Heat
+paper (Table 14). No single design of P6 matches the paper's multiply-adds for all three sizes.
+Padding is treated as part of the image, as in Detectron2.
 """
 
 from typing import Any
@@ -25,10 +26,10 @@ from .prefixes import accept_prefixes
 
 
 class StridedLevels(nn.Module):
-    """Coarser levels by 3x3 convolutions of stride 2, as in RetinaNet (P6 -> ReLU -> P7)."""
+    """Adds coarser levels by 3x3 convolutions of stride 2, as in RetinaNet (P6 -> ReLU -> P7)."""
 
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
-        """Takes the width C, the level to start from, such as "p4", and the number to add."""
+        """Takes the width C, the level to start from (such as "p4"), and the number of levels."""
         super().__init__()
         self.in_feature = in_feature  # Detectron2's FPN reads this and num_levels
         self.num_levels = num_levels
@@ -40,7 +41,7 @@ class StridedLevels(nn.Module):
             weight_init.c2_xavier_fill(conv)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """From (N, C, H, W) to one map for each level, each half as large as the one before."""
+        """Returns one feature map per level. Each map is half as large as the previous one."""
         levels: list[Tensor] = []
         for level, conv in enumerate(self.convs, start=self._first):
             x = conv(F.relu(x) if level >= 7 else x)
@@ -49,7 +50,7 @@ class StridedLevels(nn.Module):
 
 
 def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
-    """Builds Detectron2's FPN; it loads ``bottom_up`` from files with or without prefixes."""
+    """Builds Detectron2's FPN, which loads ``bottom_up`` from files with or without prefixes."""
     fpn = FPN(bottom_up=bottom_up, **kwargs)
     accept_prefixes(fpn)
     return fpn
@@ -59,21 +60,21 @@ def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
 def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds an FPN on the outputs ``MODEL.FPN.IN_FEATURES`` of ``MODEL.FPN.BOTTOM_UP``.
 
-    ``MODEL.FPN.TOP_LEVELS`` strided levels follow the coarsest one: "s8", "s16" and three of them
-    give "p3" … "p7".
+    ``MODEL.FPN.TOP_LEVELS`` strided levels are added after the coarsest output. For example,
+    the outputs "s8" and "s16" with 3 strided levels give "p3" … "p7".
     """
     return _build(cfg, input_shape, cfg.MODEL.FPN.BOTTOM_UP)
 
 
 @BACKBONE_REGISTRY.register()
 def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """``build_fpn_backbone`` on a Mobile-Former, whatever ``MODEL.FPN.BOTTOM_UP`` says."""
+    """Same as ``build_fpn_backbone`` on a Mobile-Former. Ignores ``MODEL.FPN.BOTTOM_UP``."""
     return _build(cfg, input_shape, "MobileFormer")
 
 
 def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     node, wanted = cfg.MODEL.FPN, list(cfg.MODEL.FPN.IN_FEATURES)
-    # The backbone has no outputs that the pyramid does not take.
+    # The backbone only builds the outputs that the pyramid reads.
     kinds = ("MOBILE_FORMER", "TIMM", "RESNETS")
     own = with_values(cfg, {f"MODEL.{kind}.OUT_FEATURES": wanted for kind in kinds})
     bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
@@ -93,9 +94,9 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
 
 
 def build_bare_backbone(cfg: CfgNode) -> Backbone:
-    """Builds the config's backbone without its pyramid, with nothing frozen.
+    """Builds the backbone of a config without its feature pyramid and without frozen layers.
 
-    Raises a ``UserError`` if the config names none, or outputs that it does not have.
+    Raises a ``UserError`` if the config names no known backbone, or an unknown output.
     """
     try:
         return get_encoder(build_backbone(with_values(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0})))

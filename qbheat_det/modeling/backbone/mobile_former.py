@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mobile-Former as a Detectron2 backbone.
 
-Papers: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, in the
-three sizes of "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al.,
-arXiv:2211.13228, Table 8: twelve blocks, six global tokens, last stage at stride 16.
+Papers: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, and
+"Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228. Table 8
+of the latter defines three sizes with twelve blocks, six tokens and a last stage at stride 16.
 
-Deviations: see the table of widths in ``mobile_former_archs.py``.
+Deviations: see ``mobile_former_archs.py``.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,10 +44,10 @@ from .prefixes import accept_prefixes
 class MobileFormer(Backbone):
     """A convolutional network and a few global tokens that exchange information.
 
-    Outputs are named by stride: "s2", "s4", "s8", "s16" are the maps after the last block at that
-    stride; the last name with "_expanded" is the final 1x1 convolution (the paper's output for
-    classifiers and decoders); "tokens" is (N, M, D). Images may have any size: a map at stride s
-    has ceil(H / s) x ceil(W / s) positions. Layers that no output needs are not built.
+    Outputs are named by stride: "s2", "s4", "s8", "s16" are the feature maps after the last block
+    at that stride. "s16_expanded" is the output of the final 1x1 convolution, which the paper's
+    classifiers and decoders read. "tokens" is (N, M, D). Images may have any size: a feature map at
+    stride s has ceil(H / s) x ceil(W / s) positions. Layers that no output needs are not built.
     """
 
     token_path = ("tokens", "last_bridge")
@@ -66,16 +66,16 @@ class MobileFormer(Backbone):
     ) -> None:
         """
         Args:
-            arch: widths; ``MOBILE_FORMER_ARCHS`` holds the papers'.
+            arch: widths of the layers. ``MOBILE_FORMER_ARCHS`` contains those of the papers.
             out_features: names of the outputs.
             norm: name for ``detectron2.layers.get_norm``.
-            drop_path: drop rate of residual branches at the last block, rising linearly from 0.
-            freeze_at: 0 trains everything, 1 freezes stem and tokens, 2 also the first stage, and
-                so on; number of stages + 1 freezes the whole network.
+            drop_path: stochastic depth rate of the last block. Rates increase linearly from 0.
+            freeze_at: 0 trains everything, 1 freezes the stem and the tokens, 2 also freezes the
+                first stage, and so on. The number of stages + 1 freezes the whole network.
             in_channels: channels of the image.
 
         Raises:
-            ValueError: an unknown output name, or a ``freeze_at`` or ``drop_path`` out of range.
+            ValueError: an output name is unknown, or a number is out of range.
         """
         super().__init__()
         shapes = arch.output_shapes()
@@ -87,7 +87,7 @@ class MobileFormer(Backbone):
         is_level = 0 <= freeze_at <= self.freeze_all
         check_value(is_level, "BACKBONE.FREEZE_AT", freeze_at, f"in 0 … {self.freeze_all}")
         self._out_features = list(out_features)
-        # Weights files may have these layers.
+        # Checkpoints may contain these layers although this model does not build them.
         unused = {"expand": self._expanded_name, "last_bridge": "tokens"}
         self.optional_modules = tuple(k for k, name in unused.items() if name not in out_features)
 
@@ -128,10 +128,10 @@ class MobileFormer(Backbone):
         }
 
     def forward(self, x: Tensor, image_sizes: Tensor | None = None) -> dict[str, Tensor]:
-        """From normalised images (N, 3, H, W) to the outputs by name, see the class.
+        """Takes normalized images (N, 3, H, W) and returns the outputs by name, see the class.
 
-        With ``image_sizes`` (N, 2), heights and widths in pixels, the padding of a batch does not
-        change an image's outputs; without them, padding counts as image.
+        ``image_sizes`` (N, 2) are heights and widths in pixels. If they are given, padding does not
+        change the outputs of an image. Otherwise padding is treated as part of the image.
         """
         stages = list(self.run_stages(x, image_sizes))
         outputs = {name: out for name, out, _ in stages}
@@ -143,7 +143,7 @@ class MobileFormer(Backbone):
     def run_stages(
         self, x: Tensor, image_sizes: Tensor | None = None
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Takes the arguments of ``forward``; yields name, map and tokens after each stage."""
+        """Yields (name, feature map, tokens) after each stage. Arguments as in ``forward``."""
         padding = None if image_sizes is None else padding_mask(image_sizes, x.shape[-2:])
         tokens = self.tokens.expand(x.shape[0], -1, -1)
         x = F.relu6(self.stem(zero_padding(x, padding)))
@@ -157,7 +157,8 @@ class MobileFormer(Backbone):
             yield name, x, tokens
 
     def reset_parameters(self) -> None:
-        """Initialises as the authors' code: convolutions by fan-out, linear layers N(0, 0.01)."""
+        """Initializes as the authors' code: Kaiming fan-out for convolutions, N(0, 0.01) for linear
+        layers."""
         nn.init.normal_(self.tokens)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -167,7 +168,7 @@ class MobileFormer(Backbone):
                 nn.init.zeros_(module.bias)
 
     def freeze(self, freeze_at: int = 0) -> "MobileFormer":
-        """Freezes from the stem on: gradients, BatchNorm's statistics and dropped paths."""
+        """Freezes the first layers, including BatchNorm statistics, without stochastic depth."""
         if freeze_at >= 1:
             self.tokens.requires_grad_(False)
             self.stem = _freeze(self.stem)
@@ -191,7 +192,7 @@ class MobileFormer(Backbone):
 
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
-        """Returns the layers for layer-wise decay, as in timm: stem and tokens, then blocks."""
+        """Returns timm's layer groups for layer-wise decay: stem and tokens first, then blocks."""
         blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
         return {
             "stem": r"^(?:stem\.|tokens$)",
@@ -207,7 +208,7 @@ class MobileFormer(Backbone):
 
 
 def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
-    """Returns the widths of ``MODEL.MOBILE_FORMER``; a ``UserError`` if they are no network."""
+    """Returns the widths in ``MODEL.MOBILE_FORMER``. Raises a ``UserError`` if they are invalid."""
     node = cfg.MODEL.MOBILE_FORMER
     if node.VARIANT != "custom":
         return named_arch(node.VARIANT)

@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Widths of Mobile-Former: three sizes of the QB-Heat paper and the seven ImageNet networks.
+"""Widths of Mobile-Former: the QB-Heat paper's three sizes and the seven ImageNet networks.
 
 Papers: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228,
 Table 8; "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, whose
 authors published ImageNet weights of "508M" to "26M" (github.com/AAboys/MobileFormer).
 
-Deviations from the printed table: MF-1.0G block 7 is 576 -> 176 (the table repeats the row above,
-288 -> 96, which contradicts the printed parameter count); the second hidden width of a
-down-sampling block is not printed and is 4, 3, 4 times the output width at strides 4, 8, 16, the
-only triple of multiples that gives the multiply-adds of Table 5.
+Deviations from the printed table: block 7 of MF-1.0G is 576 -> 176. The table repeats the row above
+(288 -> 96), which contradicts the printed parameter count. The table does not print the second
+hidden width of downsampling blocks. Here it is 4, 3 and 4 times the output width at strides 4, 8
+and 16, which are the only multiples that give the multiply-adds of Table 5.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ BlockKind = Literal["lite", "lite_down", "down", "plain"]
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block: its kind, expanded width, output width and, in a "down" block, the second width.
+    """Kind and widths of a block. Only "down" blocks have a second hidden width.
 
-    "lite" and "lite_down" have no tokens; "down" and "lite_down" halve the map and start a stage.
+    "lite" and "lite_down" blocks have no tokens. "down" and "lite_down" blocks halve the feature
+    map and start a stage.
     """
 
     kind: BlockKind
@@ -44,8 +45,9 @@ class BlockSpec:
 class MobileFormerArch:
     """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper.
 
-    ``head_dim`` is the width of the hidden layer in the classifier of the ImageNet networks, which
-    also have a Mobile->Former after the last block; 0 for the paper's networks, without both.
+    ``head_dim`` is the hidden width of the ImageNet networks' classifier. These networks also have
+    a Mobile->Former bridge after the last block. ``head_dim`` is 0 for the QB-Heat paper's
+    networks, which have neither the hidden layer nor this bridge.
     """
 
     num_tokens: int
@@ -67,7 +69,7 @@ class MobileFormerArch:
             channels = block.out
 
     def output_shapes(self) -> dict[str, ShapeSpec]:
-        """Returns the shape of every output of the network by its name, finest map first."""
+        """Returns the shape of every output of the network by name, finest feature map first."""
         stride = 2
         shapes = {"s2": ShapeSpec(channels=self.stem, stride=stride)}
         for block in self.blocks:
@@ -98,7 +100,7 @@ def arch_of_rows(
     expanded: int,
     head_dim: int = 0,
 ) -> MobileFormerArch:
-    """Returns widths from rows [kind, hidden, out, second hidden], or raises a ``ValueError``."""
+    """Builds an arch from rows [kind, hidden, out, second hidden]. ``ValueError`` if invalid."""
     specs = tuple(BlockSpec(*row) for row in blocks)
     return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, head_dim)
 
@@ -195,14 +197,14 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 528, 128, 512), ("plain", 768, 128),
         ],
     ),
-    # Grouped convolutions of "26M" and their shuffles are dense weights here.
+    # The grouped convolutions and channel shuffles of "26M" are stored as dense weights here.
     **dict.fromkeys(("52M", "26M"), _SMALLEST),
 }
 # fmt: on
 
 
 def named_arch(variant: str) -> MobileFormerArch:
-    """Returns one of ``MOBILE_FORMER_ARCHS``; a ``UserError`` if the name is unknown."""
+    """Returns an entry of ``MOBILE_FORMER_ARCHS``. Raises a ``UserError`` for unknown names."""
     if variant not in MOBILE_FORMER_ARCHS:
         known = [*MOBILE_FORMER_ARCHS, "custom"]
         raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")
@@ -210,7 +212,7 @@ def named_arch(variant: str) -> MobileFormerArch:
 
 
 def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:
-    """Returns the shapes of some outputs, for LazyConfigs; a ``ValueError`` if one is unknown."""
+    """Returns the shapes of named outputs, for LazyConfigs. ``ValueError`` if one is unknown."""
     shapes = arch.output_shapes()
     if set(names) - set(shapes):
         raise ValueError(f"outputs of MobileFormer are {[*shapes]}, not {list(names)}")

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Lets Detectron2's ``DetectionCheckpointer`` load backbones from files with other prefixes.
 
-For most formats it compares names as they are, loads nothing, and warns. The package's own
-checkpointers match names before they load.
+For most file formats, ``DetectionCheckpointer`` compares names exactly. If the prefixes differ, it
+loads nothing and only logs a warning. The checkpointers of this package match names themselves.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ _PREFIXES = ("backbone.bottom_up.", "backbone.", _PYRAMID)
 
 
 def accept_prefixes(backbone: Backbone) -> None:
-    """Lets ``load_state_dict`` find a backbone, or the one below a pyramid, under any prefix.
+    """Lets ``load_state_dict`` find weights of a backbone or bottom-up network under any prefix.
 
-    A file with a part of the encoder, or with none of it, raises a ``UserError``.
+    Loading raises a ``UserError`` if the file contains only a part of the encoder, or none of it.
     """
     backbone.register_load_state_dict_pre_hook(_find_own)
 
@@ -39,7 +39,7 @@ def _find_own(
     encoder = [name.removeprefix(below) for name in names if name.startswith(below)]
     own = prefix + below
     if not any(own + name in state_dict for name in encoder):
-        # Inside another module, the hook sees only names that begin with that module's.
+        # If this backbone is a child of another module, all names begin with that module's prefix.
         others = [each for each in (prefix, *(prefix + p for p in _PREFIXES)) if each != own]
         found = max(others, key=lambda each: sum(each + name in state_dict for name in encoder))
         moved = {found + name: own + name for name in encoder}
@@ -54,8 +54,9 @@ def _find_own(
     if missing and (len(missing) < len(needed) or is_wrong_file):
         raise UserError(
             f"the file has {len(needed) - len(missing)} of the {len(needed)} tensors of "
-            f"{type(backbone).__name__}, and not '{missing[0]}': take weights of the same variant "
-            "and outputs. Inside a model of another package, names without a prefix need "
-            "Detectron2's {'model': …, 'matching_heuristics': True}, as qbheat://NAME has it. "
-            "qbheat_det.checkpoint.SafeCheckpointer(model, allow_partial=True) loads a part"
+            f"{type(backbone).__name__}, and lacks '{missing[0]}': use weights of the same variant "
+            "and outputs. Inside a model of another package, names without a prefix need a file in "
+            "Detectron2's format {'model': …, 'matching_heuristics': True}, as qbheat://NAME has. "
+            "To load only a part, use qbheat_det.checkpoint.SafeCheckpointer(model, "
+            "allow_partial=True)"
         )

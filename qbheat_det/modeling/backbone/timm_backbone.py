@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Wraps any convolutional network of timm as a Detectron2 backbone.
 
-Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``, and every model
-that timm lists under ``timm:<name>``. ``MODEL.BACKBONE.NAME: "timm:resnet18"`` is then enough
-wherever Detectron2 builds a backbone. ``qbheat_det.checkpoint.convert`` loads the weights.
+Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``. It also registers
+every model of ``timm.list_models()`` as ``timm:<name>``, so that Detectron2 can build a backbone
+from ``MODEL.BACKBONE.NAME: "timm:resnet18"``. ``qbheat_det.checkpoint.convert`` loads the weights.
 
 ``Teacher`` is a frozen timm network whose features ``FeatureDistillation`` predicts.
 """
@@ -30,16 +30,16 @@ from qbheat_det.modeling.image_model import ImageModel, check_value
 from .prefixes import accept_prefixes
 
 _FREEZE_ALL = 5
-_PROBE_SIZE = (64, 96)  # of an image whose maps differ in height, width and channels
+_PROBE_SIZE = (64, 96)  # image size for which height, width and channels of feature maps differ
 
 
 @BACKBONE_REGISTRY.register()
 class TimmBackbone(Backbone):
     """Returns the feature maps of a timm model, named by stride: "s2", "s4", "s8", "s16", "s32".
 
-    Uses the last of several maps with one stride. Stages after the last output are removed.
-    Images are padded to a multiple of the coarsest stride, and padding counts as image. ``net`` is
-    the timm model.
+    If several feature maps have the same stride, the last one is used. Stages after the last output
+    are removed. Images are padded to a multiple of the coarsest stride, and padding is treated as
+    part of the image. ``net`` is the timm model.
     """
 
     @configurable
@@ -50,13 +50,13 @@ class TimmBackbone(Backbone):
         Args:
             name: name of the timm model.
             out_features: names of the outputs.
-            freeze_at: 0 trains everything; k freezes all layers behind maps of stride 2^k or less
-                (in a ResNet, 2 is stem and first stage, as in Detectron2); 5 freezes the whole
-                network. Frozen BatchNorms keep their statistics.
+            freeze_at: 0 trains everything. k freezes all layers that compute the feature maps of
+                stride 2^k or less (in a ResNet, 2 freezes the stem and the first stage, as in
+                Detectron2). 5 freezes the whole network. Frozen BatchNorms keep their statistics.
             in_channels: channels of the image.
 
         Raises:
-            UserError: timm has no such model, or the model has no maps for images of any size.
+            UserError: timm has no such model, or its feature maps do not have fixed strides.
             ValueError: an output name is unknown, or ``freeze_at`` is out of range.
         """
         super().__init__()
@@ -73,13 +73,13 @@ class TimmBackbone(Backbone):
         infos = _list_maps(self.net, name)
         if not out_features or set(out_features) - set(infos):
             raise ValueError(f"outputs of timm's '{name}' are {[*infos]}, not {list(out_features)}")
-        # In the order of the network.
+        # Sorted from the first to the last stage.
         self._out_features = sorted(set(out_features), key=lambda key: infos[key]["index"])
         whole = set(self.net.state_dict())
         self._indices = self.net.prune_intermediate_layers(
             [infos[key]["index"] for key in self._out_features], prune_norm=True
         )
-        # Weights of the whole model have these modules.
+        # Checkpoints of the whole model contain these modules.
         removed = {key.rpartition(".")[0] for key in whole - set(self.net.state_dict())} - {""}
         self.optional_modules = tuple(f"net.{path}" for path in sorted(removed))
         # Detectron2's Backbone builds output_shape() from these two.
@@ -102,11 +102,11 @@ class TimmBackbone(Backbone):
 
     @property
     def size_divisibility(self) -> int:
-        """The coarsest stride: networks round odd sizes differently."""
+        """The coarsest stride. Images are padded because networks round odd sizes differently."""
         return max(self._out_feature_strides.values())
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """From images (N, 3, H, W), padded, to the outputs by name, (N, C, H / s, W / s)."""
+        """Takes padded images (N, 3, H, W) and returns (N, C, H / s, W / s) by output name."""
         return dict(zip(self._out_features, self._maps(x, self._indices), strict=True))
 
     def _maps(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
@@ -117,7 +117,7 @@ class TimmBackbone(Backbone):
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
     ) -> dict[str, set[str]]:
-        """Runs the network once; returns the names of the parameters behind each map."""
+        """Runs the network once. Returns the names of the parameters behind each feature map."""
         built = {k: info for k, info in infos.items() if info["index"] <= max(self._indices)}
         named = dict(self.net.named_parameters())
         device = next(iter(named.values())).device
@@ -148,7 +148,7 @@ class TimmBackbone(Backbone):
             if freeze_at == _FREEZE_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
                 frozen |= names
         for name, parameter in self.net.named_parameters():
-            # In networks with several branches, some parts that remain reach no output.
+            # In networks with several branches, some remaining parameters reach no output.
             parameter.requires_grad_(name in used - frozen)
         for path, module in list(self.net.named_modules()):
             if isinstance(module, _BatchNorm) and f"{path}.weight" in frozen:
@@ -156,17 +156,17 @@ class TimmBackbone(Backbone):
 
 
 def list_outputs(name: str) -> list[str]:
-    """Returns the names of all maps of a timm model, finest first; ``UserError`` if it has none."""
+    """Returns the names of a timm model's feature maps, finest first. ``UserError`` if none."""
     check_timm_name(name)
     with torch.device("meta"):
         return list(_list_maps(timm.create_model(name, pretrained=False), name))
 
 
 def _list_maps(net: nn.Module, name: str) -> dict[str, dict[str, Any]]:
-    """Returns timm's description of the last map at each stride, finest first, by our names."""
+    """Returns timm's ``feature_info`` of the last feature map at each stride, such as "s8"."""
     infos = getattr(net, "feature_info", None)
     if not infos or not hasattr(net, "prune_intermediate_layers"):
-        raise _refusal(name, "(timm knows none)")
+        raise _refusal(name, "(timm lists none)")
     maps = {
         f"s{info['reduction']}": {**info, "index": index}
         for index, info in enumerate(getattr(infos, "info", infos))
@@ -197,13 +197,13 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """The frozen timm network of ``MODEL.TEACHER``; ``FeatureDistillation`` predicts its maps."""
+    """The frozen timm network of ``MODEL.TEACHER``, the target of ``FeatureDistillation``."""
 
     mapper_name = "pretrain"
 
     @configurable
     def __init__(self, **parts: Any) -> None:
-        """As ``ImageModel``; ``backbone`` is frozen."""
+        """Takes the arguments of ``ImageModel``. ``backbone`` is frozen."""
         super().__init__(**parts)
         self.eval()
 
@@ -221,18 +221,18 @@ class Teacher(ImageModel):
 
     @torch.inference_mode()
     def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """From dicts with "image" (3, S, S) to the maps by name, (N, C, S / stride, S / stride)."""
+        """Takes dicts with "image" (3, S, S) and returns feature maps (N, C, H, W) by name."""
         return self.backbone(self.preprocess_image(batched_inputs))
 
 
 def find_teacher_maps(cfg: CfgNode) -> dict[str, ShapeSpec]:
-    """Returns channels and strides of the teacher's maps without allocating its weights."""
+    """Returns channels and strides of the teacher's outputs without allocating its weights."""
     with torch.device("meta"):
         return _build_teacher(cfg).output_shape()
 
 
 def list_teacher_maps(cfg: CfgNode) -> list[str]:
-    """Returns the names of the maps that ``MODEL.TEACHER`` asks for, the main one first."""
+    """Returns the names of the teacher outputs in ``MODEL.TEACHER``, ``IN_FEATURE`` first."""
     node = cfg.MODEL.TEACHER
     if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in node.FINER):
         raise UserError(
@@ -253,7 +253,8 @@ def _build_teacher(cfg: CfgNode) -> TimmBackbone:
 class LeanReLU6(nn.ReLU6):
     """``nn.ReLU6`` that stores only its output for the backward pass.
 
-    PyTorch's also stores its input: a third of EfficientNet-Lite's activation memory.
+    PyTorch's ``nn.ReLU6`` also stores its input, which takes a third of the activation memory of
+    EfficientNet-Lite.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -273,15 +274,15 @@ class _ReLU6(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors  # at 0 and 6 where the input was below or above
+        (y,) = ctx.saved_tensors  # exactly 0 or 6 where the input was out of range
         return torch.ops.aten.hardtanh_backward(gradient, y, 0.0, 6.0)
 
 
 class TraceableConv2dSame(Conv2dSame):
-    """``Conv2dSame`` with constant padding in graphs for images of any size.
+    """``Conv2dSame`` that pads by a fixed amount when traced with dynamic image sizes.
 
-    In such graphs, the sides of the input are multiples of the stride. With timm's expression for
-    the padding, ``torch.export`` does not end for a whole network.
+    Traced inputs have sides that are multiples of the stride. With timm's expression for the
+    padding, ``torch.export`` of a whole network does not terminate.
     """
 
     @classmethod

@@ -1,12 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """An image classifier: linear probing, decoder probing and fine-tuning of any encoder.
 
-QB-Heat, arXiv:2211.13228, Sec. 5, B.1 and Tables 10-12: a linear ("lin") and a transformer decoder
-("tran-1", "tran-4"), which by its counts (Tables 6 and 15) has no position embedding; heads of
-width 64 are chosen here. The pooled map is joined with the first token, if there is one (Table 8).
-
-Mixup, arXiv:1710.09412, and CutMix, arXiv:1905.04899, are timm's; label smoothing:
-arXiv:1512.00567.
+The linear ("lin") and transformer decoders ("tran-1", "tran-4") follow QB-Heat, arXiv:2211.13228,
+Sec. 5, B.1 and Tables 10-12. Parameter counts (Tables 6 and 15) imply that "tran" has no position
+embedding. The head width of 64 is not in the paper. The pooled feature map is concatenated with the
+first token if there are tokens (Table 8). Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899)
+are timm's. Label smoothing: arXiv:1512.00567.
 """
 
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from qbheat_det.modeling.image_model import ImageModel, PooledFeatures, check_va
 
 
 class LinearDecoder(nn.Module):
-    """Global average pooling, joined with the first token, and one linear layer."""
+    """Global average pooling, concatenation with the first token, and one linear layer."""
 
     def __init__(
         self,
@@ -38,10 +37,10 @@ class LinearDecoder(nn.Module):
         normalize: bool = False,
         in_feature: str = "s16_expanded",
     ) -> None:
-        """Takes the backbone's ``output_shape()``, K, and the name of the map to pool.
+        """Takes the backbone's ``output_shape()``, K, and the name of the feature map to pool.
 
-        ``normalize`` puts a BatchNorm without scale and offset before the layer, as in linear
-        probing.
+        ``normalize`` adds a BatchNorm without scale and offset before the linear layer, as is
+        common in linear probing.
         """
         super().__init__()
         self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
@@ -52,12 +51,12 @@ class LinearDecoder(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """From the map (N, C, H, W) and "tokens" (N, M, D), if any, to logits (N, K)."""
+        """Takes a feature map (N, C, H, W) and optional "tokens" (N, M, D). Returns (N, K)."""
         return self.classifier(self.norm(self.pool(features)))
 
 
 class TransformerDecoder(nn.Module):
-    """Projection of every position to ``dim``, ViT blocks, pooling, one linear layer."""
+    """Projects every position to ``dim``, then applies ViT blocks, pooling and a linear layer."""
 
     def __init__(
         self,
@@ -69,9 +68,10 @@ class TransformerDecoder(nn.Module):
         dropout: float = 0.0,
         in_feature: str = "s16_expanded",
     ) -> None:
-        """As ``LinearDecoder``, with width (a multiple of 64), number and dropout of the blocks.
+        """Takes the arguments of ``LinearDecoder``, and the settings of the transformer blocks.
 
-        The paper has widths of 192, 384 and 768 for MF-285M, MF-1.0G and MF-3.7G.
+        ``dim`` is a multiple of 64. The paper uses 192, 384 and 768 for MF-285M, MF-1.0G and
+        MF-3.7G.
         """
         super().__init__()
         check_value(dim > 0 and not dim % 64, "CLASSIFIER.WIDTH", dim, "a multiple of 64")
@@ -91,7 +91,7 @@ class TransformerDecoder(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """As in ``LinearDecoder``."""
+        """See ``LinearDecoder.forward``."""
         positions = features[self.pool.in_feature].flatten(2).transpose(1, 2)  # (N, HW, C)
         positions = self.norm(self.blocks(self.projection(positions)))
         pooled = F.adaptive_avg_pool1d(positions.transpose(1, 2), 1).flatten(1)
@@ -99,10 +99,10 @@ class TransformerDecoder(nn.Module):
 
 
 class BatchMixing:
-    """Mixes image i of N with image N - 1 - i, and their labels likewise.
+    """Mixes image i of N with image N - 1 - i, and mixes their labels in the same way.
 
-    Each process draws one share for its batch from NumPy's global generator, which the trainer
-    seeds by run, step and process, so that a resumed run draws the same.
+    Each process draws one mixing ratio per batch from NumPy's global generator. The trainer seeds
+    this generator by run, step and process, so that a resumed run draws the same ratios.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class BatchMixing:
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
-        """Takes K, the share of a target for all classes alike, and alphas of Beta distributions.
+        """Takes K, the label smoothing, and the alphas of the Beta distributions.
 
-        An alpha of 0 turns Mixup or CutMix off; with both, each batch takes one at random.
+        An alpha of 0 disables Mixup or CutMix. If both are enabled, each batch uses one at random.
         """
         smooth = 0 <= label_smoothing < 1
         check_value(num_classes >= 1, "CLASSIFIER.NUM_CLASSES", num_classes, "at least 1")
@@ -128,9 +128,9 @@ class BatchMixing:
         self._mix = Mixup(mixup, cutmix, **shared) if mixup or cutmix else None
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """From images (N, 3, H, W), mixed in place, and labels (N,) to images and targets (N, K).
+        """Mixes images (N, 3, H, W) in place. Returns the images and the targets (N, K).
 
-        Raises a ``UserError`` if the batch is mixed and its number of images is odd.
+        Raises a ``UserError`` if mixing is enabled and the number of images is odd.
         """
         if self._mix is None:
             return images, mixup_target(labels, self.num_classes, smoothing=self.label_smoothing)
@@ -146,10 +146,10 @@ class BatchMixing:
 
 @META_ARCH_REGISTRY.register()
 class ImageClassifier(ImageModel):
-    """An encoder, a decoder to class scores, and cross-entropy, a mean over images.
+    """An encoder and a decoder to class scores, trained by the mean cross-entropy over images.
 
-    An encoder without trainable parameters stays in evaluation mode. Several processes have the
-    gradients of one, except for random mixing, dropout, and BatchNorm's statistics.
+    An encoder without trainable parameters stays in evaluation mode. Gradients do not depend on the
+    number of processes, except through random mixing, dropout, and BatchNorm's statistics.
     """
 
     pretrain_only_modules = ("decoder",)
@@ -164,7 +164,7 @@ class ImageClassifier(ImageModel):
         mixing: BatchMixing,
         **others: Any,
     ) -> None:
-        """As ``ImageModel``, with a decoder to logits (N, K), and the mixing of images."""
+        """Takes the arguments of ``ImageModel``, a decoder to logits (N, K), and the mixing."""
         pool = decoder.pool
         super().__init__(
             backbone=backbone,
@@ -175,7 +175,7 @@ class ImageClassifier(ImageModel):
         self.decoder = decoder
         self.mixing = mixing
         self.backbone_is_frozen = not any(p.requires_grad for p in backbone.parameters())
-        # "accuracy" in per cent; of the class with the larger share where images are mixed.
+        # "accuracy" in percent. For mixed images, the class with the larger share is the true one.
         self.metrics: dict[str, Tensor] = {}
 
     @classmethod
@@ -215,17 +215,18 @@ class ImageClassifier(ImageModel):
         return self.mixing.num_classes
 
     def train(self, mode: bool = True) -> "ImageClassifier":
-        """Sets the mode; a frozen encoder stays in evaluation mode."""
+        """Sets the mode. A frozen encoder stays in evaluation mode."""
         super().train(mode)
         if self.backbone_is_frozen:
             self.backbone.eval()
         return self
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """From dicts of a mapper with "image" (3, S, S), in training with "label" from 0 on.
+        """Takes dicts of a dataset mapper with "image" (3, S, S), and "label" in training.
 
-        Returns {"loss_cls"}, (), in training; else {"scores"} (K,) of each image, which sum to one.
-        Raises a ``UserError`` for an image of another size, or a label missing or out of range.
+        Returns ``{"loss_cls": scalar}`` in training. In evaluation, returns one
+        ``{"scores": (K,)}`` per image, which sum to 1. Raises a ``UserError`` if an image is not
+        S x S, or if a label is missing or not in [0, K).
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -238,14 +239,14 @@ class ImageClassifier(ImageModel):
         return {"loss_cls": F.cross_entropy(logits, targets)}
 
     def classify(self, images: Tensor) -> Tensor:
-        """From normalised images (N, 3, S, S) to logits (N, K), in float32."""
+        """Takes normalized images (N, 3, S, S) and returns logits (N, K) in float32."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.backbone_is_frozen):
             features = self.backbone(images)
         logits: Tensor = self.decoder(features)
         return logits.float()
 
     def prepare_labels(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns the labels (N,); a ``UserError`` if one is missing or out of range."""
+        """Returns the labels (N,). Raises a ``UserError`` if one is missing or out of range."""
         labels = [entry.get("label", -1) for entry in batched_inputs]
         for entry, label in zip(batched_inputs, labels, strict=True):
             if not 0 <= label < self.num_classes:

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Mobile-Former in timm: ``timm.create_model("mobile_former_285m")``.
 
-``TimmMobileFormer`` is ``MobileFormer``, with the same names of tensors, and the methods of timm's
-models. Importing this module registers the names in ``TIMM_NAMES`` with timm, and as
+``TimmMobileFormer`` adds the methods of timm's models to ``MobileFormer`` and has the same tensor
+names. Importing this module registers the names in ``TIMM_NAMES`` with timm, and as
 ``timm:<name>`` with Detectron2.
 """
 
@@ -26,10 +26,10 @@ from qbheat_det.modeling.backbone import (
 
 
 class TimmMobileFormer(MobileFormer):
-    """A Mobile-Former with class scores and timm's access to its stages.
+    """A Mobile-Former classifier with timm's interface.
 
-    timm's heads take one map, so ``forward_features`` concatenates the first token to every
-    position; pooling over positions gives the token again.
+    timm's heads take one feature map, so ``forward_features`` concatenates the first token to every
+    position. Average pooling over positions then recovers the token.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TimmMobileFormer(MobileFormer):
         drop_path_rate: float = 0.0,
         norm: str = "BN",
     ) -> None:
-        """Takes timm's arguments; ``num_classes`` 0 builds no classifier."""
+        """Takes timm's arguments. If ``num_classes`` is 0, no classifier is built."""
         outputs = list(arch.output_shapes())
         widths = {"arch": arch, "out_features": outputs, "in_channels": in_chans}
         super().__init__(**widths, norm=norm, drop_path=drop_path_rate)
@@ -67,7 +67,7 @@ class TimmMobileFormer(MobileFormer):
         self.reset_classifier(num_classes, global_pool)
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """From normalised images (N, 3, H, W) to logits (N, K)."""
+        """Takes normalized images (N, 3, H, W) and returns logits (N, K)."""
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -75,9 +75,10 @@ class TimmMobileFormer(MobileFormer):
         return self._last_map(*list(self.run_stages(x))[-1][1:])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """From the map of ``forward_features`` to logits, or to their input (``pre_logits``)."""
+        """Takes the output of ``forward_features`` and returns logits, or the features that the
+        last layer reads if ``pre_logits``."""
         x = self.global_pool(x)
-        if not isinstance(self.neck, nn.Identity):  # of the ImageNet networks
+        if not isinstance(self.neck, nn.Identity):  # only the ImageNet networks have a neck
             token_dim = self.tokens.shape[1]
             pooled, token = x[:, :-token_dim], x[:, -token_dim:]
             x = self.neck(torch.cat([F.hardswish(pooled), token], dim=1))
@@ -92,7 +93,7 @@ class TimmMobileFormer(MobileFormer):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """As in timm: the map of ``forward_features``, and the maps of stages."""
+        """Returns the output of ``forward_features`` and the feature maps of stages, as in timm."""
         if output_fmt != "NCHW":
             raise ValueError(f"maps of Mobile-Former are NCHW, not {output_fmt}")
         taken, _ = feature_take_indices(len(self.stages), indices)
@@ -106,7 +107,9 @@ class TimmMobileFormer(MobileFormer):
         prune_norm: bool = False,
         prune_head: bool = True,
     ) -> list[int]:
-        """As in timm: removes layers after the stages in ``indices``; the norm is the expansion."""
+        """Removes the layers after the stages in ``indices``, as in timm.
+
+        ``prune_norm`` removes the final 1x1 convolution."""
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm:
@@ -121,7 +124,7 @@ class TimmMobileFormer(MobileFormer):
         return self.classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """As in timm: replaces the last layer, and the pooling unless it is None."""
+        """Replaces the last layer, as in timm. None keeps the pooling."""
         self.num_classes = num_classes
         pool = str(self.global_pool.pool_type) if global_pool is None else global_pool
         own = self.tokens
@@ -129,7 +132,7 @@ class TimmMobileFormer(MobileFormer):
         self.global_pool, self.classifier = create_classifier(
             self.head_hidden_size, num_classes, pool_type=pool, device=own.device, dtype=own.dtype
         )
-        if num_classes:  # as the linear decoder
+        if num_classes:  # initialized as ``LinearDecoder``
             nn.init.normal_(self.classifier.weight, std=0.01)
             nn.init.zeros_(self.classifier.bias)
 
@@ -138,9 +141,9 @@ class TimmMobileFormer(MobileFormer):
         return {"tokens"}
 
     def load_pretrained(self, path: str, prefix: str = "") -> None:
-        """Loads weights of any model of the package with this backbone, from a file or address.
+        """Loads weights from a file or URL of any qbheat_det model with this backbone.
 
-        Raises a ``UserError`` if the file cannot be read, or has another backbone.
+        Raises a ``UserError`` if the file cannot be read, or if its backbone is different.
         """
         load_into_timm_model(self, getattr(self, "pretrained_cfg", None), path)
 
@@ -156,7 +159,7 @@ TIMM_NAMES = {
     size: "mobile_former_" + size.lower().replace(".0", "").replace(".", "_")
     for size in MOBILE_FORMER_ARCHS
 }
-"""timm's names by ``MODEL.MOBILE_FORMER.VARIANT``."""
+"""timm model names by value of ``MODEL.MOBILE_FORMER.VARIANT``."""
 
 
 _WITHOUT_WEIGHTS: dict[str, Any] = {
@@ -169,7 +172,7 @@ _WITHOUT_WEIGHTS: dict[str, Any] = {
     "paper_name": "Self-Supervised Learning based on Heat Equation",
     "paper_ids": "arXiv:2211.13228",
 }
-"""timm's ``pretrained_cfg`` of a Mobile-Former, where it differs from timm's defaults."""
+"""Entries of timm's ``pretrained_cfg`` that differ from timm's defaults."""
 
 # timm reads this when an entry point is registered.
 default_cfgs = dict.fromkeys(TIMM_NAMES.values(), _WITHOUT_WEIGHTS)

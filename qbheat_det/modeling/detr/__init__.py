@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""MF-DETR: registered detector, decoder, matching, loss."""
+"""MF-DETR: the detector, its decoder, and its matching and loss."""
 
 from .criterion import SetCriterion
 from .mf_decoder import MFDecoder

@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Additional queries of MF-DETR's decoder in training, and their losses.
 
-The same weights refine them, but neither the object queries nor the map attend to them. Each group
-of object queries is matched one-to-one: "Group DETR", arXiv:2207.13085; the map reads the first
-group alone, the decoder's own (a deviation). Denoising queries are ground truth with noise:
-"DN-DETR", arXiv:2203.01305, and for the negatives "DINO", arXiv:2203.03605, Sec. 3.3.
+The decoder refines them with the same weights, but neither the object queries nor the feature map
+attend to them. Each group of object queries is matched one-to-one: "Group DETR", arXiv:2207.13085.
+Deviation: the feature map attends only to the decoder's own queries. Denoising queries are noised
+ground truth: "DN-DETR", arXiv:2203.01305; negatives: "DINO", arXiv:2203.03605, Sec. 3.3.
 
-Deviations: as in DAB-DETR, a two-layer network over the sine code of a noised box gives a query's
-position; labels have no indicator; the number of groups depends on the image's own boxes, so that
-other images of the batch change nothing.
+Deviations of denoising: as in DAB-DETR, an MLP over the sine encoding of a noised box gives the
+query position. Label embeddings have no indicator. The number of groups depends only on the boxes
+of the same image, so that an image does not depend on the rest of its batch.
 """
 
 import math
@@ -28,22 +28,22 @@ from .mf_decoder import QuerySet
 
 
 class QueryGroups(nn.Module):
-    """G further sets of Q object queries, and their losses."""
+    """G sets of Q object queries in addition to the decoder's own, and their losses."""
 
     prefix = "loss_group_"
 
     def __init__(self, *, num_groups: int, num_queries: int, dim: int, weight: float = 1.0) -> None:
-        """Takes G from 1 to 99, Q, the width C, and a factor on the losses."""
+        """Takes G (1 to 99), Q, the width C, and a factor on the losses."""
         super().__init__()
         check_value(1 <= num_groups < 100, "MF_DETR.QUERY_GROUPS.COUNT", num_groups + 1, "1 to 100")
         check_value(weight >= 0, "MF_DETR.QUERY_GROUPS.WEIGHT", weight, "at least 0")
         self.num_groups = num_groups
         self.num_queries = num_queries
         self.weight = weight
-        self.position = nn.Embedding(num_groups * num_queries, dim)  # standard normal, as the own
+        self.position = nn.Embedding(num_groups * num_queries, dim)  # standard normal
 
     def forward(self, targets: Targets) -> QuerySet:
-        """Returns the queries for a batch, (N, G * Q, C), one group after the other."""
+        """Returns the queries for a batch, (N, G * Q, C), sorted by group."""
         position = self.position.weight.expand(len(targets.counts), -1, -1)
         group = torch.arange(position.shape[1], device=position.device) // self.num_queries
         return QuerySet(
@@ -64,9 +64,10 @@ class QueryGroups(nn.Module):
         """Returns ``SetCriterion.block_losses`` of each block and group.
 
         Logits (L, N, E, K + 1) and boxes (L, N, E, 4), cxcywh in [0, 1] of the unpadded image, are
-        predictions of the queries from ``forward``; ``normalizers`` (2,) of classes and boxes.
+        predictions for the queries from ``forward``. ``normalizers`` (2,) are the divisors of the
+        class and box losses.
         """
-        # The criterion takes each group of a block as a block: (L * G, N, Q, …).
+        # To the criterion, each group of a block is a separate block: (L * G, N, Q, …).
         logits, boxes = (
             each.unflatten(2, (self.num_groups, -1)).transpose(1, 2).flatten(0, 1)
             for each in (logits, boxes)
@@ -74,17 +75,17 @@ class QueryGroups(nn.Module):
         return criterion.block_losses(logits, boxes, targets, normalizers)
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """Returns the divisors for images with so many boxes, as ``SetCriterion.normalizers``."""
+        """See ``SetCriterion.normalizers``. ``counts`` are the numbers of boxes per image."""
         return criterion.normalizers(counts, self.num_queries)
 
 
 class _Layout(NamedTuple):
-    """The box, group and kind of each query; fields are (N, E)."""
+    """The box index, group and kind of each query. All fields are (N, E)."""
 
     target: Tensor
     group: Tensor
     negative: Tensor
-    valid: Tensor  # False after an image's last query
+    valid: Tensor  # False for padding after the last query of an image
 
 
 class Denoising(nn.Module):
@@ -108,12 +109,14 @@ class Denoising(nn.Module):
         Args:
             num_classes: K.
             dim: C, width of the decoder's queries.
-            groups: most noised copies of each box; queries of one copy attend to each other.
-            box_noise: largest shift of a corner in half sides of its box, in [0, 2]; corners of
-                negatives move once to twice as far.
+            groups: maximum number of noised copies of each box. Queries of one copy attend to each
+                other.
+            box_noise: noise scale in [0, 2]: the largest shift of a corner, relative to half the
+                side of its box. Corners of negative queries move 1 to 2 times as far.
             label_noise: probability that a random class replaces a label.
-            negatives: whether each copy has a second one, with more noise, that is no object.
-            max_queries: most queries of one image; reduces its groups, and then its boxes.
+            negatives: whether each group also has a negative query, with more noise, for each box.
+            max_queries: maximum number of queries per image. If it is exceeded, the image has fewer
+                groups. If one group still exceeds it, some boxes are left out.
             weight: factor on the losses.
 
         Raises:
@@ -146,10 +149,10 @@ class Denoising(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, targets: Targets, noise: Tensor | None = None) -> QuerySet:
-        """Returns E queries for each image; those beyond an image's own are masked.
+        """Returns E queries per image. Images with fewer queries are padded with masked ones.
 
-        ``noise`` (N, E, 6) in [0, 1) is random by default: four numbers move the corners of a box,
-        the fifth selects labels to replace, the sixth their new values.
+        ``noise`` (N, E, 6) in [0, 1) is random by default. The first four numbers shift the corners
+        of a box, the fifth decides if the label is replaced, and the sixth selects the new label.
         """
         device = targets.boxes.device
         layout = _Layout(*(field.to(device, non_blocking=True) for field in self._layout(targets)))
@@ -172,14 +175,15 @@ class Denoising(nn.Module):
     def noised_boxes(self, boxes: Tensor, negative: Tensor, shift: Tensor) -> Tensor:
         """Moves the corners of boxes (N, E, 4), cxcywh in [0, 1], within the image.
 
-        ``negative`` (N, E) is True where corners move further; ``shift`` (N, E, 4) is random.
+        ``negative`` (N, E) marks negative queries, whose corners move by 1 to 2 times the noise
+        scale instead of 0 to 1. ``shift`` (N, E, 4) holds random numbers in [0, 1).
         """
         signed = 2 * shift - 1
         further = torch.where(signed < 0, -1.0, 1.0) * negative[..., None]
         half = boxes[..., 2:].repeat(1, 1, 2) / 2
         corners = box_convert(boxes, "cxcywh", "xyxy") + (signed + further) * half * self.box_noise
         first, second = corners.clamp(0, 1).chunk(2, dim=-1)
-        # Strong noise can move a corner past the other one.
+        # Strong noise can move a corner beyond the opposite one.
         ordered = torch.cat([torch.minimum(first, second), torch.maximum(first, second)], dim=-1)
         return box_convert(ordered, "xyxy", "cxcywh")
 
@@ -191,10 +195,10 @@ class Denoising(nn.Module):
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """As ``QueryGroups.losses``, of each block."""
+        """See ``QueryGroups.losses``. Returns the losses of each block."""
         layout, device = self._layout(targets), logits.device
-        # The queries of all images in one row, without gaps. Indices come from the counts on the
-        # host, so that nothing waits for the device.
+        # Concatenates the valid queries of all images. The indices are computed on the CPU from the
+        # numbers of boxes, which needs no synchronization with the GPU.
         image, query = layout.valid.nonzero(as_tuple=True)
         kept = (~layout.negative[image, query]).nonzero()[:, 0]
         target = image * targets.labels.shape[1] + layout.target[image, query]
@@ -221,20 +225,20 @@ class Denoising(nn.Module):
         )
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """As ``QueryGroups.normalizers``."""
+        """See ``QueryGroups.normalizers``."""
         kept = sum(groups * used for groups, used in map(self._shape_of, counts))
         return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
 
     def _shape_of(self, count: int) -> tuple[int, int]:
-        """Returns an image's number of groups and the number of boxes in each."""
+        """Takes the number of boxes of an image. Returns its (groups, boxes per group)."""
         used = min(count, self.max_queries // self.copies)
         return min(self.groups, self.max_queries // max(self.copies * used, 1)), used
 
     def _layout(self, targets: Targets) -> _Layout:
-        """Returns the layout of a batch's queries, on the CPU."""
+        """Returns the layout of the queries of a batch, on the CPU."""
         shapes = torch.tensor([self._shape_of(count) for count in targets.counts])  # (N, 2)
         groups, used = shapes.T[..., None]
-        length = self.copies * used  # of a group, (N, 1)
+        length = self.copies * used  # queries per group, (N, 1)
         total = groups * length
         index = torch.arange(int(total.max())).expand(len(shapes), -1)  # (N, E)
         inside = index % length.clamp(min=1)
@@ -247,10 +251,10 @@ class Denoising(nn.Module):
 
 
 class AuxiliaryQueries(nn.ModuleDict):
-    """ "groups" (``QueryGroups``), "denoising" (``Denoising``), or both, in this order."""
+    """Contains "groups" (``QueryGroups``), "denoising" (``Denoising``), or both in this order."""
 
     def forward(self, targets: Targets) -> QuerySet:
-        """Returns the queries for a batch; those of one kind do not attend to the other."""
+        """Returns the queries for a batch. Different kinds do not attend to each other."""
         parts = [kind(targets) for kind in self._kinds()]
         widths = [part.content.shape[1] for part in parts]
         rows = []
@@ -274,14 +278,14 @@ class AuxiliaryQueries(nn.ModuleDict):
     ) -> dict[str, Tensor]:
         """Returns weighted losses by name, such as "loss_group_ce", summed over the blocks.
 
-        ``outputs`` are "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4) of the queries
-        from ``forward``; ``normalizers`` (P, 2) has a row for each kind.
+        ``outputs`` are "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4) for the queries
+        from ``forward``. ``normalizers`` (P, 2) has one row per kind of query.
         """
         logits, boxes = criterion.supervised(outputs)
         losses: dict[str, Tensor] = {}
         start = 0
         for kind, divisors in zip(self._kinds(), normalizers, strict=True):
-            # Denoising queries are all that come after the groups.
+            # Denoising queries are last, so all remaining queries belong to them.
             width = len(kind.position.weight) if isinstance(kind, QueryGroups) else logits.shape[2]
             own = slice(start, start + width)
             parts = logits[:, :, own], boxes[:, :, own]
@@ -293,7 +297,7 @@ class AuxiliaryQueries(nn.ModuleDict):
     def normalizers(
         self, counts: Sequence[int], criterion: SetCriterion
     ) -> list[tuple[float, float]]:
-        """Returns the divisors of each kind's losses, see ``SetCriterion.normalizers``."""
+        """Returns the divisors for each kind of query, see ``SetCriterion.normalizers``."""
         return [kind.normalizers(counts, criterion) for kind in self._kinds()]
 
     def _kinds(self) -> list[QueryGroups | Denoising]:

@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The set prediction loss of DETR: one-to-one matching of boxes to queries, then losses.
 
-Paper: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3.1. Deviation: all
-decoder blocks and images of a step are matched at once: costs on the device, one transfer, SciPy's
-solver.
+Paper: "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. 3.1. Deviation: the
+costs of all decoder blocks and images are computed on the device and copied to the CPU at once, for
+SciPy's solver.
 
-Focal loss: arXiv:1708.02002, with the IoU as target: generalized focal loss, arXiv:2006.04388, and
-its cost in matching: Deformable DETR, arXiv:2010.04159. Deviation: targets may follow the IoU in
-part (``iou_target``), with the balance alpha of the plain loss.
+Focal loss: arXiv:1708.02002. IoU targets follow "Generalized Focal Loss", arXiv:2006.04388. The
+matching cost follows "Deformable DETR", arXiv:2010.04159. Deviation: targets may be a mixture of
+1 and the IoU (``iou_target``), weighted by the alpha of the original focal loss.
 """
 
 import math
@@ -32,8 +32,8 @@ from qbheat_det.modeling.image_model import check_value
 class Targets:
     """Ground truth of a batch, padded to the image with the most boxes (T of them).
 
-    ``labels`` is (N, T) in [0, K), ``boxes`` (N, T, 4), cxcywh in [0, 1] of the unpadded image.
-    ``counts`` holds how many of the T are real, image by image.
+    ``labels`` is (N, T) in [0, K). ``boxes`` is (N, T, 4), cxcywh in [0, 1] of the unpadded image.
+    ``counts`` is the number of boxes per image, without padding.
     """
 
     labels: Tensor
@@ -45,14 +45,14 @@ class Targets:
         """Pads per-image labels (T_i,) and boxes (T_i, 4)."""
         return cls(
             labels=pad_sequence(labels, batch_first=True),
-            # Padded with non-empty boxes, so that no union is 0; they are never matched.
+            # Padding boxes are not empty, so that no union is 0. They are never matched.
             boxes=pad_sequence(boxes, batch_first=True, padding_value=1.0),
             counts=tuple(len(each) for each in labels),
         )
 
 
 class Matches(NamedTuple):
-    """Pairs (block, image, query) -> target; each field is (P,) on the predictions' device."""
+    """P matches of (block, image, query) to target. Fields are (P,), on the predictions' device."""
 
     block: Tensor
     image: Tensor
@@ -61,12 +61,12 @@ class Matches(NamedTuple):
 
 
 class ClassificationLoss(ABC):
-    """A loss of logits (…, K + 1), of which the last is the no-object class."""
+    """A loss on logits (…, K + 1). The last class is "no object"."""
 
     name: str
-    """Its value of ``MODEL.MF_DETR.CLASSIFICATION``."""
+    """The value of ``MODEL.MF_DETR.CLASSIFICATION`` that selects this loss."""
     initial_bias: float = 0.0
-    """Of the logits."""
+    """Initial bias of the logits."""
     least_normalizer: float = 1.0
     """Smallest divisor of a sum over an effective batch."""
     reads_quality: bool = True
@@ -79,32 +79,32 @@ class ClassificationLoss(ABC):
         Args:
             logits: (N, …, K + 1), float32.
             wanted: (N, …), classes in [0, K], where K is "no object".
-            quality: (N, …), IoU of a query's box with the matched box, without gradient; 0 for
-                others.
+            quality: (N, …), IoU of the predicted box with the matched box, without gradient. 0 for
+                unmatched queries.
         """
 
     @abstractmethod
     def normalizer(self, matched: int, unmatched: int) -> float:
-        """Returns the divisor of a sum over so many queries of a whole batch."""
+        """Returns the divisor of the loss, given the numbers of queries in the whole batch."""
 
     @abstractmethod
     def scores(self, logits: Tensor) -> Tensor:
-        """From logits (…, K + 1) to probabilities of the classes (…, K)."""
+        """Takes logits (…, K + 1) and returns class probabilities (…, K)."""
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """From logits (…, K + 1) and classes (…, T) to (…, T): 1 - p in DETR, less the constant."""
+        """Takes logits (…, K + 1) and classes (…, T). Returns the costs (…, T), -p as in DETR."""
         return -self.scores(logits).gather(-1, labels)
 
 
 class SoftmaxClassification(ClassificationLoss):
-    """DETR's softmax over K + 1 classes, with a smaller weight for queries without a box."""
+    """DETR's softmax over K + 1 classes, with a smaller weight for unmatched queries."""
 
     name = "softmax"
-    least_normalizer = 1e-6  # the divisor is 0 only if the sum is
+    least_normalizer = 1e-6  # the divisor is 0 only if the sum is 0
     reads_quality = False
 
     def __init__(self, *, no_object_weight: float = 0.1) -> None:
-        """Takes that weight."""
+        """Takes the weight of unmatched queries."""
         self.no_object_weight = no_object_weight
 
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
@@ -120,11 +120,11 @@ class SoftmaxClassification(ClassificationLoss):
 
 
 class FocalClassification(ClassificationLoss):
-    """A sigmoid for each class; the last of the K + 1 logits is not used.
+    """Focal loss on a sigmoid per class. The last of the K + 1 logits is not used.
 
     The loss of a class is its binary cross-entropy with the target t, weighted by
-    abs(t - p)^gamma and by alpha for the wanted class, 1 - alpha for others. An ``iou_target`` of 0
-    gives RetinaNet's focal loss, 1 the quality focal loss.
+    abs(t - p)^gamma, and by alpha for the true class or 1 - alpha for all other classes. An
+    ``iou_target`` of 0 gives RetinaNet's focal loss, and 1 gives the quality focal loss.
     """
 
     name = "focal"
@@ -140,14 +140,14 @@ class FocalClassification(ClassificationLoss):
         """
         Args:
             gamma: exponent of the distance between target and prediction.
-            alpha: weight of the wanted class; 1 - alpha of the others.
-            iou_target: share of the IoU in the target of a match; with 0 the target is 1.
-            prior: probability of each class before training.
+            alpha: weight of the true class. All other classes have the weight 1 - alpha.
+            iou_target: weight of the IoU in the target of a match. With 0, the target is 1.
+            prior: initial probability of each class.
 
         Raises:
-            ValueError: a number is out of its range.
+            ValueError: a number is out of range.
         """
-        # Between 0 and 1, the gradient diverges where a prediction equals its target.
+        # For gamma between 0 and 1, the gradient diverges if a prediction equals its target.
         check_value(gamma == 0 or gamma >= 1, "MF_DETR.FOCAL.GAMMA", gamma, "0 or at least 1")
         check_value(0 <= alpha <= 1, "MF_DETR.FOCAL.ALPHA", alpha, "in [0, 1]")
         check_value(0 <= iou_target <= 1, "MF_DETR.FOCAL.IOU_TARGET", iou_target, "in [0, 1]")
@@ -173,7 +173,7 @@ class FocalClassification(ClassificationLoss):
         return logits[..., :-1].sigmoid()
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the focal loss of the class if wanted, minus the one if not."""
+        """Returns the focal loss of a class if it is true, minus its loss if it is not."""
         logits = logits.gather(-1, labels)
         p = logits.sigmoid()
         wanted = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
@@ -182,7 +182,7 @@ class FocalClassification(ClassificationLoss):
 
 
 class SetCriterion(nn.Module):
-    """Matches predictions to ground truth; losses of class, L1 and GIoU, already weighted."""
+    """Matches predictions to ground truth, and computes weighted class, L1 and GIoU losses."""
 
     def __init__(
         self,
@@ -197,11 +197,11 @@ class SetCriterion(nn.Module):
         """
         Args:
             num_classes: K, without the no-object class.
-            classification: DETR's by default.
-            class_weight: weight of the class, in the loss and in matching.
+            classification: classification loss, ``SoftmaxClassification`` by default.
+            class_weight: weight of the classification loss and of its matching cost.
             l1_weight: weight of the L1 distance of cxcywh boxes.
             giou_weight: weight of 1 - GIoU.
-            deep_supervision: whether every block has losses, or the last one only.
+            deep_supervision: whether all blocks have losses, or only the last block.
 
         Raises:
             ValueError: all weights are zero.
@@ -219,11 +219,13 @@ class SetCriterion(nn.Module):
     def forward(
         self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
     ) -> dict[str, Tensor]:
-        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou"; of inner blocks with "_0" ….
+        """Returns weighted losses "loss_ce", "loss_bbox" and "loss_giou" of the last block.
+
+        The names for earlier blocks have the suffix "_0", "_1", ….
 
         Args:
-            outputs: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4), cxcywh in [0, 1]
-                of the unpadded image, of L blocks.
+            outputs: predictions of L blocks: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N,
+                Q, 4), cxcywh in [0, 1] of the unpadded image.
             targets: ground truth of the N images.
             normalizers: (2,), from ``mean_normalizers`` of the effective batch.
         """
@@ -238,10 +240,10 @@ class SetCriterion(nn.Module):
 
     @torch.no_grad()
     def match(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Matches:
-        """Assigns boxes to queries at the least cost of class, L1 distance and -GIoU.
+        """Assigns boxes to queries with the least total cost of class, L1 distance and -GIoU.
 
-        From logits (L, N, Q, K + 1) and boxes (L, N, Q, 4) to min(Q, T_i) pairs for each block and
-        image i, ordered by block, image and query.
+        Takes logits (L, N, Q, K + 1) and boxes (L, N, Q, 4). Returns min(Q, T_i) matches for each
+        block and image i, sorted by block, image and query.
         """
         cost = self.matching_cost(logits.float(), boxes.float(), targets).cpu().numpy()
         rows = [np.empty((4, 0), dtype=np.int64)]
@@ -253,7 +255,7 @@ class SetCriterion(nn.Module):
         return Matches(*index)
 
     def matching_cost(self, logits: Tensor, boxes: Tensor, targets: Targets) -> Tensor:
-        """Returns (L, N, Q, T); columns beyond an image's count are padding."""
+        """Returns costs (L, N, Q, T). Columns beyond an image's number of boxes are padding."""
         labels = targets.labels[None, :, None].expand(*logits.shape[:3], -1)
         distance = torch.cdist(boxes, targets.boxes[None].expand(len(boxes), -1, -1, -1), p=1)
         predicted = box_convert(boxes, "cxcywh", "xyxy")
@@ -264,11 +266,11 @@ class SetCriterion(nn.Module):
             + self.class_weight * self.classification.matching_cost(logits, labels)
             - self.giou_weight * pairwise(predicted, wanted)
         )
-        # The trainer's check of the loss reports a diverged model; the solver would crash.
+        # NaN would crash the solver. The trainer reports diverged models by checking the loss.
         return cost.nan_to_num(nan=1e6, posinf=1e6, neginf=-1e6)
 
     def supervised(self, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns logits and boxes of the blocks that have a loss, in float32."""
+        """Returns the logits and boxes of blocks that have a loss, in float32."""
         first = 0 if self.deep_supervision else -1
         return outputs["pred_logits"][first:].float(), outputs["pred_boxes"][first:].float()
 
@@ -280,9 +282,9 @@ class SetCriterion(nn.Module):
         normalizers: Tensor,
         matches: Matches | None = None,
     ) -> dict[str, Tensor]:
-        """Returns weighted "loss_ce", "loss_bbox" and "loss_giou" of each block, (L,) each.
+        """Returns weighted losses "loss_ce", "loss_bbox" and "loss_giou" per block, (L,) each.
 
-        Arguments are those of ``forward`` and ``match``, in float32.
+        For the arguments, in float32, see ``forward`` and ``match``.
         """
         if matches is None:
             matches = self.match(logits, boxes, targets)
@@ -306,21 +308,21 @@ class SetCriterion(nn.Module):
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
-        """Returns the divisors of a batch's sums of classes and boxes, the same for each block.
+        """Returns the divisors of the class loss and of the box losses, equal for all blocks.
 
-        ``counts`` are the boxes of each image.
+        ``counts`` are the numbers of boxes per image.
         """
         matched = sum(min(count, num_queries) for count in counts)
         unmatched = len(counts) * num_queries - matched
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """From sums (…, 2) of ``normalizers`` over all parts to the divisors of each, (…, 2)."""
+        """Takes ``normalizers`` summed over all parts, (…, 2). Returns each part's divisors."""
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
 
     def normalizers_of_processes(self, counts: Tensor) -> Tensor:
-        """From ``normalizers`` of this process to ``mean_normalizers`` of all, (…, 2)."""
+        """Takes this process's ``normalizers``. Returns ``mean_normalizers`` over all processes."""
         if comm.get_world_size() > 1:
             counts = counts.clone()
             torch.distributed.all_reduce(counts)
@@ -328,6 +330,6 @@ class SetCriterion(nn.Module):
 
 
 def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
-    """Returns (P,): the overlap of boxes (P, 4) with boxes (P, 4), cxcywh, pair by pair."""
+    """Returns (P,), the overlaps of P pairs of boxes. Both arguments are (P, 4), cxcywh."""
     corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (first, second))
     return torch.vmap(overlap)(*corners)[:, 0, 0]

@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The blocks of MF-DETR's decoder: queries and a map that update each other.
+"""The blocks of MF-DETR's decoder: object queries and a feature map that update each other.
 
-Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13; the query side follows DETR,
-arXiv:2005.12872 (post-norm), the rest Mobile-Former, arXiv:2108.05895. The paper's counts
-determine full projections on the query side, hidden width 1024, and expansion 6 in M-F-. Chosen
-here: 8 heads, the first query drives the dynamic ReLU of M-F-, positions adapt at a block's start.
+Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13. Query layers follow DETR, arXiv:2005.12872
+(post-norm), and all other layers follow Mobile-Former, arXiv:2108.05895. The paper's parameter
+counts imply full projections in query layers, a hidden width of 1024, and expansion 6 in M-F-. Not
+in the paper: 8 heads, the dynamic ReLU of M-F- depends on the first query, and query positions are
+adapted at the start of each block.
 """
 
 from collections.abc import Sequence
@@ -30,10 +31,10 @@ from qbheat_det.modeling.image_model import check_value
 class DecoderWidths:
     """Sizes that all blocks of a decoder share."""
 
-    dim: int = 256  # C, of queries and maps
+    dim: int = 256  # C, the width of queries and feature maps
     num_heads: int = 8
-    hidden: int = 1024  # of the feed-forward networks
-    expansion: int = 6  # of the lite bottleneck in M-F-
+    hidden: int = 1024  # hidden width of the feed-forward networks
+    expansion: int = 6  # expansion of the lite bottleneck in M-F-
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
@@ -44,7 +45,7 @@ class DecoderWidths:
 
 @dataclass(frozen=True)
 class LevelMap:
-    """The map of one level, in row order, with its position code, size and padding."""
+    """The flattened feature map of one level, with its position encoding, size and padding."""
 
     x: Tensor  # (N, HW, C)
     position: Tensor  # (N or 1, HW, C)
@@ -53,23 +54,23 @@ class LevelMap:
 
     @property
     def ignored(self) -> Tensor | None:
-        """(N, HW), True at positions that attention ignores."""
+        """A mask (N, HW), True at positions that attention ignores."""
         return None if self.padding is None else self.padding.flatten(1)
 
     def as_image(self, x: Tensor) -> Tensor:
-        """(N, HW, C) to (N, C, H, W) in channels-last order, without a copy."""
-        # Unflattened before it is permuted, so that even one image has channels-last strides.
+        """Views (N, HW, C) as (N, C, H, W) in channels-last format, without a copy."""
+        # Unflattened before the permutation, so that strides are channels-last even for N = 1.
         return x.unflatten(1, tuple(self.size)).permute(0, 3, 1, 2)
 
 
 def feed_forward(widths: DecoderWidths) -> nn.Sequential:
-    """Linear, ReLU, dropout, Linear."""
+    """Builds Linear, ReLU, dropout, Linear."""
     first, last = Linear(widths.dim, widths.hidden), Linear(widths.hidden, widths.dim)
     return nn.Sequential(first, nn.ReLU(), Dropout(widths.dropout), last)
 
 
 def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
-    """Full multi-head attention on (N, length, C)."""
+    """Builds multi-head attention with full projections, on (N, length, C)."""
     sizes = {"dim": widths.dim, "num_heads": widths.num_heads}
     return MapAttention(**sizes, dropout=widths.dropout, fused=fused)
 
@@ -83,15 +84,15 @@ class SeparableConv(nn.Module):
         self.pointwise = pointwise(in_channels, out_channels, norm)
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """(N, C, H, W) to (N, C', ceil(H / stride), ceil(W / stride))."""
+        """Takes (N, C, H, W) and returns (N, C', ceil(H / stride), ceil(W / stride))."""
         return self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
 
 
 class MaskedGroupNorm(nn.GroupNorm):
-    """GroupNorm with statistics over the images of a padded batch, without the padding."""
+    """GroupNorm whose statistics exclude the padding of a batch."""
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """(N, C, H, W) to the same; ``padding`` (N, 1, H, W) is True where there is no image."""
+        """Normalizes (N, C, H, W). ``padding`` (N, 1, H, W) is True outside the images."""
         if padding is None:
             return super().forward(x)
         valid = (~padding).to(x.dtype)[:, :, None]  # (N, 1, 1, H, W)
@@ -105,7 +106,7 @@ class MaskedGroupNorm(nn.GroupNorm):
 
 
 class Lateral(nn.Module):
-    """A backbone map brought to the decoder's width."""
+    """Projects a feature map of the backbone to the decoder's width."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -113,12 +114,12 @@ class Lateral(nn.Module):
         self.norm = MaskedGroupNorm(32 if out_channels % 32 == 0 else 4, out_channels)
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """(N, C, H, W) to (N, C', H, W)."""
+        """Takes (N, C, H, W) and returns (N, C', H, W)."""
         return self.norm(self.conv(x), padding)
 
 
 class QueryLayer(nn.Module):
-    """Adapts the query positions; then cross-attention, self-attention and feed-forward."""
+    """Adapts query positions, then applies cross-attention, self-attention and feed-forward."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -135,9 +136,9 @@ class QueryLayer(nn.Module):
     def forward(
         self, queries: Tensor, position: Tensor, level: LevelMap, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Updates queries and positions (N, Q, C) by the map.
+        """Returns the updated queries and positions, (N, Q, C) each.
 
-        ``mask`` (N * heads, Q, Q) is True where a query (row) may not attend to another.
+        ``mask`` (N * heads, Q, Q) is True if a query (row) may not attend to a query (column).
         """
         position = position + self.adapt_position(queries)
         gathered = self.cross_attention(
@@ -152,18 +153,18 @@ class QueryLayer(nn.Module):
 
 
 class TransformerMobile(nn.Module):
-    """The map side of M-F+: a transformer encoder layer over all positions."""
+    """The feature-map update of M-F+: a transformer encoder layer over all positions."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
-        self.attention = attention(widths, fused=True)  # among all positions
+        self.attention = attention(widths, fused=True)  # self-attention over all positions
         self.attention_norm = nn.LayerNorm(widths.dim)
         self.feed_forward = feed_forward(widths)
         self.feed_forward_norm = nn.LayerNorm(widths.dim)
         self.dropout = Dropout(widths.dropout)
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """From the map of a level to (N, HW, C); ``queries`` (N, Q, C) are not used here."""
+        """Returns the updated feature map (N, HW, C). Does not use ``queries`` (N, Q, C)."""
         x = level.x
         located = x + level.position
         exchanged = self.attention(located, located, x, key_padding_mask=level.ignored)
@@ -172,7 +173,7 @@ class TransformerMobile(nn.Module):
 
 
 class LiteMobile(nn.Module):
-    """The map side of M-F-: a lite bottleneck with dynamic ReLU, without norms."""
+    """The feature-map update of M-F-: a lite bottleneck with dynamic ReLU, without norms."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -182,14 +183,14 @@ class LiteMobile(nn.Module):
         self.pointwise = pointwise(hidden, widths.dim, norm="")
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
-        """As ``TransformerMobile.forward``; uses ``queries[:, 0]``."""
+        """See ``TransformerMobile.forward``. The dynamic ReLU uses ``queries[:, 0]``."""
         image = zero_padding(level.as_image(level.x), level.padding)
         hidden = self.act(self.depthwise(image), queries[:, 0])
         return level.x + self.pointwise(hidden).flatten(2).transpose(1, 2)
 
 
 class QueryToMap(nn.Module):
-    """Bridge back: each position attends to the queries, without projections on the map."""
+    """Bridge from queries to feature map: positions, not projected, attend to the queries."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ class QueryToMap(nn.Module):
         self.value = nn.Linear(widths.dim, widths.dim)
 
     def forward(self, level: LevelMap, queries: Tensor, position: Tensor) -> Tensor:
-        """From queries and positions (N, Q, C) to (N, HW, C): the map plus the attended queries."""
+        """Takes queries and positions (N, Q, C). Returns the updated feature map (N, HW, C)."""
         query, key, value = (
             t.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for t in (level.x + level.position, self.key(queries + position), self.value(queries))
@@ -207,7 +208,7 @@ class QueryToMap(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One block: the query side, then the map side, which the decoder's last block lacks."""
+    """Updates the queries, then the feature map. The decoder's last block skips the latter."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class DecoderBlock(nn.Module):
         mobile: TransformerMobile | LiteMobile | None = None,
         query_to_map: QueryToMap | None = None,
     ) -> None:
-        """Takes the query side and, except in the last block, both parts of the map side."""
+        """Takes the query layer and, except in the last block, the feature-map layers."""
         super().__init__()
         self.query_layer = query_layer
         self.mobile = mobile
@@ -231,7 +232,10 @@ class DecoderBlock(nn.Module):
         mask: Tensor | None = None,
         num_read: int | None = None,
     ) -> tuple[Tensor, Tensor, LevelMap]:
-        """Updates queries and positions (N, Q, C), and the map by the first ``num_read`` ones."""
+        """Returns the updated queries (N, Q, C), positions (N, Q, C) and feature map.
+
+        The feature map attends to the first ``num_read`` queries only.
+        """
         queries, position = self.query_layer(queries, position, level, mask)
         if self.mobile is not None and self.query_to_map is not None:
             read = queries[:, :num_read]

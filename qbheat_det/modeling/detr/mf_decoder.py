@@ -1,12 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""MF-DETR's decoder: Mobile-Former blocks between object queries and a map, coarse to fine.
+"""MF-DETR's decoder: Mobile-Former blocks on object queries and a feature map, coarse to fine.
 
-Paper: QB-Heat, arXiv:2211.13228, Sec. 5, B.2 and Table 13 (MF-Dec-522 and MF-Dec-211). The map
-starts at stride 32, from the backbone's output at stride 16, and is upsampled to strides 16 and 8,
-where the backbone's maps are added.
+Paper: QB-Heat, arXiv:2211.13228, Sec. 5, B.2 and Table 13 (MF-Dec-522 and MF-Dec-211). The feature
+map starts at stride 32, computed from the backbone's output at stride 16. It is upsampled to
+strides 16 and 8, where the backbone's outputs are added.
 
-Not printed in the paper: the laterals (1x1 convolution and GroupNorm, added after upsampling) and
-the last block's missing map side; both follow from the printed counts.
+The paper does not describe the lateral layers (1x1 convolution and GroupNorm, added after
+upsampling), or that the last block does not update the feature map. Both follow from the parameter
+counts in the paper.
 """
 
 from collections.abc import Sequence
@@ -37,17 +38,17 @@ from .query_selection import QuerySelection, refine_boxes
 
 @dataclass(frozen=True)
 class QuerySet:
-    """E additional queries for each of N images, and the queries that they may not attend to."""
+    """E additional queries for each of N images, with their attention masks."""
 
     content: Tensor  # (N, E, C)
     position: Tensor  # (N, E, C)
-    masked: Tensor  # (N or 1, E, E), True where a query (row) may not attend to another
-    reads_own: Tensor  # (E,), True where a query attends to the decoder's own
+    masked: Tensor  # (N or 1, E, E), True if a query (row) may not attend to a query (column)
+    reads_own: Tensor  # (E,), True if a query attends to the decoder's own queries
 
     def mask(self, num_own: int) -> Tensor:
-        """Returns (N, Q + E, Q + E), True where a query (row) may not attend to another.
+        """Returns (N, Q + E, Q + E), True if a query (row) may not attend to a query (column).
 
-        The decoder's own Q queries come first and do not attend to the others.
+        The decoder's own Q queries come first and do not attend to the additional ones.
         """
         num_images, num_extra = self.content.shape[:2]
         own = torch.arange(num_own + num_extra, device=self.masked.device) >= num_own
@@ -66,14 +67,14 @@ class BoxHead(nn.Module):
         self.last = nn.Linear(dim, 4)
 
     def forward(self, queries: Tensor) -> Tensor:
-        """(..., C) to (..., 4), cxcywh in [0, 1] of the unpadded image."""
+        """Takes (..., C) and returns boxes (..., 4), cxcywh in [0, 1] of the unpadded image."""
         return self.deltas(queries).sigmoid()
 
     def deltas(self, queries: Tensor) -> Tensor:
-        """(..., C) to (..., 4), unbounded."""
+        """Takes (..., C) and returns the logits of boxes (..., 4), before the sigmoid."""
         for layer in self.hidden:
             queries = F.relu(layer(queries))
-        # Float32 under autocast: half precision has too few steps for a pixel in [0, 1].
+        # Float32 under autocast, because half precision in [0, 1] is too coarse for pixels.
         return self.last(queries).float()
 
 
@@ -93,18 +94,18 @@ class MFDecoder(nn.Module):
     ) -> None:
         """
         Args:
-            input_shape: shapes of the backbone's maps at strides 8 and 16, and optionally 32, in
+            input_shape: shapes of the backbone's outputs at strides 8 and 16, and optionally 32, in
                 this order.
             num_classes: K, without the no-object class.
-            num_queries: Q.
-            num_blocks: blocks at strides 32 (M-F+), 16 and 8 (M-F-); (5, 2, 2) and (2, 1, 1) are
-                the paper's.
-            widths: sizes of the blocks, the paper's by default.
-            norm: name for ``detectron2.layers.get_norm``, of the down- and up-convolutions.
-            selection: takes the queries from the maps; by default they are learned.
+            num_queries: Q, the number of object queries.
+            num_blocks: number of blocks at strides 32 (M-F+), 16 and 8 (M-F-). The paper uses
+                (5, 2, 2) and (2, 1, 1).
+            widths: sizes of the blocks, by default as in the paper.
+            norm: norm of the down- and up-convolutions, a name for ``detectron2.layers.get_norm``.
+            selection: selects the queries from the feature maps. By default, queries are learned.
 
         Raises:
-            ValueError: other input strides, no query, or a level without blocks.
+            ValueError: invalid input strides, no query, or a level without blocks.
         """
         super().__init__()
         strides = [shape.stride for shape in input_shape]
@@ -138,7 +139,7 @@ class MFDecoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier for linear layers, dynamic ReLUs as plain ReLU, boxes at the image's centre."""
+        """Initializes linear layers by Xavier, dynamic ReLUs as ReLU, boxes at the image center."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -149,7 +150,7 @@ class MFDecoder(nn.Module):
         nn.init.zeros_(self.bbox_embed.last.weight)
         if self.selection is None:
             nn.init.normal_(self.query_position.weight)
-        else:  # the first predictions are those of the selected positions
+        else:  # the initial predictions are those of the selected positions
             nn.init.zeros_(self.class_embed.weight)
             self.selection.reset_parameters()
 
@@ -161,14 +162,14 @@ class MFDecoder(nn.Module):
     ) -> dict[str, Any]:
         """Returns "pred_logits" (L, N, Q + E, K + 1) and "pred_boxes" (L, N, Q + E, 4).
 
-        L is the number of blocks in training, and 1, the last block, in inference. Boxes are cxcywh
-        in [0, 1] of the unpadded image; additional queries come last. With a ``selection``, in
-        training also returns the "proposals" that it selects from.
+        L is the number of blocks in training. In inference, L is 1 (the last block). Boxes are
+        cxcywh in [0, 1] of the unpadded image. Additional queries come last. With a ``selection``,
+        also returns the "proposals" that it selects from in training.
 
         Args:
-            features: the backbone's maps, finest first, (N, C, H, W) each.
-            padding: mask (N, 1, H, W) at stride 8, True where there is no image, or None.
-            extra: E additional queries for each image, which do not change the decoder's own.
+            features: outputs (N, C, H, W) of the backbone, finest first.
+            padding: mask (N, 1, H, W) at stride 8, True outside the images, or None.
+            extra: E additional queries per image, which do not affect the decoder's own queries.
         """
         if self.selection is None:
             states = self.refine_queries(features, padding, extra)
@@ -190,14 +191,14 @@ class MFDecoder(nn.Module):
         padding: Tensor | None = None,
         extra: QuerySet | None = None,
     ) -> Tensor:
-        """As ``forward``, but returns the learned queries after every block: (L, N, Q + E, C)."""
+        """Returns the learned queries after every block, (L, N, Q + E, C). See ``forward``."""
         position = self.query_position.weight.expand(features[0].shape[0], -1, -1)
         maps = self.prepare_maps(features, padding)
         return self._refine(maps, torch.zeros_like(position), position, extra)
 
     def prepare_maps(self, features: Sequence[Tensor], padding: Tensor | None) -> "DecoderMaps":
-        """Brings the backbone's maps to the decoder's width, coarsest first."""
-        # Channels last: convolutions and attention then read the same memory, without copies.
+        """Projects the backbone's outputs to the decoder's width, coarsest first."""
+        # In channels-last format, convolutions and attention read the same memory without copies.
         fine, coarse, *coarsest = (
             x.contiguous(memory_format=torch.channels_last) for x in features
         )
@@ -219,7 +220,7 @@ class MFDecoder(nn.Module):
         if extra is not None:
             queries = torch.cat([queries, extra.content.to(queries)], dim=1)
             position = torch.cat([position, extra.position.to(position)], dim=1)
-            # One copy for each head, the layout of PyTorch's masks for a batch.
+            # PyTorch expects one copy of the mask for each head.
             mask = extra.mask(self.num_queries).repeat_interleave(self.num_heads, dim=0)
         x = maps.levels[0]
         states: list[Tensor] = []
@@ -246,24 +247,24 @@ class MFDecoder(nn.Module):
         return torch.stack(states)
 
     def predict(self, queries: Tensor) -> dict[str, Any]:
-        """Queries (..., Q, C) to "pred_logits" (..., Q, K + 1) and "pred_boxes" (..., Q, 4)."""
+        """Returns "pred_logits" (..., Q, K + 1) and "pred_boxes" (..., Q, 4) of the queries."""
         return {"pred_logits": self.class_embed(queries), "pred_boxes": self.bbox_embed(queries)}
 
 
 @dataclass(frozen=True)
 class DecoderMaps:
-    """Maps (N, C, H, W) at strides 32, 16 and 8, and their paddings."""
+    """Feature maps (N, C, H, W) at strides 32, 16 and 8, and their padding masks."""
 
     levels: tuple[Tensor, Tensor, Tensor]
     masks: Sequence[Tensor | None]
 
     def go_up(self, x: Tensor, scale: int) -> Tensor:
-        """Resizes a map of the level before ``scale`` to that level's size."""
+        """Resizes a feature map of level ``scale - 1`` to the size of level ``scale``."""
         size = self.levels[scale].shape[-2:]
         return resize_bilinear(x, size, self.masks[scale - 1], self.masks[scale])
 
     def merged(self) -> list[Tensor]:
-        """Returns each level with the coarser ones added to it."""
+        """Returns each level plus the upsampled coarser levels."""
         x, *finer = self.levels
         maps = [x]
         for scale, level in enumerate(finer, start=1):
@@ -272,8 +273,8 @@ class DecoderMaps:
 
 
 def _as_rows(gradient: Tensor) -> Tensor:
-    # PyTorch's BatchNorm on the CPU is fast if its gradient has the layout of its input. For one
-    # image the gradient is wrong if the stride between images is not H * W * C (PyTorch 2.15).
+    # PyTorch's BatchNorm on the CPU is fast if gradient and input have the same layout. For N = 1,
+    # the gradient is wrong if the stride between images is not H * W * C (PyTorch 2.15).
     _, channels, height, width = gradient.shape
     rows = gradient.contiguous(memory_format=torch.channels_last)
     steps = (height * width * channels, 1, width * channels, channels)
@@ -282,7 +283,7 @@ def _as_rows(gradient: Tensor) -> Tensor:
 
 def _build_block(widths: DecoderWidths, *, transformer: bool, last: bool) -> DecoderBlock:
     query_layer = QueryLayer(widths)
-    if last:  # nothing reads the map after it
+    if last:  # no later block reads the feature map
         return DecoderBlock(query_layer=query_layer)
     mobile = TransformerMobile(widths) if transformer else LiteMobile(widths)
     return DecoderBlock(query_layer=query_layer, mobile=mobile, query_to_map=QueryToMap(widths))

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """MF-DETR: an end-to-end detector with a head of Mobile-Former blocks.
 
-Papers: QB-Heat, arXiv:2211.13228, Sec. 5 and B.2; "End-to-End Object Detection with
-Transformers" (DETR), arXiv:2005.12872. Deviations: see ``decoder_block.py``; logits are over K + 1
-contiguous classes (DETR: 92 for COCO's ids).
+Papers: QB-Heat, arXiv:2211.13228, Sec. 5 and B.2; "End-to-End Object Detection with Transformers"
+(DETR), arXiv:2005.12872. Deviations: see ``decoder_block.py``. In addition, there are logits for
+K + 1 contiguous classes, while DETR has 92 logits for the category ids of COCO.
 """
 
 import inspect
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 class MFDETR(nn.Module):
     """A backbone, a decoder with object queries, and a set loss.
 
-    Any Detectron2 backbone with maps at strides 8 and 16 fits. If its ``forward`` takes
-    ``image_sizes``, as in ``MobileFormer``, padding does not change the results of an image;
-    otherwise a warning is logged. In training, BatchNorm's statistics include the padding.
+    Any Detectron2 backbone with outputs at strides 8 and 16 can be used. If its ``forward`` takes
+    ``image_sizes``, as in ``MobileFormer``, padding does not change the results of an image.
+    Otherwise a warning is logged. In training, BatchNorm's statistics include the padding.
     """
 
     train_only_modules = ("auxiliary_queries",)
@@ -58,9 +58,9 @@ class MFDETR(nn.Module):
         """
         Args:
             backbone: has the outputs ``in_features``.
-            decoder: from these maps to predictions.
-            criterion: from predictions and ground truth to losses.
-            in_features: names of the backbone's maps at strides 8 and 16.
+            decoder: computes predictions from the backbone's outputs.
+            criterion: computes losses from predictions and ground truth.
+            in_features: names of the backbone's outputs at strides 8 and 16.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
             auxiliary_queries: additional queries in training, with their own losses.
@@ -80,8 +80,8 @@ class MFDETR(nn.Module):
         self.masks_padding = "image_sizes" in inspect.signature(backbone.forward).parameters
         if not self.masks_padding:
             logger.warning(
-                "%s takes no image_sizes: in a padded batch, features of an image depend on the "
-                "padding",
+                "%s takes no image_sizes: in a padded batch, the features of an image depend on "
+                "the padding",
                 type(backbone).__name__,
             )
 
@@ -97,7 +97,7 @@ class MFDETR(nn.Module):
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
-            # Built last, so that it does not change the other random weights.
+            # Built last, so that the random weights of all other parts do not change.
             "auxiliary_queries": _build_auxiliary_queries(node),
         }
 
@@ -116,15 +116,15 @@ class MFDETR(nn.Module):
     ) -> Any:
         """
         Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, H, W), in training "instances"
-                with ``gt_boxes`` (absolute XYXY) and ``gt_classes``; "height" and "width" of the
-                wanted output in inference, the image's own by default.
-            normalizers: in training, the result of ``loss_normalizers`` for the effective batch;
-                by default for the batches of all processes.
+            batched_inputs: dicts of a dataset mapper with "image" (3, H, W). In training, also
+                "instances" with ``gt_boxes`` (absolute XYXY) and ``gt_classes``. In inference,
+                optionally "height" and "width" of the output, by default those of the image.
+            normalizers: in training, the result of ``loss_normalizers`` for the effective batch.
+                By default, it is computed over the batches of all processes.
 
         Returns:
-            A dict of losses in training; else a list of {"instances": Instances} with
-            ``pred_boxes`` (absolute XYXY), ``scores`` and ``pred_classes``, Q an image.
+            In training, a dict of losses. In inference, one ``{"instances": Instances}`` per image
+            with Q detections: ``pred_boxes`` (absolute XYXY), ``scores`` and ``pred_classes``.
         """
         images = self.preprocess_image(batched_inputs)
         features, padding = self.extract_features(images)
@@ -148,8 +148,8 @@ class MFDETR(nn.Module):
     ) -> dict[str, Tensor]:
         """Returns the losses of the decoder's queries, and of proposals or auxiliary queries.
 
-        Features are maps at strides 8 and 16, (N, C, H, W) each, ``padding`` (N, 1, H, W) is at
-        stride 8; for ``normalizers`` see ``forward``.
+        ``features`` are the backbone's outputs (N, C, H, W) at strides 8 and 16. ``padding``
+        (N, 1, H, W) is at stride 8. For ``normalizers``, see ``forward``.
         """
         if normalizers is None:
             counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
@@ -173,24 +173,24 @@ class MFDETR(nn.Module):
         }
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (P, 2): divisors of a batch's losses of classes and boxes.
+        """Returns (P, 2), the divisors of class and box losses for a batch.
 
-        The first row is for the object queries, the others for each kind of auxiliary queries.
+        The first row is for the object queries. Each kind of auxiliary queries adds a row.
         """
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns (P, 2), the divisors of each part, from the sum of all ``loss_counts``."""
+        """Takes the sum of ``loss_counts`` over all parts. Returns each part's divisors (P, 2)."""
         return self.criterion.mean_normalizers(counts, parts)
 
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:
         rows = [self.criterion.normalizers(counts, self.decoder.num_queries)]
         if self.auxiliary_queries is not None:
             rows += self.auxiliary_queries.normalizers(counts, self.criterion)
-        return torch.tensor(rows)  # on the CPU, for one transfer of all
+        return torch.tensor(rows)  # on the CPU, so that all rows are transferred at once
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
-        """Normalises the images and stacks them, zeros at the right and the bottom."""
+        """Normalizes the images and stacks them, zero-padded on the right and bottom."""
         divisibility = self.backbone.size_divisibility
         cached = find_cached_images(batched_inputs, divisibility, self.device)
         if cached is not None:
@@ -202,7 +202,7 @@ class MFDETR(nn.Module):
         return ImageList.from_tensors(images, divisibility)
 
     def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
-        """Returns the maps at strides 8 and 16, and the padding mask (N, 1, H, W) at stride 8."""
+        """Returns the backbone's outputs at strides 8 and 16, and the padding mask at stride 8."""
         size = tuple(images.tensor.shape[-2:])
         sizes = padding = None
         if any(tuple(each) != size for each in images.image_sizes):
@@ -215,7 +215,7 @@ class MFDETR(nn.Module):
         return [features[name] for name in self.in_features], halve(halve(halve(padding)))
 
     def prepare_targets(self, batched_inputs: list[dict[str, Any]]) -> Targets:
-        """Brings ground truth from absolute XYXY to cxcywh in [0, 1] of each unpadded image."""
+        """Converts ground truth from absolute XYXY to cxcywh in [0, 1] of each unpadded image."""
         labels, boxes = [], []
         for entry in batched_inputs:
             instances: Instances = entry["instances"].to(self.device)
@@ -228,7 +228,7 @@ class MFDETR(nn.Module):
     def inference(
         self, outputs: dict[str, Tensor], image_sizes: Sequence[tuple[int, int]]
     ) -> list[Instances]:
-        """Brings the last block's predictions to absolute XYXY of the unpadded inputs."""
+        """Converts the last block's predictions to ``Instances`` of the unpadded input images."""
         probability = self.criterion.classification.scores(outputs["pred_logits"][-1].float())
         scores, classes = probability.max(dim=-1)  # (N, Q)
         corners = box_convert(outputs["pred_boxes"][-1], "cxcywh", "xyxy")
@@ -265,7 +265,7 @@ def _build_selection(node: CfgNode) -> QuerySelection | None:
         return None
     if node.DENOISING.GROUPS or node.QUERY_GROUPS.COUNT > 1 or node.CLASSIFICATION != "focal":
         raise ValueError(
-            "MODEL.MF_DETR.QUERY_SELECTION wants CLASSIFICATION 'focal', DENOISING.GROUPS 0 and "
+            "MODEL.MF_DETR.QUERY_SELECTION needs CLASSIFICATION 'focal', DENOISING.GROUPS 0 and "
             "QUERY_GROUPS.COUNT 1"
         )
     sizes = {"num_classes": node.NUM_CLASSES, "num_queries": node.NUM_OBJECT_QUERIES}

@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Object queries from the positions of the maps where a dense head is most certain of an object.
+"""Selects object queries from the feature-map positions with the highest scores of a dense head.
 
-For training on a few hundred images. Two-stage queries: "Deformable DETR", arXiv:2010.04159, Sec.
-4.2; suppression of neighbours, similar to "Dense Distinct Query", arXiv:2303.12776. The decoder's
-blocks refine the boxes and classes of the selected positions. The dense head is trained
-one-to-many: each box is assigned to the positions of least matching cost.
+Intended for training on a few hundred images. Two-stage queries follow "Deformable DETR",
+arXiv:2010.04159, Sec. 4.2. Neighboring positions with lower scores are suppressed, similar to
+"Dense Distinct Query", arXiv:2303.12776. The decoder refines the boxes and classes of the selected
+positions. The dense head is trained one-to-many: each box is assigned to several positions with the
+least matching cost.
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,10 @@ from qbheat_det.modeling.image_model import check_value
 
 from .criterion import Matches, SetCriterion, Targets
 
-_BASE_SIZE = 4  # side of the box that a position starts from, in strides of its level
+_BASE_SIZE = 4  # side of the anchor of a position, in strides of its level
 _MAX_LOG_SCALE = 4.0
 _NEVER = -1e4  # logit of a position outside the image
-_OUTSIDE_COST = 1e3  # of a position whose centre is not in the box
+_OUTSIDE_COST = 1e3  # cost of a position whose center is outside the box
 
 
 class Proposals(NamedTuple):
@@ -31,13 +32,13 @@ class Proposals(NamedTuple):
 
     logits: Tensor  # (N, P, K + 1)
     boxes: Tensor  # (N, P, 4), cxcywh in [0, 1] of the unpadded image
-    centers: Tensor  # (N, P, 2), of the positions
+    centers: Tensor  # (N, P, 2), centers of the positions
     features: Tensor  # (N, P, C)
-    distinct: Tensor  # (N, P), True where no neighbour has a higher score
+    distinct: Tensor  # (N, P), True if no neighbor has a higher score
 
 
 class SelectedQueries(NamedTuple):
-    """Q queries, and the predictions that they refine."""
+    """Q queries, and the predictions that the decoder refines."""
 
     content: Tensor  # (N, Q, C)
     position: Tensor  # (N, Q, C)
@@ -46,7 +47,7 @@ class SelectedQueries(NamedTuple):
 
 
 def refine_boxes(boxes: Tensor, deltas: Tensor) -> Tensor:
-    """Moves boxes (…, 4), cxcywh, by deltas (…, 4): shares of their sides, logarithms of scales."""
+    """Applies deltas (…, 4) to boxes (…, 4), cxcywh, as in Faster R-CNN's box regression."""
     centers, sizes = boxes.chunk(2, dim=-1)
     shift, scale = deltas.chunk(2, dim=-1)
     scale = scale.clamp(max=_MAX_LOG_SCALE).exp()
@@ -54,7 +55,7 @@ def refine_boxes(boxes: Tensor, deltas: Tensor) -> Tensor:
 
 
 class QuerySelection(nn.Module):
-    """A dense head on the maps of all levels, which selects positions as queries."""
+    """A dense head on the feature maps of all levels, which selects positions as queries."""
 
     def __init__(
         self,
@@ -65,11 +66,13 @@ class QuerySelection(nn.Module):
         positions_per_box: int = 6,
         weight: float = 1.0,
     ) -> None:
-        """Takes K, Q, the width C of maps and queries, and for training:
-
+        """
         Args:
-            positions_per_box: positions that each box is assigned to.
-            weight: factor on the dense head's losses.
+            num_classes: K, without the no-object class.
+            num_queries: Q.
+            dim: C, the width of feature maps and queries.
+            positions_per_box: number of positions that each box is assigned to in training.
+            weight: factor on the losses of the dense head.
         """
         super().__init__()
         check_value(
@@ -93,19 +96,19 @@ class QuerySelection(nn.Module):
         self.box_embed = nn.Sequential(nn.Linear(2 * dim, dim), nn.ReLU(), nn.Linear(dim, dim))
 
     def reset_parameters(self) -> None:
-        """Gives the predictions small weights, so that all positions start alike."""
+        """Initializes small weights, so that initial predictions of all positions are similar."""
         for layer in (self.class_embed, self.bbox_embed):
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
 
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
-        """From the maps of all levels (N, C, H, W) and their padding, (N, 1, H, W) or None."""
+        """Takes the feature maps (N, C, H, W) of all levels and their padding (N, 1, H, W)."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
         return Proposals(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 
     def select(self, proposals: Proposals) -> SelectedQueries:
         """Returns the Q distinct proposals with the highest scores as queries."""
-        # Q empty proposals, for maps with fewer positions.
+        # Adds Q empty proposals, in case the feature maps have fewer than Q positions.
         logits, boxes, features = (
             F.pad(field, (0, 0, 0, self.num_queries), value=value)
             for field, value in (
@@ -145,7 +148,10 @@ class QuerySelection(nn.Module):
 
     @torch.no_grad()
     def assign(self, proposals: Proposals, targets: Targets, criterion: SetCriterion) -> Matches:
-        """Assigns each box to the positions of least cost; a position takes its cheapest box."""
+        """Assigns each box to the positions with the least cost.
+
+        A position that is assigned to several boxes keeps the box with the least cost.
+        """
         logits, boxes = (x.detach().float()[None] for x in (proposals.logits, proposals.boxes))
         cost = criterion.matching_cost(logits, boxes, targets)[0]  # (N, P, T)
         low, high = targets.boxes[:, None].chunk(2, dim=-1)
@@ -169,7 +175,7 @@ class QuerySelection(nn.Module):
         )
 
     def _propose(self, x: Tensor, padding: Tensor | None) -> Proposals:
-        """Returns the proposals of one level, P = H W."""
+        """Returns the P = H * W proposals of one level."""
         for conv, mix, norm in cast(Sequence[Sequence[nn.Module]], self.tower):
             mixed = mix(conv(zero_padding(x, padding))).permute(0, 2, 3, 1)
             x = F.relu(norm(mixed)).permute(0, 3, 1, 2)
@@ -194,10 +200,10 @@ class QuerySelection(nn.Module):
     def _anchors(
         self, size: tuple[int, int], padding: Tensor | None, like: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns centres and sides of the boxes to start from, (N, P, 2) each, (x, y)."""
+        """Returns the centers (x, y) and sizes (w, h) of the anchors, (N, P, 2) each."""
         height, width = size
         if padding is None:
-            # Not new_tensor, which the exporter cannot follow.
+            # The exporter does not support new_tensor.
             extent = torch.cat([like.new_full((len(like), 1), side) for side in size], dim=1)
         else:
             extent = valid_sizes(padding).to(like.dtype)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Pre-training objectives; importing this package registers them."""
+"""Pre-training objectives. Importing this package registers them with Detectron2."""
 
 from .distillation import FeatureDistillation
 from .moco import MoCo

@@ -1,12 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Common parts of pre-training objectives: a backbone, one of its maps, images of one size.
+"""Base class of pre-training objectives, which learn from one feature map of a backbone.
 
-A subclass adds the parts of its objective and a ``forward`` that returns losses in training. The
-dataset mapper decodes and crops. The model makes the objective's random choices, and ``forward``
-takes them as an optional argument, for tests and figures.
+A subclass adds the layers of its objective and a ``forward`` that returns losses in training. The
+dataset mapper decodes and crops images. The model draws the objective's random choices, such as
+masks. ``forward`` also takes them as an optional argument, for tests and figures.
 
-``ProjectionHead`` is the perceptron of two layers without BatchNorm of "Improved Baselines with
-Momentum Contrastive Learning" (MoCo-v2), arXiv:2003.04297.
+``ProjectionHead`` is the two-layer MLP without BatchNorm of "Improved Baselines with Momentum
+Contrastive Learning" (MoCo-v2), arXiv:2003.04297.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class PretrainingModel(ImageModel):
-    """A backbone to pre-train, and its map that the objective learns from."""
+    """A backbone to pre-train, and the name of its feature map that the objective learns from."""
 
     pretrain_only_modules: tuple[str, ...] = ()
     mapper_name = "pretrain"
@@ -35,24 +35,24 @@ class PretrainingModel(ImageModel):
     def __init__(
         self, *, backbone: Backbone, in_feature: str, image_size: int, **others: Any
     ) -> None:
-        """As ``ImageModel``; a ``ValueError`` if the backbone has no map ``in_feature``."""
+        """See ``ImageModel``. Raises a ``ValueError`` if the backbone has no such feature map."""
         shape = find_map(backbone.output_shape(), in_feature, image_size)
         for name, other in backbone.output_shape().items():
             if (other.stride or 0) > shape.stride:
                 logger.warning(
-                    f"The layers of '{name}' come after '{in_feature}', from which the objective "
-                    "learns: they keep their random weights"
+                    f"The objective learns from '{in_feature}': the layers after it, up to "
+                    f"'{name}', keep their random weights"
                 )
         super().__init__(backbone=backbone, in_feature=in_feature, image_size=image_size, **others)
 
 
 class ProjectionHead(nn.Module):
-    """Pools a backbone's outputs and projects them to one vector of length 1 for each image."""
+    """Pools a backbone's outputs and projects them to one unit-norm vector per image."""
 
     def __init__(
         self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str, hidden_dim: int, dim: int
     ) -> None:
-        """Takes the backbone's ``output_shape()``, a map's name, and the widths of both layers."""
+        """Takes the backbone's ``output_shape()``, the feature map's name, and two widths."""
         super().__init__()
         if min(hidden_dim, dim) < 1:
             raise ValueError(f"HIDDEN_DIM and DIM are at least 1, not {hidden_dim} and {dim}")
@@ -66,23 +66,23 @@ class ProjectionHead(nn.Module):
         return self.pool.in_features
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """From the map (N, C, H, W) and "tokens", if any, to (N, D), float32, rows of length 1."""
+        """Takes a feature map (N, C, H, W) and optional "tokens". Returns unit-norm rows (N, D)."""
         projected = self.out(F.relu(self.hidden(self.pool(features))))
-        # Float32 under autocast too: half precision has few steps near a similarity of 1.
+        # Float32 even under autocast, because half precision is too coarse near a similarity of 1.
         return F.normalize(projected.float(), dim=1)
 
 
 def embedding_from_config(
     cfg: CfgNode, node: CfgNode, *, multiple: int | None = None
 ) -> dict[str, Any]:
-    """Returns the arguments of ``PretrainingModel`` and a "head", for embeddings of images.
+    """Returns the arguments of ``PretrainingModel``, and a "head" that embeds images.
 
-    ``node`` has the objective's keys ``IN_FEATURE``, ``HIDDEN_DIM`` and ``DIM``; for ``multiple``
-    see ``find_map``.
+    ``node`` is the objective's config node with the keys ``IN_FEATURE``, ``HIDDEN_DIM`` and
+    ``DIM``. For ``multiple``, see ``find_map``.
     """
     backbone, size = build_backbone(cfg), cfg.INPUT.PRETRAIN.SIZE
     shapes = backbone.output_shape()
-    find_map(shapes, node.IN_FEATURE, size, multiple=multiple)  # before the head reads its width
+    find_map(shapes, node.IN_FEATURE, size, multiple=multiple)  # raises before the head is built
     return {
         "backbone": backbone,
         "head": ProjectionHead(
@@ -96,27 +96,27 @@ def embedding_from_config(
 
 
 def check_equal_shares(batch_size: int, processes: int) -> None:
-    """Raises a ``UserError`` if the processes have different numbers of images."""
+    """Raises a ``UserError`` if the batch cannot be split equally among the processes."""
     if batch_size % processes:
         raise UserError(
-            f"SOLVER.IMS_PER_BATCH {batch_size} is no multiple of the {processes} processes, which "
-            "need equal numbers of images: this objective compares images of all processes"
+            f"SOLVER.IMS_PER_BATCH {batch_size} is not a multiple of the {processes} processes: "
+            "this objective compares images of all processes, so each needs equally many"
         )
 
 
 def find_map(
     shapes: Mapping[str, ShapeSpec], name: str, image_size: int, *, multiple: int | None = None
 ) -> ShapeSpec:
-    """Returns the shape of a backbone's map, or raises a ``ValueError``.
+    """Returns the shape of a backbone's feature map. Raises a ``ValueError`` if it does not exist.
 
-    With ``multiple``, the map's side in positions must be a multiple of it, and the image's side a
-    multiple of the stride; None allows any image size.
+    If ``multiple`` is given, the image's side must be a multiple of the stride, and the feature
+    map's side must be a multiple of ``multiple``. None allows any image size.
     """
     strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
     if name not in strides:
         raise ValueError(
-            f"IN_FEATURE '{name}' is no map of the backbone, whose strides are {strides}: add it "
-            "to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
+            f"IN_FEATURE '{name}' is no map of the backbone, which has the strides {strides}: add "
+            "it to MODEL.MOBILE_FORMER.OUT_FEATURES or MODEL.TIMM.OUT_FEATURES"
         )
     side = (multiple or 1) * strides[name]
     if image_size < 1 or (multiple and image_size % side):

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Pre-training by prediction of a frozen teacher's features, from a quarter or the whole image.
+"""Pre-training by predicting a frozen teacher's features from a quarter or the whole image.
 
-The encoder sees a quarter of the image and linear models predict the features of the rest, as in
-QB-Heat (arXiv:2211.13228), but the target is the map of a trained network instead of pixels. With
-the whole image visible, this is feature distillation. Target and loss: arXiv:2205.14141; each
-feature vector is normalised to mean 0 and variance 1, and the error is a smooth L1 loss of β = 2.
+As in QB-Heat (arXiv:2211.13228), the encoder sees a quarter of the image, and linear models predict
+the features of the rest. The target is the feature map of a trained network instead of pixels. If
+the whole image is visible, this is feature distillation. Target and loss follow arXiv:2205.14141:
+each feature vector is normalized to mean 0 and variance 1, and the loss is smooth L1 with β = 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ _BETA = 2.0
 
 
 class MapPrediction(nn.Module):
-    """Predicts one map of the teacher from one of the encoder."""
+    """Predicts a feature map of the teacher from a feature map of the encoder."""
 
     def __init__(
         self, *, channels: int, dim: int, target_channels: int, predictor: HeatPredictor | None
     ) -> None:
-        """Takes the channels of the encoder's map, of predicted features and of the target.
+        """Takes the channels of the encoder's feature map, of the predictor and of the target.
 
-        ``predictor`` predicts the features of the masked part; None if the whole image is visible.
+        ``predictor`` predicts the features of the masked part. None if the whole image is visible.
         """
         super().__init__()
         self.projection = nn.Linear(channels, dim)
@@ -43,11 +43,11 @@ class MapPrediction(nn.Module):
 
 @META_ARCH_REGISTRY.register()
 class FeatureDistillation(PretrainingModel):
-    """An encoder of a part of the image, linear predictions of the rest, and a linear layer.
+    """Encodes a part of the image, predicts the rest linearly, and projects to the teacher's width.
 
-    A map of the encoder and its target have G x G positions over the image. ``MODEL.QB_HEAT`` has
-    the keys of the visible part, the linear models and the projection; ``MODEL.TEACHER`` has the
-    teacher's.
+    A feature map of the encoder and its target have the same number of positions, G x G.
+    ``MODEL.QB_HEAT`` configures the visible part, the linear models and the projection.
+    ``MODEL.TEACHER`` configures the teacher.
     """
 
     pretrain_only_modules = ("projection", "predictor", "head", "finer")
@@ -65,7 +65,11 @@ class FeatureDistillation(PretrainingModel):
         targets: Mapping[str, str],
         **statistics: Any,
     ) -> None:
-        """As ``PretrainingModel``; predictions and teacher maps by name of the backbone's map."""
+        """Takes the arguments of ``PretrainingModel``, the ``predictions``, and ``targets``.
+
+        Both have the names of the backbone's feature maps as keys. The values of ``targets`` are
+        names of the teacher's feature maps.
+        """
         super().__init__(
             backbone=backbone,
             in_feature=in_feature,
@@ -99,8 +103,8 @@ class FeatureDistillation(PretrainingModel):
             if grid * stride != cfg.MODEL.TEACHER.IMAGE_SIZE:
                 raise UserError(
                     f"MODEL.TEACHER.IMAGE_SIZE is {cfg.MODEL.TEACHER.IMAGE_SIZE}, expected "
-                    f"{grid * stride}: '{name}' of the encoder and '{target}' of the teacher need "
-                    f"{grid} x {grid} positions both"
+                    f"{grid * stride}: '{target}' of the teacher needs {grid} x {grid} positions, "
+                    f"as '{name}' of the encoder"
                 )
             predictions[name] = MapPrediction(
                 channels=shape.channels,
@@ -122,15 +126,16 @@ class FeatureDistillation(PretrainingModel):
 
     @classmethod
     def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-        """Returns the views of ``QBHeat``, or the whole image; see ``get_views``."""
+        """Returns the views of ``QBHeat``, or the whole image. See ``get_views``."""
         return QBHeat.views_from_config(cfg) or {"image": ()}
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
-        """From dicts with "image" (3, S, S), a teacher's maps (T, G, G) as "targets", "place".
+        """Takes dicts with "image" (3, S, S) and "targets", the teacher's maps (T, G, G) by name.
 
-        Returns the losses, () each, in training. In evaluation, returns for each image
-        {"loss_feature"}, the sum over its maps, with its "place" if it has one; without targets
-        {"target"}, the main map predicted from the whole image, normalised.
+        Returns scalar losses in training. In evaluation, returns one ``{"loss_feature": scalar}``
+        per image, summed over feature maps. "place" is the visible quarter in evaluation, and is
+        returned too. Without "targets", evaluation returns ``{"target": (T, G, G)}`` per image: the
+        prediction of the normalized ``IN_FEATURE`` of the teacher from the whole image.
         """
         images = self.preprocess_image(batched_inputs)
         if not (self.training or "targets" in batched_inputs[0]):
@@ -156,14 +161,14 @@ class FeatureDistillation(PretrainingModel):
         return found if quarters is None else QBHeat.in_order(quarters, found)
 
     def _stack_targets(self, batched_inputs: list[dict[str, Any]], name: str) -> Tensor:
-        """Returns a map of the teacher for all images, (N, G, G, T)."""
-        # Autocast to bfloat16 cannot stack float16, in which features are cached.
+        """Returns a feature map of the teacher for all images, (N, G, G, T)."""
+        # Features are cached in float16, which autocast to bfloat16 cannot stack.
         with torch.autocast(self.device.type, enabled=False):
             stacked = torch.stack([entry["targets"][name] for entry in batched_inputs])
         return stacked.to(self.device, non_blocking=True).permute(0, 2, 3, 1)
 
     def _choose_quarters(self, batched_inputs: list[dict[str, Any]]) -> VisibleQuarters | None:
-        """Returns the visible quarters, drawn in training; None if the whole image is visible."""
+        """Returns the visible quarters, at random in training, or None for the whole image."""
         if self.predictor is None:
             return None
         if not self.training:
@@ -173,7 +178,7 @@ class FeatureDistillation(PretrainingModel):
 
 
 def feature_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Returns the mean error of each image, (N,), from predictions and targets (N, G, G, T)."""
+    """Returns the mean loss of each image, (N,). Both arguments are (N, G, G, T)."""
     target = F.layer_norm(target.float(), target.shape[-1:])
     error = F.smooth_l1_loss(predicted.float(), target, beta=_BETA, reduction="none")
     return error.flatten(1).mean(dim=1)

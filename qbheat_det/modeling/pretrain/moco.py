@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""MoCo-v2: pre-training by contrast of two views of an image with views of other images.
+"""MoCo-v2: contrastive pre-training on two views of each image, with a queue of negative keys.
 
 Papers: "Momentum Contrast", arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive
 Learning", arXiv:2003.04297. The queue and the momentum encoder are updated at the end of a step,
-which gives the same numbers.
+which gives the same results.
 
-Shuffled BatchNorm (the first paper, Sec. 3.3): from shared batch statistics, the encoder could
-recognise the right key. So the images of all processes are redistributed for the encoder of keys;
-with few processes, groups within each process have the same effect.
+Shuffled BatchNorm (the first paper, Sec. 3.3): if query and key shared batch statistics, the
+encoder could recognize the matching key from them. Therefore the images of all processes are
+redistributed for the key encoder. With few processes, groups within each process do the same.
 """
 
 import copy
@@ -28,13 +28,14 @@ from .base import PretrainingModel, ProjectionHead, check_equal_shares, embeddin
 
 
 class MomentumCopy(nn.Module):
-    """A copy of a module whose weights follow it slowly (Eq. 2), without gradients.
+    """A copy of a module whose weights are a moving average of the module's (Eq. 2).
 
-    As in MoCo, BatchNorm's statistics do not follow: they come from the copy's own inputs.
+    The copy has no gradients. As in MoCo, its BatchNorm statistics are not averaged: they are
+    computed from the inputs of the copy.
     """
 
     def __init__(self, module: nn.Module, *, momentum: float) -> None:
-        """Takes the module, and m in [0, 1], the share of the copy's weights kept in each step."""
+        """Takes the module and the momentum m in [0, 1] of the moving average."""
         super().__init__()
         check_value(0 <= momentum <= 1, "MOCO.MOMENTUM", momentum, "in [0, 1]")
         self.copied = copy.deepcopy(module).requires_grad_(False)
@@ -47,22 +48,22 @@ class MomentumCopy(nn.Module):
 
     @torch.no_grad()
     def follow(self, module: nn.Module) -> None:
-        """Moves each weight k towards that of ``module``, q: k becomes m k + (1 - m) q."""
-        # k + (1 - m)(q - k): equal weights keep their bits.
+        """Updates each weight k from the weight q of ``module``: k becomes m k + (1 - m) q."""
+        # Computed as k + (1 - m)(q - k), so that equal weights stay bit-identical.
         torch._foreach_lerp_(
             list(self.copied.parameters()), list(module.parameters()), 1 - self.momentum
         )
 
 
 class FeatureQueue(nn.Module):
-    """K keys of D numbers, first in, first out (Sec. 3.2).
+    """A first-in, first-out queue of K keys of dimension D (Sec. 3.2).
 
-    Keys of a step are held until it ends, so that micro-batches make no difference. A new queue has
-    random directions, the same in every process.
+    The keys of a step are added at its end, so that results do not depend on micro-batches. The
+    initial keys are random unit vectors, which are equal in all processes.
     """
 
     def __init__(self, *, size: int, dim: int) -> None:
-        """Takes K, at least 1, and D."""
+        """Takes the queue size K, at least 1, and the dimension D of keys."""
         super().__init__()
         check_value(size >= 1, "MOCO.QUEUE_SIZE", size, "at least 1")
         generator = torch.Generator().manual_seed(0)
@@ -74,7 +75,7 @@ class FeatureQueue(nn.Module):
         self._held: list[Tensor] = []
 
     def hold(self, keys: Tensor) -> None:
-        """Keeps keys (M, D) until ``push_held``; a ``RuntimeError`` if there are more than K."""
+        """Stores keys (M, D) until ``push_held``. ``RuntimeError`` if there are more than K."""
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(
@@ -84,25 +85,25 @@ class FeatureQueue(nn.Module):
 
     @torch.no_grad()
     def push_held(self) -> None:
-        """Replaces the oldest keys by those held."""
+        """Replaces the oldest keys of the queue by the stored keys."""
         if not self._held:
             return
         keys = torch.cat(self._held)
         self._held.clear()
-        # An index on the device: a slice would wait for its first number.
+        # Indexed on the device, because a slice would synchronize with the GPU.
         index = (self.next + torch.arange(len(keys), device=keys.device)) % len(self.keys)
         self.keys.index_copy_(0, index, keys.to(self.keys.dtype))
         self.next.add_(len(keys)).remainder_(len(self.keys))
 
 
 def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: int) -> Tensor:
-    """From images (N, 3, H, W) to (N, D), encoded in ``groups`` parts of about equal size."""
+    """Embeds images (N, 3, H, W) as (N, D), in ``groups`` parts of about equal size."""
     parts = images.tensor_split(min(groups, len(images)))
     return torch.cat([embed(part) for part in parts])
 
 
 def draw_order(num_images: int, *, device: torch.device) -> Tensor:
-    """Returns a random order of the images of all processes, the same one on each of them."""
+    """Returns a random permutation of the images of all processes, equal on all processes."""
     order = torch.randperm(num_images * comm.get_world_size(), device=device)
     if comm.get_world_size() > 1:
         torch.distributed.broadcast(order, src=0)
@@ -113,15 +114,18 @@ def draw_order(num_images: int, *, device: torch.device) -> Tensor:
 def embed_shuffled(
     embed: Callable[[Tensor], Tensor], images: Tensor, order: Tensor, groups: int
 ) -> Tensor:
-    """Encodes the images of all processes, distributed to them by ``order``.
+    """Embeds the images of all processes after redistributing them by ``order``.
 
     Args:
-        embed: from images (n, 3, H, W) to (n, D), in ``groups`` with their own batch statistics.
-        images: (N, 3, H, W), those of this process; N is the same on each.
-        order: (P N,), of the images of P processes; the first N go to the first process.
+        embed: embeds images (n, 3, H, W) as (n, D). Called for each of ``groups`` parts, which thus
+            have separate batch statistics.
+        images: (N, 3, H, W), the images of this process. N is equal on all processes.
+        order: (P * N,), a permutation of the images of P processes. The first N indices are the
+            images that the first process embeds.
+        groups: number of parts of each process's images.
 
     Returns:
-        (P N, D), in the original order.
+        (P * N, D), the embeddings in the original order.
     """
     num_images, rank = len(images), comm.get_rank()
     mine = order[rank * num_images : (rank + 1) * num_images]
@@ -132,7 +136,7 @@ def embed_shuffled(
 
 @torch.no_grad()
 def gather_over_processes(values: Tensor) -> Tensor:
-    """Joins (N, …) of each of P processes to (P N, …); N is the same on each."""
+    """Concatenates (N, …) of P processes to (P * N, …). N is equal on all processes."""
     if comm.get_world_size() == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(comm.get_world_size())]
@@ -142,10 +146,10 @@ def gather_over_processes(values: Tensor) -> Tensor:
 
 @META_ARCH_REGISTRY.register()
 class MoCo(PretrainingModel):
-    """An encoder of queries, a momentum encoder of keys, and a queue of earlier keys.
+    """A query encoder, a momentum encoder for keys, and a queue of keys of previous batches.
 
-    Any Detectron2 backbone serves as encoder. The loss is a mean over images. Gradients of P
-    processes with g ``norm_groups`` each are those of one with P g.
+    Any Detectron2 backbone can be the encoder. The loss is a mean over images. P processes with g
+    ``norm_groups`` each have the gradients of one process with P * g groups.
     """
 
     pretrain_only_modules = ("head", "momentum_backbone", "momentum_head", "queue")
@@ -164,12 +168,14 @@ class MoCo(PretrainingModel):
         norm_groups: int = 1,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, with a head to embeddings (N, D), a queue of keys (K, D), and:
+        """See ``PretrainingModel``. In addition:
 
         Args:
-            temperature: divides similarities, above 0.
+            head: projects to embeddings (N, D).
+            queue: K keys of dimension D.
+            temperature: divisor of the similarities, above 0.
             momentum: see ``MomentumCopy``.
-            norm_groups: parts of each process's batch with their own batch statistics.
+            norm_groups: number of parts of each process's batch with separate batch statistics.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         check_value(temperature > 0, "MOCO.TEMPERATURE", temperature, "above 0")
@@ -180,7 +186,7 @@ class MoCo(PretrainingModel):
         self.queue = queue
         self.temperature = temperature
         self.norm_groups = norm_groups
-        # "contrast_accuracy": per cent of queries most similar to their own key.
+        # "contrast_accuracy": percentage of queries for which the matching key is most similar.
         self.metrics: dict[str, Tensor] = {}
         self.register_load_state_dict_post_hook(_copy_missing_weights)
 
@@ -206,16 +212,17 @@ class MoCo(PretrainingModel):
     def forward(self, batched_inputs: list[dict[str, Any]], order: Tensor | None = None) -> Any:
         """
         Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S), the query's view, and in
-                training "image_key" (3, S, S), the key's.
-            order: of the images of all processes, see ``embed_shuffled``; random by default.
+            batched_inputs: dicts of a dataset mapper with the query view "image" (3, S, S), and in
+                training the key view "image_key" (3, S, S).
+            order: permutation of the images of all processes (see ``embed_shuffled``), by default
+                random.
 
         Returns:
-            {"loss_contrastive"}, (), in training; else {"embedding"} (D,) of each image, of length
-            1, by the encoder of queries.
+            In training, ``{"loss_contrastive": scalar}``. In evaluation, one
+            ``{"embedding": (D,)}`` per image: the unit-norm output of the query encoder.
 
         Raises:
-            UserError: an image has another size, or is missing.
+            UserError: an image is missing or is not S x S.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -227,7 +234,7 @@ class MoCo(PretrainingModel):
         all_keys = embed_shuffled(self.embed_keys, key_images, order, self.norm_groups)
         self.queue.hold(all_keys)
         keys = all_keys.unflatten(0, (-1, len(images)))[comm.get_rank()]
-        # Logits (N, 1 + K): similarity to the query's own key first, then to those of the queue.
+        # Logits (N, 1 + K): the similarity to the matching key, then to the keys of the queue.
         with torch.autocast(queries.device.type, enabled=False):
             own = (queries * keys).sum(dim=1, keepdim=True)
             logits = torch.cat([own, queries @ self.queue.keys.T], dim=1) / self.temperature
@@ -237,15 +244,15 @@ class MoCo(PretrainingModel):
         return {"loss_contrastive": F.cross_entropy(logits, targets)}  # Eq. (1)
 
     def embed(self, images: Tensor) -> Tensor:
-        """From images (N, 3, S, S) to embeddings (N, D), by the encoder of queries."""
+        """Embeds images (N, 3, S, S) as (N, D) by the query encoder."""
         return self.head(self.backbone(images))
 
     def embed_keys(self, images: Tensor) -> Tensor:
-        """From images (N, 3, S, S) to embeddings (N, D), by the momentum encoder."""
+        """Embeds images (N, 3, S, S) as (N, D) by the momentum encoder."""
         return self.momentum_head(self.momentum_backbone(images))
 
     def after_step(self) -> None:
-        """Puts the step's keys into the queue and updates the momentum encoder."""
+        """Adds the step's keys to the queue and updates the momentum encoder."""
         self.queue.push_held()
         self.momentum_backbone.follow(self.backbone)
         self.momentum_head.follow(self.head)
@@ -254,22 +261,23 @@ class MoCo(PretrainingModel):
 def check_batch(
     queue_size: int, groups: int, *, batch_size: int, processes: int, accumulate: int
 ) -> None:
-    """Raises a ``UserError`` unless the queue holds whole batches and groups have two images."""
+    """Raises a ``UserError`` if the queue size is not a multiple of the batch size, or if groups
+    would have fewer than two images."""
     if queue_size < 1 or queue_size % batch_size:
         raise UserError(
             f"MODEL.MOCO.QUEUE_SIZE {queue_size} is no multiple of SOLVER.IMS_PER_BATCH "
-            f"{batch_size}: some keys would stay longer than others"
+            f"{batch_size}: some keys would stay in the queue longer than others"
         )
     smallest = batch_size // processes // accumulate
     if groups > 1 and smallest // groups < 2:
         raise UserError(
-            f"MODEL.MOCO.NORM_GROUPS {groups} makes groups of one image from the {smallest} that a "
-            "process has at once: lower it, or raise SOLVER.IMS_PER_BATCH"
+            f"MODEL.MOCO.NORM_GROUPS {groups} makes groups of one image, as a process has a "
+            f"micro-batch of {smallest}: lower it, or raise SOLVER.IMS_PER_BATCH"
         )
 
 
 def _copy_missing_weights(model: MoCo, incompatible: Any) -> None:
-    """Starts the momentum encoder as the encoder if the weights are another model's."""
+    """Copies the encoder to the momentum encoder if the loaded weights have no momentum encoder."""
     missing = set(incompatible.missing_keys)
     pairs = (model.momentum_backbone, model.backbone), (model.momentum_head, model.head)
     for name, (follower, module) in zip(("backbone", "head"), pairs, strict=True):

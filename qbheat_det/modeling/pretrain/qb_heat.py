@@ -1,15 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""QB-Heat: pre-training by linear prediction of three quarters of an image from the fourth.
+"""QB-Heat: pre-training by predicting the features of an image linearly from a visible quarter.
 
-Paper: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al.,
-arXiv:2211.13228, Sec. 3, 4 and Appendix A. A feature moves by a finite difference (Eq. 5),
+Paper: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228,
+Sec. 3, 4 and Appendix A. Features at a distance Δx are predicted by a finite difference (Eq. 5),
 z(x + Δx, y) = (I + Δx A) z(x, y), with one matrix for each of eight directions.
 
-Not in the paper and chosen here: the learned matrix is M = Δx A itself and starts at zero; the
-diagonal C_ij combines the directions of A_i and B_j; the four corners are equally frequent within a
-batch. With Mobile-Former, the objective learns from "s16_expanded", which the paper counts as part
-of the backbone and which its classifiers and decoders read: from an earlier map, the last
-convolution would keep random weights.
+Not in the paper: The learned parameter is the matrix M = Δx A, which starts at zero. The diagonal
+C_ij combines the directions of A_i and B_j. The four corners are equally frequent in a batch. With
+Mobile-Former, the objective learns from "s16_expanded". The paper's backbones include this layer,
+and its classifiers and decoders read it. If the objective learned from an earlier feature map, the
+last convolution would keep its random weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
 CORNERS = ("top_left", "top_right", "bottom_left", "bottom_right")
 QUADRANTS = (*CORNERS, "centre")
-"""Positions of the visible quarter; a corner's index is twice its row plus its column."""
+"""Positions of the visible quarter. The index of a corner is 2 * row + column."""
 QUADRANTS_OF = {"corner": CORNERS, "centre": ("centre",), "both": QUADRANTS}
-"""Possible positions for each value of ``MODEL.QB_HEAT.VISIBLE``."""
+"""Positions of the visible quarter by value of ``MODEL.QB_HEAT.VISIBLE``."""
 DIRECTIONS: dict[str, tuple[int, int]] = {
     "A1": (1, 0),
     "A2": (-1, 0),
@@ -42,21 +42,21 @@ DIRECTIONS: dict[str, tuple[int, int]] = {
     "C21": (-1, 1),
     "C22": (-1, -1),
 }
-"""Signs of Δx (to the right) and Δy (down) of each matrix, by name in the paper."""
+"""Signs of Δx (right) and Δy (down) for each matrix, by its name in the paper."""
 _NAMES = {signs: name for name, signs in DIRECTIONS.items()}
 OFFSETS = {"corner": 1 / 2, "centre": 1 / 4}
-"""Side of a predicted block in sides of the image, by the kind of visible quarter."""
+"""Side of a predicted block, relative to the side of the image, by kind of visible quarter."""
 _EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
 
 
 class LinearModels(nn.Module):
-    """The matrices of one scale, each (C, C): A, B and C of the paper times their offset.
+    """The matrices (C, C) of one scale: A, B and C of the paper, multiplied by their offset.
 
-    The explicit ones are parameters of the same names, from which the implicit ones follow.
+    Explicit matrices are parameters with the paper's names. Implicit ones are computed from them.
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
-        """Takes C, the number of explicit models (8, 4 or 2) and Δx in sides of the image."""
+        """Takes C, the number of explicit matrices (8, 4 or 2), and Δx relative to the image."""
         super().__init__()
         known = tuple(_EXPLICIT)
         check_value(num_models in known, "QB_HEAT.NUM_MODELS", num_models, f"one of {known}")
@@ -66,7 +66,7 @@ class LinearModels(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(dim, dim)))
 
     def matrices(self) -> dict[str, Tensor]:
-        """Returns all eight by the names of ``DIRECTIONS``, with gradients, in float32."""
+        """Returns all eight matrices by name (see ``DIRECTIONS``), with gradients, in float32."""
         models: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         for name in ("A", "B"):  # Eq. 9
             models.setdefault(f"{name}2", -models[f"{name}1"])
@@ -82,14 +82,14 @@ class LinearModels(nn.Module):
 class HeatPredictor(nn.Module):
     """Predicts the features of the whole image from those of the visible quarter.
 
-    A visible corner predicts the three other quarters, over half the image. Each of the four
-    quarters of a visible centre predicts the three blocks outward of it, over a quarter of the
-    image. In both cases a block lies in one corner of an area of twice its side and predicts the
-    rest.
+    A visible corner predicts the three remaining quarters, at an offset of half the image. A
+    visible centre is split into quarters. Each of them predicts the three adjacent blocks in its
+    corner of the image, at an offset of a quarter of the image. In both cases, a block lies in one
+    corner of an area with twice its side, and predicts the rest of this area.
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
-        """Takes C, the number of explicit models of a scale, and the kinds of visible quarters."""
+        """Takes C, the number of explicit matrices per scale, and the kind of visible quarters."""
         super().__init__()
         known = *OFFSETS, "both"
         check_value(visible in known, "QB_HEAT.VISIBLE", visible, f"one of {known}")
@@ -104,20 +104,20 @@ class HeatPredictor(nn.Module):
         )
 
     def forward(self, z: Tensor, counts: Sequence[int]) -> Tensor:
-        """From features (N, H, W, C) of visible quarters, ordered by position, to (N, 2H, 2W, C).
+        """Takes features (N, H, W, C) of visible quarters. Returns (N, 2H, 2W, C).
 
-        ``counts`` are their numbers at each of the four corners and at the centre. Visible features
-        stay in place, with the predicted ones around.
+        Images are sorted by the position of the visible quarter. ``counts`` are the numbers of
+        images for each of ``QUADRANTS``. The visible features are part of the result.
         """
         *corners, centre = z.split(list(counts))
-        # Empty groups are included, so that every matrix has a gradient on every process.
+        # Empty groups are processed too, so that all matrices have gradients on all processes.
         whole = []
         if "corner" in self.scales:
             models = self._matrices("corner")
             whole += [extend(group, corner, models) for corner, group in enumerate(corners)]
         if "centre" in self.scales:
             models = self._matrices("centre")
-            # Each quarter of the centre lies in the inner corner of a quarter of the image.
+            # Each quarter of the centre is the inner corner of a quarter of the image.
             blocks = [block for row in centre.chunk(2, dim=1) for block in row.chunk(2, dim=2)]
             whole.append(_tile([extend(block, 3 - i, models) for i, block in enumerate(blocks)]))
         return torch.cat(whole)
@@ -127,22 +127,22 @@ class HeatPredictor(nn.Module):
 
 
 def extend(z: Tensor, corner: int, models: Mapping[str, Tensor]) -> Tensor:
-    """Predicts from (N, H, W, C) away from a corner, to (N, 2H, 2W, C).
+    """Extends a block (N, H, W, C) in one corner of an area to the whole area (N, 2H, 2W, C).
 
-    The index of the ``corner`` where the block lies is twice its row plus its column; ``models``
-    are (C, C) for each of ``DIRECTIONS``.
+    ``corner`` is the index of this corner, 2 * row + column. ``models`` are matrices (C, C) by
+    name, see ``DIRECTIONS``.
     """
     row, column = divmod(corner, 2)
     others = [block for block in product((0, 1), (0, 1)) if block != (row, column)]
     weight = torch.cat([models[_NAMES[right - column, down - row]] for down, right in others])
-    # The identity is added apart: in bfloat16, I + M would lose a small M.
+    # The identity is added separately, because I + M in bfloat16 would round small M to zero.
     blocks = [z + change for change in linear(z, weight).chunk(3, dim=-1)]
     blocks.insert(corner, z)
     return _tile(blocks)
 
 
 def _tile(blocks: Sequence[Tensor]) -> Tensor:
-    """Puts four blocks (N, H, W, C), in the order of the corners, into one (N, 2H, 2W, C)."""
+    """Concatenates four blocks (N, H, W, C), in the order of ``CORNERS``, to (N, 2H, 2W, C)."""
     top_left, top_right, bottom_left, bottom_right = blocks
     top = torch.cat([top_left, top_right], dim=2)
     bottom = torch.cat([bottom_left, bottom_right], dim=2)
@@ -151,18 +151,18 @@ def _tile(blocks: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class VisibleQuarters:
-    """Positions of the visible quarters of a batch, whose images are ordered by position.
+    """Positions of the visible quarters of a batch.
 
-    The counts are numbers on the host, so that nothing waits for the device. In batches of a
-    multiple of 8 (of 4 without "centre") they never change, so compiled graphs are reused.
+    The counts are Python numbers, which need no synchronization with the GPU. They are constant if
+    the batch size is a multiple of 8 (4 without "centre"), so that compiled graphs are reused.
     """
 
-    order: Tensor  # (N,), indices of the images
-    counts: tuple[int, ...]  # images at each of QUADRANTS
+    order: Tensor  # (N,), indices of the images, sorted by position of the visible quarter
+    counts: tuple[int, ...]  # number of images for each of QUADRANTS
 
     @classmethod
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
-        """Draws from torch's global generators; with "both", half of the images show corners."""
+        """Draws from PyTorch's global generators. With "both", half of the images show corners."""
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
         counts = [at_corners // 4] * 4
@@ -180,20 +180,20 @@ class VisibleQuarters:
         return cls(torch.tensor(order).to(device, non_blocking=True), counts)
 
     def crop(self, images: Tensor) -> Tensor:
-        """Returns the visible quarters (N, C, S / 2, S / 2) of ordered images (N, C, S, S)."""
+        """Returns the visible quarters (N, C, S / 2, S / 2) of sorted images (N, C, S, S)."""
         half = images.shape[-1] // 2
         firsts = [*product((0, half), (0, half)), (half // 2, half // 2)]  # row and column
         groups = zip(images.split(self.counts), firsts, strict=True)
         return torch.cat([x[..., i : i + half, j : j + half] for x, (i, j) in groups])
 
     def spread(self, values: Tensor) -> Tensor:
-        """From one value for each of ``QUADRANTS``, (5, ...), to one for each image, (N, ...)."""
+        """Takes one value per quadrant, (5, ...), and returns one value per image, (N, ...)."""
         pairs = zip(values, self.counts, strict=True)
         return torch.cat([value.expand(count, *value.shape) for value, count in pairs])
 
 
 def visible_positions(size: int) -> Tensor:
-    """Returns (5, size, size): for each of ``QUADRANTS``, True in the visible quarter."""
+    """Returns masks (5, size, size) for ``QUADRANTS``, True in the visible quarter."""
     first = torch.arange(size) < size // 2
     middle = (torch.arange(size) >= size // 4) & (torch.arange(size) < size - size // 4)
     rows = torch.stack([first, first, ~first, ~first, middle])
@@ -203,19 +203,19 @@ def visible_positions(size: int) -> Tensor:
 
 @META_ARCH_REGISTRY.register()
 class QBHeat(ReconstructionModel):
-    """An encoder of a quarter of the image, linear predictions of the rest, a decoder to pixels.
+    """Encodes a quarter of the image, predicts the rest linearly, and decodes to pixels.
 
-    The encoder gets the visible quarter alone. Its map has G x G positions over the image, G a
-    multiple of 4. The paper's matrices are in ``predictor.scales["corner"].matrices()`` and
-    ``predictor.scales["centre"].matrices()``.
+    The encoder sees only the visible quarter. The features of the whole image have G x G positions,
+    where G is a multiple of 4. ``predictor.scales["corner"].matrices()`` and
+    ``predictor.scales["centre"].matrices()`` return the paper's matrices.
     """
 
     predictor: HeatPredictor
-    grid_multiple = 4  # a quarter falls into quarters
+    grid_multiple = 4  # so that a visible quarter can be split into quarters
 
     @configurable
     def __init__(self, *, decoder: ReconstructionDecoder, **others: Any) -> None:
-        """As ``ReconstructionModel``; ``predictor`` is a ``HeatPredictor``."""
+        """See ``ReconstructionModel``. ``predictor`` is a ``HeatPredictor``."""
         super().__init__(decoder=decoder, **others)
         visible = visible_positions(decoder.grid_size).flatten(1)
         self.register_buffer("visible", visible, persistent=False)
@@ -231,13 +231,13 @@ class QBHeat(ReconstructionModel):
 
     @classmethod
     def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-        """Returns the ``views`` of a config's model."""
+        """Returns the ``views`` of the model that a config describes."""
         visible = cfg.MODEL.QB_HEAT.VISIBLE
         return {kind: QUADRANTS_OF[kind] for kind in OFFSETS if visible in (kind, "both")}
 
     @property
     def views(self) -> Mapping[str, Sequence[str]]:
-        """The kinds of visible quarters with their quadrants."""
+        """The kinds of visible quarters, and the quadrants of each kind."""
         return {kind: QUADRANTS_OF[kind] for kind in self.predictor.scales}
 
     def forward(
@@ -245,14 +245,14 @@ class QBHeat(ReconstructionModel):
     ) -> Any:
         """
         Args:
-            batched_inputs: dicts of a dataset mapper: "image" (3, S, S) and, in some test sets,
-                "place", a name of ``QUADRANTS``.
-            quadrants: name of ``QUADRANTS`` of the visible quarter for each image. By default
-                random in training; in evaluation "place", or without it each in turn.
+            batched_inputs: dicts of a dataset mapper with "image" (3, S, S), and in some test sets
+                "place", an element of ``QUADRANTS``.
+            quadrants: the visible quarter of each image, an element of ``QUADRANTS``. By default,
+                random in training. In evaluation, "place" by default, or each quadrant in turn.
 
         Returns:
-            A dict of losses in training; else the results of ``inference`` for each image, with
-            "place".
+            In training, a dict of losses. In evaluation, the results of ``inference`` and "place"
+            for each image.
         """
         images = self.preprocess_image(batched_inputs)
         if quadrants is None and not self.training:
@@ -267,7 +267,7 @@ class QBHeat(ReconstructionModel):
         return self.in_order(quarters, self.inference(z, images, visible))
 
     def choose_quarters(self, num_images: int, quadrants: Sequence[str] | None) -> VisibleQuarters:
-        """Returns the visible quarter of each image; a ``ValueError`` if a quadrant is unknown."""
+        """Returns the visible quarters. Raises a ``ValueError`` if a quadrant is unknown."""
         known = QUADRANTS_OF[self.predictor.visible]
         if quadrants is None and self.training:
             return VisibleQuarters.draw(
@@ -283,7 +283,7 @@ class QBHeat(ReconstructionModel):
 
     @staticmethod
     def in_order(quarters: VisibleQuarters, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the results of ``inference``, with "place", in the order of the batch."""
+        """Adds "place" to the results of ``inference`` and restores the order of the batch."""
         counts = zip(QUADRANTS, quarters.counts, strict=True)
         names = [name for name, count in counts for _ in range(count)]
         results: list[dict[str, Any]] = [{}] * len(found)

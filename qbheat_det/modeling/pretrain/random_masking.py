@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Random masking: pre-training by reconstruction of patches masked all over the image.
+"""Random masking: pre-training by reconstructing patches that are masked at random.
 
-Two objectives that differ in the features of masked positions: one learned [MASK] token as in MAE,
-arXiv:2111.06377, or interpolation of visible features, by QB-Heat's assumption that neighbouring
-features differ by a linear map. Deviations from MAE: the convolutional encoder takes the whole
-image with zeros at masked patches, at its full cost, and its outputs there are discarded. Decoder,
-target and their config keys, ``MODEL.QB_HEAT``, are QB-Heat's.
+The two objectives differ in the features of masked positions. These are a learned [MASK] token as
+in MAE, arXiv:2111.06377, or they are interpolated from visible features under QB-Heat's assumption
+that neighboring features differ by a linear map. Deviation from MAE: the convolutional encoder
+processes the whole image with zeros in masked patches, at its full cost, and its outputs at these
+patches are discarded. Decoder and target are the same as in QB-Heat (``MODEL.QB_HEAT``).
 """
 
 import zlib
@@ -24,10 +24,10 @@ from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
 
 class RandomMask:
-    """Draws masks with the same number of visible positions, K of G x G, in each image."""
+    """Draws masks with K visible positions of G x G in each image."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
-        """Takes G and the masked share; a ``ValueError`` if it masks none or all positions."""
+        """Takes G and the masked share. ``ValueError`` if this masks no or all positions."""
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
         masks_some = 0 < num_visible < positions
@@ -37,11 +37,11 @@ class RandomMask:
         self.num_visible = num_visible
 
     def draw(self, num_images: int, *, device: torch.device) -> Tensor:
-        """Draws from the device's global generator: (N, G, G), True where visible."""
+        """Returns masks (N, G, G) from the device's global generator, True where visible."""
         return self._choose(torch.rand(num_images, self.grid_size**2, device=device))
 
     def of_images(self, names: Iterable[str], *, device: torch.device) -> Tensor:
-        """Returns a mask for each image that depends on its name alone."""
+        """Returns a mask for each image that depends only on the name of the image."""
         seeded = (torch.Generator().manual_seed(zlib.crc32(name.encode())) for name in names)
         noise = [torch.rand(self.grid_size**2, generator=generator) for generator in seeded]
         return self._choose(torch.stack(noise).to(device))
@@ -54,12 +54,12 @@ class RandomMask:
 
 
 class InterpolatedFeatures(nn.Module):
-    """Masked features are linear maps of mixtures of the nearest visible ones along x and y.
+    """Predicts masked features by a linear map of interpolated visible features along x and y.
 
-    If l and r are the nearest visible columns on both sides of a masked column j in a row, the
-    feature is (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l); next to the border, only one counts.
-    The same holds along y, with M_y. The result is the mean over the axes with a visible neighbour,
-    or the mean of the image's visible features without one. M starts at 0.
+    Let l and r be the nearest visible columns on the left and right of a masked column j. Then the
+    feature is (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l). If only one of them exists, it is
+    used alone. Rows are interpolated likewise with M_y. The result is the mean over the axes with a
+    visible neighbor. Without one, it is the mean of all visible features. M_x and M_y start at 0.
     """
 
     def __init__(self, *, dim: int) -> None:
@@ -70,11 +70,11 @@ class InterpolatedFeatures(nn.Module):
         self.y = nn.Parameter(torch.zeros(dim, dim))  # M_y
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """From (N, G, G, C) to the same shape; features that are ``visible`` (N, G, G) stay."""
+        """Replaces masked features of (N, G, G, C). ``visible`` (N, G, G) marks all others."""
         along_x, any_x = interpolate(z, visible)
         along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
         along_y, any_y = along_y.transpose(1, 2), any_y.transpose(1, 2)
-        # The identity is added apart: in bfloat16, I + M would lose a small M.
+        # The identity is added separately, because I + M in bfloat16 would round small M to zero.
         mapped_x = along_x + linear(along_x, self.x)
         mapped_y = along_y + linear(along_y, self.y)
         weights = torch.stack([any_x, any_y]).float()
@@ -86,7 +86,7 @@ class InterpolatedFeatures(nn.Module):
 
 
 class MaskToken(nn.Module):
-    """All masked features are the same learned vector, before the decoder's first linear layer."""
+    """Replaces all masked features by one learned vector, before the decoder's first layer."""
 
     def __init__(self, *, dim: int) -> None:
         """Takes C of the features."""
@@ -95,15 +95,15 @@ class MaskToken(nn.Module):
         self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))  # as in MAE
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """As ``InterpolatedFeatures.forward``."""
+        """See ``InterpolatedFeatures.forward``."""
         return torch.where(visible.unsqueeze(-1), z, self.token.to(z.dtype))
 
 
 def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixes the nearest visible features on both sides within a row, linearly by distance.
+    """Interpolates linearly between the nearest visible features on both sides within a row.
 
-    From (N, H, W, C) and (N, H, W) to (N, H, W, C), float32, 0 in rows without visible features,
-    and (N, H, W), True in the other rows.
+    Takes features (N, H, W, C) and a mask (N, H, W). Returns the interpolated features in float32,
+    which are 0 in rows without visible features, and a mask (N, H, W), False in these rows.
     """
     width = visible.shape[-1]
     index = torch.arange(width, device=visible.device)
@@ -113,24 +113,24 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     between = (index - before) / (after - before).clamp(min=1)  # 0 at visible positions
     weight_after = torch.where(has_before & has_after, between, has_after.float())
     weight_before = torch.where(has_before, 1 - weight_after, 0.0)
-    # A matrix (W, W) for each row: a GPU adds gradients of gathered neighbours in random order.
+    # A matrix (W, W) per row. The gradients of a gather would not be deterministic on a GPU.
     weights = weight_before.unsqueeze(-1) * (before.unsqueeze(-1) == index)
     weights = weights + weight_after.unsqueeze(-1) * (after.unsqueeze(-1) == index)
     with torch.autocast(z.device.type, enabled=False):
-        # Masked features have weight 0, but may not be finite.
+        # Masked features have weight 0, but are set to 0 because they may be infinite or NaN.
         mixed = weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0)
     return mixed, has_before | has_after
 
 
 def mean_visible(z: Tensor, visible: Tensor) -> Tensor:
-    """From (N, H, W, C) to the mean over the visible positions of each image, (N, 1, 1, C)."""
+    """Averages (N, H, W, C) over the visible positions of each image. Returns (N, 1, 1, C)."""
     weights = visible.unsqueeze(-1).float()
     total = torch.where(visible.unsqueeze(-1), z.float(), 0.0).sum(dim=(1, 2), keepdim=True)
     return total / weights.sum(dim=(1, 2), keepdim=True)
 
 
 class RandomMasking(ReconstructionModel):
-    """An encoder of an image with masked patches, predicted features, a decoder to pixels."""
+    """Encodes an image with masked patches, predicts their features, and decodes to pixels."""
 
     predictor: InterpolatedFeatures | MaskToken
     predictor_class: type[InterpolatedFeatures] | type[MaskToken]
@@ -139,7 +139,7 @@ class RandomMasking(ReconstructionModel):
     def __init__(
         self, *, decoder: ReconstructionDecoder, mask_ratio: float = 0.75, **others: Any
     ) -> None:
-        """As ``ReconstructionModel``, with ``mask_ratio`` of ``RandomMask``."""
+        """See ``ReconstructionModel``, and ``RandomMask`` for ``mask_ratio``."""
         super().__init__(decoder=decoder, **others)
         self.mask = RandomMask(grid_size=decoder.grid_size, mask_ratio=mask_ratio)
 
@@ -152,10 +152,10 @@ class RandomMasking(ReconstructionModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
-        """From dicts with "image" (3, S, S) and a name to losses or ``inference``'s results.
+        """Takes dicts with "image" (3, S, S). Returns losses, or ``inference`` in evaluation.
 
-        ``visible`` (N, G, G) is True where the encoder gets the patch, equally often in each image;
-        by default random in training, and a function of the image's name in evaluation.
+        ``visible`` (N, G, G) is True at visible patches, equally many in each image. By default, it
+        is random in training, and depends on "image_id" or "file_name" in evaluation.
         """
         images = self.preprocess_image(batched_inputs)
         if visible is None:
@@ -169,7 +169,7 @@ class RandomMasking(ReconstructionModel):
         return self.inference(z, images, visible)
 
     def choose_visible(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns the visible positions (N, G, G), see ``forward``."""
+        """Returns the mask of visible positions (N, G, G), see ``forward``."""
         if self.training:
             return self.mask.draw(len(batched_inputs), device=self.device)
         names = [
@@ -179,7 +179,7 @@ class RandomMasking(ReconstructionModel):
         return self.mask.of_images(names, device=self.device)
 
     def hide(self, images: Tensor, visible: Tensor) -> Tensor:
-        """Returns normalised images (N, 3, S, S) with zeros at masked patches."""
+        """Returns normalized images (N, 3, S, S) with zeros in masked patches."""
         size = self.decoder.patch_size
         pixels = visible.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
         return torch.where(pixels.unsqueeze(1), images, 0.0)
@@ -187,13 +187,13 @@ class RandomMasking(ReconstructionModel):
 
 @META_ARCH_REGISTRY.register()
 class InterpolatedMasking(RandomMasking):
-    """Random masking with interpolated features; the matrices are ``predictor.x`` and ``.y``."""
+    """Random masking with interpolated features. ``predictor.x`` is M_x, ``predictor.y`` M_y."""
 
     predictor_class = InterpolatedFeatures
 
 
 @META_ARCH_REGISTRY.register()
 class MaskTokenMasking(RandomMasking):
-    """Random masking with one learned feature, ``predictor.token``."""
+    """Random masking with a learned mask token, ``predictor.token``."""
 
     predictor_class = MaskToken

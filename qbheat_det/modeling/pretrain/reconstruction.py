@@ -1,10 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Common parts of the objectives that reconstruct masked pixels: QB-Heat and random masking.
+"""Base class of the objectives that reconstruct masked pixels: QB-Heat and random masking.
 
-The objectives differ in the part of the image that the encoder gets, and in the prediction of the
-other features. All read ``MODEL.QB_HEAT``. Papers: QB-Heat, arXiv:2211.13228, Sec. 4; "Masked
-Autoencoders Are Scalable Vision Learners" (MAE), arXiv:2111.06377, for the decoder's heads, MLP,
-positions and initialisation, normalised patches, and a loss on masked positions.
+The objectives differ in the part of the image that the encoder sees, and in how they predict the
+features of masked positions. Their config node is ``MODEL.QB_HEAT``. Papers: QB-Heat,
+arXiv:2211.13228, Sec. 4; "Masked Autoencoders Are Scalable Vision Learners" (MAE),
+arXiv:2111.06377. The decoder's heads, MLP, position encoding and initialization, the normalized
+patches, and the loss on masked positions follow MAE.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,13 +30,13 @@ _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
 
 
 class DecoderBlock(Block):
-    """timm's pre-norm block, without dropout and layer scale, that can skip queries.
+    """timm's pre-norm block, without dropout and layer scale, for some of the positions.
 
-    The last block computes nothing for patches that do not count: three in four in QB-Heat.
+    The last block skips visible patches if they are not part of the loss.
     """
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """From (N, L, D) to the same, or to (N, K, D) for the indices (N, K) of ``positions``."""
+        """Takes (N, L, D). Returns all positions, or (N, K, D) at indices ``positions`` (N, K)."""
         if positions is None:
             return super().forward(x, **kwargs)
         memory = self.norm1(x)
@@ -43,7 +44,7 @@ class DecoderBlock(Block):
         return x + self.mlp(self.norm2(x))
 
     def _attend(self, queries: Tensor, memory: Tensor) -> Tensor:
-        """Attends from (N, K, D) to (N, L, D) with timm's weights; returns (N, K, D)."""
+        """Attends from queries (N, K, D) to ``memory`` (N, L, D), with timm's weights."""
         attention = self.attn
         dim = queries.shape[-1]
         weight_q, weight_kv = attention.qkv.weight.split([dim, 2 * dim])
@@ -57,7 +58,7 @@ class DecoderBlock(Block):
 
 
 class ReconstructionDecoder(nn.Module):
-    """Pre-norm transformer blocks over all positions, visible and predicted, and a linear head."""
+    """Pre-norm transformer blocks over visible and predicted positions, and a linear head."""
 
     def __init__(
         self,
@@ -72,13 +73,13 @@ class ReconstructionDecoder(nn.Module):
     ) -> None:
         """
         Args:
-            in_channels: C of the features.
-            grid_size: G, rows and columns of the features.
-            patch_size: rows and columns of pixels that a position reconstructs.
+            in_channels: C, the channels of the features.
+            grid_size: G, the height and width of the features.
+            patch_size: height and width, in pixels, of the patch that a position reconstructs.
             dim: width of the blocks, divisible by 4 and by ``num_heads``.
             depth: number of blocks.
-            num_heads: of the attention.
-            mlp_ratio: hidden width of the feed-forward networks, in widths.
+            num_heads: number of attention heads.
+            mlp_ratio: hidden width of the MLPs, relative to ``dim``.
 
         Raises:
             ValueError: a number is out of range.
@@ -117,9 +118,9 @@ class ReconstructionDecoder(nn.Module):
         return self.grid_size * self.patch_size
 
     def forward(self, z: Tensor, positions: Tensor | None = None) -> Tensor:
-        """From (N, G, G, C) to pixels in ``patchify``'s order, (N, G * G, 3 * patch_size ** 2).
+        """Decodes (N, G, G, C) to patches (N, G * G, 3 * patch_size ** 2), see ``patchify``.
 
-        With indices (N, K) of ``positions``, reconstructs only these, (N, K, …).
+        If indices ``positions`` (N, K) are given, returns only these patches, (N, K, …).
         """
         x = self.embed(z.flatten(1, 2)) + self.position
         *blocks, last = self.blocks
@@ -129,12 +130,12 @@ class ReconstructionDecoder(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -> Tensor:
-    """Cuts (N, 3, S, S) into patches in row order, (N, G * G, 3 * patch_size ** 2).
+    """Splits (N, 3, S, S) into patches in row-major order, (N, G * G, 3 * patch_size ** 2).
 
-    With indices (N, K) of ``positions``, returns only these.
+    If indices ``positions`` (N, K) are given, returns only these patches.
     """
     squares = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
-    # One copy, after which the values of a patch are contiguous.
+    # flatten makes the only copy, after which the values of a patch are contiguous.
     patches = squares.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
     return patches if positions is None else take(patches, positions)
 
@@ -147,25 +148,26 @@ def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
 
 
 def take(x: Tensor, positions: Tensor) -> Tensor:
-    """From (N, L, D) and indices (N, K) to (N, K, D)."""
+    """Selects the rows of (N, L, D) at indices (N, K). Returns (N, K, D)."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
-    rows = (positions + first[:, None]).flatten()  # whole rows: gather takes numbers one by one
+    rows = (positions + first[:, None]).flatten()  # index_select copies whole rows; gather is slow
     return x.flatten(0, 1).index_select(0, rows).unflatten(0, positions.shape)
 
 
 def masked_positions(visible: Tensor, count: int) -> Tensor:
-    """From (N, L), False at ``count`` positions each, to the indices (N, count) of these, in order.
+    """Returns the sorted indices (N, count) of masked positions, where ``visible`` (N, L) is False.
 
-    The host knows the count, so that nothing waits for the device.
+    Each image has ``count`` masked positions. As ``count`` is given, no synchronization with the
+    GPU is needed.
     """
     return visible.byte().argsort(dim=1, stable=True)[:, :count]
 
 
 class ReconstructionLoss(nn.Module):
-    """Mean squared error over the pixels of patches, P = 3 * patch_size ** 2 in each."""
+    """Mean squared error over the P = 3 * patch_size ** 2 values of each patch."""
 
     def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
-        """Takes the positions that count, "masked" or "all", and whether to normalise targets."""
+        """Takes the patches in the loss ("masked" or "all"), and whether to normalize targets."""
         super().__init__()
         known = ("masked", "all")
         check_value(positions in known, "QB_HEAT.LOSS_ON", positions, f"one of {known}")
@@ -173,9 +175,9 @@ class ReconstructionLoss(nn.Module):
         self.normalize_patches = normalize_patches
 
     def forward(self, predicted: Tensor, patches: Tensor, visible: Tensor) -> Tensor:
-        """From predicted and true patches (N, L, P) to the loss of each image, (N,).
+        """Takes predicted and true patches (N, L, P). Returns the loss of each image, (N,).
 
-        ``visible`` (N, L) is True where the encoder got the patch.
+        ``visible`` (N, L) is True at patches that the encoder sees.
         """
         error = (predicted.float() - self.find_target(patches)).square().mean(dim=-1)
         if self.positions == "all":
@@ -184,19 +186,19 @@ class ReconstructionLoss(nn.Module):
         return (error * masked).sum(dim=1) / masked.sum(dim=1)
 
     def over_batch(self, predicted: Tensor, patches: Tensor) -> Tensor:
-        """Returns the mean error, (), of predicted and true patches (N, K, P), which all count."""
+        """Returns the scalar mean squared error of predicted and true patches (N, K, P)."""
         return F.mse_loss(predicted.float(), self.find_target(patches))
 
     def find_target(self, patches: Tensor) -> Tensor:
-        """From true patches (N, L, P) to the target of the predictions, of the same shape."""
+        """Takes true patches (N, L, P) and returns the prediction targets (N, L, P)."""
         if not self.normalize_patches:
             return patches
-        # The same with the unbiased variance, in one pass; ``var_mean`` is slow on CPUs.
+        # Equal to normalization by the unbiased variance, but ``var_mean`` is slow on CPUs.
         share = 1 - 1 / patches.shape[-1]
         return F.layer_norm(patches, patches.shape[-1:], eps=_EPSILON * share) * share**0.5
 
     def restore(self, predicted: Tensor, patches: Tensor) -> Tensor:
-        """Brings predictions (N, L, P) to pixel values, with the true patches' statistics."""
+        """Converts predictions (N, L, P) to pixel values by the statistics of the true patches."""
         if not self.normalize_patches:
             return predicted.float()
         variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
@@ -207,27 +209,27 @@ class FeaturePredictor(Protocol):
     """A module that predicts the features of all positions from those of the visible part."""
 
     dim: int
-    """C of the features."""
+    """C, the channels of the features."""
 
     def __call__(self, z: Tensor, *args: Any) -> Tensor:
-        """From features and further arguments of the objective to (N, G, G, C)."""
+        """Takes features and arguments that depend on the objective. Returns (N, G, G, C)."""
 
 
 class ReconstructionModel(PretrainingModel):
-    """An encoder of the visible part, predicted features of the rest, a decoder to pixels.
+    """Encodes the visible part, predicts the features of the rest, and decodes to pixels.
 
-    The map has G x G positions over the image, one for each patch of its stride. In evaluation, the
-    model returns ``inference``'s results. It takes quarters to show as its second argument, if it
-    has any in ``views``.
+    The features have G x G positions, one per patch. The side of a patch is the stride. In
+    evaluation, ``forward`` returns the results of ``inference``. If ``views`` lists quarters,
+    ``forward`` takes the visible quarters as its second argument.
     """
 
     pretrain_only_modules = ("projection", "predictor", "decoder")
     grid_multiple = 1
-    """G is a multiple of it."""
+    """G must be a multiple of this number."""
 
     @property
     def views(self) -> Mapping[str, Sequence[str]]:
-        """Kinds of visible parts by name, each with the quarters that images show in turn."""
+        """The kinds of visible parts, each with the names of the quarters that are used in turn."""
         return {"patches": ()}
 
     def __init__(
@@ -243,22 +245,22 @@ class ReconstructionModel(PretrainingModel):
         """
         Args:
             backbone: has the output ``in_feature``.
-            predictor: from the features of the visible part to the features of the image.
-            decoder: from features to pixels; its grid and patch size give the image size.
-            loss: compares patches.
-            in_feature: name of the backbone's map.
+            predictor: predicts the features of the image from those of the visible part.
+            decoder: decodes features to pixels. Its grid and patch size define the image size.
+            loss: compares predicted and true patches.
+            in_feature: name of the backbone's feature map.
             statistics: ``pixel_mean`` and ``pixel_std``, see ``ImageModel``.
 
         Raises:
-            ValueError: the backbone has no such map, or its stride is not the decoder's patch size,
-                or the map cannot be divided by ``grid_multiple``.
+            ValueError: the backbone has no such feature map, its stride is not the decoder's patch
+                size, or its side is not a multiple of ``grid_multiple``.
         """
         size, multiple = decoder.image_size, self.grid_multiple
         shape = find_map(backbone.output_shape(), in_feature, size, multiple=multiple)
         if shape.stride != decoder.patch_size:
             raise ValueError(
-                f"'{in_feature}' has stride {shape.stride}, but the decoder's patches have "
-                f"{decoder.patch_size} pixels a side: both must be the same"
+                f"'{in_feature}' has stride {shape.stride}, but the decoder has patches of "
+                f"{decoder.patch_size} x {decoder.patch_size} pixels: both numbers must be equal"
             )
         super().__init__(
             backbone=backbone,
@@ -276,7 +278,7 @@ class ReconstructionModel(PretrainingModel):
 
     @classmethod
     def shared_from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        """Returns all arguments of the constructor but ``predictor``."""
+        """Returns all arguments of the constructor except ``predictor``."""
         node, size = cfg.MODEL.QB_HEAT, cfg.INPUT.PRETRAIN.SIZE
         check_value(node.FEATURE_DIM >= 1, "QB_HEAT.FEATURE_DIM", node.FEATURE_DIM, "at least 1")
         backbone = build_backbone(cfg)
@@ -302,17 +304,17 @@ class ReconstructionModel(PretrainingModel):
         }
 
     def encode(self, visible: Tensor) -> Tensor:
-        """From images or visible parts of them, (N, 3, H, W), to features (N, h, w, C)."""
+        """Takes images or visible parts of images, (N, 3, H, W). Returns features (N, h, w, C)."""
         z: Tensor = self.projection(self.backbone(visible)[self.in_feature])
         return z.permute(0, 2, 3, 1).contiguous()
 
     def training_losses(
         self, z: Tensor, images: Tensor, visible: Tensor, num_masked: int
     ) -> dict[str, Tensor]:
-        """Returns the mean loss, decoding only the positions that count.
+        """Returns the mean loss. Decodes only the patches that are part of the loss.
 
-        Takes features (N, G, G, C), normalised images (N, 3, S, S), and where the encoder got the
-        patch, (N, G * G): False at ``num_masked`` positions of each image.
+        Takes features (N, G, G, C), normalized images (N, 3, S, S) and the mask ``visible``
+        (N, G * G), which is False at ``num_masked`` patches of each image.
         """
         masked = None
         if self.loss.positions == "masked":
@@ -322,10 +324,10 @@ class ReconstructionModel(PretrainingModel):
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
-        """Returns for each image "reconstruction" (3, S, S), "visible" (S, S) and the loss.
+        """Returns "reconstruction" (3, S, S), "visible" (S, S) and the loss for each image.
 
-        Arguments are those of ``training_losses``. Reconstructions are pixels as from the mapper;
-        normalised patches get the mean and deviation of the image's patches.
+        For the arguments, see ``training_losses``. Reconstructions have the mapper's pixel values.
+        Normalized patches are rescaled by the mean and standard deviation of the true patches.
         """
         size, grid = self.decoder.patch_size, self.decoder.grid_size
         predicted, patches = self.decoder(z), patchify(images, size)

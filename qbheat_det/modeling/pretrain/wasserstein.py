@@ -1,13 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Pre-training by the Wasserstein dependency between two areas of an image.
+"""Pre-training by maximizing the Wasserstein dependency between two areas of an image.
 
-Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al.,
-arXiv:1903.11780, in its dual form; gradient penalty: "Improved Training of Wasserstein GANs",
-arXiv:1704.00028. Not in the paper, or different here: the areas are two corners of an image, as in
-QB-Heat; distances are between features of the length ``radius``, not between images, so that the
-penalty trains the critic alone; encoder and critic maximise the same estimate in one step; slopes
-are in x and y together, and cost nothing below 1 (arXiv:1709.08894); the critic has a bilinear
-term; both expectations come from all pairs of a batch, where terms of f in x alone cancel. See
+Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al., arXiv:1903.11780,
+in its dual form. Gradient penalty: "Improved Training of Wasserstein GANs", arXiv:1704.00028.
+Deviations: The areas are two quarters at corners of an image, as in QB-Heat. Distances are between
+features of norm ``radius``, not between images, so that the penalty trains only the critic. Encoder
+and critic maximize the same estimate in one step. Slopes are with respect to (x, y) jointly, and
+only slopes above 1 are penalized (arXiv:1709.08894). The critic has a bilinear term. Both
+expectations are over all pairs of a batch, so that terms of f that depend only on x cancel. See
 docs/objectives.md.
 """
 
@@ -38,21 +38,21 @@ Pairs = tuple[Tensor, Tensor]
 
 
 class DependencyDraw(NamedTuple):
-    """Random choices in training on N images; a corner is twice its row plus its column."""
+    """Random choices in training on N images. The index of a corner is 2 * row + column."""
 
     first: Tensor  # (N,), a corner of each image
-    second: Tensor  # (N,), another one
+    second: Tensor  # (N,), a different corner of each image
     mixing: Tensor  # (N,) in [0, 1], see ``LipschitzCritic.slopes``
 
 
 class LipschitzCritic(nn.Module):
-    """f(x, y), a network with two hidden layers and a bilinear term; computes in float32."""
+    """The critic f(x, y): a network with two hidden layers and a bilinear term, in float32."""
 
     def __init__(self, *, dim: int, hidden_dim: int = 256) -> None:
-        """Takes D of x and of y, and the width of the hidden layers, at least 1."""
+        """Takes the dimension D of x and y, and the width of the hidden layers, at least 1."""
         super().__init__()
         check_value(hidden_dim >= 1, "WASSERSTEIN.CRITIC_DIM", hidden_dim, "at least 1")
-        # The first layer of [x, y] in two halves: all pairs of N x and N y need 2N rows of it.
+        # The first layer of [x, y] is split, so that N x N pairs need only 2N rows of it.
         self.from_x = nn.Linear(dim, hidden_dim)
         self.from_y = nn.Linear(dim, hidden_dim, bias=False)
         self.rest = nn.Sequential(
@@ -62,16 +62,17 @@ class LipschitzCritic(nn.Module):
         self.interaction = nn.Parameter(torch.zeros(dim, dim))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """From (..., D) and (..., D), which broadcast, to (...), in float32 under autocast too."""
+        """Takes broadcastable x and y (..., D). Returns (...), in float32 even under autocast."""
         with torch.autocast(x.device.type, enabled=False):
             x, y = x.float(), y.float()
             values: Tensor = self.head(self.rest(self.from_x(x) + self.from_y(y))).squeeze(-1)
             return values + ((x @ self.interaction) * y).sum(dim=-1)
 
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
-        """Returns (N,), the critic's slope between pairs of the same image and of different images.
+        """Returns (N,), the norm of the critic's gradient between ``joint`` and ``others``.
 
-        ``mixing`` (N,) in [0, 1] is the share of ``joint`` in the point on the line between them.
+        ``joint`` are pairs from the same image, and ``others`` from different images. ``mixing``
+        (N,) in [0, 1] is the weight of ``joint`` in the point at which the gradient is computed.
         The pairs are detached, so the encoder gets no gradients from the slopes.
         """
         share = mixing[:, None]
@@ -79,23 +80,24 @@ class LipschitzCritic(nn.Module):
             (share * one.detach().float() + (1 - share) * other.detach().float()).requires_grad_()
             for one, other in zip(joint, others, strict=True)
         ]
-        # Autocast would compute the gradient in half precision; no_grad has none.
+        # Autocast would compute the gradient in half precision, and no_grad would disable it.
         with torch.autocast(mixing.device.type, enabled=False), torch.enable_grad():
             values = self(*between)
             gradients = torch.autograd.grad(values.sum(), between, create_graph=True)
-        # 1e-12: the norm has no derivative at zero, where the critic is flat.
+        # 1e-12 is added because the norm is not differentiable at a zero gradient.
         return (torch.cat(gradients, dim=1).square().sum(dim=1) + 1e-12).sqrt()
 
 
 def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
-    """Returns the mean of values (N, M) over pairs of the same image minus that of others, ()."""
+    """Returns the scalar mean of values (N, M) over pairs from the same image, minus their mean
+    over all other pairs. ``partners`` (N,) are the columns of the former."""
     own = values.gather(1, partners[:, None]).squeeze(1)
     others = (values.sum(dim=1) - own) / (values.shape[1] - 1)
     return (own - others).mean()
 
 
 def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
-    """From images (N, C, S, S) and a corner of each, (N,), to areas (N, C, S / 2, S / 2)."""
+    """Crops the quarter (N, C, S / 2, S / 2) of images (N, C, S, S) at ``corners`` (N,)."""
     half = images.shape[-1] // 2
     rows = images.unflatten(-1, (2, half)).unflatten(-3, (2, half))  # (N, C, 2, h, 2, h)
     quarters = rows.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, 4, C, h, h)
@@ -106,13 +108,14 @@ def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
 class WassersteinDependency(PretrainingModel):
     """An encoder of two quarters of each image, and a critic of pairs of quarters.
 
-    Every area is compared with every other of the batch, over all processes. These need a ``NORM``
-    that synchronises: the statistics of a process would give the right pairs away. The critic's
-    layers have N x N x ``CRITIC_DIM`` values for N images.
+    The critic compares the first quarter of each image with the second quarters of all images on
+    all processes. With several processes, use a synchronized ``NORM``, because statistics of single
+    processes would reveal the right pairs. For N images, the activations of the critic have
+    N x N x ``CRITIC_DIM`` values.
 
-    The dual form of the loss is E f(x, y) over the joint distribution minus E f(x, y') over the
-    product of the marginals. The contrastive form, which the paper trains, has log-sum-exp over all
-    y in place of the second mean, as in CPC.
+    The dual form of the loss maximizes E f(x, y) over the joint distribution minus E f(x, y') over
+    the product of the marginals. The contrastive form, which the paper trains, replaces the second
+    mean by a log-sum-exp over all y, as in CPC.
     """
 
     pretrain_only_modules = ("head", "critic")
@@ -130,11 +133,11 @@ class WassersteinDependency(PretrainingModel):
         radius: float = 1.0,
         **others: Any,
     ) -> None:
-        """As ``PretrainingModel``, with a head to embeddings (N, D) and a critic of pairs.
+        """See ``PretrainingModel``. ``head`` projects to embeddings (N, D).
 
         ``form`` is "dual" or "contrastive". ``penalty_weight`` multiplies the squared excess of
-        slopes over 1: at the optimum of the dual form for a distance W, the slope is
-        1 + W / (2 weight). ``radius`` is the length of embeddings.
+        slopes above 1. At the optimum of the dual form for a distance W, the slope is
+        1 + W / (2 * penalty_weight). ``radius`` is the norm of embeddings.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         find_map(backbone.output_shape(), self.in_feature, self.image_size, multiple=2)
@@ -146,7 +149,7 @@ class WassersteinDependency(PretrainingModel):
         self.form = form
         self.penalty_weight = penalty_weight
         self.radius = radius
-        # "distance", the dual estimate, and "slope", the critic's mean slope.
+        # "distance" is the dual estimate, and "slope" the critic's mean slope.
         self.metrics: dict[str, Tensor] = {}
 
     @classmethod
@@ -164,11 +167,11 @@ class WassersteinDependency(PretrainingModel):
     def forward(
         self, batched_inputs: list[dict[str, Any]], drawn: DependencyDraw | None = None
     ) -> Any:
-        """From dicts with "image" (3, S, S) to "loss_dependency" and "loss_penalty", () each.
+        """Takes dicts with "image" (3, S, S).
 
-        In evaluation, returns {"embedding"} (D,) of each whole image, of length ``radius``.
-        ``drawn`` are the random choices in training. Raises a ``UserError`` if a step has fewer
-        than two images.
+        In training, returns scalars "loss_dependency" and "loss_penalty". ``drawn`` are the random
+        choices in training. In evaluation, returns one ``{"embedding": (D,)}`` per whole image, of
+        norm ``radius``. Raises a ``UserError`` if a training step has fewer than two images.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -183,7 +186,7 @@ class WassersteinDependency(PretrainingModel):
                 "raise SOLVER.IMS_PER_BATCH, or lower SOLVER.ACCUMULATE"
             )
         values = self.critic(x[:, None], all_y[None])
-        # Neighbours in the batch are other images, in random order.
+        # The next images in the batch, whose order is random, serve as different images.
         others = (all_x.roll(-1, 0)[partners], all_y.roll(-2, 0)[partners])
         slopes = self.critic.slopes((x, y), others, drawn.mixing)
         distance = dual_distance(values.detach(), partners)
@@ -196,7 +199,7 @@ class WassersteinDependency(PretrainingModel):
         return {"loss_dependency": loss, "loss_penalty": penalty}
 
     def draw(self, num_images: int) -> DependencyDraw:
-        """Draws from the device's global generator; each corner comes first equally often."""
+        """Draws from the device's global generator. Each corner is ``first`` equally often."""
         device = self.device
         turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
         offset = torch.randint(1, 4, (num_images,), device=device)
@@ -204,14 +207,14 @@ class WassersteinDependency(PretrainingModel):
         return DependencyDraw(turns % 4, (turns + offset) % 4, mixing)
 
     def embed(self, images: Tensor) -> Tensor:
-        """From images or areas of them, (N, 3, H, W), to embeddings (N, D)."""
+        """Embeds images, or areas of images, (N, 3, H, W), as (N, D)."""
         return self.radius * self.head(self.backbone(images))
 
 
 def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gathers the pairs (N, D) of all processes, with gradients; N is the same on each.
+    """Gathers the pairs (N, D) of all processes, with gradients. N is equal on all processes.
 
-    Returns all x and all y, (M, D), and the indices of this process's pairs, (N,).
+    Returns all x (M, D), all y (M, D), and the indices (N,) of this process's pairs.
     """
     own = torch.arange(len(x), device=x.device)
     if comm.get_world_size() == 1:
