@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Converts weights of other projects for the encoders of this package, and downloads timm's weights.
+"""Converts weights of other projects for this package's encoders, and downloads timm's weights.
 
 ``FORMATS`` lists the file formats. Each has a function that renames the tensors, and refuses
 weights of a different network. Importing this module lets Detectron2's path manager resolve
@@ -204,7 +204,7 @@ def rename_resnet(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_resnet(name: str) -> tuple[Backbone, dict[str, Any]]:
-    """Builds one of ``RESNETS`` on the meta device; returns it, and the config keys that build it."""
+    """Builds one of ``RESNETS`` on the meta device; returns it and the keys of its config."""
     depth, groups, width = RESNETS[name]
     keys = {
         "MODEL.BACKBONE.NAME": "build_resnet_backbone",

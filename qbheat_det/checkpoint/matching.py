@@ -222,7 +222,7 @@ def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, 
 
 
 def _longest_agreement(longer: Collection[str], shorter: Collection[str]) -> list[str]:
-    """Returns the most frequent prefixes whose removal turns a ``longer`` name into a shorter one."""
+    """Returns the most frequent prefixes whose removal maps ``longer`` to ``shorter`` names."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")

@@ -147,7 +147,7 @@ def _undo_groups(
 
 
 def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by: int = 1) -> None:
-    """Makes a grouped 1x1 convolution dense; its inputs are then the channels before the shuffle."""
+    """Makes a grouped 1x1 convolution dense; its input is the channels before the shuffle."""
     blocks = weights[f"{name}.weight"][:, :, 0, 0].chunk(groups)
     dense = torch.block_diag(*blocks)
     order = _shuffle(dense.shape[1], shuffled_by)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Loads the config of trained weights, from inside the file or beside it."""
+"""Loads the config of trained weights, from inside the file or from the same folder."""
 
 import tempfile
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from qbheat_det.core.errors import UserError
 from .matching import bare_backbone
 from .weights_file import find_weights, info_of, local_weights, read_weights
 
-# If the first is true, Detectron2 unpickles the files that the other two name.
+# If the first key is True, Detectron2 unpickles the files that the other two keys name.
 _UNPICKLED = (
     "MODEL.LOAD_PROPOSALS",
     "DATASETS.PROPOSAL_FILES_TRAIN",

@@ -268,7 +268,7 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Registers small test sets; yields their names, their image count and that of the full sets."""
+    """Registers small test sets; yields their names, and the sizes of the small and full sets."""
     names: list[str] = []
     num_tried = num_images = 0
     try:
