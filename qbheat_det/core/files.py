@@ -65,9 +65,7 @@ def write_atomically(
                 stream.close()
             os.replace(partial, target)  # still locked
         except BaseException:
-            with contextlib.suppress(
-                OSError
-            ):  # closing writes the rest of the buffer again
+            with contextlib.suppress(OSError):  # closing writes the rest of the buffer again
                 stream.close()
             partial.unlink(missing_ok=True)
             raise
