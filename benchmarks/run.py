@@ -98,7 +98,9 @@ def options_of(benchmark: Any, args: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in known:
-            raise UserError(f"--{name} is no option of {benchmark.__name__}: name others by --only")
+            raise UserError(
+                f"--{name} is not an option of {benchmark.__name__}: choose others with --only"
+            )
     return given
 
 

@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     after = fill(before, args.bench)
     if args.check:
         if after != before:
-            raise UserError(f"{args.page} is not of {args.bench}: python benchmarks/tables.py")
+            raise UserError(
+                f"{args.page} does not match {args.bench}: run python benchmarks/tables.py"
+            )
         return
     args.page.write_text(after, encoding="utf-8")
     print(f"written to {args.page}")

@@ -49,7 +49,7 @@ def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> No
     is_file = weights.lower().endswith((".safetensors", ".pth", ".onnx"))
     for path in map(str, filter(None, [*paths, weights if is_file else None])):
         if "://" not in path and not os.path.exists(path):
-            hint = " (overrides of the config go last)" if path.isupper() else ""
+            hint = " (config overrides must come last)" if path.isupper() else ""
             print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)
             sys.exit(2)
 

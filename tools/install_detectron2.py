@@ -276,7 +276,7 @@ def run_pip(arguments: Sequence[str], env: dict[str, str] | None = None) -> None
     """Runs pip of this interpreter; shows its output."""
     command = [sys.executable, "-m", "pip", *arguments]
     if subprocess.run(command, env=env, check=False).returncode:
-        raise InstallError(f"pip failed (its reason stands above): {' '.join(command)}")
+        raise InstallError(f"pip failed (see its output above): {' '.join(command)}")
 
 
 def missing_opencv() -> list[str]:

@@ -213,7 +213,7 @@ def run_add(args: argparse.Namespace) -> int:
         try:
             metrics.append(Metric(name, float(value), unit, data, sign + spread))
         except ValueError as error:
-            raise UserError(f"--metric {name}: '{number}' is no number") from error
+            raise UserError(f"--metric {name}: '{number}' is not a number") from error
     names = ("name", "summary", "config", "data", "data_licence", "licence")
     description = {name: getattr(args, name) for name in names}
     entry = add_entry(

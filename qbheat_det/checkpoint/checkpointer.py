@@ -232,11 +232,11 @@ class SafeCheckpointer(DetectionCheckpointer):
         if not (own and trained) or own == trained:
             return
         message = (
-            f"'{path}' was trained in timm's {trained}; the tensors of {own} are alike, but its "
+            f"'{path}' was trained in timm's {trained}; the tensors of {own} look equal, but its "
             f"padding or eps may not be: build timm:{trained}"
         )
         if not self.allow_partial:
-            raise UserError(f"{message} (--allow-partial loads it all the same)")
+            raise UserError(f"{message} (--allow-partial loads it anyway)")
         self.logger.warning(message)
 
     def _warn_of_other_settings(self, info: WeightsInfo) -> None:

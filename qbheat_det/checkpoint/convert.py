@@ -185,7 +185,7 @@ def _convert_efficientnet_lite(
         own = timm.create_model(to.removeprefix("timm:")).state_dict()
     kinds, own_kinds = ([name.rpartition(".")[2] for name in names] for names in (state, own))
     if "_conv_stem.weight" not in state or kinds != own_kinds:
-        raise UserError(f"'{weights}' holds no weights of EfficientNet-Lite for {to}")
+        raise UserError(f"'{weights}' contains no weights of EfficientNet-Lite for {to}")
     fitting = _check_fit(weights, to, dict(zip(own, state.values(), strict=True)), own)
     keys = {"MODEL.BACKBONE.NAME": to, "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"]}
     kept = _build_encoder(keys).state_dict()  # without the head

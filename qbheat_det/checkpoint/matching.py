@@ -202,7 +202,7 @@ def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(
-                f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged"
+                f"'{file}': '{name}' contains NaN or infinity, as after a run that diverged"
             )
 
 

@@ -250,7 +250,7 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
     except Exception as error:  # a broken zip file can raise anything
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
-                f"'{path}' is refused: it holds objects besides tensors, which can run code; save "
+                f"'{path}' is refused: it has objects other than tensors, which can run code; save "
                 "only its state_dict() where you trust it"
             ) from error
         raise _unreadable(path, "PyTorch weights", type(error).__name__) from error
@@ -268,7 +268,7 @@ def _read_pytorch(path: str) -> WeightsFile:
                 return WeightsFile(state, rest, WeightsInfo.from_dict(rest.get("info")))
         if _is_state(loaded):
             return WeightsFile(loaded)
-    raise UserError(f"'{path}' holds no weights: expected a dict of named tensors")
+    raise UserError(f"'{path}' contains no weights: expected a dict of named tensors")
 
 
 def _read_safetensors(path: str) -> WeightsFile:
@@ -276,7 +276,7 @@ def _read_safetensors(path: str) -> WeightsFile:
         info = _parse_metadata(opened.metadata())
     state = safetensors.torch.load_file(path)
     if not state:
-        raise UserError(f"'{path}' holds no weights: it has no tensor")
+        raise UserError(f"'{path}' contains no weights: it has no tensors")
     return WeightsFile(state, {} if info is None else {"info": info.to_dict()}, info)
 
 

@@ -60,7 +60,7 @@ def import_own_modules() -> None:
                 raise  # an import inside the module failed
             raise ImportError(
                 f"QBHEAT_IMPORT names the module '{name}', which Python does not find: put the "
-                "folder that holds it on PYTHONPATH, or unset QBHEAT_IMPORT",
+                "folder that contains it on PYTHONPATH, or unset QBHEAT_IMPORT",
                 name=name,
             ) from error
 

@@ -148,7 +148,7 @@ def to_json(value: Any) -> Any:
         return [to_json(element) for element in value]
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"JSON cannot hold a {type(value).__name__}: {value!r}")
+    raise TypeError(f"JSON cannot represent a {type(value).__name__}: {value!r}")
 
 
 def _list_images(about: Path) -> list[str]:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # No reader mistakes a hidden file with this suffix for a checkpoint.
 _ENDING = ".incomplete"
 _NO_RIGHTS = "you may not write there; change the folder's rights, or choose another one"
-_NO_FOLDER = "a file stands where a folder is needed; choose another folder"
+_NO_FOLDER = "a file exists where a folder is needed; choose another folder"
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space, or choose another folder",
     errno.EDQUOT: "your share of the disk is used up; free some space, or choose another folder",
@@ -95,7 +95,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 def _refuse(target: Path, error: OSError) -> UserError:
     reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
-    return UserError(f"cannot write '{target}': {reason} (what stood there before is untouched)")
+    return UserError(f"cannot write '{target}': {reason} (an existing file is unchanged)")
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:

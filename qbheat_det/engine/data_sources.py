@@ -186,7 +186,7 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
             opened.append(source)
             if job != "images" and (source.kind == "classes") != (job == "classes"):
                 wanted = "class folders" if job == "classes" else "boxes"
-                raise UserError(f"the config is for {wanted}, which '{path}' does not hold")
+                raise UserError(f"the config is for {wanted}, but '{path}' does not contain any")
         elif images:
             if job != "images":
                 flag, needed = ("--val-images", "--val") if opened else ("--images", "--data")

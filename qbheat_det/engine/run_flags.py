@@ -114,7 +114,7 @@ class RunFlags:
             value = vars(self)[name]
             if value not in (None, "", False):
                 if key in self.opts[::2]:
-                    raise UserError(f"--{name} and {key} are the same: leave one out")
+                    raise UserError(f"--{name} and {key} set the same value: leave one out")
                 text = {"weights": find_weights, "freeze": lambda _: str(_WHOLE_BACKBONE)}
                 pairs += [key, text.get(name, str)(value)]
         return [*pairs, *map(str, self.opts)]

@@ -178,10 +178,12 @@ def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> Non
     old = [path.name for path in (*folder.glob(ENCODER), *folder.glob(f"{HEAD_PREFIX}*.onnx"))]
     if others := sorted(set(old) - set(new)):
         raise UserError(
-            f"--output '{folder}' holds {others[0]}, which would not fit the new encoder"
+            f"--output '{folder}' contains {others[0]}, which does not fit the new encoder"
         )
     if old and not overwrite:
-        raise UserError(f"--output '{folder}' holds {old[0]}: use another one, or --overwrite")
+        raise UserError(
+            f"--output '{folder}' contains {old[0]}: choose another folder, or add --overwrite"
+        )
     check_writable(folder / ENCODER)
 
 

@@ -154,7 +154,7 @@ def _read_others(index_file: Path, name: str, *, replace: bool) -> list[ZooEntry
     """Returns the entries of an index, if it exists, except the entry with this name."""
     entries = index.load_index(index_file) if index_file.exists() else ()
     if not replace and name in {entry.name for entry in entries}:
-        raise UserError(f"'{name}' is in '{index_file}' already: ask for it with --replace")
+        raise UserError(f"'{name}' is already in '{index_file}': use --replace to replace it")
     if index_file != index.INDEX_FILE:
         shipped = {entry.file.lower() for entry in index.load_index()}
         if file_of(name).lower() in shipped:

@@ -136,4 +136,4 @@ def download(address: str) -> str:
 
 def _check_repo(name: str) -> None:
     if not _REPO.fullmatch(name):
-        raise UserError(f"'{name}' is no repository: expected user/name, or user/name@revision")
+        raise UserError(f"'{name}' is not a repository: expected user/name, or user/name@revision")

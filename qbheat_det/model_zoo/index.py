@@ -200,7 +200,7 @@ def load_index(path: Path | None = None) -> tuple[ZooEntry, ...]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the index '{path}' cannot be read: {error}") from error
     if not isinstance(content, list):
-        raise UserError(f"the index '{path}' is no list of entries")
+        raise UserError(f"the index '{path}' is not a list of entries")
     return _parse_all(content, path)
 
 
@@ -237,7 +237,7 @@ def zoo_folders() -> tuple[Path, ...]:
     folders = tuple(Path(name).expanduser() for name in names if name.strip())
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"$QBHEAT_ZOO names '{folder}', which is no folder")
+            raise UserError(f"$QBHEAT_ZOO names '{folder}', which is not a folder")
     return folders
 
 

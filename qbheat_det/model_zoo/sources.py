@@ -153,7 +153,7 @@ def find_encoder(name: str) -> ZooEntry:
     """Returns an entry that can be a shared encoder, or raises a ``UserError``."""
     entry = find_entry(name)
     if entry.encoder:
-        raise UserError(f"'{name}' is kept without an encoder, so it cannot be that of others")
+        raise UserError(f"'{name}' is stored without its encoder, so it cannot be a shared encoder")
     return entry
 
 
@@ -263,7 +263,7 @@ def write_part(whole: Path, encoder: Path, part: Path) -> None:
     own, known = bare_backbone(state), _read_encoder(encoder)
     for name, short in own.items():
         if short not in known or not torch.equal(state[name], known[short]):
-            raise UserError(f"the encoder of '{whole}' is not that of '{encoder}': see '{name}'")
+            raise UserError(f"the encoder of '{whole}' differs from '{encoder}' in '{name}'")
     empty = {name: state[name].new_empty(0) for name in own}
     save_weights(str(part), {**state, **empty}, info)
 
@@ -273,7 +273,7 @@ def write_whole(part: Path, encoder: Path, whole: Path) -> None:
     state, info = _read_described(part)
     known, own = _read_encoder(encoder), bare_backbone(state)
     if lacking := own.values() - known.keys():
-        raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' has not")
+        raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' does not have")
     joined = {name: known[short] for name, short in own.items()}
     save_weights(str(whole), {**state, **joined}, info)
 

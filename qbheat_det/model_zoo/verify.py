@@ -86,7 +86,7 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
         raise UserError(f"a {type(model).__name__} has no raw outputs for a fingerprint")
     for output in outputs:
         if not math.isfinite(output.mean):
-            raise UserError(f"output '{output.name}' holds NaN or infinity on synthetic images")
+            raise UserError(f"output '{output.name}' contains NaN or infinity on synthetic images")
     return Fingerprint(VERSION, outputs)
 
 
