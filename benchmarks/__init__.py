@@ -1,2 +1,2 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Measurements of this package beside its peers; ``python benchmarks/run.py --list`` names them."""
+"""Benchmarks of this package against peers; ``python benchmarks/run.py --list`` lists them."""

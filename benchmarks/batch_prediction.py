@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Images a second of prediction into Parquet files, by 1 and 2 actors of Ray and without Ray.
+"""Images per second of prediction to Parquet files, with 1 and 2 Ray actors and without Ray.
 
-A small detector of the zoo, deployed, on JPEGs of 640 x 480 pixels. Actors and the plain processes
-beside them have one thread each. Rates are of the half in the middle, without start and end.
+The model is a small, deployed detector of the zoo, on JPEGs of 640 x 480 pixels. Ray actors and
+plain processes have one thread each. Rates are for the middle half of the run.
 """
 
 import json
@@ -24,13 +24,13 @@ from qbheat_det.inference.batch_inputs import Chunk, Item, cut_chunks, list_item
 
 _OPTS = ("INPUT.MIN_SIZE_TEST", "320", "MODEL.DEPLOY.COMPILE", "off")
 _JOB = Job("qbheat://retinanet/285M_bccd", device="cpu", fast=True, opts=_OPTS)
-Stamp = tuple[float, float, int]  # when a chunk was done, the worker's CPU seconds by then, its id
+Stamp = tuple[float, float, int]  # time of a finished chunk, CPU seconds, process id
 
 
 def run(
     *, quick: bool, threads: int = 2, rounds: int | None = None, clock: str = "wall"
 ) -> list[Result]:
-    """Measures all in turns; returns actors beside as many processes, and two beside one."""
+    """Measures actors and processes in turns; compares both kinds, and two workers with one."""
     import ray
 
     parts, size, rounds = (16, 2, 1) if quick else (24, 8, rounds or 3)
@@ -62,7 +62,7 @@ def run(
 
 
 def _rate(stamps: Sequence[Stamp], size: int, clock: str) -> float:
-    """Returns images a second of the half in the middle."""
+    """Returns images per second: of the middle half (wall), or summed over workers (CPU)."""
     stamps = sorted(stamps)
     if clock == "wall":
         stamps = stamps[len(stamps) // 4 : -len(stamps) // 4]
@@ -89,7 +89,7 @@ def _by_actors(chunks: Sequence[Chunk], count: int) -> list[Stamp]:
 
 
 def _by_processes(chunks: Sequence[Chunk], count: int) -> list[Stamp]:
-    """As ``_by_actors``, in sessions of their own, as Ray's are."""
+    """Like ``_by_actors``, with plain processes; each has its own session, like those of Ray."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with ExitStack() as stack:
         started = []

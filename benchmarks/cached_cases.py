@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What the benchmark of cached features trains: recipes, images drawn for them, their bounds."""
+"""Cases for the benchmark of cached features: recipes, synthetic images, theoretical speedups."""
 
 import itertools
 import json
@@ -16,20 +16,20 @@ from torch import nn
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import register_coco_json, register_image_folders
 
-# Every setting at one size, because the arithmetic bound is of one size.
+# Images of one size only, because the theoretical speedup is computed for one size.
 _COCO_SIZE: dict[str, Any] = {
     "INPUT.MIN_SIZE_TRAIN": (800,),
     "INPUT.MAX_SIZE_TRAIN": 1333,
     "INPUT.DETR_CROP_RESIZE": [],
 }
-# ImageNet does not fit the memory of decoded images. A CPU computes no faster in bfloat16.
+# Decoded ImageNet does not fit in memory. Without CPU support, bfloat16 is not faster.
 _IMAGENET: dict[str, Any] = {
     "INPUT.PRETRAIN.MEMORY_GB": 0.0,
     "SOLVER.AMP.ENABLED": False,
     "MODEL.CHANNELS_LAST": True,
 }
-_NUM_CLASSES, _NUM_BOXES = 16, 7  # folders of classes; boxes an image, as in COCO
-_numbers = itertools.count()  # of data sets, whose names must be new
+_NUM_CLASSES, _NUM_BOXES = 16, 7  # class folders; boxes per image, as in COCO
+_numbers = itertools.count()  # makes the names of data sets unique
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Case:
     """A head on a frozen encoder.
 
     Attributes:
-        title: for people.
-        config: below ``configs``.
-        size: height and width in pixels of what the model sees.
-        batch: images of a step.
-        steps: of a turn, so that a turn is long enough to time.
-        file_size: height and width of the image files.
-        opts: keys of the config that differ.
+        title: name for the printed output.
+        config: path of the recipe below ``configs``.
+        size: height and width in pixels of the model's input.
+        batch: images per step.
+        steps: steps per turn, so that a turn is long enough to time.
+        file_size: height and width in pixels of the image files.
+        opts: config overrides.
     """
 
     title: str
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def has_boxes(self) -> bool:
-        """Whether the images have boxes; else they lie in folders of classes."""
+        """Whether the images have boxes; otherwise, they are in class folders."""
         return not any(word in self.config for word in ("linear", "tran1", "qb_heat"))
 
 
@@ -80,7 +80,7 @@ CASES = {
 
 
 def shrunk(case: Case) -> Case:
-    """Returns the case with two images of 64 pixels a step."""
+    """Returns the case with two images of 64 pixels per step."""
     opts = (
         {"INPUT.MIN_SIZE_TRAIN": (64,), "INPUT.MAX_SIZE_TRAIN": 107}
         if case.has_boxes
@@ -92,11 +92,11 @@ def shrunk(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class Bound:
-    """Multiply-adds of a forward pass of one image.
+    """Multiply-adds of a forward pass for one image.
 
     Attributes:
-        encoder: of the frozen part.
-        head: of all else.
+        encoder: multiply-adds of the frozen part.
+        head: multiply-adds of the rest.
     """
 
     encoder: int
@@ -104,37 +104,40 @@ class Bound:
 
     @property
     def speedup(self) -> float:
-        """Times as fast as online, were time multiply-adds; a head's step is three passes of it."""
+        """Speedup over online if time were proportional to multiply-adds.
+
+        Forward and backward pass of the head count as three forward passes.
+        """
         return (self.encoder + 3 * self.head) / (3 * self.head)
 
     @classmethod
     def of(cls, model: nn.Module, size: tuple[int, int]) -> "Bound":
-        """Counts a model that holds its encoder, as the package counts."""
+        """Counts the multiply-adds of a model that contains its encoder."""
         from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
 
         counts = count_detector_madds(model, *size)
-        # Of a pyramid the part below it is frozen.
+        # In a feature pyramid, only the bottom-up backbone is frozen.
         name = "backbone.bottom_up" if hasattr(model.backbone, "bottom_up") else "backbone"
         encoder = counts.total(CountingRule.CORE, name)
         return cls(encoder, counts.total(CountingRule.CORE) - encoder)
 
 
 def make_config(case: Case, folder: Path, *, num_images: int) -> CfgNode:
-    """Draws images for a case and returns its recipe on them, one view of each, no cache."""
+    """Draws images for a case; returns its recipe for them, with one fixed view and no cache."""
     cfg = load_config(get_config_path(case.config))
     cfg.merge_from_list([word for pair in case.opts.items() for word in pair])
     draw = draw_boxes if case.has_boxes else draw_classes
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (draw(folder, case.file_size, num_images),), ()
     cfg.DATASETS.CHECK_IMAGES = False
-    cfg.DATALOADER.NUM_WORKERS = 0  # all that a step costs is in the step
+    cfg.DATALOADER.NUM_WORKERS = 0  # loading is part of the step
     cfg.MODEL.DEVICE, cfg.MODEL.WEIGHTS = "cpu", ""
     cfg.INPUT.FIXED_VIEWS.COUNT = 1
     cfg.SOLVER.IMS_PER_BATCH = cfg.SOLVER.REFERENCE_BATCH_SIZE = case.batch
     cfg.SOLVER.EPOCHS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.STEP_EPOCHS = 0.0, 0.0, []
     cfg.SOLVER.CHECKPOINT_EPOCHS = cfg.TEST.EVAL_EPOCHS = 0.0
-    cfg.SOLVER.MAX_ITER = cfg.SOLVER.CHECKPOINT_PERIOD = 1_000_000  # more than are made
+    cfg.SOLVER.MAX_ITER = cfg.SOLVER.CHECKPOINT_PERIOD = 1_000_000  # more than will be run
     cfg.SOLVER.STEPS = ()
-    cfg.SOLVER.BASE_LR = 1e-6  # the loss stays finite however often the images are seen
+    cfg.SOLVER.BASE_LR = 1e-6  # keeps the loss finite in many epochs
     cfg.TEST.EVAL_PERIOD = 0
     cfg.SEED = 1
     cfg.OUTPUT_DIR = str(folder / "output")
@@ -142,7 +145,7 @@ def make_config(case: Case, folder: Path, *, num_images: int) -> CfgNode:
 
 
 def draw_boxes(folder: Path, size: tuple[int, int], num_images: int) -> str:
-    """Draws JPEG files with annotations of COCO's 80 classes; returns the name of the set."""
+    """Draws JPEG files with boxes of 80 classes; returns the name of the registered set."""
     generator = np.random.default_rng(0)
     height, width = size
     images, annotations = [], []
@@ -173,7 +176,7 @@ def draw_boxes(folder: Path, size: tuple[int, int], num_images: int) -> str:
 
 
 def draw_classes(folder: Path, size: tuple[int, int], num_images: int) -> str:
-    """Draws JPEG files into class folders; returns the name of the set."""
+    """Draws JPEG files in class folders; returns the name of the registered set."""
     generator = np.random.default_rng(0)
     for number in range(num_images):
         label = number % _NUM_CLASSES
@@ -184,7 +187,7 @@ def draw_classes(folder: Path, size: tuple[int, int], num_images: int) -> str:
 
 
 def _draw(generator: np.random.Generator, path: Path, size: tuple[int, int]) -> None:
-    """Writes a JPEG whose detail has about the scales, and whose file the size, of a photograph."""
+    """Writes a JPEG with details at several scales, and a file size similar to a photograph."""
     height, width = size
     pixels = np.zeros((height, width, 3), dtype=np.float32)
     for scale in (64, 16, 4, 1):

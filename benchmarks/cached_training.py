@@ -1,20 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A training step of a head on cached features beside the same step with its frozen encoder.
+"""Compares a head's training step on cached features with a step that runs the frozen encoder.
 
-Both are whole steps of the package's trainer over its own stream: same recipe, same images, same
-views (one of each image), same weights at the start, one process without workers.
-  online   reads the file, augments, runs the frozen encoder without a graph, trains the head
-  cached   reads features of half precision from the cache, trains the head
-The two take turns, and a ratio is taken in every round. There are two ratios: of whole steps, and
-without the time in which the online step waits for its images, as if workers on other cores loaded
+Both are whole steps of the package's trainer with its data stream. They have the same recipe,
+images, views (one per image) and initial weights, in one process without workers.
+  online   reads the file, augments, runs the frozen encoder without gradients, trains the head
+  cached   reads features in half precision from the cache, trains the head
+The two take turns, and every round gives a ratio. There are two ratios: one of whole steps, and one
+without the time in which the online step waits for images, as if workers on other cores loaded
 them. Reading from the cache always counts.
 
-The bound beside it counts multiply-adds: a head's forward and backward as three forward passes,
-(encoder + 3 head) / (3 head). Files, augmentation and memory traffic do not count there, so ratios
-can be above or below it.
+The printed bound is (encoder + 3 head) / (3 head) in multiply-adds: the forward and backward pass
+of the head count as three forward passes. Files, augmentation and memory traffic do not count, so
+measured ratios can be above or below it.
 
-Building a cache of K views does not count. Each view costs about the difference between an online
-and a cached step, so a run of more than K epochs gains.
+The time to build a cache of K views does not count. Each view costs about the difference between an
+online and a cached step, so caching saves time in runs of more than K epochs.
 """
 
 import statistics
@@ -38,12 +38,12 @@ QUICK = ("285m_211", "285m_linear")
 
 @dataclass(frozen=True)
 class Turns:
-    """Seconds of a step of one trainer in each round.
+    """Seconds per step of one trainer in each round.
 
     Attributes:
-        step: the whole step.
-        waiting: the part of it in which the trainer waited for its batch.
-        losses: total loss of each step, those of warming up first.
+        step: seconds of the whole step.
+        waiting: seconds of the step in which the trainer waited for its batch.
+        losses: total loss of each step, including the warm-up.
     """
 
     step: list[float]
@@ -53,7 +53,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of a case."""
+    """Measurements of one case."""
 
     case: Case
     bound: Bound
@@ -69,7 +69,7 @@ def run(
     rounds: int = _ROUNDS,
     clock: str = "wall",
 ) -> list[Result]:
-    """Measures, prints a table as it goes, and returns two rows a case."""
+    """Measures and prints each case; returns two rows per case."""
     set_threads(threads)
     rows: list[Result] = []
     for name in cases or (QUICK if quick else CASES):
@@ -85,7 +85,7 @@ def run(
 def measure_case(
     case: Case, *, rounds: int, dtype: str = "float16", clock: Clock = time.perf_counter
 ) -> Figures:
-    """Trains both ways in turns, on images drawn for it in a folder that is removed."""
+    """Runs online and cached steps in turns, on images drawn in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         cfg = make_config(case, Path(folder), num_images=2 * case.batch)
         steps = {ONLINE: Steps(cfg, clock), CACHED: Steps(cached(cfg, dtype), clock)}
@@ -95,7 +95,7 @@ def measure_case(
 
 
 def cached(cfg: CfgNode, dtype: str) -> CfgNode:
-    """Returns the config with its features cached in a folder beside its images."""
+    """Returns the config with cached features, in a folder next to the images."""
     cfg = cfg.clone()
     cfg.OUTPUT_DIR = f"{cfg.OUTPUT_DIR}_cached"
     cfg.MODEL.CACHE_FEATURES.ENABLED = True
@@ -112,14 +112,14 @@ def time_turns(
     warm_up: int = 1,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Turns]:
-    """Times steps in turns; in every other round the order is the other way round.
+    """Times steps in turns; reverses the order in every second round.
 
     Args:
-        calls: make a step each, and return its seconds of waiting and its loss.
-        rounds: timed turns of each.
-        steps: of a turn; figures are their means.
-        warm_up: untimed rounds before the first timed one.
-        clock: seconds.
+        calls: functions that make one step, and return the seconds of waiting and the loss.
+        rounds: number of timed turns of each function.
+        steps: number of steps per turn; results are means over these.
+        warm_up: number of untimed rounds at the start.
+        clock: returns a time in seconds.
     """
     turns = {name: Turns([], [], []) for name in calls}
     for number in range(warm_up + rounds):
@@ -135,7 +135,7 @@ def time_turns(
 
 
 def rows_of(name: str, figures: Figures) -> list[PairedResult]:
-    """Returns the case's rates, cached beside online: with all of a step, and without loading."""
+    """Returns two rows that compare cached with online rates: whole steps, and without loading."""
     batch, online, cached = figures.case.batch, figures.online, figures.cached
     rate = [batch / seconds for seconds in cached.step]
     computing = [whole - waited for whole, waited in zip(online.step, online.waiting, strict=True)]
@@ -148,7 +148,7 @@ def rows_of(name: str, figures: Figures) -> list[PairedResult]:
 
 
 def format_figures(figures: Figures) -> str:
-    """Returns a case's lines: rates and ratios, medians (least to greatest)."""
+    """Returns text with the rates and ratios of a case, as median (minimum to maximum)."""
     case, bound = figures.case, figures.bound
     height, width = case.size
     lines = [

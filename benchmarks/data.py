@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Images a second of one thread, from JPEG files to a batch, beside torchvision and simplejpeg.
+"""Images per second in one thread, from JPEG files to a batch, against torchvision and simplejpeg.
 
-Files of 640 x 480 pixels, about as large as photographs. Ours are the recipes' streams with their
-mappers; the peers decode with torchvision or, where it is installed, with simplejpeg, and then have
-torchvision's transforms of the same kind and sizes: a random part at 256 pixels and a flip for
-pre-training; one of the recipe's shorter sides and a flip, of the boxes too, for detection.
+Files have 640 x 480 pixels, and about the size of photographs. Ours are the data streams of recipes
+with their mappers. The peers decode with torchvision or (if installed) simplejpeg, and use the same
+transforms of torchvision: a random resized crop to 256 pixels and a flip for pre-training, a random
+shorter side and a flip of image and boxes for detection.
 """
 
 import itertools
@@ -37,7 +37,7 @@ CASES = {
 
 
 def run(*, quick: bool, threads: int = 1, rounds: int = 7) -> list[Result]:
-    """Measures both mappers in turns with their peers."""
+    """Measures each mapper in turns with its peers."""
     set_threads(1)
     rows: list[Result] = []
     for end, case in [*CASES.items()][: 1 if quick else None]:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Seconds from a built detector to its first image of a size, which is compiled for that."""
+"""Seconds from a built detector to its first result, including compiling for one image size."""
 
 import os
 import tempfile
@@ -10,11 +10,11 @@ from benchmarks.detectors import HEIGHT, WIDTH
 from benchmarks.timing import Result
 from benchmarks.workers import started
 
-_FOLDERS = ("QBHEAT_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # of programs, empty for each
+_FOLDERS = ("QBHEAT_CACHE", "TORCHINDUCTOR_CACHE_DIR")  # compiled code; empty at first
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Deploys 285M + 211 and compiles DETR-R50, each once and in a process of its own."""
+    """Deploys 285M + 211 and compiles DETR-R50, each once and in its own process."""
     height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
     numbers = [str(number) for number in (height, width, threads, int(quick))]
     seconds = []

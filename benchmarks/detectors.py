@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The detectors that are measured: ours, and the peers with random weights."""
+"""The detectors of the benchmarks: ours and the peers, all with random weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 Forward = Callable[[Tensor], object]
 
-# Test images of COCO have about this size after resizing the shorter side to 800.
+# Typical size of COCO's test images after resizing the shorter side to 800.
 HEIGHT, WIDTH = 800, 1333
 
 
 def call_detectron2(model: nn.Module, images: Tensor) -> object:
-    """Runs one of Detectron2's models from images to ``Instances``."""
+    """Runs a Detectron2 model on images, and returns its ``Instances``."""
     height, width = images.shape[-2:]
     return model([{"image": image, "height": height, "width": width} for image in images])
 
 
 def call_transformers(model: nn.Module, images: Tensor) -> object:
-    """Runs one of transformers' models from pixels to logits and boxes."""
+    """Runs a transformers model on pixels, and returns logits and boxes."""
     return model(pixel_values=images)
 
 
@@ -31,8 +31,8 @@ def call_transformers(model: nn.Module, images: Tensor) -> object:
 class Detector:
     """A detector to measure.
 
-    ``load`` imports its libraries and returns the function that builds the model, in evaluation
-    mode; ``call`` runs the model on images (N, 3, H, W) with values 0 to 255.
+    ``load`` imports the libraries, and returns a function that builds the model in eval mode.
+    ``call`` runs the model on images (N, 3, H, W) with values in [0, 255].
     """
 
     title: str
@@ -58,7 +58,7 @@ def mf_detr_config(variant: str, num_blocks: Sequence[int], num_queries: int = 1
 def load_mf_detr(
     variant: str, num_blocks: Sequence[int], num_queries: int = 100
 ) -> Callable[[], nn.Module]:
-    """Imports what an MF-DETR needs and returns what builds it."""
+    """Returns a function that builds an MF-DETR in eval mode."""
     from detectron2.modeling import build_model
 
     import qbheat_det  # noqa: F401  (registers the model)
@@ -71,7 +71,7 @@ def _load_retinanet_r50() -> Callable[[], nn.Module]:
     from detectron2.modeling import build_model
 
     def build() -> nn.Module:
-        # Detectron2's Base-RetinaNet.yaml computes its anchors with a Python tag; same values.
+        # The same values as in Detectron2's Base-RetinaNet.yaml, which has a Python tag.
         cfg = get_cfg()
         cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
         cfg.MODEL.BACKBONE.NAME = "build_retinanet_resnet_fpn_backbone"
@@ -90,7 +90,7 @@ def _load_retinanet_r50() -> Callable[[], nn.Module]:
 def _load_detr_r50() -> Callable[[], nn.Module]:
     from transformers import DetrConfig, DetrForObjectDetection
 
-    # facebook/detr-resnet-50's architecture; nothing is downloaded.
+    # The architecture of facebook/detr-resnet-50; nothing is downloaded.
     config = DetrConfig(
         num_labels=91,
         backbone_config={
@@ -106,12 +106,12 @@ def _load_detr_r50() -> Callable[[], nn.Module]:
 def _load_rt_detr(**differences: Any) -> Callable[[], nn.Module]:
     from transformers import RTDetrConfig, RTDetrForObjectDetection
 
-    # PekingU/rtdetr_r50vd's architecture is the library's default.
+    # The library's default is the architecture of PekingU/rtdetr_r50vd.
     config = RTDetrConfig(num_labels=80, **differences)
     return lambda: RTDetrForObjectDetection(config).eval()
 
 
-# What PekingU/rtdetr_r18vd has that is not the library's default.
+# Differences of PekingU/rtdetr_r18vd from the library's default.
 _RT_DETR_R18: dict[str, Any] = {
     "backbone_config": {
         "model_type": "rt_detr_resnet",
@@ -141,6 +141,6 @@ PEERS = ("detr_r50", "retinanet_r50")
 
 
 def random_images(height: int, width: int, *, number: int = 1) -> Tensor:
-    """Returns (number, 3, height, width), uniform in [0, 255)."""
+    """Returns images (number, 3, height, width) with values uniform in [0, 255)."""
     generator = torch.Generator().manual_seed(0)
     return 255 * torch.rand(number, 3, height, width, generator=generator)

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Exported files of MF-285M + MF-Dec-211 for one image size, beside the detector in PyTorch.
+"""Compares exported files of MF-285M + MF-Dec-211 for one image size with the PyTorch model.
 
 The files are timed from uint8 images to boxes, in onnxruntime and in OpenVINO, in float32 and in
-8-bit integers; those are calibrated on noise, which does not change what they cost. OpenVINO is
-timed in float32 and in its default, which is bfloat16 where the processor multiplies that. Each has
-a process of its own, and they take turns, as in ``latency.py``.
+8-bit integers. The integers are calibrated on noise, which does not affect their speed. OpenVINO is
+timed in float32 and in its default, which is bfloat16 if the processor supports it. Each contender
+has its own process, and they take turns, as in ``latency.py``.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from benchmarks.timing import Result, samples_in_rounds
 
 _NAME = "285m_211"
 _ROUNDS = 9
-# Runtime and file of each; OpenVINO's without the hint that says float32 are in its default.
+# Runtime and file of each contender. "openvino" uses the default precision of the runtime.
 FILES = {
     "onnxruntime": ("onnxruntime", "float"),
     "onnxruntime_int8": ("onnxruntime", "int8"),
@@ -28,7 +28,7 @@ FILES = {
     "openvino_default": ("openvino", "float"),
     "openvino_default_int8": ("openvino", "int8"),
 }
-# Of the rows: ours and the peer.
+# Contenders in each row of the results: ours and the peer.
 _PAIRS = {
     "onnxruntime_vs_eager": ("onnxruntime", "eager"),
     "openvino_vs_eager": ("openvino", "eager"),
@@ -41,7 +41,7 @@ _PAIRS = {
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Writes the files and times them in turns with the detector as it is built."""
+    """Writes the files, and times them in turns with the PyTorch model."""
     height, width = (HEIGHT // 4, WIDTH // 4) if quick else (HEIGHT, WIDTH)
     with tempfile.TemporaryDirectory() as folder:
         for precision in ("float", "int8"):
@@ -65,14 +65,14 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
 
 
 def write(path: Path, height: int, width: int) -> None:
-    """Exports the detector with random weights; to integers if the file's name is ``int8``."""
+    """Exports the detector with random weights; quantizes it if the file is ``int8.onnx``."""
     from detectron2.modeling import build_model
 
     import qbheat_det  # noqa: F401  (registers the model)
     from qbheat_det.export.files import quantize_onnx, write_model
 
     cfg = mf_detr_config("285M", (2, 1, 1))
-    cfg.INPUT.MIN_SIZE_TEST = 0  # images are not resized, as beside PyTorch
+    cfg.INPUT.MIN_SIZE_TEST = 0  # images are not resized, as in the PyTorch contender
     torch.manual_seed(0)
     int8 = path.stem == "int8"
     write_model(build_model(cfg).eval(), cfg, path, image_size=(height, width), int8=int8)

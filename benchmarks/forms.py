@@ -1,14 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The forms in which a detector is measured.
 
-eager     as it is built
-compiled  a peer: channels last, ``torch.compile`` for one size; CUDA graphs on a GPU
-frozen    the same with constant weights, which folds BatchNorm; either can be faster
+eager     the model as it is built
+compiled  peers: channels-last, ``torch.compile`` for one size; CUDA graphs on a GPU
+frozen    like "compiled", with constant weights, which folds BatchNorm; can be faster or slower
 deploy    ours: the output of ``qbheat_det.deploy`` for one size
-deploy_all_sizes  the same without a size, so that nothing is compiled
+deploy_all_sizes  like "deploy" without a size, so that nothing is compiled
 
-All use float32. ``compiled_bf16`` and ``deploy_bf16`` use bfloat16, where the processor supports
-it: a peer for weights and images, ours by autocast.
+All use float32. ``compiled_bf16`` and ``deploy_bf16`` use bfloat16 if the processor supports it:
+peers for weights and images, ours by autocast.
 
 Run as a program with NAME FORM HEIGHT WIDTH THREADS QUICK, it makes forward passes on request; see
 ``workers.py``. Its first answer has the seconds until the ``first`` result and the ``report`` of a
@@ -48,9 +48,9 @@ def build(
     dtype: torch.dtype = torch.float32,
     image_sizes: tuple[tuple[int, int], ...] = (),
 ) -> Forward:
-    """Builds one of ``DETECTORS`` in a form, once in a process: compiling takes minutes.
+    """Builds one of ``DETECTORS`` in a form; cached per process, as compiling takes minutes.
 
-    A quick one calls no C++ compiler. ``image_sizes`` are (height, width) to compile for.
+    With ``quick``, no C++ compiler is called. Code is compiled for ``image_sizes`` (height, width).
     """
     if form in (COMPILED_BF16, DEPLOYED_BF16):
         form, dtype = form.removesuffix("_bf16"), torch.bfloat16
@@ -95,7 +95,7 @@ def report_of(forward: Forward) -> str:
 
 
 class Forwards:
-    """Forward passes of detectors and their forms, each in a process of its own that is ready."""
+    """Forward passes of detectors in several forms, each in its own running process."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Forwards:
                     print("".join(f"    {line}\n" for line in ready["report"].splitlines()), end="")
 
     def __enter__(self) -> dict[tuple[str, str], Callable[[], float]]:
-        """Returns functions that make a forward pass and return its seconds."""
+        """Returns functions that run a forward pass and return its duration in seconds."""
         return self.calls
 
     def __exit__(self, *_: object) -> None:
@@ -131,7 +131,7 @@ def _seconds(worker: Worker) -> float:
 
 
 def open_file(form: str, threads: int) -> Callable[[Tensor], Any]:
-    """Opens RUNTIME:PATH and returns it as a function of images (1, 3, H, W), 0 to 255."""
+    """Opens RUNTIME:PATH; returns a function of images (1, 3, H, W) with values in [0, 255]."""
     runtime, _, path = form.partition(":")
     run: Callable[[Any], Any]
     if runtime == "onnxruntime":
@@ -159,7 +159,7 @@ def open_file(form: str, threads: int) -> Callable[[Tensor], Any]:
 
 
 def main() -> None:
-    """Builds the detector and serves until standard input ends."""
+    """Builds the detector, and answers requests until standard input ends."""
     name, form, *numbers = sys.argv[1:]
     height, width, threads, quick = (int(number) for number in numbers)
     answer = open_answers()

@@ -1,12 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """On a CUDA GPU, bfloat16: detectors at batch 1 and 32, pre-training, and images from memory.
 
-Detectors  ours deployed and as built beside DETR-R50 at 800x1333, and beside RT-DETR-R18 and R50
-           at 640x640; peers eager and compiled, weights and images in bfloat16. Images lie on the
-           GPU. Images per second.
-QB-Heat    the share of the rate of a bfloat16 matrix product that a pre-training step reaches
-Images     the same steps fed from pinned memory, copied during the step before, beside images on
-           the GPU: the cost of the data path
+Detectors  Images per second of ours (deployed and as built) against DETR-R50 at 800x1333, and
+           against RT-DETR-R18 and R50 at 640x640. Peers are eager and compiled, with weights and
+           images in bfloat16. Images are on the GPU.
+QB-Heat    Arithmetic rate of a pre-training step, relative to a bfloat16 matrix product.
+Images     The same steps with images in pinned memory, which are copied during the previous step,
+           against steps with images on the GPU. Shows the cost of the data path.
 
 Measures nothing without a GPU.
 """
@@ -28,7 +28,7 @@ from benchmarks.pretraining_figures import MATMUL, count, matrix_product, synchr
 from benchmarks.timing import PairedResult, Result, seconds_in_rounds, set_threads
 
 BATCHES = (1, 32)
-GOAL = 0.4  # of the rate of a matrix product, in pre-training
+GOAL = 0.4  # wanted share of the rate of a matrix product, in pre-training
 _ROUNDS = 10
 _AT_TEST_SIZE = ("detr_r50",)
 _AT_640 = ("rt_detr_r18", "rt_detr_r50")
@@ -36,7 +36,7 @@ _PRETRAINING = ("285m", "3.7g")
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Measures all on the GPU; without one it returns nothing."""
+    """Measures everything on the GPU; returns no rows if there is no GPU."""
     set_threads(threads)
     if not torch.cuda.is_available():
         print("  PyTorch sees no CUDA GPU here: nothing is measured")
@@ -47,7 +47,7 @@ def run(*, quick: bool, threads: int = 2) -> list[Result]:
 
 
 def measure(device: torch.device, *, quick: bool) -> list[Result]:
-    """Measures detectors of both sizes, then pre-training."""
+    """Measures detectors at both image sizes, then pre-training."""
     rows: list[Result] = []
     shrink = 8 if quick else 1
     for peers, height, width in ((_AT_TEST_SIZE, HEIGHT, WIDTH), (_AT_640, 640, 640)):
@@ -58,7 +58,7 @@ def measure(device: torch.device, *, quick: bool) -> list[Result]:
 
 
 def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Result]:
-    """Times ours and peers on a batch; a row for each form of ours beside each of a peer's."""
+    """Times ours and peers on a batch; returns a row for each pair of our and peer's forms."""
     batch, side = len(images), "640_" if "rt_detr_r18" in peers else ""
     ours = ["285m_211"] if side else ["285m_211", "3.7g_522"]
     contenders = [(name, form) for name in ours for form in (EAGER, DEPLOYED)]
@@ -66,7 +66,7 @@ def compare(images: Tensor, peers: tuple[str, ...], *, quick: bool) -> list[Resu
     calls: dict[str, Callable[[], object]] = {}
     with torch.inference_mode():
         for name, form in contenders:
-            # Weights of ours stay in float32 as built: autocast is Detectron2's way.
+            # Our eager form has float32 weights and uses autocast, as usual in Detectron2.
             as_built = name in ours and form == EAGER
             forward = build(
                 name,
@@ -107,7 +107,7 @@ def _in_bfloat16(forward: Forward, images: Tensor) -> object:
 
 
 def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
-    """Times pre-training steps, fed from the device and from memory, beside a matrix product."""
+    """Times pre-training steps, with images on the device and in memory, and a matrix product."""
     setting = SETTINGS["256"].at(size=64) if quick else SETTINGS["256"]
     batch = 2 if quick else setting.cuda_batch
     names = _PRETRAINING[: 1 if quick else None]
@@ -144,7 +144,7 @@ def measure_pretraining(device: torch.device, *, quick: bool) -> list[Result]:
 
 
 class FromMemory:
-    """Steps on batches that lie in pinned memory: the next is copied while one computes."""
+    """Runs steps on batches in pinned memory; copies the next batch during the current step."""
 
     def __init__(self, images: Tensor, step: Callable[[Tensor], object]) -> None:
         self._on_gpu = images.is_cuda
@@ -164,5 +164,5 @@ class FromMemory:
         self._step(images)
 
     def _copy(self) -> Tensor:
-        with torch.cuda.stream(self._stream):  # of None: where it is
+        with torch.cuda.stream(self._stream):  # has no effect if None
             return self._source.to(self._device, non_blocking=True)

@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Latency of detectors on a CPU, batch 1: as they are built, and each in its fastest form.
+"""Latency of detectors on a CPU at batch size 1: as built, and in their fastest forms.
 
-Detectron2's models, ours and a peer, are timed from ``batched_inputs`` to ``Instances``, with
-normalisation, padding and post-processing. DETR and RT-DETR are timed from pixels to logits and
-boxes. ``forms.py`` describes the forms. RT-DETR is compared at its own size, 640 x 640. Each
-detector has its own process, because deploying changes how a process keeps memory. The processes
-take turns.
+Detectron2 models (ours and a peer) are timed from ``batched_inputs`` to ``Instances``, with
+normalization, padding and post-processing. DETR and RT-DETR are timed from pixels to logits and
+boxes. ``forms.py`` describes the forms. RT-DETR is compared at its own image size, 640 x 640. Each
+detector has its own process, because deploying changes how a process keeps freed memory. The
+processes take turns.
 """
 
 import torch
@@ -24,16 +24,16 @@ from benchmarks.forms import (
 from benchmarks.timing import Result, Sample, samples_in_rounds
 from qbheat_det.core.environment import supports_bfloat16
 
-Contender = tuple[str, str]  # a detector, its form
+Contender = tuple[str, str]  # name of a detector, and its form
 _ROUNDS = 7
 RT_DETR_SIDE = 640
-# Ours, beside a peer: the rows, of COCO's test size and of RT-DETR's.
+# Pairs (ours, peer) for the rows of the results, at COCO's test size and at RT-DETR's size.
 AT_TEST_SIZE: list[tuple[Contender, Contender]] = [
     *(((ours, EAGER), (peer, EAGER)) for ours in OURS for peer in PEERS),
     *(((ours, DEPLOYED), ("detr_r50", form)) for ours in OURS for form in (EAGER, COMPILED)),
     *(((ours, form), (ours, EAGER)) for ours in OURS for form in (DEPLOYED_ALL_SIZES, DEPLOYED)),
 ]
-# Where the processor multiplies bfloat16.
+# Measured only if the processor supports bfloat16.
 IN_BF16: list[tuple[Contender, Contender]] = [
     ((ours, DEPLOYED_BF16), ("detr_r50", COMPILED_BF16)) for ours in OURS
 ]
@@ -45,7 +45,7 @@ AT_640: list[tuple[Contender, Contender]] = [
 
 
 def run(*, quick: bool, threads: int = 2) -> list[Result]:
-    """Times all detectors in turns, each in a process of its own."""
+    """Times all detectors in turns, each in its own process."""
     height, width, side = HEIGHT, WIDTH, RT_DETR_SIDE
     if quick:
         height, width, side = height // 4, width // 4, side // 4
@@ -63,9 +63,9 @@ def compare(
     quick: bool,
     where: str = "",
 ) -> list[Result]:
-    """Times pairs of ours and a peer in turns on images of one size; returns a row for each."""
+    """Times pairs (ours, peer) in turns on images of one size; returns a row per pair."""
     contenders = list(dict.fromkeys(each for pair in pairs for each in pair))
-    # Which compiled form is faster depends on the machine: the rows take that one.
+    # Which compiled form is faster depends on the machine. The rows have the faster one.
     contenders += [(name, FROZEN) for name, form in contenders if form == COMPILED and not quick]
     print(f"seconds a forward at {height}x{width}, batch 1: median (least to greatest)")
     with Forwards(contenders, height, width, threads=threads, quick=quick) as calls:
@@ -81,7 +81,7 @@ def compare(
 
 
 def row_of(ours: Contender, peer: Contender, samples: dict[str, Sample], where: str = "") -> Result:
-    """Returns the row of a pair; its name has no form of a peer that is eager, and one "bf16"."""
+    """Returns the row of a pair; its name omits the form of an eager peer, and has one "bf16"."""
     form = "" if peer[1] == EAGER and peer[0] != ours[0] else f"_{peer[1]}"
     own = ours[1].removesuffix("_bf16") if peer[1].endswith("_bf16") else ours[1]
     return Result.lower_is_better(

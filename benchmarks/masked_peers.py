@@ -1,15 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Two other ways to hide three quarters of an image from an encoder, as peers of QB-Heat's.
+"""Two other methods that hide three quarters of an image from an encoder, as peers of QB-Heat.
 
-"Masked Autoencoders Are Scalable Vision Learners" (MAE), arXiv:2111.06377: hidden patches leave
-before a vision transformer, here timm's. "Designing BERT for Convolutional Networks: Sparse and
-Hierarchical Masked Modeling" (SparK), arXiv:2301.03580: a convolutional encoder computes visible
-positions only, which dense convolutions emulate on the whole image by masks.
+"Masked Autoencoders Are Scalable Vision Learners" (MAE), arXiv:2111.06377: hidden patches are
+removed before a vision transformer (timm's). "Designing BERT for Convolutional Networks: Sparse and
+Hierarchical Masked Modeling" (SparK), arXiv:2301.03580: a convolutional encoder computes only
+visible positions, which is emulated by masks and dense convolutions on the whole image.
 
-These are for measuring time and memory, not for pre-training: they have the decoder, the loss and
-the share of visible patches of QB-Heat, whatever their papers have. Where SparK is cheaper to
-compute in another way, it is: a mask comes before convolutions of 3 x 3 only, since 1 x 1 mixes no
-positions, and BatchNorm counts all positions instead of gathering the visible ones.
+The models are for measuring time and memory, not for pre-training. They have the decoder, the loss
+and the share of visible patches of QB-Heat, not those of the papers. SparK is simplified where this
+is faster: masks are applied only before 3 x 3 convolutions, since 1 x 1 does not mix positions, and
+BatchNorm uses all positions instead of gathering the visible ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ from qbheat_det.modeling.pretrain.reconstruction import masked_positions
 
 
 class TokenDroppingEncoder(nn.Module):
-    """MAE's: timm's ViT on the visible patches alone, without a class token."""
+    """MAE's encoder: timm's ViT on the visible patches only, without a class token."""
 
     def __init__(self, *, image_size: int, name: str = "vit_small_patch16_224") -> None:
         super().__init__()
@@ -39,17 +39,20 @@ class TokenDroppingEncoder(nn.Module):
         self.channels = self.vit.embed_dim
 
     def forward(self, images: Tensor, visible: Tensor) -> Tensor:
-        """From (N, 3, S, S) and indices (N, V) of patches in row order to (N, V, C)."""
+        """Takes images (N, 3, S, S) and indices (N, V) of visible patches, counted row by row.
+
+        Returns features (N, V, C).
+        """
         patches = self.vit.patch_embed(images) + self.vit.pos_embed
         encoded: Tensor = self.vit.norm(self.vit.blocks(take(patches, visible)))
         return encoded
 
 
 class MaskedConvolutionEncoder(nn.Module):
-    """SparK's: Mobile-Former on the whole image, hidden patches zero wherever pixels mix.
+    """SparK's encoder: Mobile-Former on the whole image, with hidden patches set to zero.
 
-    It goes the way that Mobile-Former has for padded batches, with hidden patches as padding: zeros
-    before each convolution of 3 x 3, no weight in the attention of the tokens.
+    Hidden patches are treated like the padding of Mobile-Former's batches: they are zero before
+    each 3 x 3 convolution, and have no weight in the attention of the tokens.
     """
 
     def __init__(self, *, backbone: MobileFormer, stride: int = 16) -> None:
@@ -59,7 +62,7 @@ class MaskedConvolutionEncoder(nn.Module):
         self.channels = backbone.output_shape()[f"s{stride}_expanded"].channels
 
     def forward(self, images: Tensor, visible: Tensor) -> Tensor:
-        """As ``TokenDroppingEncoder.forward``."""
+        """See ``TokenDroppingEncoder.forward``."""
         net, grid = self.backbone, images.shape[-1] // self.stride
         patches = hidden_patches(visible, grid**2).view(len(images), 1, grid, grid)
         hidden = patches.repeat_interleave(self.stride, dim=2)
@@ -75,9 +78,9 @@ class MaskedConvolutionEncoder(nn.Module):
 
 
 class MaskedReconstruction(nn.Module):
-    """An encoder of visible patches, a mask embedding for hidden ones, QB-Heat's decoder and loss.
+    """Encodes visible patches, fills in a mask embedding, and applies QB-Heat's decoder and loss.
 
-    Takes images as ``QBHeat`` does.
+    The inputs are those of ``QBHeat``.
     """
 
     def __init__(
@@ -105,14 +108,17 @@ class MaskedReconstruction(nn.Module):
     def forward(
         self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Takes dicts with "image" (3, S, S), and indices (N, V) of visible patches or None."""
+        """Takes dicts with "image" (3, S, S), and indices (N, V) of visible patches (None: random).
+
+        Returns the reconstruction loss in a dict.
+        """
         images = torch.stack([entry["image"] for entry in batched_inputs])
         images = (images.to(self.pixel_mean.device) - self.pixel_mean) / self.pixel_std
         num_patches = self.decoder.grid_size**2
         if visible is None:
             visible = draw_visible(len(images), num_patches, images.device)
         z = self.fill(self.projection(self.encoder(images, visible)), visible)
-        # As in QB-Heat, whose loss looks at hidden patches alone.
+        # As in QB-Heat, the loss is computed only at hidden patches.
         shown = ~hidden_patches(visible, num_patches)
         hidden = masked_positions(shown, num_patches - visible.shape[1])
         patches = patchify(images, self.decoder.patch_size, hidden)
@@ -120,7 +126,7 @@ class MaskedReconstruction(nn.Module):
         return {"loss_reconstruction": loss}
 
     def fill(self, z: Tensor, visible: Tensor) -> Tensor:
-        """From visible features (N, V, C) to all, (N, G, G, C): mask embeddings elsewhere."""
+        """Takes visible features (N, V, C); returns (N, G, G, C), mask embeddings elsewhere."""
         grid = self.decoder.grid_size
         whole = self.mask_embedding.to(z.dtype).expand(len(z), grid**2, -1)
         whole = whole.scatter(1, visible[:, :, None].expand_as(z), z)
@@ -128,12 +134,12 @@ class MaskedReconstruction(nn.Module):
 
 
 def draw_visible(num_images: int, num_patches: int, device: torch.device) -> Tensor:
-    """Returns (N, V), indices of a random quarter of the patches of each image, ascending."""
+    """Returns (N, V): ascending indices of a random quarter of each image's patches."""
     order = torch.rand(num_images, num_patches, device=device).argsort(dim=1)
     return order[:, : num_patches // 4].sort(dim=1).values
 
 
 def hidden_patches(visible: Tensor, num_patches: int) -> Tensor:
-    """From indices (N, V) to (N, num_patches), True where a patch is hidden."""
+    """Takes indices (N, V) of visible patches; returns (N, num_patches), True if hidden."""
     hidden = torch.ones(len(visible), num_patches, dtype=torch.bool, device=visible.device)
     return hidden.scatter(1, visible, torch.zeros_like(visible, dtype=torch.bool))

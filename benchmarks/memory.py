@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The most resident memory of training a RetinaNet on images of many sizes, on one thread.
+"""Peak resident memory of training a RetinaNet on images of many sizes, in one thread.
 
-Run as a program, with STEPS and KEY VALUE ..., it trains and prints its peak in MiB.
+Run as a program with CONFIG STEPS KEY VALUE ..., it trains and prints the peak in MiB.
 """
 
 import sys
@@ -24,7 +24,7 @@ _CASES = {
 
 
 def run(*, quick: bool, threads: int = 1) -> list[Result]:
-    """Trains as the recipes do, beside the same with freed memory left to the allocator."""
+    """Compares training with and without ``SOLVER.KEEP_MEMORY``."""
     rows = []
     for name, config in _CASES.items():
         command = [__file__, config, "2" if quick else "60", "SOLVER.KEEP_MEMORY"]
@@ -35,7 +35,7 @@ def run(*, quick: bool, threads: int = 1) -> list[Result]:
 
 
 def main() -> None:
-    """Trains and prints the peak."""
+    """Trains and prints the peak memory in MiB."""
     config, steps, *opts = sys.argv[1:]
     torch.set_num_threads(1)
     case = Case("", config, size=(288, 448), batch=4, file_size=(480, 640))

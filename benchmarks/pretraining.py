@@ -1,15 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A pre-training step of QB-Heat beside two other ways to mask three quarters of an image.
+"""Compares a pre-training step of QB-Heat with two other methods that mask most of an image.
 
 The peers have QB-Heat's decoder, loss, images, optimizer and share of masked patches:
-  MAE-style     timm's ViT-S/16; masked patches leave before the encoder
+  MAE-style     timm's ViT-S/16; masked patches are removed before the encoder
   SparK-style   the same Mobile-Former on the whole image, masked positions zeroed before every
-                3 x 3 convolution and left out of the attention: sparse convolutions, emulated
+                3 x 3 convolution and excluded from attention, which emulates sparse convolutions
 "Nothing masked" is the same encoder on the whole image, which shows the cost of the masks.
 
-All models are timed in turns in one process, and a ratio is taken in every round. The encoder's
-part is its forward and backward pass; a step is forward, backward and AdamW. Precision is float32
-on the CPU and bfloat16 on a GPU. MAdds are those of one image's forward pass.
+All models are timed in turns in one process, and every round gives a ratio. "Encoder" is the
+forward and backward pass of the encoder. A "step" is forward, backward and AdamW. Precision is
+float32 on the CPU and bfloat16 on a GPU. MAdds are for the forward pass of one image.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ from qbheat_det.core.errors import UserError
 
 _MASKED, _WHOLE, _MAE = "_masked_convolution", "_whole_image", "mae_vit_s"
 _OURS = ("285m", "3.7g")
-_ON_CPU = {  # what four minutes of two cores allow
+_ON_CPU = {  # takes four minutes on two cores
     "256": [
         _MAE,
         *(f"285m{end}" for end in ("", _MASKED, _WHOLE)),
@@ -41,7 +41,7 @@ def run(
     rounds: int | None = None,
     batch: int | None = None,
 ) -> list[Result]:
-    """Measures all settings, on a GPU where there is one; prints and returns the rows.
+    """Measures all settings, on the GPU if there is one; prints and returns the rows.
 
     Raises:
         UserError: the batch does not fit the GPU.
@@ -84,7 +84,7 @@ def run(
 
 
 def rows_of(setting: str, figures: Figures) -> list[Result]:
-    """Returns ours beside each peer that was measured: rates and memory."""
+    """Returns rows that compare ours with each measured peer: rates and memory."""
     rows: list[Result] = []
     parts = {
         "encoder": (figures.encoder_batch, figures.encoder),
@@ -111,7 +111,7 @@ def rows_of(setting: str, figures: Figures) -> list[Result]:
 
 
 def pairs(measured: Collection[str]) -> list[tuple[str, str, str]]:
-    """Returns (ours, peer, what the peer is) for all that were measured."""
+    """Returns (ours, peer, kind of the peer) for all pairs of measured models."""
     found = [
         (size, *peer)
         for size in _OURS
@@ -121,7 +121,7 @@ def pairs(measured: Collection[str]) -> list[tuple[str, str, str]]:
 
 
 def format_figures(figures: Figures) -> str:
-    """Returns a line for each model: rates, medians (least to greatest), MAdds and memory."""
+    """Returns a line per model: rates as median (minimum to maximum), MAdds and memory."""
     lines = []
     for name, seconds in figures.encoder.items():
         parts = [f"encoder {Sample.of([figures.encoder_batch / s for s in seconds])} img/s"]

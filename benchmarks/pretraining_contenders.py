@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The pre-training models, and the calls that are timed.
+"""The pre-training models of the benchmark, and the calls that are timed.
 
-Run as a program, prints the peak memory in MiB of a step of one of them on the CPU:
+Run as a program, prints the peak memory in MiB of a training step of one model on the CPU:
 ``python benchmarks/pretraining_contenders.py NAME SETTING SIZE BATCH THREADS``.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.timing import resident_mib, set_threads
 class Setting:
     """Sizes that all models share.
 
-    On the CPU the encoder's part has more images than a step, because the fixed cost of a call
+    On the CPU, the encoder is timed with more images than a step, because the fixed cost of a call
     would hide the effect of masking.
     """
 
@@ -47,7 +47,7 @@ class Setting:
     cuda_batch: int
 
     def at(self, *, size: int) -> "Setting":
-        """Returns the same for images of another size."""
+        """Returns this setting with a different image size."""
         return replace(self, size=size)
 
 
@@ -55,8 +55,8 @@ class Setting:
 class Contender:
     """A model to measure, with a variant of Mobile-Former.
 
-    ``method`` "quarter" is QB-Heat, "masked" are masked convolutions, "whole" is the encoder of
-    both on the whole image, and "tokens" the transformer without the hidden tokens.
+    ``method`` is "quarter" (QB-Heat), "masked" (masked convolutions), "whole" (their encoder on the
+    whole image) or "tokens" (a transformer without the hidden tokens).
     """
 
     title: str
@@ -81,10 +81,10 @@ CONTENDERS = {
 
 @dataclass(frozen=True)
 class Calls:
-    """The timed calls, forward and backward of one batch.
+    """The timed calls, each with forward and backward pass of one batch.
 
-    ``encoder`` computes the features of visible positions; ``step`` takes images in bytes on the
-    device, its own by default, and updates the weights with AdamW.
+    ``encoder`` computes the features of visible positions. ``step`` takes uint8 images on the
+    device (default: random images), and updates the weights with AdamW.
     """
 
     encoder: Callable[[], object]
@@ -92,7 +92,7 @@ class Calls:
 
 
 def make_config(variant: str, setting: Setting) -> CfgNode:
-    """Returns the recipe of pre-training with the sizes of ``setting``."""
+    """Returns the pre-training recipe with the sizes of ``setting``."""
     from qbheat_det.config import get_config_path, load_config
 
     cfg = load_config(get_config_path("ImageNet-QBHeat/qb_heat_285M_100ep.yaml"))
@@ -107,7 +107,7 @@ def make_config(variant: str, setting: Setting) -> CfgNode:
 
 
 def build(contender: Contender, setting: Setting) -> nn.Module:
-    """Builds a model on the CPU; all of a setting have the same decoder and loss."""
+    """Builds a model on the CPU; all models of a setting have the same decoder and loss."""
     from qbheat_det.modeling.pretrain import QBHeat
 
     parts = QBHeat.from_config(make_config(contender.variant, setting))
@@ -173,7 +173,7 @@ def prepare(
 def encoder_of(
     model: Any, contender: Contender, setting: Setting, *, batch: int, device: torch.device
 ) -> Callable[[], Tensor]:
-    """Returns the encoder's part of the forward pass, including the masking."""
+    """Returns a function that runs the forward pass of the encoder, including the masking."""
     from qbheat_det.modeling.pretrain import QUADRANTS, VisibleQuarters
 
     images = torch.randn(batch, 3, setting.size, setting.size, device=device)
@@ -189,15 +189,15 @@ def encoder_of(
 
 
 def random_images(batch: int, size: int) -> Tensor:
-    """Returns (batch, 3, size, size), bytes."""
+    """Returns random images (batch, 3, size, size), uint8."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(256, (batch, 3, size, size), dtype=torch.uint8, generator=generator)
 
 
 def peak_memory(name: str, setting: str, size: int, batch: int, threads: int) -> float:
-    """Returns the peak memory in MiB of two steps on the CPU, beyond the imports.
+    """Returns the peak memory in MiB of two steps on the CPU, without that of the imports.
 
-    Counts weights, moments of AdamW, gradients and activations. Call it once, in a fresh process.
+    Includes weights, AdamW's moments, gradients and activations. Call it once per process.
     """
     set_threads(threads)
     import qbheat_det.modeling.pretrain  # before memory is looked at

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Measures time, memory and multiply-adds of pre-training models; a large matrix product."""
+"""Measures time, memory and multiply-adds of pre-training models, and a large matrix product."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ _ENCODER_ROUNDS, _STEP_ROUNDS = 4, 3
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one setting, by the names of ``CONTENDERS``.
+    """Measurements of one setting; keys of the dicts are names in ``CONTENDERS``.
 
     Attributes:
-        batch: images of a step.
-        encoder_batch: images of the encoder's part.
-        encoder: seconds of the encoder's part in each round.
+        batch: images per step.
+        encoder_batch: images per call of the encoder.
+        encoder: seconds of the encoder's forward and backward pass in each round.
         step: seconds of a step in each round.
         memory: peak MiB of a step.
-        madds: multiply-adds of the encoder's and of the whole forward pass, per image.
+        madds: multiply-adds per image in the forward pass: of the encoder, and of the whole model.
     """
 
     batch: int
@@ -46,7 +46,7 @@ def measure_setting(
     threads: int,
     device: torch.device,
 ) -> Figures:
-    """Measures models in turns."""
+    """Measures all ``models`` in turns."""
     with_step = [model for model in models if CONTENDERS[model].method != "whole"]
     madds = {model: count(model, setting) for model in with_step}
     calls: dict[str, Calls] = {}
@@ -77,7 +77,7 @@ def measure_setting(
 
 
 def count(model: str, setting: Setting) -> tuple[int, int]:
-    """Returns the multiply-adds of the encoder and of the whole forward pass, for one image."""
+    """Returns the multiply-adds of the encoder and of the whole model, for one image."""
     from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
 
     counts = count_detector_madds(build(CONTENDERS[model], setting), setting.size, setting.size)
@@ -98,7 +98,7 @@ def memory_of_processes(
 
 
 def peak_on_gpu(make: Callable[[], Calls], device: torch.device) -> tuple[Calls, float]:
-    """Returns what ``make`` does, and the peak MiB of it and of two steps of it."""
+    """Returns the result of ``make``, and the peak MiB while it is built and runs two steps."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     calls = make()
@@ -108,7 +108,7 @@ def peak_on_gpu(make: Callable[[], Calls], device: torch.device) -> tuple[Calls,
 
 
 def matrix_product(device: torch.device) -> tuple[Callable[[], object], float]:
-    """Returns a product of two large square matrices, and how many operations it takes."""
+    """Returns a function that multiplies large square matrices, and its number of operations."""
     on_gpu = device.type == "cuda"
     side, repeats = (8192, 20) if on_gpu else (2048, 2)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -123,7 +123,7 @@ def matrix_product(device: torch.device) -> tuple[Callable[[], object], float]:
 
 
 def synchronised_clock(device: torch.device) -> float:
-    """Returns seconds, after the device has finished what it was given."""
+    """Waits until the device has finished, and returns the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Runs the benchmarks, prints a table and writes ``output/bench/NAME.json`` for each.
 
-Each benchmark is a module with ``run(quick, threads, …)``, which returns rows. ``quick`` uses small
-images and few rounds, to see that everything runs. Options that a benchmark takes are parameters.
+Each benchmark is a module with a function ``run(quick, threads, …)``, which returns rows. ``quick``
+uses small images and few rounds, to check that everything runs. Further parameters of ``run`` are
+options of the benchmark.
 
 python benchmarks/run.py [--only NAME …] [--quick] [--list]
 python benchmarks/run.py --only cached_training --cases 3.7g_211 --rounds 7 --clock cpu
@@ -30,38 +31,37 @@ from benchmarks.timing import (
 from qbheat_det.core.errors import UserError, exit_on_user_error
 
 BENCHMARKS = {
-    "latency": "seconds a forward of ours, plain and deployed, beside DETR, RT-DETR and RetinaNet",
-    "export": "seconds an image of exported files in onnxruntime and OpenVINO, beside PyTorch",
-    "deployment": "seconds to the first image of a size, compiled for it",
-    "memory": "the most memory of training on images of many sizes",
-    "cached_training": "a head's training step from cached features beside one with its encoder",
-    "training": "seconds of a training step of five recipes, beside float32",
-    "data": "images a second from JPEG files to a batch, beside torchvision and simplejpeg",
-    "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images from memory",
-    "pretraining": "a pre-training step of QB-Heat, 285M and 3.7G, beside MAE and SparK masking",
-    "shards": "images a second of the stream from a folder, from shards here and over HTTP",
-    "batch_prediction": "images a second of prediction into Parquet by 1 and 2 actors of Ray",
+    "latency": "latency of our detectors, plain and deployed, against DETR, RT-DETR and RetinaNet",
+    "export": "latency of exported files in onnxruntime and OpenVINO, against PyTorch",
+    "deployment": "seconds to the first result, including compiling for one image size",
+    "memory": "peak memory of training on images of many sizes",
+    "cached_training": "training steps of a head on cached features, against running its encoder",
+    "training": "seconds per training step of five recipes, against float32",
+    "data": "images per second from JPEG files to a batch, against torchvision and simplejpeg",
+    "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images in memory",
+    "pretraining": "pre-training steps of QB-Heat, 285M and 3.7G, against MAE and SparK masking",
+    "shards": "images per second of the data stream from a folder, local shards and HTTP",
+    "batch_prediction": "images per second of prediction to Parquet with 1 and 2 Ray actors",
 }
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the flags and runs the benchmarks that they name."""
+    """Parses the flags and runs the chosen benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(BENCHMARKS), metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="name the benchmarks and stop")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and exit")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small images and few rounds, to see that all runs; writes to output/bench/quick",
+        help="small images and few rounds, to check that everything runs; writes to "
+        "output/bench/quick",
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="jobs or models to measure")
-    parser.add_argument("--rounds", type=int, help="timed turns of each")
-    parser.add_argument("--batch", type=int, help="images a step, of pre-training")
-    parser.add_argument(
-        "--clock", choices=("wall", "cpu"), help="cpu: for a machine that is shared"
-    )
+    parser.add_argument("--rounds", type=int, help="number of timed turns of each contender")
+    parser.add_argument("--batch", type=int, help="images per step (pre-training)")
+    parser.add_argument("--clock", choices=("wall", "cpu"), help="use cpu on a shared machine")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args(argv)
     if args.list:
@@ -92,13 +92,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def options_of(benchmark: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags that are given, for a benchmark's ``run``."""
+    """Returns the given flags that are arguments of a benchmark's ``run``."""
     known = inspect.signature(benchmark.run).parameters
     given = {name: vars(args)[name] for name in ("cases", "rounds", "batch", "clock")}
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in known:
-            raise UserError(f"--{name} is no option of {benchmark.__name__}: name others by --only")
+            raise UserError(
+                f"--{name} is not an option of {benchmark.__name__}: choose others with --only"
+            )
     return given
 
 

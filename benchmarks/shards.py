@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Images a second of the training stream: from a folder, from shards here, and over HTTP.
+"""Images per second of the training stream: from a folder, from local shards, and over HTTP.
 
-Photographs of 640 x 480 pixels as JPEG, cut and resized to 256 pixels as in pre-training, in this
-process and with two that load. Over HTTP the server is another process of this machine, so that a
-network is not in the figures; every round begins with an empty cache.
+JPEGs of 640 x 480 pixels are cropped and resized to 256 pixels as in pre-training, in this process
+and with two workers. The HTTP server is a process on the same machine, so the rates do not include
+a network. Every round starts with an empty cache.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _BATCH = 32
 
 
 def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Result]:
-    """Measures all places in turns; returns shards beside the folder."""
+    """Measures all three sources in turns; returns rows that compare shards with the folder."""
     set_threads(threads)
     count, size, rounds = (64, (64, 48), 1) if quick else (1536, (640, 480), rounds or 3)
     rates: dict[tuple[str, int], list[float]] = {}
@@ -56,7 +56,7 @@ def run(*, quick: bool, threads: int = 2, rounds: int | None = None) -> list[Res
 
 
 def _measure(path: str, workers: int, *, images: int) -> float:
-    """Returns images a second, from the first batch that is asked for."""
+    """Returns images per second, measured from the request of the first batch."""
     cfg = get_cfg()
     cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
     cfg.INPUT.PRETRAIN.MEMORY_GB = 0.0
@@ -74,7 +74,7 @@ def _measure(path: str, workers: int, *, images: int) -> float:
 
 
 def draw_photographs(folder: Path, count: int, size: tuple[int, int]) -> None:
-    """Writes JPEGs with as much in them as photographs have, about 60 kB each at 640 x 480."""
+    """Writes JPEGs with as much detail as photographs, about 60 kB each at 640 x 480."""
     folder.mkdir()
     for index in range(count):
         generator = np.random.default_rng(index)

@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writes the measured tables of docs/performance.md from the files of ``output/bench``.
+"""Writes the tables of docs/performance.md from the results in ``output/bench``.
 
 python benchmarks/tables.py [--bench DIR] [--check]
 
-Between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->``, writes the rows of ``NAME.json`` whose
-names begin with ``NAME/PREFIX`` or with ``PREFIX`` (optional), and a line about the machine. The
-table of a benchmark that has not been run does not change.
+Each table is between ``<!-- bench NAME PREFIX -->`` and ``<!-- end -->``. It has the rows of
+``NAME.json`` whose names begin with ``NAME/PREFIX`` or ``PREFIX`` (optional), and a line about the
+machine. If a benchmark has not been run, its table does not change.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _HEADS = "| measured | ours | peer | unit | ratio |\n| --- | ---: | ---: | --- |
 
 
 def format_table(rows: Sequence[Mapping[str, Any]], environment: str) -> str:
-    """Returns a Markdown table, with the spread of ratios, and a line about the machine."""
+    """Returns a Markdown table (with the range of ratios), and a line about the machine."""
     lines = []
     for row in rows:
         ratio = f"{row['ratio']:.2f}"
@@ -42,7 +42,7 @@ def format_table(rows: Sequence[Mapping[str, Any]], environment: str) -> str:
 
 
 def fill(page: str, folder: Path) -> str:
-    """Returns a page with the tables of all benchmarks that have been run."""
+    """Returns the page with updated tables of all benchmarks that have been run."""
 
     def table(match: re.Match[str]) -> str:
         start, name, prefix, old, end = match.groups()
@@ -68,7 +68,7 @@ def _read(path: Path) -> Any:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fills the page; with ``--check``, raises a ``UserError`` if it shows other numbers."""
+    """Updates the page; with ``--check``, raises a ``UserError`` if the page is out of date."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     after = fill(before, args.bench)
     if args.check:
         if after != before:
-            raise UserError(f"{args.page} is not of {args.bench}: python benchmarks/tables.py")
+            raise UserError(
+                f"{args.page} does not match {args.bench}: run python benchmarks/tables.py"
+            )
         return
     args.page.write_text(after, encoding="utf-8")
     print(f"written to {args.page}")

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Measurements in turns, peak memory of a fresh process, and one format of results."""
+"""Measures calls in turns, and the peak memory of new processes; defines the result format."""
 
 import json
 import os
@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Sample:
-    """Median, least and greatest of repeated measurements."""
+    """Median, minimum and maximum of repeated measurements."""
 
     median: float
     least: float
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of ``output/bench/*.json``; the ratio is above 1 where ours is better."""
+    """One row of ``output/bench/*.json``; the ratio is above 1 if ours is better."""
 
     name: str
     ours: float
@@ -56,7 +56,7 @@ class Result:
 
 @dataclass(frozen=True)
 class PairedResult(Result):
-    """A row whose ratio was taken in every round: its median, least and greatest."""
+    """A row with the median, minimum and maximum of the ratios in all rounds."""
 
     ratio_least: float
     ratio_greatest: float
@@ -65,7 +65,7 @@ class PairedResult(Result):
     def higher_is_better(
         cls, name: str, ours: Sequence[float], peer: Sequence[float], unit: str
     ) -> "PairedResult":
-        """Takes what both reached in each round."""
+        """Takes the measurements of ours and the peer in each round."""
         ratios = Sample.of([a / b for a, b in zip(ours, peer, strict=True)])
         medians = statistics.median(ours), statistics.median(peer)
         return cls(name, *medians, unit, ratios.median, ratios.least, ratios.greatest)
@@ -78,9 +78,9 @@ def seconds_in_rounds(
     warm_up: int = 1,
     clock: Clock | None = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Times calls in turns, A B A B, so that a slow spell of the machine affects all of them.
+    """Times calls in turns (A B A B), so that slow phases of the machine affect all of them.
 
-    ``clock`` is None if the calls return their own seconds, as those of other processes do. Returns
+    If ``clock`` is None, the calls return their duration themselves, as in other processes. Returns
     the seconds in each round by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -94,14 +94,14 @@ def seconds_in_rounds(
 
 
 def samples_in_rounds(calls: Mapping[str, Callable[[], Any]], **settings: Any) -> dict[str, Sample]:
-    """As ``seconds_in_rounds``, as samples."""
+    """Like ``seconds_in_rounds``, but returns a ``Sample`` of the seconds by name."""
     return {name: Sample.of(taken) for name, taken in seconds_in_rounds(calls, **settings).items()}
 
 
 def peak_memory_in_turns(
     commands: Mapping[str, Sequence[str]], *, rounds: int, timeout: float = 600
 ) -> dict[str, Sample]:
-    """Runs commands of Python in turns, each in a fresh process; each prints its peak MiB last."""
+    """Runs Python commands in turns; each must print its peak memory in MiB at the end."""
     peaks: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
@@ -118,10 +118,9 @@ def peak_memory_in_turns(
 
 
 def resident_mib(*, peak: bool) -> float:
-    """Returns this process's resident memory in MiB, now or at its highest (Linux).
+    """Returns the current or peak resident memory of this process in MiB (Linux).
 
-    The kernel's VmHWM belongs to this program alone, whereas ``ru_maxrss`` starts from the size of
-    the process that started it.
+    The peak is the kernel's VmHWM, because ``ru_maxrss`` includes the parent process's memory.
     """
     field = "VmHWM:" if peak else "VmRSS:"
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -129,12 +128,12 @@ def resident_mib(*, peak: bool) -> float:
 
 
 def set_threads(threads: int) -> None:
-    """Sets the number of CPU threads of every operator of this process."""
+    """Sets the number of CPU threads that operators use in this process."""
     torch.set_num_threads(threads)
 
 
 def environment() -> str:
-    """Returns one line: CPU, torch, threads and how busy the machine is."""
+    """Returns one line about the CPU, versions, threads and the load of the machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [" ".join(line.split(":", 1)[1].split()) for line in lines if "model name" in line]
@@ -153,7 +152,7 @@ def write_results(results: Sequence[Result], path: Path) -> None:
 
 
 def write_environment(name: str, path: Path) -> None:
-    """Adds to a file on what machine the benchmark ``name`` was measured."""
+    """Adds to a JSON file a line about the machine on which a benchmark was measured."""
     try:
         lines = dict(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):

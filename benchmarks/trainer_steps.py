@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Makes single steps of the package's trainer."""
+"""Runs single steps of the package's trainer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from benchmarks.timing import Clock
 
 
 class Steps:
-    """Steps of a trainer, one a call, its cache built if it has one."""
+    """Runs one step of a trainer per call; builds the feature cache first if there is one."""
 
     def __init__(self, cfg: CfgNode, clock: Clock) -> None:
         from qbheat_det.engine import Trainer
@@ -39,7 +39,7 @@ class Steps:
                 hook.before_train()
 
     def __call__(self) -> tuple[float, float]:
-        """Makes a step; returns the seconds that it waited for its images, and its total loss."""
+        """Runs a step; returns the seconds that it waited for images, and its total loss."""
         with self.trainer.storage as storage:
             self.trainer.before_step()
             self.trainer.run_step()
@@ -49,7 +49,7 @@ class Steps:
 
 
 class _TimedIterator:
-    """Hands batches on, and knows how long the last one took."""
+    """Passes batches on, and stores the seconds that loading the last batch took."""
 
     def __init__(self, batches: Iterator[Any], clock: Clock) -> None:
         self._batches = batches

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Seconds of a training step of five recipes, in the recipe's precision and in float32.
+"""Seconds per training step of five recipes, in float32 and (if supported) in bfloat16.
 
-Each job makes whole steps of the package's trainer: forward, backward, optimizer and hooks. The
-time in which a step waits for its images is left out. Images are drawn, and weights are random.
-To compare two versions of the package, run this file of both checkouts in turns.
+Each job runs whole steps of the package's trainer: forward, backward, optimizer and hooks. The time
+in which a step waits for images does not count. Images are synthetic, and weights are random. To
+compare two versions of the package, run this file in both checkouts in turns.
 """
 
 import tempfile
@@ -61,10 +61,10 @@ def run(
     rounds: int = 7,
     clock: str = "wall",
 ) -> list[Result]:
-    """Makes steps in float32 and, where the processor supports it, in bfloat16, in turns.
+    """Runs steps in turns in float32 and, if the processor supports it, in bfloat16.
 
     Returns:
-        For each job the seconds of a step, the faster precision beside float32.
+        A row per job with the seconds per step of the faster precision, against float32.
     """
     set_threads(threads)
     rows = []
@@ -80,7 +80,7 @@ def run(
 
 
 def time_steps(case: Case, folder: Path, *, rounds: int, clock: str) -> dict[str, Sample]:
-    """Returns the seconds of a step by precision."""
+    """Returns the seconds per step by precision."""
     now, trainers = CLOCKS[clock], {}
     has_bf16 = supports_bfloat16(torch.device("cpu"))
     for name, opts in {"float32": {}, **({"bfloat16": _BF16} if has_bf16 else {})}.items():
@@ -90,7 +90,7 @@ def time_steps(case: Case, folder: Path, *, rounds: int, clock: str) -> dict[str
         cfg.merge_from_list([word for pair in opts.items() for word in pair])
         trainers[name] = Steps(cfg, now)
     taken: dict[str, list[float]] = {name: [] for name in trainers}
-    for number in range(-2, rounds):  # two rounds warm up
+    for number in range(-2, rounds):  # the first two rounds are a warm-up
         for name, step in trainers.items():
             start = now()
             waited, _ = step()

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Processes that are measured in turns: each reads a line, works, and answers in JSON.
+"""Worker processes for measurements in turns: each reads a line, works, and answers in JSON.
 
-Each contender has its own imports, allocator settings and compiled code. One runs at a time.
+Each contender has its own imports, allocator settings and compiled code. Only one works at a time.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class LeftOut(Exception):
-    """A contender cannot be measured; the sentence says why."""
+    """Raised if a contender cannot be measured; the message explains why."""
 
 
 class Worker:
-    """A process of Python that answers."""
+    """A Python process that answers requests."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -30,7 +30,7 @@ class Worker:
         )
 
     def wait(self) -> dict[str, Any]:
-        """Returns its next answer; raises ``LeftOut`` if it has ended or cannot go on."""
+        """Returns the next answer; raises ``LeftOut`` if the process has ended or failed."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer: dict[str, Any] = json.loads(line) if line else {"error": "its process ended"}
@@ -39,7 +39,7 @@ class Worker:
         return answer
 
     def __call__(self, steps: int = 1) -> dict[str, Any]:
-        """Lets it go on for so many steps and returns its answer, as ``wait``."""
+        """Requests ``steps`` steps, and returns the answer; raises like ``wait``."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{steps}\n")
@@ -59,7 +59,7 @@ class Worker:
 
 @contextmanager
 def started(command: Sequence[str]) -> Iterator[tuple[Worker, dict[str, Any]]]:
-    """Yields a worker that is ready and its first answer, and ends it."""
+    """Starts a worker; yields it and its first answer, and ends it on exit."""
     worker = Worker(command)
     try:
         yield worker, worker.wait()
@@ -69,7 +69,7 @@ def started(command: Sequence[str]) -> Iterator[tuple[Worker, dict[str, Any]]]:
 
 @contextmanager
 def said(name: str) -> Iterator[None]:
-    """Prints why a contender is left out, and continues."""
+    """Context that catches ``LeftOut``, and prints why the contender is left out."""
     try:
         yield
     except LeftOut as reason:
@@ -77,7 +77,7 @@ def said(name: str) -> Iterator[None]:
 
 
 def open_answers() -> Callable[[dict[str, Any]], None]:
-    """Returns a worker's function to answer; logs then go to standard error."""
+    """Returns a function that sends answers; redirects other output to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lambda content: print(json.dumps(content), file=answers, flush=True)

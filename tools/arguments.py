@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Flags of several tools: Detectron2's for training, and flags that name data.
+"""Flags that several tools share: Detectron2's flags for training, and flags for data.
 
-Imports neither torch nor Detectron2 nor the package, so that ``--help`` is fast.
+Does not import torch, Detectron2 or the package, so that ``--help`` is fast.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-# On busy machines, waiting threads sleep instead of spinning, which took 30 times as long. On idle
-# cores, sleeping takes up to twice as long (docs/performance.md).
+# On busy machines, waiting threads should sleep: spinning took 30 times as long. On idle cores,
+# spinning is faster, up to twice as fast (docs/performance.md).
 if os.getloadavg()[0] > (os.cpu_count() or 1):
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -24,7 +24,7 @@ _FOREIGN = (
 
 
 def hide_foreign_warnings() -> None:
-    """Hides warnings of other libraries, unless ``python -W`` or ``PYTHONWARNINGS`` is given."""
+    """Hides warnings of libraries, unless ``python -W`` or ``PYTHONWARNINGS`` is used."""
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", module=rf"({_FOREIGN})(\.|$)")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -55,20 +55,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(doc: str | None) -> Parser:
-    """Returns a parser with a tool's docstring as help, its first paragraph above the flags."""
+    """Returns a parser whose help shows a tool's docstring.
+
+    The first paragraph is printed above the flags, and the rest below them.
+    """
     summary, rest = (doc or "").split("\n\n", 1)
     return Parser(description=summary, epilog=rest)
 
 
 def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
-    """Exits with an error at the first missing path, before slow imports.
+    """Exits with an error if a path does not exist; call it before slow imports.
 
-    ``weights`` are checked if they have the suffix of a file.
+    ``weights`` is checked only if it has the suffix of a file.
     """
     is_file = weights.lower().endswith((".safetensors", ".pth", ".onnx"))
     for path in map(str, filter(None, [*paths, weights if is_file else None])):
         if "://" not in path and not os.path.exists(path):
-            hint = " (overrides of the config go last)" if path.isupper() else ""
+            hint = " (config overrides must come last)" if path.isupper() else ""
             print(f"error: there is no file or folder '{path}'{hint}", file=sys.stderr)
             sys.exit(2)
 
@@ -81,13 +84,14 @@ SOURCES = (
 
 
 def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of Detectron2's ``default_argument_parser``, and flags of config keys."""
+    """Adds the flags of Detectron2's ``default_argument_parser``, and flags for config keys."""
     parser.add_argument(
         "--config-file",
         default="",
         metavar="CFG",
-        help="path of a config, or name of a shipped one, such as custom/retinanet_285M_probe.yaml "
-        "(default: the one inside --weights; else one for the kind of --data)",
+        help="path of a config, or name of a shipped config such as "
+        "custom/retinanet_285M_probe.yaml (default: the config inside --weights, or else a recipe "
+        "for the kind of --data)",
     )
     parser.add_argument("--weights", default="", metavar="W", help=f"MODEL.WEIGHTS: {WEIGHTS}")
     parser.add_argument("--output", default="", metavar="DIR", help="OUTPUT_DIR")
@@ -105,20 +109,20 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--image-size",
         type=int,
         metavar="PIXELS",
-        help="shorter side of the images of detectors; side of the squares of other models",
+        help="shorter side of images for detectors; side of the square images for other models",
     )
-    parser.add_argument("--freeze", action="store_true", help="train nothing of the backbone")
+    parser.add_argument("--freeze", action="store_true", help="freeze the whole backbone")
     parser.add_argument("--device", default="", help="MODEL.DEVICE: cpu or cuda")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --output; start one if there is none",
+        help="continue the run in --output, or start a new one if there is none",
     )
     parser.add_argument(
         "--eval-only",
         action="store_true",
-        help="evaluate --weights, or with --resume the last checkpoint in --output; files with all "
-        "results go to --output if it is given",
+        help="evaluate --weights (with --resume, the last checkpoint in --output), do not train; "
+        "result files are written to --output if it is given",
     )
     parser.add_argument("--num-gpus", type=int, default=1, help="number of GPUs *per machine*")
     parser.add_argument("--num-machines", type=int, default=1, help="total number of machines")
@@ -129,7 +133,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dist-url",
         default=f"tcp://127.0.0.1:{port}",
-        help="initialization URL for pytorch distributed backend",
+        help="initialization URL for PyTorch's distributed backend",
     )
     parser.add_argument(
         "opts",
@@ -149,48 +153,48 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         metavar="DIR",
         action="append",
         default=[],
-        help="folder of the images of a COCO json (default: beside it); without --data, images "
-        "without labels for pre-training, subfolders included; repeatable",
+        help="folder with the images of a COCO json (default: next to the json); without --data, "
+        "folder of unlabelled images for pre-training, with its subfolders; repeatable",
     )
     group.add_argument(
         "--val",
         metavar="SRC",
-        help="validation data, like --data (default: the validation part of --data, or else a "
-        "held-out fifth of its images)",
+        help="validation data, in the formats of --data (default: the validation part of --data, "
+        "or else a held-out fifth of its images)",
     )
     group.add_argument(
         "--val-images",
         metavar="DIR",
         action="append",
         default=[],
-        help="like --images, for --val; or validation images of pre-training",
+        help="the same as --images, for --val; or validation images for pre-training",
     )
     return group
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of results in Parquet files, see docs/predict.md."""
+    """Adds the flags for results in Parquet files, see docs/predict.md."""
     group = parser.add_argument_group("many images: results as Parquet files")
     group.add_argument("--parquet", metavar="DIR", help="folder for the results; --images also "
-        "takes shards and Parquet files of paths or images")  # fmt: skip
+        "accepts shards, and Parquet files with paths or images")  # fmt: skip
     group.add_argument("--resume", action="store_true",
-                       help="continue: skip images with results in --parquet")  # fmt: skip
+                       help="skip images that already have results in --parquet")  # fmt: skip
     group.add_argument("--engine", choices=["local", "ray"],
-                       help="compute in this process (default), or in Ray's actors on all cores "
-                       "and machines of its cluster")  # fmt: skip
+                       help="compute in this process (default), or in Ray actors on all cores and "
+                       "machines of the Ray cluster")  # fmt: skip
     group.add_argument("--workers", type=int, metavar="N",
-                       help="actors of Ray (default: one for each GPU, or core)")  # fmt: skip
+                       help="number of Ray actors (default: one per GPU, or per core)")  # fmt: skip
     group.add_argument("--batch-size", type=int, metavar="N",
                        help="images per batch (default: 1)")  # fmt: skip
     group.add_argument("--part-size", type=int, metavar="N",
                        help="images per file (default: 256)")  # fmt: skip
     group.add_argument(
-        "--column", metavar="NAME", help="column of Parquet inputs with paths or images"
+        "--column", metavar="NAME", help="column with paths or images in Parquet inputs"
     )
 
 
 def run_batch(args: argparse.Namespace, **job: Any) -> int:
-    """Runs a batch job, prints counts and returns the exit code."""
+    """Runs a batch job, prints the numbers of images and failures, returns the exit code."""
     from qbheat_det.api import Job
     from qbheat_det.api import run_batch as run
 

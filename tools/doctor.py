@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Checks this Python for everything that qbheat_det needs, and prints commands to fix it.
+"""Checks whether this Python has everything that qbheat_det needs; prints commands to fix problems.
 
 Prints versions, the device, whether Detectron2's compiled operators are installed, and the data set
-folders. Needs no package itself. The exit code is 1 if something required is missing.
+folders. This script itself needs no packages. The exit code is 1 if a requirement is missing.
 """
 
-from __future__ import annotations  # so that a Python that is too old can still be told so
+from __future__ import annotations  # so that the check also runs in a Python that is too old
 
 import argparse
 import importlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Module, distribution, and what it is needed for (None: for everything).
+# Module, distribution, and purpose (None if it is required).
 LIBRARIES = (
     ("numpy", "numpy", None),
     ("PIL", "Pillow", None),
@@ -41,7 +41,7 @@ LIBRARIES = (
     ("onnxscript", "onnxscript", "exporting to ONNX"),
     ("onnxruntime", "onnxruntime", "running exported ONNX files"),
 )
-# Distributions that have the module; the first one is installed if there is none.
+# Distributions with the module cv2. If none is installed, the first one is recommended.
 OPENCV = ("opencv-python-headless", "opencv-python", "opencv-contrib-python")
 
 COCO_FILES = (
@@ -58,7 +58,7 @@ COCO_COMMAND = (
 
 
 class Finding(NamedTuple):
-    """One line of the report; ``command`` fixes a problem."""
+    """One line of the report; ``command`` fixes the problem, "" if there is none."""
 
     name: str
     text: str
@@ -67,14 +67,14 @@ class Finding(NamedTuple):
 
 
 def pip_install(*distributions: str) -> str:
-    """Returns the command that installs into this Python, at the committed versions."""
+    """Returns a command that installs into this Python, with the versions in constraints.txt."""
     constraints = ROOT / "constraints.txt"
     pinned = ["-c", str(constraints)] if constraints.is_file() else []
     return shlex.join([sys.executable, "-m", "pip", "install", *pinned, *distributions])
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    """The interpreter, which must be 3.10 or newer."""
+    """Checks the interpreter, which must be 3.10 or newer."""
     text = f"{'.'.join(str(part) for part in version)} ({sys.executable})"
     if version < (3, 10):
         command = "make install PYTHON=python3.11"
@@ -83,7 +83,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def check_torch(importer: Importer = importlib.import_module) -> Iterator[Finding]:
-    """torch, torchvision and whether they fit each other, then the devices."""
+    """Checks torch, torchvision and whether they are compatible; lists the devices."""
     try:
         torch = importer("torch")
     except Exception as error:
@@ -108,7 +108,7 @@ def check_torch(importer: Importer = importlib.import_module) -> Iterator[Findin
 
 
 def check_detectron2(importer: Importer = importlib.import_module) -> Iterator[Finding]:
-    """Detectron2, and its compiled operators."""
+    """Checks Detectron2 and its compiled operators."""
     command = shlex.join([sys.executable, str(ROOT / "tools" / "install_detectron2.py")])
     try:
         package = importer("detectron2")
@@ -139,7 +139,7 @@ def _has_compiled_ops() -> bool:
 
 
 def check_libraries(importer: Importer = importlib.import_module) -> Iterator[Finding]:
-    """Every other library; one command installs all the required ones that are missing."""
+    """Checks all other libraries; one command installs all required ones that are missing."""
     errors: dict[str, Exception] = {}
     versions: dict[str, str] = {}
     for module, distribution, _ in LIBRARIES:
@@ -163,7 +163,7 @@ def check_libraries(importer: Importer = importlib.import_module) -> Iterator[Fi
 
 
 def check_package() -> Finding:
-    """qbheat_det itself."""
+    """Checks whether qbheat_det itself is installed."""
     version = _version("qbheat_det")
     if version:
         return Finding("qbheat_det", version)
@@ -172,7 +172,7 @@ def check_package() -> Finding:
 
 
 def check_datasets(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """The folder where Detectron2 looks for data, and COCO in it."""
+    """Checks the folder in which Detectron2 looks for data, and whether COCO is there."""
     value = environ.get("DETECTRON2_DATASETS", "")
     root = Path(value or "datasets").expanduser()
     source = "$DETECTRON2_DATASETS" if value else "$DETECTRON2_DATASETS is not set"
@@ -200,7 +200,7 @@ def _reason(error: Exception) -> str:
 
 
 def report(findings: Sequence[Finding]) -> int:
-    """Prints the findings, then the commands; returns the exit code."""
+    """Prints the findings, then the commands that fix problems; returns the exit code."""
     for finding in findings:
         mark = " " if not finding.command else "!" if finding.required else "-"
         print(f"{mark} {finding.name:<23} {finding.text}")

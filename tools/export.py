@@ -2,9 +2,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Export trained weights as an ONNX file, or their bare backbone as weights.
 
-The ONNX file takes uint8 images (N, H, W, 3) of any number and size; it contains resize,
-normalisation, network, box decoding, NMS and class names. It is written only if it gives the
-results of PyTorch at batch sizes 1, 2 and 8 on real images. See docs/export.md.
+The ONNX file accepts uint8 images (N, H, W, 3) of any number and size. It contains resize,
+normalization, network, box decoding, NMS and class names. It is written only if its results agree
+with PyTorch at batch sizes 1, 2 and 8 on real images. See docs/export.md.
 
 examples:
   # a detector for onnxruntime, compared on your own images
@@ -12,11 +12,11 @@ examples:
       --output detector.onnx
   qbheat predict --weights detector.onnx --images photos/ --output output/pictures
 
-  # with smaller test images: less accurate, faster
+  # with smaller test images, which is faster but less accurate
   qbheat export --weights output/run/model_final.safetensors --output small.onnx \\
       INPUT.MIN_SIZE_TEST 480
 
-  # for one camera of 800 x 1333 pixels, in 8-bit integers for OpenVINO
+  # for images of one size, 800 x 1333 pixels, in 8-bit integers for OpenVINO
   qbheat export --weights output/run/model_final.safetensors --images photos/ \\
       --image-size 800 1333 --int8-images training_photos/ --output camera.onnx
 
@@ -24,17 +24,17 @@ examples:
   qbheat export --weights output/pretraining/model_final.safetensors \\
       --images photos/ --output backbone.onnx
 
-  # several heads on one frozen backbone: encoder.onnx, head_fish.onnx and head_boats.onnx, so that
-  # the encoder runs once per image
+  # several heads on one frozen backbone, which runs once per image: writes encoder.onnx,
+  # head_fish.onnx and head_boats.onnx
   qbheat export --shared-encoder --output output/shared --images photos/ \\
       --weights fish=output/fish/model_final.safetensors \\
       --weights boats=output/boats/model_final.safetensors
 
-  # the bare backbone as weights: any config with it takes the file as MODEL.WEIGHTS
+  # the bare backbone as weights, to use as MODEL.WEIGHTS in any config with this backbone
   qbheat export --backbone --weights output/pretraining/model_final.safetensors \\
       --output backbone.safetensors
 
-  # the same, with BatchNorm statistics of 1000 whole images (default: of the training set)
+  # the same, with BatchNorm statistics computed on 1000 whole images in photos/
   qbheat export --backbone --weights output/pretraining/model_final.safetensors \\
       --recalibrate-bn 1000 --images photos/ --output backbone.safetensors INPUT.PRETRAIN.SIZE 320
 """
@@ -58,22 +58,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         action="append",
         metavar="FILE",
-        help=f"{WEIGHTS}; with --shared-encoder repeated for each head, as NAME=FILE or FILE",
+        help=f"{WEIGHTS}; with --shared-encoder, repeat it for each head, as NAME=FILE or FILE",
     )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
-        "--shared-encoder", action="store_true", help="one file of the encoder, one of each head"
+        "--shared-encoder", action="store_true", help="write one file for the encoder, one per head"
     )
     kind.add_argument(
-        "--backbone", action="store_true", help="the bare backbone as weights (.safetensors)"
+        "--backbone", action="store_true", help="write the bare backbone as weights (.safetensors)"
     )
-    add("--config-file", help="YAML of the model (default: the one inside the weights, or beside)")
+    add("--config-file", help="config of the model (default: inside or next to the weights)")
     add(
         "--output",
         required=True,
         type=Path,
         metavar="FILE",
-        help=".onnx; with --backbone .safetensors; with --shared-encoder a folder",
+        help="an .onnx file; with --backbone, .safetensors; with --shared-encoder, a folder",
     )
     add("--overwrite", action="store_true", help="replace existing files")
     add_image_flags(parser)
@@ -84,13 +84,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_image_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the images to compare or calibrate on, and the settings that belong to them."""
+    """Adds the flags for the images to compare or calibrate on, and their settings."""
     add = parser.add_argument
     paths: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "PATH"}
     add(
         "--images",
         **paths,
-        help="images and folders to compare on (default: the toy set), or folders for "
+        help="images and folders for the comparison (default: the toy set), or folders for "
         "--recalibrate-bn (default: the training set)",
     )
     add(
@@ -98,8 +98,8 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1e-4,
         metavar="T",
-        help="maximum difference of scores from PyTorch's, and of boxes relative to the image's "
-        "longer side (default: 1e-4)",
+        help="maximum difference from PyTorch: of scores, and of boxes relative to the longer side "
+        "of the image (default: 1e-4)",
     )
     add(
         "--image-size",
@@ -107,14 +107,13 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=(),
         metavar=("H", "W"),
-        help="of all images that the file will get, one at a time: smaller and faster than a file "
-        "for any size",
+        help="the file then accepts only single images of this size, and is smaller and faster",
     )
     add(
         "--int8-images",
         **paths,
-        help="use 8-bit integers, calibrated on up to 32 of these images: training images, "
-        "not those that you evaluate on",
+        help="use 8-bit integers, calibrated on up to 32 of these images; choose training images, "
+        "not test images",
     )
     add(
         "--recalibrate-bn",
@@ -125,9 +124,9 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses flags that do not fit together, and adds ``heads``, the weights by their names."""
+    """Refuses contradictory flags, and adds ``args.heads``, weights by the name of the head."""
     if not args.tolerance > 0:
-        parser.error("--tolerance must be above 0: runtimes never agree to the bit")
+        parser.error("--tolerance must be above 0: results are never bit-identical to PyTorch")
     if len(args.weights) > 1 and not args.shared_encoder:
         parser.error("several --weights need --shared-encoder")
     if (args.shared_encoder or args.backbone) and (args.image_size or args.int8_images):
@@ -147,14 +146,14 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 
 def name_heads(weights: list[str]) -> dict[str, str]:
-    """Returns weights files by the names of their heads.
+    """Returns files of weights by the name of the head.
 
     Args:
-        weights: NAME=FILE, or FILE, which is named after the file, or after its folder if the file
-            has a name such as model_final.
+        weights: items are NAME=FILE or FILE. Without NAME, the head is named after the file, or
+            after its folder if the file has a common name such as model_final.
 
     Raises:
-        ValueError: two heads have one name, or a name is not valid in a file's name.
+        ValueError: two heads have the same name, or a name is not valid in a file name.
     """
     named: dict[str, str] = {}
     for argument in weights:

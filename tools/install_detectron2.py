@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Installs Detectron2 without git and a compiler.
+"""Installs Detectron2 without git or a compiler.
 
-Leaves a Detectron2 that this Python already has (your own build, or the official main) unchanged.
-Otherwise downloads the Python part of the official release v0.6 from the package index, checks its
+If this Python already has Detectron2 (your own build, or the official main), nothing changes.
+Otherwise, downloads the Python part of the official release v0.6 from the package index, checks its
 SHA-256, adapts it to current Pillow, NumPy and setuptools, and installs it as a distribution named
 detectron2, so that `pip uninstall detectron2` works.
 
@@ -28,9 +28,9 @@ from typing import NamedTuple
 
 SDIST = "pb1-detectron2"  # on the index; its Python files are those of Detectron2's tag v0.6
 SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
-VERSION = "0.6+pure"  # the local label tells it from an official build
+VERSION = "0.6+pure"  # the local label marks it as unofficial
 
-# Upstream's list, with three changes. Pins that today's resolver cannot satisfy are relaxed
+# Upstream's requirements, with three changes. Pins that pip can no longer satisfy are relaxed
 # (black==21.4b2, iopath<0.1.10) or taken from main (omegaconf<2.4, for hydra-core). future and
 # pydot, which only the Caffe2 export uses, are left out. torch and torchvision are named.
 REQUIRES = (
@@ -39,7 +39,7 @@ REQUIRES = (
     *("fvcore>=0.1.5,<0.1.6", "iopath>=0.1.7", "omegaconf>=2.1,<2.4", "hydra-core>=1.1", "black"),
 )
 
-# Folders of the source archive and where upstream's setup.py puts them.
+# Maps folders of the source archive to the folders where upstream's setup.py installs them.
 PACKAGES = {
     "detectron2/": "detectron2/",
     "projects/PointRend/point_rend/": "detectron2/projects/point_rend/",
@@ -49,7 +49,7 @@ PACKAGES = {
 
 
 class Adaptation(NamedTuple):
-    """One replacement in one file, and how often it must apply."""
+    """A replacement in one file, and the number of times it must apply."""
 
     path: str
     old: str  # regular expression
@@ -81,7 +81,7 @@ ADAPTATIONS = (
     ),
 )
 
-# v0.6 imports _C unguarded in four modules and asks it for its compilers in collect_env.
+# v0.6 imports _C without a guard in four modules, and calls two of its functions in collect_env.
 COMPILED_OPS_STUB = '''\
 """Stands where the compiled extension would be: pure-Python Detectron2 has none."""
 
@@ -129,7 +129,8 @@ class _Backend:
 __legacy__ = _Backend()
 """
 
-# Prints the distribution's version and the folder of detectron2, or why it does not import.
+# Prints version and path of detectron2. Exits with code 3 if it is not found; an import error gives
+# a traceback.
 PROBE = """\
 import importlib.metadata, importlib.util, sys
 spec = importlib.util.find_spec("detectron2")
@@ -145,19 +146,19 @@ import detectron2.layers
 
 
 class InstallError(Exception):
-    """What went wrong and what to do, in one sentence."""
+    """An error whose message is one sentence: what went wrong and what to do."""
 
 
 class Found(NamedTuple):
-    """A Detectron2 that this Python has."""
+    """A Detectron2 that is installed in this Python."""
 
     version: str
     path: str
-    error: str  # empty where it imports
+    error: str  # empty if it can be imported
 
 
 def find_installed(python: str = sys.executable) -> Found | None:
-    """Looks for Detectron2 in an interpreter, from a folder that cannot shadow it."""
+    """Looks for Detectron2 in an interpreter; runs it in an empty folder to avoid shadowing."""
     with tempfile.TemporaryDirectory() as empty:
         run = subprocess.run([python, "-c", PROBE], cwd=empty, capture_output=True, text=True)
     if run.returncode == 3:
@@ -168,14 +169,14 @@ def find_installed(python: str = sys.executable) -> Found | None:
 
 
 def download_sdist(folder: Path) -> Path:
-    """Downloads the source archive with pip, which has the user's indexes and proxies."""
+    """Downloads the source archive with pip, which uses the user's indexes and proxies."""
     stub = folder / "backend" / "setuptools"
     stub.mkdir(parents=True)
     (stub / "__init__.py").touch()
     (stub / "build_meta.py").write_text(BACKEND_STUB, encoding="utf-8")
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{SDIST}==0.6 --hash=sha256:{SHA256}\n", encoding="utf-8")
-    # Constraints carry no hashes, which pip refuses beside --require-hashes.
+    # Constraints have no hashes, so pip refuses them together with --require-hashes.
     env = {name: value for name, value in os.environ.items() if "CONSTRAINT" not in name}
     command = ["download", "--require-hashes", "--no-deps", "--no-binary", SDIST, "--use-pep517"]
     command += ["--no-build-isolation", "-r", str(wanted), "-d", str(folder)]
@@ -184,12 +185,12 @@ def download_sdist(folder: Path) -> Path:
 
 
 def read_sdist(path: Path, sha256: str = SHA256) -> dict[str, bytes]:
-    """Returns the archive's regular files by their path below its top folder.
+    """Returns the contents of the archive's regular files, by path below the top folder.
 
-    The archive is read in memory, so nothing in it can write elsewhere.
+    The archive is read in memory, so it cannot write to other folders.
 
     Raises:
-        InstallError: the file is not the one whose hash is committed.
+        InstallError: the file does not have the expected hash.
     """
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
@@ -206,10 +207,10 @@ def read_sdist(path: Path, sha256: str = SHA256) -> dict[str, bytes]:
 def adapt(
     files: dict[str, bytes], adaptations: Sequence[Adaptation] = ADAPTATIONS
 ) -> dict[str, bytes]:
-    """Returns the files of the installed package, with every adaptation made.
+    """Returns the files of the package to install, with all adaptations.
 
     Raises:
-        InstallError: an adaptation did not apply exactly as often as it must.
+        InstallError: an adaptation did not apply exactly ``times`` times.
     """
     package = {
         target + name.removeprefix(source): content
@@ -223,7 +224,7 @@ def adapt(
         if found != times:
             raise InstallError(f"'{old}' occurs {found} times in {name}, not {times}")
         package[name] = text.encode("utf-8")
-    # The licence asks that changed files say so.
+    # The licence requires a notice in changed files.
     for path, old, new, _ in adaptations:
         note = (
             f"# Changed by install_detectron2.py of qbheat_det: {old} -> {' '.join(new.split())}\n"
@@ -234,7 +235,7 @@ def adapt(
 
 
 def build_wheel(package: dict[str, bytes], licence: bytes, folder: Path) -> Path:
-    """Writes the package as a wheel, the same bytes every time, and returns its path."""
+    """Writes the package as a reproducible wheel, and returns its path."""
     info = f"detectron2-{VERSION}.dist-info"
     metadata = [
         "Metadata-Version: 2.1",
@@ -272,23 +273,23 @@ def _record(members: dict[str, bytes]) -> Iterator[str]:
 
 
 def run_pip(arguments: Sequence[str], env: dict[str, str] | None = None) -> None:
-    """Runs pip of this interpreter, its output visible."""
+    """Runs pip of this interpreter; shows its output."""
     command = [sys.executable, "-m", "pip", *arguments]
     if subprocess.run(command, env=env, check=False).returncode:
-        raise InstallError(f"pip failed (its reason stands above): {' '.join(command)}")
+        raise InstallError(f"pip failed (see its output above): {' '.join(command)}")
 
 
 def missing_opencv() -> list[str]:
-    """Returns the OpenCV to install, which is none where any build of it imports.
+    """Returns the OpenCV distribution to install; none if cv2 can be imported.
 
-    Upstream leaves the choice of the build to its users: two of them overwrite each other.
+    Upstream does not require a distribution, because several of them would overwrite each other.
     """
     imports = subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True, check=False)
     return ["opencv-python-headless"] if imports.returncode else []
 
 
 def install() -> None:
-    """Installs Detectron2 unless this Python has one, and prints which one it has."""
+    """Installs Detectron2 unless this Python has it; prints its version and folder."""
     found = find_installed()
     if found is not None and not found.error:
         print(f"Detectron2 {found.version} is in {found.path}: left as it is")
@@ -301,7 +302,7 @@ def install() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = read_sdist(download_sdist(Path(folder)))
         wheel = str(build_wheel(adapt(files), files["LICENSE"], Path(folder)))
-        if found is not None:  # ours, damaged
+        if found is not None:  # installed by this script, but damaged
             run_pip(["install", "--force-reinstall", "--no-deps", wheel])
         run_pip(["install", wheel, *missing_opencv()])
     found = find_installed()

@@ -10,20 +10,20 @@ Examples:
         --data train.json --val val.json --images images/ --output output/mine
   Evaluate with the config inside the weights:
     qbheat evaluate --weights output/mine/model_best.safetensors --data val.json
-  Pre-train on custom images, and log the loss on held-out images:
+  Pre-train on custom images, and log the loss on a second set of images:
     qbheat pretrain --config-file custom/qb_heat_285M_cpu.yaml --images photos/ \\
         --val-images others/ TEST.EVAL_EPOCHS 5
-  Train a classifier on class folders, here on a frozen encoder:
+  Train a classifier on class folders, with a frozen encoder:
     qbheat train --config-file custom/tran1_285M_probe.yaml \\
         --data train/ --val val/ --weights output/model_final.safetensors
-  Learn from images without labels too:
+  Also learn from images without labels:
     qbheat train --config-file custom/cached_retinanet_285M_probe.yaml --data train.json \\
         --unlabelled photos/ --weights distill/285M
-  Check whether a run will work, and how long it will take:
+  Check whether a run will work, and estimate how long it will take:
     qbheat train --config-file demo/toy_retinanet.yaml --dry-run
-  Continue a run that was stopped, to the same bits:
+  Continue a run that was stopped (the results are bit-identical to an uninterrupted run):
     qbheat train --config-file demo/toy_retinanet.yaml --resume
-  Eight GPUs, or two processes on the CPU:
+  Train on eight GPUs, or with two processes on the CPU:
     qbheat train --config-file coco/mf_detr_211_285M_probe.yaml --num-gpus 8
     torchrun --nproc-per-node 2 tools/train_net.py --config-file configs/demo/toy_retinanet.yaml
 """
@@ -57,21 +57,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         action="append",
         default=[],
-        help="folder of images without labels, subfolders included, from which a RetinaNet or "
-        "FCOS learns besides --data; repeatable",
+        help="folder of images without labels (and its subfolders), from which a RetinaNet or FCOS "
+        "learns in addition to --data; repeatable",
     )
     add_neighbour_flags(parser)
     group = parser.add_argument_group("checks and recovery")
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="train a few steps, evaluate a few images and save in a temporary folder; print the "
-        "time, memory and disk space of the whole run",
+        help="train a few steps, evaluate a few images and save to a temporary folder; print the "
+        "expected time, memory and disk space of the whole run",
     )
     group.add_argument(
         "--allow-partial",
         action="store_true",
-        help="start from --weights even if the model has no place for part of the file",
+        help="start from --weights even if only part of the file fits the model",
     )
     args = parser.parse_intermixed_args(argv)
     if wrong := next((word for word in args.opts[::2] if "=" in word), None):
@@ -80,9 +80,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains or evaluates in one process; returns the results of the last evaluation.
+    """Trains or evaluates in this process; returns the results of the last evaluation.
 
-    An evaluation writes files only if the command names a folder.
+    With ``--eval-only``, files are kept only if the command names an output folder or ``--resume``.
     """
     is_named = args.output or args.resume or "OUTPUT_DIR" in args.opts
     if not args.eval_only or is_named:
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
-    """Evaluates weights, deployed if ``MODEL.DEPLOY.ENABLED``."""
+    """Evaluates weights; deploys the model first if ``MODEL.DEPLOY.ENABLED``."""
     import qbheat_det.engine
     from qbheat_det.deployment import deploy_by_config
     from qbheat_det.engine.logs import print_results

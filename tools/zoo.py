@@ -2,8 +2,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """List, download, verify and add trained weights by name.
 
-Tools and configs take the address qbheat://NAME wherever they take a file of weights, and download
-the file if necessary; "fetch" is for machines without a network.
+Wherever tools and configs accept a file of weights, they also accept the address qbheat://NAME, and
+download the file if necessary. Use "fetch" to copy files to machines without a network.
 
 examples:
   # names with metrics, size, and the source of each file
@@ -21,23 +21,24 @@ examples:
   # check that weights, pre-processing and code agree on this machine
   qbheat zoo verify
 
-  # add an entry: the file in half precision, its fingerprint, costs and hash
+  # add an entry: writes weights in half precision, and computes fingerprint, costs and hash
   qbheat zoo add --weights output/model_final.safetensors --name retinanet/285M_shapes \\
       --config custom/retinanet_285M_probe.yaml --summary 'Frozen RetinaNet on drawn shapes' \\
       --data 'drawn shapes' --data-licence CC0-1.0 --command 'qbheat train …' \\
       --metric AP 41.2±0.6 % 'shapes val'
 
-  # an entry in a folder of your own, for $QBHEAT_ZOO or for the hub ("hf upload me/zoo my_zoo")
+  # add an entry to your own folder, for $QBHEAT_ZOO or for the hub ("hf upload me/zoo my_zoo")
   qbheat zoo add --output my_zoo --weights … --name … --config … --summary … --data … \\
       --data-licence … --command …
 
   # update MODEL_ZOO.md from the index
   qbheat zoo table
 
-sources of weights, in this order: the folders in $QBHEAT_ZOO, the files shipped with the package,
-earlier downloads, and Python's package index for some networks of timm; see docs/zoo.md.
+weights are searched in this order: folders in $QBHEAT_ZOO, files shipped with the package, earlier
+downloads, and Python's package index (for some timm networks); see docs/zoo.md.
 
-exit code: 0; 1 if an entry is not verified; 2 if something cannot be found, downloaded or written.
+exit code: 0 on success, 1 if "verify" finds a difference, 2 if a file cannot be found, downloaded
+or written.
 """
 
 import argparse
@@ -50,7 +51,7 @@ from typing import TYPE_CHECKING
 
 from arguments import make_parser
 
-if TYPE_CHECKING:  # --help does without the package
+if TYPE_CHECKING:  # --help does not need the package
     from qbheat_det.model_zoo import ZooEntry
 
 
@@ -64,8 +65,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pattern", nargs="?", default="*", help="of names, such as 'retinanet/*'")
-    parser.add_argument("--json", action="store_true", help="print all fields but fingerprints")
+    parser.add_argument("pattern", nargs="?", default="*", help="pattern, as in 'retinanet/*'")
+    parser.add_argument("--json", action="store_true", help="print all fields except fingerprints")
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -107,7 +108,7 @@ def _to_plain(entry: "ZooEntry") -> dict[str, object]:
 def add_fetch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="name, or pattern of names")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="copy the files to this folder, too"
+        "--output", type=Path, metavar="DIR", help="also copy the files to this folder"
     )
 
 
@@ -126,10 +127,10 @@ def run_fetch(args: argparse.Namespace) -> int:
 
 
 def choose_entries(names: Sequence[str]) -> "list[ZooEntry]":
-    """Returns the entries of names and patterns, each once.
+    """Returns the entries that match names or patterns, without duplicates.
 
     Raises:
-        UserError: there is no such name, or nothing matches a pattern.
+        UserError: a name does not exist, or a pattern matches no entry.
     """
     from qbheat_det.core.errors import UserError
     from qbheat_det.model_zoo import find_entry, list_entries
@@ -146,7 +147,7 @@ def choose_entries(names: Sequence[str]) -> "list[ZooEntry]":
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "names", nargs="*", default=["*"], metavar="NAME", help="name, or pattern; all by default"
+        "names", nargs="*", default=["*"], metavar="NAME", help="name or pattern (default: all)"
     )
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
 
@@ -164,36 +165,41 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def add_add(parser: argparse.ArgumentParser) -> None:
     for flag, metavar, text in (
-        ("--weights", "FILE", "of a trained model or a bare backbone"),
-        ("--name", "NAME", "of the entry: task/variant_data, such as retinanet/285M_bccd"),
-        ("--config", "PATH", "the recipe that trained it, below configs/"),
-        ("--summary", "TEXT", "one line"),
-        ("--data", "TEXT", "the training data"),
-        ("--data-licence", "TEXT", "of that data"),
-        ("--command", "TEXT", "that trained it"),
+        ("--weights", "FILE", "weights of a trained model or a bare backbone"),
+        ("--name", "NAME", "name of the entry: task/variant_data, as in retinanet/285M_bccd"),
+        ("--config", "PATH", "config of the training, a path below configs/"),
+        ("--summary", "TEXT", "description of the entry in one line"),
+        ("--data", "TEXT", "description of the training data"),
+        ("--data-licence", "TEXT", "licence of the training data"),
+        ("--command", "TEXT", "command of the training"),
     ):
         dest = {"--command": "trained_by"}.get(flag, flag.removeprefix("--").replace("-", "_"))
         parser.add_argument(flag, required=True, dest=dest, metavar=metavar, help=text)
     add = parser.add_argument
-    add("--licence", default="Apache-2.0", metavar="TEXT", help="of the weights (Apache-2.0)")
-    add("--commit", default="", help="that trained it; by default the one in the file")
-    add("--date", default="", metavar="YYYY-MM-DD", help="today by default")
+    add(
+        "--licence",
+        default="Apache-2.0",
+        metavar="TEXT",
+        help="licence of the weights (Apache-2.0)",
+    )
+    add("--commit", default="", help="commit of the training (default: from the file)")
+    add("--date", default="", metavar="YYYY-MM-DD", help="date of the entry (default: today)")
     add(
         "--metric",
         nargs=4,
         action="append",
         default=[],
         metavar=("NAME", "VALUE", "UNIT", "DATA"),
-        help="measured before, such as AP 41.2±0.6 %% 'shapes val'; can be repeated",
+        help="a measured metric, such as AP 41.2±0.6 %% 'shapes val'; repeatable",
     )
     add(
         "--encoder",
         default="",
         metavar="NAME",
-        help="of the entry whose encoder stayed frozen: the new file leaves it out",
+        help="name of the entry whose encoder was frozen in training; it is not stored again",
     )
-    add("--output", type=Path, metavar="DIR", help="a folder with an index of its own")
-    add("--replace", action="store_true", help="replace the entry of this name")
+    add("--output", type=Path, metavar="DIR", help="a folder with its own index")
+    add("--replace", action="store_true", help="replace an existing entry with this name")
 
 
 def run_add(args: argparse.Namespace) -> int:
@@ -207,7 +213,7 @@ def run_add(args: argparse.Namespace) -> int:
         try:
             metrics.append(Metric(name, float(value), unit, data, sign + spread))
         except ValueError as error:
-            raise UserError(f"--metric {name}: '{number}' is no number") from error
+            raise UserError(f"--metric {name}: '{number}' is not a number") from error
     names = ("name", "summary", "config", "data", "data_licence", "licence")
     description = {name: getattr(args, name) for name in names}
     entry = add_entry(
@@ -231,13 +237,13 @@ def run_table(args: argparse.Namespace) -> int:
     return 0
 
 
-# By name: the help, the function that adds arguments, and the one that returns the exit code.
+# Maps a command to its help, and functions that add its arguments, and run it (returns exit code).
 COMMANDS = {
     "list": ("list names with metrics, sizes and sources", add_list, run_list),
     "fetch": ("download weights", add_fetch, run_fetch),
     "verify": ("check that weights and code agree on this machine", add_verify, run_verify),
     "add": ("add an entry for trained weights", add_add, run_add),
-    "table": ("update the entries in MODEL_ZOO.md from the index", lambda parser: None, run_table),
+    "table": ("update MODEL_ZOO.md from the index", lambda parser: None, run_table),
 }
 
 

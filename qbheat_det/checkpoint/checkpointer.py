@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's checkpointer for files of tensors alone, written atomically and matched strictly.
+"""A Detectron2 checkpointer that writes files atomically and matches tensors strictly.
 
-Pickles, which can run code, are refused. Tensors that do not fit are an error unless partial
-loading is requested.
+Pickles, which can run code, are refused. Tensors that do not fit the model are an error unless
+partial loading is requested.
 """
 
 import os
@@ -41,7 +41,7 @@ from .weights_file import (
 class SafeCheckpointer(DetectionCheckpointer):
     """Saves checkpoints atomically, resumes from them, and starts new runs from other weights.
 
-    ``report`` and ``info`` are those of the last file that was loaded, or None.
+    ``report`` and ``info`` describe the last file that was loaded. They are None before that.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class SafeCheckpointer(DetectionCheckpointer):
     ) -> None:
         """
         Args:
-            model: to load into and to save.
+            model: the model to load and save.
             save_dir: folder of the checkpoints.
-            class_names: the model's classes, contiguous order; empty if unknown.
-            allow_partial: load what fits even if a file holds more or less than the model needs.
-            save_to_disk: None saves on the main process only.
+            class_names: the model's classes, in contiguous order; empty if unknown.
+            allow_partial: load the tensors that fit, even if some are missing or do not fit.
+            save_to_disk: whether this process saves; None saves on the main process only.
             checkpointables: objects with ``state_dict`` and ``load_state_dict``.
         """
         super().__init__(model, save_dir, save_to_disk=save_to_disk, **checkpointables)
@@ -72,7 +72,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             remove_leftovers(self.save_dir)
 
     def save(self, name: str, **kwargs: Any) -> None:
-        """Writes ``name``.pth atomically, then names it in ``last_checkpoint``."""
+        """Writes ``<name>.pth`` atomically, then writes its name to ``last_checkpoint``."""
         if not self.save_dir or not self.save_to_disk:
             return
         content = {"model": self.model.state_dict()}
@@ -85,40 +85,41 @@ class SafeCheckpointer(DetectionCheckpointer):
         self.tag_last_checkpoint(path.name)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Names the file that ``resume_or_load`` resumes from."""
+        """Sets the file from which ``resume_or_load`` resumes."""
         tag = Path(self.save_dir) / "last_checkpoint"
         write_atomically(tag, last_filename_basename.encode())
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path loads nothing.
 
-        ``checkpointables`` are names of the other parts of the run to load; None for all. Returns
-        the rest of the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``. Raises
-        a ``UserError`` if the file cannot be read or does not fit; the model is unchanged then.
+        ``checkpointables`` names the checkpointables to load; None loads all. Returns the rest of
+        the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``. If the file cannot
+        be read or does not fit, raises a ``UserError`` and does not change the model.
         """
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """Loads a checkpoint of this run with all checkpointables; its classes must be equal."""
+        """Loads a checkpoint of this run, with the same classes, and all checkpointables."""
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        """Resumes from the last checkpoint if ``resume`` and there is one; else loads ``path``.
+        """Resumes from the last checkpoint, if ``resume`` and there is one; else loads ``path``.
 
-        See ``find_checkpoint_to_resume``. Only resuming loads the checkpointables.
+        See ``find_checkpoint_to_resume``. Checkpointables are loaded only if the run is resumed.
         """
         if not (resume and self.has_checkpoint()):
             return self.load(path, checkpointables=[])
         return self.resume(self.find_checkpoint_to_resume())
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a tag of the last checkpoint, or a whole checkpoint."""
+        """Whether there is a ``last_checkpoint`` file or a complete checkpoint."""
         return super().has_checkpoint() or bool(self._find_newest_whole())
 
     def find_checkpoint_to_resume(self) -> str:
-        """Returns the path of the last checkpoint, or else of the newest whole one, with a warning.
+        """Returns the path of the last checkpoint.
 
-        Raises a ``UserError`` if no checkpoint in the folder is whole.
+        If that file is damaged, logs a warning and returns the newest complete checkpoint. Raises a
+        ``UserError`` if the folder has no complete checkpoint.
         """
         last = self.get_checkpoint_file()
         if last and self._read_iteration(last) is not None:
@@ -134,7 +135,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         return other
 
     def get_checkpoint_file(self) -> str:
-        """Returns the path that ``last_checkpoint`` names, or ""."""
+        """Returns the path of the file that ``last_checkpoint`` names, or ""."""
         try:
             named = (Path(self.save_dir) / "last_checkpoint").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
@@ -142,14 +143,14 @@ class SafeCheckpointer(DetectionCheckpointer):
         return os.path.join(self.save_dir, os.path.basename(named)) if named else ""
 
     def _find_newest_whole(self) -> str:
-        """Returns the whole checkpoint with the highest iteration, or ""."""
+        """Returns the complete checkpoint with the highest iteration, or ""."""
         files = Path(self.save_dir).glob("*.pth") if self.save_dir else ()
         found = {str(path): self._read_iteration(str(path)) for path in files}
         whole = {path: iteration for path, iteration in found.items() if iteration is not None}
         return max(whole, key=lambda path: whole[path], default="")
 
     def _read_iteration(self, path: str) -> int | None:
-        """Returns the iteration of a whole checkpoint of a run, its checksums tested, or None."""
+        """Returns the iteration of a checkpoint; None if it is incomplete or its checksums fail."""
         try:
             check_weights_file(path)
             content = load_pytorch(path, mmap=True)
@@ -178,7 +179,7 @@ class SafeCheckpointer(DetectionCheckpointer):
     def _fill_model(self, path: str, file: WeightsFile, *, resuming: bool) -> None:
         model, info = self.model, file.info
         stored, own_state = file.state if resuming else file.evaluated, model.state_dict()
-        # A model of the same objective loads its parts; all others skip them.
+        # Only a model of the same objective loads the children that pre-training needs.
         own_parts = pretrain_only_modules(model)
         skip = [*info.pretrain_only_modules] if info else []
         if info and tuple(skip) == own_parts:
@@ -200,8 +201,8 @@ class SafeCheckpointer(DetectionCheckpointer):
         else:
             self._check(report)
             self._check_network(path, info)
-        # The file's module versions could start a conversion of its tensors. Backbones need all of
-        # their own tensors.
+        # Use the model's own module versions, because those of the file could convert tensors.
+        # Backbones need all of their own tensors.
         state = OrderedDict({**own_state, **fitting})
         state._metadata = own_state._metadata  # type: ignore[attr-defined]
         model.load_state_dict(state, strict=False)
@@ -213,17 +214,17 @@ class SafeCheckpointer(DetectionCheckpointer):
             self._warn_of_other_settings(info)
 
     def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
-        # A new run initialises its train-only modules.
+        # A new run initializes its train-only modules.
         return list(train_only_modules(self.model))
 
     def _check(self, report: LoadReport) -> None:
         check_complete(report, allow_partial=self.allow_partial)
 
     def _check_network(self, path: str, info: WeightsInfo | None) -> None:
-        """Refuses weights of another timm network whose tensors fit by name and shape.
+        """Refuses weights of a different timm network whose tensors have equal names and shapes.
 
-        "efficientnet_lite0" pads differently from "tf_efficientnet_lite0", and some networks have
-        another ``eps``: outputs would be wrong without an error.
+        Such networks may differ in padding ("efficientnet_lite0" and "tf_efficientnet_lite0") or in
+        ``eps``. The outputs would be wrong without an error.
         """
         own = get_timm_name(self.model)
         trained = path.removeprefix("timm://").partition(".")[0] if "timm://" in path else ""
@@ -231,15 +232,15 @@ class SafeCheckpointer(DetectionCheckpointer):
         if not (own and trained) or own == trained:
             return
         message = (
-            f"'{path}' was trained in timm's {trained}; the tensors of {own} are alike, but its "
+            f"'{path}' was trained in timm's {trained}; the tensors of {own} look equal, but its "
             f"padding or eps may not be: build timm:{trained}"
         )
         if not self.allow_partial:
-            raise UserError(f"{message} (--allow-partial loads it all the same)")
+            raise UserError(f"{message} (--allow-partial loads it anyway)")
         self.logger.warning(message)
 
     def _warn_of_other_settings(self, info: WeightsInfo) -> None:
-        """Warns if the weights were trained with other pixels, or for other scores."""
+        """Warns if the weights were trained with different pixel statistics or kinds of scores."""
         stored = {"pixel_mean": info.pixel_mean, "pixel_std": info.pixel_std}
         for name, now in get_pixel_statistics(self.model).items():
             values = now.detach().cpu().double().flatten()
@@ -265,9 +266,9 @@ class SafeCheckpointer(DetectionCheckpointer):
 
 
 class ExactCheckpointer(SafeCheckpointer):
-    """For trained models: the file and the model must have the same tensors and classes.
+    """Loads trained models: file and model must have the same tensors and classes.
 
-    Only train-only modules may be missing or differ.
+    Only the tensors of train-only modules may be missing or differ.
     """
 
     def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:

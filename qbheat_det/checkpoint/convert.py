@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights from elsewhere: files that are converted for the package's encoders, and timm's.
+"""Converts weights of other projects for this package's encoders, and downloads timm's weights.
 
-``FORMATS`` lists the formats of files. Each is one function that renames the tensors and refuses
-weights of another network. Importing this module lets Detectron2's path manager resolve
-``timm://resnet18.a1_in1k``. docs/architecture.md lists the other sources of weights.
+``FORMATS`` lists the file formats. Each has a function that renames the tensors, and refuses
+weights of a different network. Importing this module lets Detectron2's path manager resolve
+addresses such as ``timm://resnet18.a1_in1k``. docs/architecture.md lists all sources of weights.
 """
 
 import functools
@@ -33,8 +33,8 @@ from .weights_file import WeightsInfo, read_weights, save_weights
 
 logger = logging.getLogger(__name__)
 _TIMM = "timm://"
-# Depth, groups and width per group of torchvision's networks. Detectron2's ResNet computes the same
-# with STRIDE_IN_1X1 off.
+# Depth, groups and width per group of torchvision's networks. Detectron2's ResNet gives equal
+# outputs with STRIDE_IN_1X1 False.
 RESNETS: dict[str, tuple[int, int, int]] = {
     "resnet18": (18, 1, 64),
     "resnet34": (34, 1, 64),
@@ -46,7 +46,7 @@ RESNETS: dict[str, tuple[int, int, int]] = {
     "wide_resnet50_2": (50, 1, 128),
     "wide_resnet101_2": (101, 1, 128),
 }
-# torchvision's names and Detectron2's.
+# Patterns of torchvision's names, and their replacements in Detectron2.
 _RESNET_NAMES = (
     (r"^(conv1|bn1)", r"stem.\1"),
     (r"^layer(\d)", lambda found: f"res{int(found[1]) + 1}"),
@@ -60,10 +60,10 @@ _Keys = dict[str, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """A format of weights: its targets, its function and the pixel statistics of its training.
+    """A format of weights: conversion function, targets, and pixel statistics of the training.
 
-    ``convert`` takes the file's name for messages, its tensors and the target. It returns the
-    encoder's tensors, and the config keys that build the encoder, or raises a ``UserError``.
+    ``convert`` takes the file's name (for messages), its tensors and the target. It returns the
+    encoder's tensors and the config keys that build the encoder, or raises a ``UserError``.
     ``pretrain_only_modules`` are children that only timm's models load.
     """
 
@@ -77,10 +77,10 @@ class Format:
 def convert_weights(
     weights: str, output: Path, to: str, *, overwrite: bool = False
 ) -> tuple[str, dict[str, Any]]:
-    """Writes weights under the names of an encoder.
+    """Writes a copy of weights whose tensors have the names that an encoder expects.
 
     Args:
-        weights: a ``.safetensors`` file, or a file of PyTorch that holds only tensors.
+        weights: a ``.safetensors`` file, or a PyTorch file with only tensors.
         output: the new ``.safetensors`` file.
         to: a target of ``FORMATS``.
         overwrite: whether to replace ``output`` if it exists.
@@ -89,7 +89,7 @@ def convert_weights(
         A summary of the tensors, and the config keys that build the encoder.
 
     Raises:
-        UserError: the file cannot be read or written, or holds another network.
+        UserError: a file cannot be read or written, or the weights are of a different network.
     """
     if output.suffix != ".safetensors":
         raise UserError(f"'{output}' is not a valid output file: its name must end in .safetensors")
@@ -122,7 +122,7 @@ def convert_weights(
 
 
 def _dump(keys: Mapping[str, Any]) -> str:
-    """Returns a config of these keys alone as YAML."""
+    """Returns a config with only these keys, as YAML."""
     tree: dict[str, Any] = {"VERSION": 2}
     for key, value in keys.items():
         *parents, name = key.split(".")
@@ -131,7 +131,7 @@ def _dump(keys: Mapping[str, Any]) -> str:
 
 
 def _check_fit(weights: str, to: str, named: _State, own: Mapping[str, Tensor]) -> _State:
-    """Returns the tensors of a network, which must be complete."""
+    """Returns the tensors that fit a network; raises a ``UserError`` if any is missing or wrong."""
     fitting, report = fit_weights(named, own, file=weights)
     if errors := report.find_errors(new_parts=False):
         raise UserError(f"'{weights}' is no {to}: {'; '.join(errors)}")
@@ -139,7 +139,7 @@ def _check_fit(weights: str, to: str, named: _State, own: Mapping[str, Tensor]) 
 
 
 def _build_encoder(keys: Mapping[str, Any]) -> Backbone:
-    """Builds the encoder of a config without values: only names and shapes are needed."""
+    """Builds the encoder on the meta device, as only names and shapes are needed."""
     cfg = get_cfg()
     cfg.merge_from_list([item for pair in keys.items() for item in pair])
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
@@ -150,7 +150,7 @@ def _build_encoder(keys: Mapping[str, Any]) -> Backbone:
 def _convert_mobile_former(
     weights: str, state: Mapping[str, Tensor], to: str
 ) -> tuple[_State, _Keys]:
-    """Converts the ImageNet weights of Mobile-Former's authors; the tensors tell the size."""
+    """Converts the ImageNet weights of Mobile-Former's authors; shapes determine the size."""
     try:
         size, named = find_size(state), convert_official(state)
     except KeyError as error:
@@ -180,12 +180,12 @@ def _convert_mobile_former(
 def _convert_efficientnet_lite(
     weights: str, state: Mapping[str, Tensor], to: str
 ) -> tuple[_State, _Keys]:
-    """Converts weights of ``efficientnet_lite_pytorch``, which has timm's order and shapes."""
+    """Converts weights of ``efficientnet_lite_pytorch``, which have timm's order and shapes."""
     with torch.device("meta"):
         own = timm.create_model(to.removeprefix("timm:")).state_dict()
     kinds, own_kinds = ([name.rpartition(".")[2] for name in names] for names in (state, own))
     if "_conv_stem.weight" not in state or kinds != own_kinds:
-        raise UserError(f"'{weights}' holds no weights of EfficientNet-Lite for {to}")
+        raise UserError(f"'{weights}' contains no weights of EfficientNet-Lite for {to}")
     fitting = _check_fit(weights, to, dict(zip(own, state.values(), strict=True)), own)
     keys = {"MODEL.BACKBONE.NAME": to, "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"]}
     kept = _build_encoder(keys).state_dict()  # without the head
@@ -193,7 +193,7 @@ def _convert_efficientnet_lite(
 
 
 def rename_resnet(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the tensors of torchvision's ResNets as Detectron2's; leaves out the classifier."""
+    """Renames the tensors of torchvision's ResNets for Detectron2; leaves out the classifier."""
     renamed = {}
     for name, tensor in state.items():
         for theirs, own in _RESNET_NAMES:
@@ -204,7 +204,7 @@ def rename_resnet(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_resnet(name: str) -> tuple[Backbone, dict[str, Any]]:
-    """Builds one of ``RESNETS`` without values; returns it with the keys of its config."""
+    """Builds one of ``RESNETS`` on the meta device; returns it and the keys of its config."""
     depth, groups, width = RESNETS[name]
     keys = {
         "MODEL.BACKBONE.NAME": "build_resnet_backbone",
@@ -220,13 +220,13 @@ def build_resnet(name: str) -> tuple[Backbone, dict[str, Any]]:
 
 
 def _convert_resnet(weights: str, state: Mapping[str, Tensor], to: str) -> tuple[_State, _Keys]:
-    """Converts weights of torchvision's ResNets for Detectron2's."""
+    """Converts weights of torchvision's ResNets for Detectron2."""
     encoder, keys = build_resnet(to.removeprefix("detectron2:"))
     return _check_fit(weights, to, rename_resnet(state), encoder.state_dict()), keys
 
 
 FORMATS = (
-    # Models other than timm's skip the authors' classifier, which has a hidden layer.
+    # The authors' classifier has a hidden layer. Only timm's models load it.
     Format(_convert_mobile_former, ("MobileFormer",), pretrain_only_modules=("decoder",)),
     Format(
         _convert_efficientnet_lite,
@@ -241,7 +241,7 @@ FORMATS = (
 class TimmWeights(PathHandler):
     """Resolves ``timm://<model>`` and ``timm://<model>.<tag>`` to a local file.
 
-    Weights are downloaded once, and kept in Detectron2's cache with their pixel statistics.
+    Weights are downloaded once, and stored in the cache folder with their pixel statistics.
     """
 
     def _get_supported_prefixes(self) -> list[str]:
@@ -257,14 +257,14 @@ class TimmWeights(PathHandler):
         folder = Path(get_cache_dir()) / "timm"
         file = folder / f"{name}.safetensors"
         try:
-            published = timm.get_pretrained_cfg(name)  # of a name without a tag the default one
+            published = timm.get_pretrained_cfg(name)  # the default tag if the name has none
             tag = published.tag if published else ""
             file = folder / f"{model_name}.{tag}.safetensors"
             if file.is_file() and not force:
                 return str(file)
             logger.info("Downloading timm's weights '%s' to '%s'", name, file)
             model = timm.create_model(file.stem, pretrained=True)
-        except Exception as error:  # of the name, the hub, the network or the file
+        except Exception as error:  # due to the name, the hub, the network or the file
             raise UserError(
                 f"timm's weights '{name}' could not be downloaded ({one_line(error)}): copy "
                 f"'{file.name}' from '{folder}' of another machine; `qbheat zoo list 'timm/*'` has "

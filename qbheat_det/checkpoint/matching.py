@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Matches the tensors of a file with those of a model, and reports each.
+"""Matches the tensors of a file with those of a model, and reports what was loaded.
 
-Unlike in Detectron2's heuristic, one change of prefix holds for the whole file: it was saved from
-a wrapper, is a bare backbone, or has its backbone below a feature pyramid. Rows of class layers are
-matched by the names of the classes.
+Unlike Detectron2's heuristic, all names in the file get the same change of prefix. It accounts for
+wrappers, bare backbones, and backbones inside a feature pyramid. Rows of classification layers are
+matched by class names.
 """
 
 import re
@@ -19,11 +19,11 @@ from qbheat_det.core.errors import UserError
 from .report import ClassChange, GroupReport, LoadReport
 
 BACKBONE, BELOW_FPN = "backbone.", "backbone.bottom_up."
-# DistributedDataParallel and AveragedModel, torch.compile, Lightning and other wrappers.
+# Prefixes of DistributedDataParallel and AveragedModel, of torch.compile, and of Lightning.
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 _AVERAGED_MODEL_COUNTER = "n_averaged"
-# BatchNorm's counter, which nothing reads unless its momentum is None; RetinaNet's running mean of
-# positives, which training finds again; and pixel statistics, which the config sets.
+# BatchNorm's counter (unused unless momentum is None), RetinaNet's running mean of the number of
+# positives (training estimates it again), and pixel statistics (the config sets them).
 _OPTIONAL = ("num_batches_tracked", "loss_normalizer", "pixel_mean", "pixel_std")
 _OLD_ANCHORS = "anchor_generator.cell_anchors"
 _UNNAMED = "the file does not name its classes: their rows are taken in order where the number fits"
@@ -31,23 +31,23 @@ _UNNAMED = "the file does not name its classes: their rows are taken in order wh
 
 @dataclass(frozen=True)
 class _Layout:
-    """Rows of a layer: (anchors, K, per_class) in this order, then ``trailing`` without a class."""
+    """Order of a layer's rows: (anchors, K, per_class), then ``trailing`` rows without a class."""
 
-    path: str  # of the layer, or its end
+    path: str  # pattern of the layer's path, or of its end
     per_class: int = 1
     trailing: int = 0
     has_anchors: bool = False
-    class_agnostic: bool = False  # one block of rows for all classes, if the config says so
+    class_agnostic: bool = False  # the config may choose one set of rows for all classes
 
 
 _LAYOUTS = (
     # ImageClassifier.
     _Layout(r"decoder\.classifier"),
-    # MF-DETR: no-object comes last.
+    # MF-DETR: the last row is "no object".
     _Layout(r"class_embed", trailing=1),
-    # RetinaNet, and FCOS with one anchor: all classes for each anchor.
+    # RetinaNet, and FCOS with one anchor: each anchor has rows for all classes.
     _Layout(r"head\.cls_score", has_anchors=True),
-    # Faster R-CNN and the stages of Cascade R-CNN: background comes last; four deltas a class.
+    # Faster R-CNN and the stages of Cascade R-CNN: the last row is background; 4 deltas per class.
     _Layout(r"box_predictor(\.\d+)?\.cls_score", trailing=1),
     _Layout(r"box_predictor(\.\d+)?\.bbox_pred", per_class=4, class_agnostic=True),
     _Layout(r"mask_head\.predictor", class_agnostic=True),
@@ -65,20 +65,20 @@ def fit_weights(
     skip: Sequence[str] = (),
     private: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], LoadReport]:
-    """Matches the tensors of a file with a model's; changes neither.
+    """Matches the tensors of a file with those of a model, and returns the tensors that fit.
 
     Args:
-        stored: the tensors by name of ``file``.
-        model_state: the model's, freshly initialised.
+        stored: the tensors in the file, by name.
+        model_state: the tensors of the freshly initialized model, by name.
         file: path of the file, for messages.
-        old_classes: class names in the file, contiguous order; empty if unknown.
-        classes: class names of the model; empty if unknown.
-        optional_modules: paths of modules that the model's config leaves out.
-        skip: children in the file that are not loaded.
+        old_classes: class names in the file, in contiguous order; empty if unknown.
+        classes: class names of the model, in contiguous order; empty if unknown.
+        optional_modules: paths of modules that the model's config disables.
+        skip: children of the file's model that are not loaded.
         private: see ``match_names``.
 
     Raises:
-        UserError: a tensor holds NaN or infinity, or names are ambiguous.
+        UserError: a tensor contains NaN or infinity, or the names fit several parts of the model.
     """
     skipped = tuple(child for child in skip if any(_is_of(child, key) for key in stored))
     stored = without_children(stored, skipped)
@@ -103,7 +103,7 @@ def fit_weights(
 
 
 def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the tensors of a model without those of some of its children, such as "decoder"."""
+    """Returns the tensors that are not in the given children of the model, such as "decoder"."""
     return {k: t for k, t in state.items() if not any(_is_of(child, k) for child in children)}
 
 
@@ -114,10 +114,11 @@ def match_names(
     file: str,
     private: Collection[str] = (),
 ) -> dict[str, str]:
-    """Maps each name in a file to a name that the model may have.
+    """Maps each tensor name in a file to a name that the model may have.
 
-    File names may have prefixes of wrappers. Children in ``private``, such as a copy of the
-    backbone, must be named in full. Raises a ``UserError`` if a file fits two parts of the model.
+    Names in the file may have prefixes of wrappers. No prefix is added to reach the children in
+    ``private``, such as a copy of the backbone. Raises a ``UserError`` if a file fits two parts of
+    the model.
     """
     model = set(model_names)
     short = strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
@@ -129,7 +130,7 @@ def match_names(
         if len(whole) > 1:
             parts = ", ".join(whole)
             raise UserError(f"'{file}' fits in more than one part of the model ({parts})")
-        added = whole  # partial agreement with several parts means none of them
+        added = whole  # if several parts agree only partially, no prefix is added
     changes = [
         ("", ""),
         (BACKBONE, BELOW_FPN),
@@ -142,9 +143,9 @@ def match_names(
 
 
 def bare_backbone(names: Collection[str]) -> dict[str, str]:
-    """Maps names of a backbone in a file, if it has any, to names without the backbone's prefix.
+    """Maps the names of a backbone's tensors in a file to names without the backbone's prefix.
 
-    In a feature pyramid, this is the backbone below it.
+    If the file has a feature pyramid, its bottom-up backbone is meant. Empty without a backbone.
     """
     short = strip_wrappers((), names)
     for prefix in (BELOW_FPN, BACKBONE):
@@ -155,7 +156,7 @@ def bare_backbone(names: Collection[str]) -> dict[str, str]:
 
 
 def is_optional(name: str) -> bool:
-    """Whether a tensor may be missing in a file or unexpected."""
+    """Whether a tensor may be missing from a file, or be in the file but not in the model."""
     return name.rpartition(".")[2] in _OPTIONAL or _OLD_ANCHORS in name
 
 
@@ -186,7 +187,7 @@ def _fill(
 
 
 def _find_groups(names: Collection[str]) -> dict[str, str]:
-    """The model's child that each tensor belongs to; of a pyramid "fpn" and "backbone" below."""
+    """Maps each tensor to its child module; a feature pyramid is split in "fpn" and "backbone"."""
     has_pyramid = any(name.startswith(BELOW_FPN) for name in names)
     groups = {name: name.split(".")[0] if "." in name else "top-level" for name in names}
     above = "fpn" if has_pyramid else "backbone"
@@ -201,7 +202,7 @@ def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(
-                f"'{file}': '{name}' holds NaN or infinity, as after a run that diverged"
+                f"'{file}': '{name}' contains NaN or infinity, as after a run that diverged"
             )
 
 
@@ -210,7 +211,7 @@ def _is_of(child: str, name: str) -> bool:
 
 
 def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
-    """Removes prefixes of wrappers that all names in a file have and no name of the model."""
+    """Removes prefixes of wrappers that all names in the file have, but no name in the model."""
     short = {name: name for name in names}
     for _ in _WRAPPERS:  # wrappers may be nested in any order
         for wrapper in _WRAPPERS:
@@ -221,7 +222,7 @@ def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, 
 
 
 def _longest_agreement(longer: Collection[str], shorter: Collection[str]) -> list[str]:
-    """The most frequent prefixes of ``longer`` names whose rest is in ``shorter``."""
+    """Returns the most frequent prefixes whose removal maps ``longer`` to ``shorter`` names."""
     counts: Counter[str] = Counter()
     for name in longer:
         parts = name.split(".")
@@ -245,9 +246,10 @@ def _num_matched(change: tuple[str, str], model: Collection[str], names: Collect
 
 
 def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> ClassChange | None:
-    """Returns how the classes of a file and of a model differ; None if equal or one is unknown.
+    """Returns how the classes of a file and a model differ; None if equal or if one is unknown.
 
-    Names are in the order of rows. Raises a ``UserError`` if they differ and a name occurs twice.
+    Names are in the order of rows. Raises a ``UserError`` if the classes differ and one of the
+    lists has a duplicate name.
     """
     if not old or not now or list(old) == list(now):
         return None
@@ -263,14 +265,14 @@ def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> Cla
 def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChange) -> Tensor | None:
     """Returns the model's tensor with the rows of the kept classes copied from a file.
 
-    From ``stored`` (R_old, …) and ``fresh`` (R_new, …), the model's initialisation, to (R_new, …);
-    ``stored`` itself if all classes share the rows, None if they do not fit. ``name`` in the model
-    selects the layout of the rows.
+    Takes the file's tensor ``stored`` (R_old, …) and the model's initial tensor ``fresh``
+    (R_new, …), and returns a tensor (R_new, …). Returns ``stored`` if all classes share the rows,
+    and None if the rows do not fit. ``name``, as in the model, selects the layout of the rows.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:
         return None
-    one_class = len(change.old) == len(change.now) == 1  # then shared rows are those of the class
+    one_class = len(change.old) == len(change.now) == 1  # then shared rows belong to that class
     if layout.class_agnostic and not one_class and {len(stored), len(fresh)} == {layout.per_class}:
         return stored
     result = fresh.detach().clone()

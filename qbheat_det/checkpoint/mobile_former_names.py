@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Tensors of Mobile-Former under timm's names: from this package, and from the paper's authors.
+"""Renames Mobile-Former's tensors, of this package or of the paper's authors, to timm's names.
 
 The authors' networks (github.com/AAboys/MobileFormer) are "508M" to "26M" of
-``MOBILE_FORMER_ARCHS``. The smallest has grouped 1x1 convolutions and channel shuffles. They become
-dense weights in an order of the channels that needs no shuffle, which gives the same outputs.
+``MOBILE_FORMER_ARCHS``. The smallest one has grouped 1x1 convolutions and channel shuffles. Here
+they become dense convolutions with reordered channels, without shuffles and with equal outputs.
 """
 
 import logging
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 _DECODER = "decoder."
 _LINEAR = {"classifier.weight", "classifier.bias"}
 _NORM = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-# Names of modules in the authors' networks, and here; those of blocks by kind of block. A BatchNorm
-# follows each convolution "name.N" as "name.N+1"; "hyperN" has the two layers of a dynamic ReLU.
+# Maps module names of the authors' networks to timm's names, for blocks by kind of block. Each
+# convolution "name.N" has a BatchNorm "name.N+1". "hyperN" has the two layers of a dynamic ReLU.
 _MF_STEM = {"tokens.weight": "tokens", "stem.0.weight": "stem.weight"}
 _MF_ATTENTION = {
     "local_global.q": "mobile_to_former.query",
@@ -67,16 +67,16 @@ _MF_HEAD = {
 
 
 def find_size(state: Mapping[str, Tensor]) -> str:
-    """Returns the key of ``MOBILE_FORMER_ARCHS`` for weights of the authors' networks."""
+    """Returns the key in ``MOBILE_FORMER_ARCHS`` of the network with these (authors') weights."""
     tokens, expanded = len(state["tokens.weight"]), len(state["classifier.conv.1.weight"])
     sizes = {1440: "508M", 1152: "294M", 960: "214M", 768: "151M" if tokens == 6 else "96M"}
     return sizes.get(expanded, "52M" if _count_groups(state) == 1 else "26M")
 
 
 def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights under the names of timm's ``mobile_former_508m`` and the like.
+    """Renames the authors' weights to the names of timm's ``mobile_former_508m`` to ``_26m``.
 
-    Raises a ``KeyError`` if a tensor that tells the blocks apart is missing.
+    Raises a ``KeyError`` if a tensor that identifies the kind of a block is missing.
     """
     weights = dict(state)
     groups = _count_groups(state)
@@ -107,7 +107,7 @@ def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _name_modules(kind: str) -> Iterator[tuple[str, str]]:
-    """Yields the authors' names and ours of all modules in a kind of block."""
+    """Yields pairs of names, the authors' and timm's, for the modules in a kind of block."""
     for theirs, ours in _MF_BLOCKS[kind].items():
         if theirs.startswith("hyper"):
             yield f"{theirs}.hyper.0", f"{ours}.squeeze"
@@ -127,14 +127,14 @@ def _count_groups(state: Mapping[str, Tensor]) -> int:
 def _undo_groups(
     weights: dict[str, Tensor], own: str, kind: str, channels: int, groups: int
 ) -> None:
-    """Makes the 1x1 convolutions of a block dense, in an order that needs no shuffles."""
+    """Makes the 1x1 convolutions of a block dense, and reorders channels instead of shuffling."""
     if kind == "lite":
         _make_dense(weights, f"{own}conv.4", groups, shuffled_by=channels)
     elif kind == "down":
         for first, act, second in (("conv1", "hyper1", "conv2"), ("conv3", "hyper3", "conv4")):
             inputs = channels if first == "conv1" else len(weights[f"{own}conv2.0.weight"])
             _make_dense(weights, f"{own}{second}.0", groups, shuffled_by=inputs)
-            for part in ("weight", "bias"):  # the slopes of both lines, by channel
+            for part in ("weight", "bias"):  # both slopes of each channel
                 slopes = weights[f"{own}{act}.hyper.2.{part}"].unflatten(0, (2, -1))
                 order = _shuffle(slopes.shape[1], inputs)
                 weights[f"{own}{act}.hyper.2.{part}"] = slopes[:, order.argsort()].flatten(0, 1)
@@ -147,7 +147,7 @@ def _undo_groups(
 
 
 def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by: int = 1) -> None:
-    """Makes a grouped 1x1 convolution dense, for the channels as they are before a shuffle."""
+    """Makes a grouped 1x1 convolution dense; its input is the channels before the shuffle."""
     blocks = weights[f"{name}.weight"][:, :, 0, 0].chunk(groups)
     dense = torch.block_diag(*blocks)
     order = _shuffle(dense.shape[1], shuffled_by)
@@ -155,17 +155,17 @@ def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by:
 
 
 def _shuffle(channels: int, groups: int) -> Tensor:
-    """Returns (channels,): the channel that a shuffle moves to each place."""
+    """Returns (channels,): for each output position, the channel that a shuffle moves there."""
     return torch.arange(channels).view(groups, -1).t().flatten()
 
 
 def names_for_timm(
     state: Mapping[str, Tensor], model: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Renames the tensors of a model on Mobile-Former as timm's Mobile-Former has them.
+    """Renames the tensors of a model with a Mobile-Former backbone to timm's names.
 
-    Of a classifier with a linear decoder these are the backbone and the last layer, with a
-    BatchNorm before it folded in; of all other models the backbone. timm's loaders pass ``model``.
+    Returns the backbone. For classifiers with a linear decoder, also returns the last layer, into
+    which a preceding BatchNorm is folded. ``model`` is unused; timm's loaders pass it.
     """
     names = bare_backbone(state)
     if not names:
@@ -175,7 +175,7 @@ def names_for_timm(
 
 def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     decoder = {n.partition(_DECODER)[2]: tensor for n, tensor in state.items() if _DECODER in n}
-    if any(name.startswith("neck.") for name in decoder):  # of the networks of "508M" to "26M"
+    if any(name.startswith("neck.") for name in decoder):  # a network from "508M" to "26M"
         return decoder
     if not set(decoder) >= _LINEAR or not set(decoder) <= _LINEAR | _NORM:
         return {}  # a transformer decoder, or none
@@ -189,10 +189,11 @@ def _fold_classifier(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_into_timm_model(model: nn.Module, settings: dict[str, Any] | None, path: str) -> None:
-    """Loads a file of this package into timm's Mobile-Former, which takes RGB images in [0, 1].
+    """Loads a file of this package into timm's Mobile-Former, whose input is RGB in [0, 1].
 
-    The classifier is loaded if the file has one of the same shape; mean and std of ``settings``,
-    timm's ``pretrained_cfg``, become the file's. A ``UserError`` if the backbone does not fit.
+    The classifier is loaded if its shape fits. Mean and std in ``settings`` (timm's
+    ``pretrained_cfg``) are set to those in the file. Raises a ``UserError`` if the backbone does
+    not fit.
     """
     state, info = read_weights(path)
     stored = {name: tensor.float() for name, tensor in names_for_timm(state).items()}

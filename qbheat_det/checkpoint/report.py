@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What became of every tensor of a file and of a model in loading, as one log line."""
+"""Reports which tensors of a file were loaded into a model, in a form for the log."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class ClassChange:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Classes of both, in the model's order."""
+        """Classes that file and model share, in the model's order."""
         return tuple(name for name in self.now if name in self.old)
 
     def __str__(self) -> str:
@@ -30,11 +30,11 @@ class ClassChange:
 
 @dataclass
 class GroupReport:
-    """How the tensors of one part of the model, such as its backbone, were filled.
+    """Reports how the tensors of one part of the model, such as its backbone, were loaded.
 
-    ``num_loaded`` counts all tensors from the file, ``num_adapted`` the class layers among them
-    whose rows were taken by name. ``missing`` have no partner in the file, ``mismatched`` one of
-    another shape. Optional tensors that the file lacks are left out.
+    ``num_loaded`` counts the tensors from the file, including ``num_adapted`` classification layers
+    whose rows were copied by class name. ``missing`` lists tensors that the file does not have,
+    ``mismatched`` those that have a different shape there. Missing optional tensors do not count.
     """
 
     num_loaded: int = 0
@@ -44,12 +44,12 @@ class GroupReport:
 
     @property
     def num_tensors(self) -> int:
-        """All tensors of the part."""
+        """Number of all tensors of the part."""
         return self.num_loaded + len(self.missing) + len(self.mismatched)
 
     @property
     def is_new(self) -> bool:
-        """Whether the file has nothing for this part."""
+        """Whether the file has no tensor for this part."""
         return not self.num_loaded and not self.mismatched
 
     @property
@@ -60,10 +60,10 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Outcome of matching a file with a model, whose parts are ``groups`` by name.
+    """Result of matching a file with a model; ``groups`` has a report for each part of the model.
 
-    ``unexpected`` are names in the file that the model does not have, and ``unused`` those of
-    modules that its config leaves out; ``skipped`` are children that this model does not load.
+    ``unexpected`` lists names in the file that the model does not have. ``unused`` lists names in
+    modules that the model's config disables. ``skipped`` lists children that are not loaded.
     """
 
     file: str
@@ -90,13 +90,14 @@ class LoadReport:
 
     @property
     def num_loaded(self) -> int:
-        """Tensors of the model that the file fills."""
+        """Number of tensors of the model that are loaded from the file."""
         return sum(group.num_loaded for group in self.groups.values())
 
     def find_errors(self, *, new_parts: bool) -> list[str]:
-        """Lists what keeps the file from filling the model.
+        """Lists the reasons why the file and the model do not match.
 
-        With ``new_parts`` the file may lack whole parts of the model, and hold ``unused`` ones.
+        With ``new_parts``, it is no error if the file lacks whole parts of the model, or has
+        tensors in ``unused``.
         """
         groups = [g for g in self.groups.values() if not (new_parts and g.is_new)]
         errors = [
@@ -108,9 +109,10 @@ class LoadReport:
 
 
 def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
-    """Raises a ``UserError`` unless a file fills all parts of a model that it has tensors for.
+    """Raises a ``UserError`` if a file has some, but not all tensors of a part of the model.
 
-    With ``allow_partial``, only if so little fits that the file is of another architecture.
+    With ``allow_partial``, raises it only if so few tensors fit that the file must be of a
+    different architecture.
     """
     problems = report.find_errors(new_parts=True)
     errors = "; ".join([*problems, *filter(None, [report.note])])
@@ -129,7 +131,7 @@ def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
 
 
 def check_exact(report: LoadReport, advice: str) -> None:
-    """Raises a ``UserError`` unless a file fills the whole model and is of the same classes."""
+    """Raises a ``UserError`` unless file and model have the same tensors and classes."""
     change = report.class_change
     if change is not None:
         raise UserError(

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Loads the config of trained weights, from inside the file or beside it."""
+"""Loads the config of trained weights, from inside the file or from the same folder."""
 
 import tempfile
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from qbheat_det.core.errors import UserError
 from .matching import bare_backbone
 from .weights_file import find_weights, info_of, local_weights, read_weights
 
-# If the first is true, Detectron2 unpickles the files that the other two name.
+# If the first key is True, Detectron2 unpickles the files that the other two keys name.
 _UNPICKLED = (
     "MODEL.LOAD_PROPOSALS",
     "DATASETS.PROPOSAL_FILES_TRAIN",
@@ -30,17 +30,18 @@ def load_run_config(
     device: str | None = None,
     opts: Sequence[str] = (),
 ) -> CfgNode:
-    """Returns the config of trained weights, with ``MODEL.WEIGHTS`` set to them.
+    """Returns the config of trained weights, with ``MODEL.WEIGHTS`` set to the path of the weights.
 
     Args:
-        weights: as ``find_weights`` takes them.
-        config_file: None for the config inside the weights, or ``config.yaml`` beside them.
-        device: "cpu" or "cuda"; None for ``MODEL.DEVICE`` of ``opts``, or else the GPU if there is
+        weights: any name that ``find_weights`` accepts.
+        config_file: path of the config; None uses the config inside the weights, or else the
+            ``config.yaml`` in the same folder.
+        device: "cpu" or "cuda"; None uses ``MODEL.DEVICE`` in ``opts``, or else the GPU if there is
             one.
-        opts: keys and values in turn, which override the file.
+        opts: config overrides, as alternating keys and values.
 
     Raises:
-        UserError: a file is missing, the config is invalid, or there is no such device.
+        UserError: a file is missing, the config is invalid, or the device is not available.
     """
     weights = find_weights(weights)
     cfg = load_config(config_file, opts) if config_file else _load_own_config(weights, opts)
@@ -69,16 +70,16 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
 
 
 def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
-    """Reads an untrusted config that travels inside another file, which errors call ``where``.
+    """Reads an untrusted config from inside another file; error messages call it ``where``.
 
-    Raises a ``UserError`` if it is no valid config, has aliases or a ``_BASE_``, or names files
-    that Detectron2 would unpickle. ``opts`` are keys and values in turn, which override it.
+    Raises a ``UserError`` if the text is not a valid config, has aliases or a ``_BASE_``, or names
+    files that Detectron2 would unpickle. ``opts`` are overrides, as alternating keys and values.
     """
     try:
         events = list(yaml.parse(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where} is not plain YAML") from error
-    # Aliases could make a small file fill the memory.
+    # A small file with nested aliases could fill the memory.
     if "_BASE_" in text or any(isinstance(event, yaml.AliasEvent) for event in events):
         raise UserError(f"{where} is refused: it refers to other files or to itself")
     with tempfile.TemporaryDirectory() as folder:
@@ -94,9 +95,9 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
 
 
 def holds_backbone_alone(weights: str) -> bool:
-    """Whether a file has a backbone without a model, as ``qbheat convert`` writes them.
+    """Whether a file has only a backbone, such as the output of ``qbheat convert``.
 
-    Its config then names no model, and the layers of a classifier in it are skipped.
+    Such a file has no tensor names with the prefix "backbone.", or a config without a model.
     """
     state, info = read_weights(weights)
     converted = bool(info and info.config and info.value_of("MODEL.META_ARCHITECTURE") is None)
@@ -104,7 +105,7 @@ def holds_backbone_alone(weights: str) -> bool:
 
 
 def refuse_encoder(weights: str) -> None:
-    """Raises a ``UserError`` if the description says that the weights are an encoder alone."""
+    """Raises a ``UserError`` if the weights are only an encoder, without a head and classes."""
     info = info_of(weights)
     if info and not (info.class_names or bare_backbone(read_weights(weights)[0])):
         raise UserError(

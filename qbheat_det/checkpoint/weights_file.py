@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads and writes files of weights: ``.safetensors`` and PyTorch's format, with a description.
+"""Reads weights (``.safetensors`` or PyTorch files) and writes them, with their description.
 
-Reading never runs code from a file. A path may also be an address that Detectron2's path manager
+Reading never runs code from a file. All paths may also be addresses that Detectron2's path manager
 resolves, such as ``qbheat://retinanet/285M_bccd``.
 """
 
@@ -30,12 +30,13 @@ from qbheat_det.config.loading import TIMM_PREFIX
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
 
-# safetensors writes several keys in a random order, but equal weights should give equal files.
+# All metadata have one key, as safetensors writes several keys in random order, and equal weights
+# should give equal files.
 _METADATA_KEY = "qbheat_det"
-BACKBONE_NAMES = "backbone_names"  # key of names whose prefix "backbone." was left out
-# Endings of files, which a name in the model zoo does not have: "mobile_former/1.0G".
+BACKBONE_NAMES = "backbone_names"  # lists tensor names whose prefix "backbone." was removed
+# Suffixes that identify a file. Names in the model zoo have none, but can have a dot, as in "1.0G".
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pkl", ".pickle", ".bin", ".onnx", ".pt2")
-# Keys under which training scripts store weights, the plain ones before their moving average.
+# Keys under which training scripts store weights; plain weights come before moving averages.
 _STATE_KEYS = (
     "model", "state_dict", "model_state_dict", "model_state",
     "model_ema", "state_dict_ema", "ema_state_dict",
@@ -44,11 +45,11 @@ _STATE_KEYS = (
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """The description inside a file of weights.
+    """The description that is stored in a file of weights.
 
-    ``class_names`` and ``category_ids`` are in contiguous order, ``pixel_mean`` and ``pixel_std``
-    in the order of ``pixel_format``. ``config`` is the whole config as YAML. Only the model that
-    was trained loads the children in ``pretrain_only_modules``.
+    ``class_names`` and ``category_ids`` are in contiguous order. ``pixel_mean`` and ``pixel_std``
+    are in the channel order of ``pixel_format``. ``config`` is the whole config as YAML. Children
+    in ``pretrain_only_modules`` are loaded only into a model of the same architecture.
     """
 
     class_names: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ class WeightsInfo:
     def from_config(
         cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
     ) -> "WeightsInfo":
-        """Reads the other fields from a run's resolved config."""
+        """Builds a description whose remaining fields are from the resolved config of a run."""
         return cls(
             class_names=tuple(map(str, cfg.MODEL.CLASS_NAMES)),
             category_ids=tuple(map(int, cfg.MODEL.CATEGORY_IDS)),
@@ -90,7 +91,7 @@ class WeightsInfo:
 
     @property
     def timm_name(self) -> str:
-        """timm's name of the network that the weights were trained in; "" if it is not timm's."""
+        """timm's name of the network that was trained; "" if the network is not from timm."""
         keys = ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP")
         name = str(self.value_of(keys[0]))
         name = str(self.value_of(keys[1])) if name == "build_fpn_backbone" else name
@@ -99,13 +100,13 @@ class WeightsInfo:
         return name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns strings, numbers and lists of them, for JSON and checkpoints."""
+        """Returns the fields as strings, numbers and lists, for JSON and checkpoints."""
         fields = dataclasses.asdict(self).items()
         return {key: list(value) if isinstance(value, tuple) else value for key, value in fields}
 
     @classmethod
     def from_dict(cls, content: object) -> "WeightsInfo | None":
-        """Reads the output of ``to_dict`` from an untrusted file; None if a type is wrong."""
+        """Reads the output of ``to_dict`` from an untrusted file; None if a field is invalid."""
         if not isinstance(content, dict):
             return None
         names = [field.name for field in dataclasses.fields(cls)]
@@ -121,7 +122,7 @@ class WeightsInfo:
 
 @dataclass
 class WeightsFile:
-    """Content of a file: named tensors, the rest of a checkpoint, and its description."""
+    """Content of a file: tensors by name, the rest of the checkpoint, and the description."""
 
     state: dict[str, Tensor]
     rest: dict[str, Any] = field(default_factory=dict)
@@ -129,21 +130,21 @@ class WeightsFile:
 
     @property
     def evaluated(self) -> dict[str, Tensor]:
-        """The moving average of a training checkpoint if it has one, else ``state``."""
+        """The moving average of the weights if the file has one, else ``state``."""
         average: Any = self.rest.get("ema")
         return dict(average) if _is_state(average) else self.state
 
 
 def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
-    """Returns the tensors, or their moving average if stored, and the description."""
+    """Returns the tensors (their moving average if the file has one), and the description."""
     file = read_weights_file(path)
     return file.evaluated, file.info
 
 
 def read_weights_file(path: str) -> WeightsFile:
-    """Reads ``.safetensors``, or PyTorch's format for any other ending, onto the CPU.
+    """Reads a file onto the CPU: ``.safetensors``, or PyTorch's format with any other suffix.
 
-    Raises a ``UserError`` if it is missing, damaged or holds no weights, or reading could run code.
+    Raises a ``UserError`` if the file is missing or damaged, has no weights, or could run code.
     """
     check_weights_file(path)
     path = local_weights(path)
@@ -155,22 +156,25 @@ def read_weights_file(path: str) -> WeightsFile:
 
 
 def local_weights(path: str) -> str:
-    """Returns the local file of an address, downloaded if necessary; paths are returned as is."""
+    """Returns the local path of an address, and downloads the file if necessary.
+
+    A path is returned unchanged.
+    """
     if "://" not in path:
         return path
     try:
         return str(PathManager.get_local_path(path))
     except UserError:
         raise
-    except Exception as error:  # each kind of address has its own errors
+    except Exception as error:  # types differ between kinds of addresses
         raise UserError(f"'{path}' cannot be fetched: {error}") from error
 
 
 def find_weights(name: str | os.PathLike[str]) -> str:
-    """Returns the file or address of a name: a file, an address, a run's folder or a zoo entry.
+    """Returns the path or address of weights, given a file, address, run folder or zoo entry.
 
-    Of a folder, the best weights are used, or else the final or newest ones. Raises a ``UserError``
-    if a folder has no weights.
+    From a folder, returns the best weights, or else the final or newest ones. Raises a
+    ``UserError`` if a folder has no weights.
     """
     name, path = str(name), Path(name)
     if not name or "://" in name or path.is_file() or path.suffix.lower() in _SUFFIXES:
@@ -186,9 +190,9 @@ def find_weights(name: str | os.PathLike[str]) -> str:
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
-    """Writes weights and their description as ``.safetensors``, atomically.
+    """Writes weights and their description to a ``.safetensors`` file, atomically.
 
-    The tensors may be on any device and share memory. The description is JSON in the metadata.
+    Tensors may be on any device, and may share memory. The description is JSON in the metadata.
     """
     # Clones, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {
@@ -200,7 +204,7 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns a file's description, or None, without reading its tensors."""
+    """Returns the description in a file (None if it has none), without reading tensors."""
     check_weights_file(path)
     path = local_weights(path)
     if _is_safetensors(path):
@@ -211,13 +215,13 @@ def info_of(path: str) -> WeightsInfo | None:
 
 
 def class_names_of(path: str) -> tuple[str, ...]:
-    """Returns the class names in a file, or nothing."""
+    """Returns the class names in a file's description; empty if there are none."""
     info = info_of(path)
     return () if info is None else info.class_names
 
 
 def check_weights_file(weights: str) -> None:
-    """Raises a ``UserError`` unless a path can be a file of weights; downloads an address."""
+    """Raises a ``UserError`` if a path cannot be a file of weights; downloads addresses."""
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
             f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
@@ -235,18 +239,18 @@ def check_weights_file(weights: str) -> None:
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
     """Calls ``torch.load`` with ``weights_only=True``, onto the CPU; ``mmap`` reads lazily.
 
-    Raises a ``UserError`` if the file is damaged, or holds objects that could run code.
+    Raises a ``UserError`` if the file is damaged, or contains objects that could run code.
     """
     try:
-        # PyTorch's format before 1.6 was no zip file and cannot be mapped.
+        # Files of PyTorch before 1.6 are not zip files and cannot be mapped.
         mapped = mmap and zipfile.is_zipfile(path)
-        with warnings.catch_warnings():  # it asks people to report what is refused here
+        with warnings.catch_warnings():  # PyTorch asks users to report files that are refused here
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a broken zip file can raise anything
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
-                f"'{path}' is refused: it holds objects besides tensors, which can run code; save "
+                f"'{path}' is refused: it has objects other than tensors, which can run code; save "
                 "only its state_dict() where you trust it"
             ) from error
         raise _unreadable(path, "PyTorch weights", type(error).__name__) from error
@@ -264,7 +268,7 @@ def _read_pytorch(path: str) -> WeightsFile:
                 return WeightsFile(state, rest, WeightsInfo.from_dict(rest.get("info")))
         if _is_state(loaded):
             return WeightsFile(loaded)
-    raise UserError(f"'{path}' holds no weights: expected a dict of named tensors")
+    raise UserError(f"'{path}' contains no weights: expected a dict of named tensors")
 
 
 def _read_safetensors(path: str) -> WeightsFile:
@@ -272,7 +276,7 @@ def _read_safetensors(path: str) -> WeightsFile:
         info = _parse_metadata(opened.metadata())
     state = safetensors.torch.load_file(path)
     if not state:
-        raise UserError(f"'{path}' holds no weights: it has no tensor")
+        raise UserError(f"'{path}' contains no weights: it has no tensors")
     return WeightsFile(state, {} if info is None else {"info": info.to_dict()}, info)
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Configuration: the package's keys on top of Detectron2's, and safe loading of YAML."""
+"""Configuration: the keys that this package adds to Detectron2's, and safe loading of YAML."""
 
 from .defaults import add_qbheat_config, get_cfg
 from .loading import (

@@ -9,31 +9,31 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 
 _KEYS: dict[str, dict[str, Any]] = {
     "MODEL": {
-        # What the model predicts. Training sets these from the data.
+        # The classes that the model predicts. Training sets both lists from the data.
         "CLASS_NAMES": [],  # contiguous order
         "CATEGORY_IDS": [],  # ids in the annotation file, same order
-        # Store only the inputs of each block for the backward pass: less memory, longer steps,
-        # equal gradients.
+        # Store only the inputs of each block for the backward pass. This needs less memory and more
+        # time per step, and does not change gradients.
         "ACTIVATION_CHECKPOINTING": False,
-        # Memory format of feature maps in training. None: channels-last on CPUs only.
+        # Whether feature maps are channels-last in training. None: on CPUs only.
         "CHANNELS_LAST": None,
     },
     # Deployment in qbheat predict and qbheat evaluate, see docs/export.md. Detectron2's own
     # programs do not read these keys: call qbheat_det.deploy(model) there.
     "MODEL.DEPLOY": {
-        # Convert the loaded model to its fastest equivalent form on the device.
+        # Convert the loaded model to the fastest equivalent form on the device.
         "ENABLED": False,
-        "PRECISION": "float32",  # or "bfloat16", if the device is fast: AP changes by some tenths
-        # "auto" compiles for IMAGE_SIZES (on GPUs for all sizes if it is empty); or "off".
+        "PRECISION": "float32",  # or "bfloat16", if it is faster: changes AP by a few tenths
+        # "auto" compiles for IMAGE_SIZES; if these are empty, for all sizes on GPUs. Or "off".
         "COMPILE": "auto",
         "IMAGE_SIZES": [],  # [[height, width], …] in pixels, after resizing
-        "KEEP_MEMORY": True,  # as SOLVER.KEEP_MEMORY, for the next image
+        "KEEP_MEMORY": True,  # like SOLVER.KEEP_MEMORY, for the next image
     },
     "MODEL.MOBILE_FORMER": {
-        "VARIANT": "285M",  # "285M", "1.0G", "3.7G", or "custom": the keys below
-        # Of "s2", "s4", "s8", "s16", "s16_expanded" and "tokens".
+        "VARIANT": "285M",  # "285M", "1.0G", "3.7G", or "custom", which reads the keys below
+        # Any of "s2", "s4", "s8", "s16", "s16_expanded" and "tokens".
         "OUT_FEATURES": ["s8", "s16_expanded"],
-        "NORM": "BN",  # any name of detectron2.layers.get_norm
+        "NORM": "BN",  # any name that detectron2.layers.get_norm accepts
         "DROP_PATH": 0.0,  # rate at the last block; it rises linearly from zero
         "NUM_TOKENS": 6,
         "TOKEN_DIM": 192,
@@ -44,16 +44,16 @@ _KEYS: dict[str, dict[str, Any]] = {
         "EXPANDED_CHANNELS": 720,  # width of "s16_expanded"
     },
     "MODEL.FPN": {
-        # Any registered backbone, or timm's such as "timm:resnet18", for build_fpn_backbone.
+        # Any registered backbone, or a timm model such as "timm:resnet18", for build_fpn_backbone.
         # MODEL.FPN.IN_FEATURES replaces the OUT_FEATURES of that backbone.
         "BOTTOM_UP": "MobileFormer",
-        # Strided levels above the coarsest map: with three, "s8" and "s16" become P3 to P7.
+        # Number of strided levels above the coarsest map: with 3, "s8" and "s16" give P3 to P7.
         "TOP_LEVELS": 3,
     },
     "MODEL.TIMM": {
-        # For MODEL.BACKBONE.NAME "TimmBackbone"; "timm:resnet18" there sets both.
+        # Model for MODEL.BACKBONE.NAME "TimmBackbone". The name "timm:resnet18" there sets both.
         "NAME": "resnet18",
-        "OUT_FEATURES": ["s8", "s16"],  # maps by stride
+        "OUT_FEATURES": ["s8", "s16"],  # feature maps, named by stride
     },
     "MODEL.MF_DETR": {
         "NUM_CLASSES": 80,
@@ -73,165 +73,165 @@ _KEYS: dict[str, dict[str, Any]] = {
         "NO_OBJECT_WEIGHT": 0.1,
         "CLASSIFICATION": "softmax",  # as in DETR; or "focal", a sigmoid for each class
     },
-    "MODEL.MF_DETR.FOCAL": {  # of "focal"
+    "MODEL.MF_DETR.FOCAL": {  # for CLASSIFICATION "focal"
         "GAMMA": 2.0,  # exponent of the distance between target and prediction
-        "ALPHA": 0.25,  # weight of the class that is there; 1 - ALPHA of those that are not
-        # Target score of a matched query: 1 at 0.0, the IoU of its box at 1.0, or in between.
+        "ALPHA": 0.25,  # weight of the true class; all other classes have weight 1 - ALPHA
+        # Target score of a matched query: between 1 (at 0.0) and the IoU of its box (at 1.0).
         "IOU_TARGET": 1.0,
         "PRIOR": 0.01,  # initial probability of each class
     },
     "MODEL.MF_DETR.DENOISING": {
         "GROUPS": 0,  # noised copies of each ground-truth box as queries in training
-        # Maximum shift of a corner, relative to half the side of the box; once to twice this for
-        # negatives.
+        # Maximum shift of a corner, relative to half the side of the box. Corners of negatives are
+        # shifted by 1 to 2 times this value.
         "BOX_NOISE": 0.4,
         "LABEL_NOISE": 0.25,  # probability of a random label
-        "NEGATIVES": True,  # add a copy with more noise, whose target is no object
-        "MAX_QUERIES": 200,  # per image; with many boxes there are fewer groups
-        "WEIGHT": 1.0,  # of its losses, relative to the main ones
+        "NEGATIVES": True,  # add a copy with more noise, whose target is "no object"
+        "MAX_QUERIES": 200,  # maximum per image; images with many boxes get fewer groups
+        "WEIGHT": 1.0,  # weight of the denoising losses, relative to the main losses
     },
     "MODEL.MF_DETR.QUERY_GROUPS": {
-        # Sets of object queries, each matched one-to-one; only the first is used in inference.
+        # Number of sets of object queries, each matched one-to-one. Inference uses only the first.
         "COUNT": 1,
-        "WEIGHT": 1.0,  # of the losses of each further set, relative to the main ones
+        "WEIGHT": 1.0,  # weight of the losses of each additional set, relative to the main losses
     },
     "MODEL.MF_DETR.QUERY_SELECTION": {
-        # Start object queries from the highest scores of a dense head, whose boxes and classes the
-        # decoder refines; otherwise queries are learned and equal for all images.
+        # Initialize object queries from the best predictions of a dense head, which the decoder
+        # refines. If False, queries are learned parameters, the same for all images.
         "ENABLED": False,
-        "POSITIONS_PER_BOX": 6,  # positive positions of each box in training the dense head
-        "WEIGHT": 1.0,  # of the dense head's losses, relative to the main ones
+        "POSITIONS_PER_BOX": 6,  # positive positions per box in the training of the dense head
+        "WEIGHT": 1.0,  # weight of the dense head's losses, relative to the main losses
     },
-    "MODEL.FCOS": {  # Detectron2's FCOS has no keys; the names are those of MODEL.RETINANET
+    "MODEL.FCOS": {  # Detectron2 has no FCOS keys; names are as in MODEL.RETINANET
         "NUM_CLASSES": 80,
         "IN_FEATURES": ["p3", "p4", "p5", "p6", "p7"],
-        "NUM_CONVS": 4,  # of each of the head's two towers
-        "NORM": "GN",  # of the towers; "GN" has 32 groups
+        "NUM_CONVS": 4,  # convolutions in each of the head's two towers
+        "NORM": "GN",  # norm in the towers; "GN" has 32 groups
         "PRIOR_PROB": 0.01,  # initial probability of each class
-        # Half the side of the square of positive positions around the centre of a box, in strides.
+        # Positive positions are in a square around the center of a box; half its side, in strides.
         "CENTER_SAMPLING_RADIUS": 1.5,
         "FOCAL_LOSS_ALPHA": 0.25,
         "FOCAL_LOSS_GAMMA": 2.0,
-        "SCORE_THRESH_TEST": 0.2,  # of sqrt(class score x centerness)
+        "SCORE_THRESH_TEST": 0.2,  # threshold of sqrt(class score x centerness)
         "TOPK_CANDIDATES_TEST": 1000,
         "NMS_THRESH_TEST": 0.6,
     },
     "MODEL.QB_HEAT": {
         # Backbone output to predict. A quarter of INPUT.PRETRAIN.SIZE must be a multiple of its
-        # stride s; a position reconstructs s x s pixels.
+        # stride s. Each position of the map reconstructs s x s pixels.
         "IN_FEATURE": "s16_expanded",
-        # Position of the visible quarter: "corner", "centre", or "both" (half a batch each);
+        # Position of the visible quarter: "corner", "centre", or "both" (half of the batch each).
         # FeatureDistillation also accepts "whole".
         "VISIBLE": "both",
-        # Linear models of each scale: 8, 4 (A1, A2, B1, B2) or 2 (A1, B1).
+        # Number of linear models for each scale: 8, 4 (A1, A2, B1, B2) or 2 (A1, B1).
         "NUM_MODELS": 8,
         "FEATURE_DIM": 512,  # channels of the predicted features
         "DECODER_DEPTH": 6,  # transformer blocks
         "DECODER_DIM": 512,
         "DECODER_HEADS": 16,
         "DECODER_MLP_RATIO": 4.0,  # hidden width of the feed-forward networks
-        "LOSS_ON": "masked",  # positions with a loss: "masked" or "all"
+        "LOSS_ON": "masked",  # positions at which the loss is computed: "masked" or "all"
         # Normalize each target patch to mean 0 and variance 1.
         "NORM_PIXEL_LOSS": True,
     },
     "MODEL.TEACHER": {  # frozen network whose features FeatureDistillation predicts
-        "NAME": "tf_efficientnet_lite0",  # of timm's
-        "WEIGHTS": "qbheat://timm/tf_efficientnet_lite0",  # as MODEL.WEIGHTS
-        "IN_FEATURE": "s32",  # map that MODEL.QB_HEAT.IN_FEATURE predicts
-        # More pairs of an encoder's and a teacher's map, such as [["s8", "s16"]]. The encoder's map
-        # must be in MODEL.MOBILE_FORMER.OUT_FEATURES.
+        "NAME": "tf_efficientnet_lite0",  # name of a timm model
+        "WEIGHTS": "qbheat://timm/tf_efficientnet_lite0",  # same values as MODEL.WEIGHTS
+        "IN_FEATURE": "s32",  # teacher's feature map, which MODEL.QB_HEAT.IN_FEATURE predicts
+        # Additional pairs of feature maps [encoder, teacher], such as [["s8", "s16"]]. The first
+        # map must be in MODEL.MOBILE_FORMER.OUT_FEATURES.
         "FINER": [],
-        # Side of the teacher's images in pixels; its map must be as large as the encoder's.
+        # Side of the teacher's images in pixels. Its map must be as large as the encoder's map.
         "IMAGE_SIZE": 256,
-        "PIXEL_MEAN": [127.0, 127.0, 127.0],  # unless the file of WEIGHTS has them
+        "PIXEL_MEAN": [127.0, 127.0, 127.0],  # used if the file of WEIGHTS has no pixel statistics
         "PIXEL_STD": [128.0, 128.0, 128.0],
     },
-    "MODEL.RANDOM_MASKING": {  # map, projection, decoder and target are set by MODEL.QB_HEAT
-        "MASK_RATIO": 0.75,  # share of the map's positions with masked pixels
+    "MODEL.RANDOM_MASKING": {  # MODEL.QB_HEAT sets map, projection, decoder and target
+        "MASK_RATIO": 0.75,  # share of the feature map's positions whose pixels are masked
     },
     "MODEL.WASSERSTEIN": {  # Wasserstein dependency between two areas of an image
         # Backbone output to pool. Half of INPUT.PRETRAIN.SIZE must be a multiple of its stride.
         "IN_FEATURE": "s16_expanded",
-        # "dual": the distance itself. "contrastive": identify the partner of an area among others.
+        # "dual": the distance itself. "contrastive": find the other area of an image among many.
         "FORM": "contrastive",
-        "HIDDEN_DIM": 2048,  # of the head between encoder and critic
-        "DIM": 128,  # of the head's outputs, between which distances are measured
-        # Length R of the head's outputs. In the contrastive form, a bilinear critic with slope 1 at
-        # pairs returns R / sqrt(2) times their cosine: 10 is like a temperature of 0.14. In the
-        # dual form the estimate is a multiple of R.
+        "HIDDEN_DIM": 2048,  # hidden width of the head between encoder and critic
+        "DIM": 128,  # dimension of the head's outputs, between which distances are measured
+        # Norm R of the head's outputs. In the contrastive form, a bilinear critic with slope 1 at
+        # pairs returns R / sqrt(2) times their cosine, so 10 corresponds to a temperature of 0.14.
+        # In the dual form, the estimate is proportional to R.
         "RADIUS": 10.0,
         "CRITIC_DIM": 256,  # width of the critic's two hidden layers
-        "PENALTY_WEIGHT": 10.0,  # of the squared excess of the critic's slope over 1
+        "PENALTY_WEIGHT": 10.0,  # weight of the squared excess of the critic's slope over 1
     },
     "MODEL.MOCO": {
         "IN_FEATURE": "s16_expanded",  # backbone output that is pooled
-        "HIDDEN_DIM": 2048,  # of the head, a perceptron with two layers
-        "DIM": 128,  # of queries and keys
+        "HIDDEN_DIM": 2048,  # hidden width of the head, an MLP with two layers
+        "DIM": 128,  # dimension of queries and keys
         "TEMPERATURE": 0.2,
-        "MOMENTUM": 0.999,  # of the key encoder
-        # Keys of earlier steps; a multiple of SOLVER.IMS_PER_BATCH, and at most a quarter of the
-        # training images: otherwise over 3 % of the queries find a key of their own image.
+        "MOMENTUM": 0.999,  # momentum of the key encoder
+        # Number of keys of earlier steps, a multiple of SOLVER.IMS_PER_BATCH. With more than a
+        # quarter of the training images, over 3 % of the queries find a key of their own image.
         "QUEUE_SIZE": 65536,
-        # Parts of a micro-batch with separate BatchNorm statistics. With one process, 1 lets
-        # queries and keys share their statistics.
+        # Number of parts of a micro-batch with separate BatchNorm statistics. With one process, 1
+        # lets queries and keys share their statistics.
         "NORM_GROUPS": 1,
     },
     "MODEL.CLASSIFIER": {
         "NUM_CLASSES": 1000,
-        # Map to classify; the first token is used as well if the backbone has "tokens".
+        # Feature map to classify. The first token is used too if the backbone outputs "tokens".
         "IN_FEATURE": "s16_expanded",
-        "DECODER": "linear",  # "linear", or "transformer": "tran-k" of the paper
+        "DECODER": "linear",  # "linear", or "transformer" for the paper's "tran-k"
         # BatchNorm without scale and offset before the linear decoder, as in linear probing.
         "NORMALIZE": False,
-        # Of the transformer decoder, a multiple of 64. Paper: 192, 384, 768 for 285M, 1.0G, 3.7G.
+        # Width of the transformer, a multiple of 64 (paper: 192, 384, 768 for 285M, 1.0G, 3.7G).
         "WIDTH": 192,
-        "DEPTH": 1,  # blocks: k of "tran-k"
+        "DEPTH": 1,  # number of blocks, the k of "tran-k"
         "DROPOUT": 0.0,  # rate inside the blocks
         "LABEL_SMOOTHING": 0.0,
-        # Alphas of the beta distributions of shares; 0 disables. With both, each batch is mixed in
-        # one of the two ways at random.
+        # Alphas of the beta distributions of mixing ratios; 0 disables. If both are set, one of the
+        # two is chosen at random for each batch.
         "MIXUP": 0.0,
         "CUTMIX": 0.0,
     },
     "MODEL.SEMI": {  # training on DATASETS.UNLABELLED; the teacher is the average of SOLVER.EMA
-        "BURN_IN": 0.25,  # share of the run at the start that uses labels only
+        "BURN_IN": 0.25,  # share of the run, at its start, that uses only labelled images
         "RATIO": 1,  # unlabelled images per labelled image of a step
-        "WEIGHT": 1.0,  # of the losses on unlabelled images
-        "TOP_SHARE": 0.01,  # of the locations with a loss, by the teacher's score
-        # Strong view of cached features: shares of the channels and of the area set to zero. The
-        # strong view of images has the colours and blurs of INPUT.TWO_VIEWS, and erased parts.
+        "WEIGHT": 1.0,  # weight of the losses on unlabelled images
+        "TOP_SHARE": 0.01,  # share of locations, with the teacher's highest scores, that are used
+        # Strong views of cached features have these shares of channels and area set to zero. Strong
+        # views of images have the color jitter and blur of INPUT.TWO_VIEWS, and erased parts.
         "DROP_CHANNELS": 0.2,
         "ERASE": 0.2,
     },
     "MODEL.CACHE_FEATURES": {
-        # Encode every view once before training, and train the head from the features on the disk.
-        # The whole backbone must be frozen.
+        # Encode every view once before training, and train the head on the stored features. The
+        # whole backbone must be frozen.
         "ENABLED": False,
         "DTYPE": "float16",  # "float16", "bfloat16" or "float32"
-        "FOLDER": "",  # of all caches; empty: "feature_cache" in the package's cache directory
+        "FOLDER": "",  # folder of all caches; empty: "feature_cache" in the package's cache folder
     },
     "DATASETS": {
-        "UNLABELLED": (),  # images without labels for RetinaNet and FCOS, see MODEL.SEMI
+        "UNLABELLED": (),  # sets of images without labels for RetinaNet and FCOS, see MODEL.SEMI
         # Check the header and the end of every image file before training.
         "CHECK_IMAGES": True,
-        # Share of the images of --data that is held out if no evaluation set is named. It is
-        # stratified by class, depends on SEED, and is listed in OUTPUT_DIR/split.json. 0 disables.
+        # Share of the images of --data that is held out if no evaluation set is given; 0 disables.
+        # The split is stratified by class, depends on SEED, and is in OUTPUT_DIR/split.json.
         "VAL_FRACTION": 0.2,
     },
     "DATALOADER": {
-        # Shards whose images are shuffled together; 0 shuffles all images, as in folders.
+        # Number of shards whose images are shuffled together; 0 shuffles all images together.
         "SHUFFLE_SHARDS": 32,
-        # Remote shards: disk space for their copies (1e9 bytes), and how long requests are retried.
+        # For remote shards: disk space of local copies (1e9 bytes), and time of retries (seconds).
         "CACHE_GB": 20.0,
         "RETRY_SECONDS": 300.0,
     },
     "INPUT": {
         # "default": Detectron2's DatasetMapper. "detr": flips, scales and crops as in DETR.
-        # "pretrain": random crop without annotations. "classify": further augmented, with the label
-        # of the class folder. "two_views": two augmented crops.
+        # "pretrain": random crop without annotations. "classify": the same with INPUT.CLASSIFY and
+        # the label of the class folder. "two_views": two augmented crops.
         "DATASET_MAPPER_NAME": "default",
-        # Crop of "detr" with probability 1/2: resize the shorter side to one of these lengths, then
-        # crop height and width uniform in [min, max], in pixels. Empty: no crop.
+        # The crop of "detr" has probability 1/2. It resizes the shorter side to one of these
+        # lengths, then crops a height and width drawn from [min, max] pixels. Empty: no crop.
         "DETR_CROP_RESIZE": [400, 500, 600],
         "DETR_CROP_RANGE": [384, 600],
     },
@@ -240,43 +240,43 @@ _KEYS: dict[str, dict[str, Any]] = {
         # RandomResizedCrop: share of the image's area, and aspect ratio, each [min, max].
         "SCALE": [0.2, 1.0],
         "RATIO": [3 / 4, 4 / 3],
-        # A training set that fits decoded into this memory of a machine (1e9 bytes) is decoded once
-        # at the start. 0 disables; fixed views (INPUT.FIXED_VIEWS) always read files.
+        # If the decoded training set fits into this memory per machine (1e9 bytes), it is decoded
+        # only once, at the start. 0 disables. Fixed views (INPUT.FIXED_VIEWS) always read files.
         "MEMORY_GB": 4.0,
     },
-    "INPUT.TWO_VIEWS": {  # of MoCo; crop and size are set by INPUT.PRETRAIN
-        # Brightness, contrast, saturation (factors in 1 +- x), hue (of the circle), in any order.
+    "INPUT.TWO_VIEWS": {  # for MoCo; INPUT.PRETRAIN sets crop and size
+        # Brightness, contrast, saturation (factors in 1 +- x), hue (share of circle); random order.
         "JITTER": [0.4, 0.4, 0.4, 0.1],
         "JITTER_PROBABILITY": 0.8,
         "GREY_PROBABILITY": 0.2,
-        "BLUR_SIGMA": [0.1, 2.0],  # of a Gaussian, in pixels, [min, max]
+        "BLUR_SIGMA": [0.1, 2.0],  # sigma of the Gaussian blur in pixels, [min, max]
         "BLUR_PROBABILITY": 0.5,
     },
-    "INPUT.CLASSIFY": {  # size, crop, flip and memory are set by INPUT.PRETRAIN
-        # RandAugment: magnitude (0 to 10) and its standard deviation, as [9, 0.5]. Empty: none.
+    "INPUT.CLASSIFY": {  # INPUT.PRETRAIN sets size, crop, flip and memory
+        # Magnitude (0 to 10) of RandAugment and its std, such as [9, 0.5]. Empty: no RandAugment.
         "RAND_AUGMENT": [],
-        "RANDOM_ERASING": 0.0,  # probability that a rectangle becomes noise
-        # Side of the centre crop in inference, as a share of the shorter side.
+        "RANDOM_ERASING": 0.0,  # probability that a rectangle is replaced by noise
+        # Side of the center crop in inference, relative to the shorter side.
         "TEST_CROP": 0.875,
     },
     "INPUT.FIXED_VIEWS": {
-        # Augmented views of each training image, drawn once. 0: a new augmentation each time.
+        # Number of fixed augmented views per training image. 0: a new augmentation each time.
         "COUNT": 0,
-        "SEED": 0,  # of the views, so that runs with another SEED share a cache
+        "SEED": 0,  # seed of the views, so that runs with different SEED share a cache
     },
     "SOLVER": {
         "OPTIMIZER": "SGD",  # "SGD" or "ADAMW"
-        "BETAS": (0.9, 0.999),  # of AdamW
+        "BETAS": (0.9, 0.999),  # betas of AdamW
         "BACKBONE_MULTIPLIER": 1.0,  # learning rate of the backbone relative to the rest
-        # Of the token path of a Mobile-Former (tokens, mobile_to_former, former).
+        # Relative learning rate of Mobile-Former's token path (tokens, mobile_to_former, former).
         "TOKEN_MULTIPLIER": 1.0,
-        # Log the similarity of these tokens over images, and within an image, for each block every
-        # SOLVER.LOG_PERIOD. Not with SOLVER.COMPILE.
+        # Log the similarity of each block's tokens, across images and within an image, every
+        # SOLVER.LOG_PERIOD. Has no effect with SOLVER.COMPILE.
         "LOG_TOKENS": True,
         # Layer-wise decay of the learning rate, from the head down through the backbone.
         "LAYER_DECAY": 1.0,
-        # Micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH counts the images
-        # of an optimizer step over all of them.
+        # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
+        # total number of images per optimizer step.
         "ACCUMULATE": 1,
         # Schedules in epochs. If not 0 or empty, they determine MAX_ITER, STEPS, WARMUP_ITERS and
         # CHECKPOINT_PERIOD.
@@ -284,16 +284,16 @@ _KEYS: dict[str, dict[str, Any]] = {
         "STEP_EPOCHS": [],
         "WARMUP_EPOCHS": 0.0,
         "CHECKPOINT_EPOCHS": 0.0,
-        # Images per step that SOLVER.BASE_LR is meant for; 0 does not scale it.
+        # Batch size to which SOLVER.BASE_LR refers. It is scaled to the actual batch size; 0: not.
         "REFERENCE_BATCH_SIZE": 0,
-        "LR_SCALING": "linear",  # with the batch, as for SGD; or "sqrt", as for AdamW
-        "CHECKPOINTS_KEPT": 3,  # newest ones, besides the best and the last; 0: all
-        # Address to which each checkpoint is copied, such as s3://bucket/run. A start fetches the
-        # last one to OUTPUT_DIR.
+        "LR_SCALING": "linear",  # scaling with the batch size; or "sqrt", which suits AdamW
+        "CHECKPOINTS_KEPT": 3,  # newest checkpoints to keep besides the best and last; 0: all
+        # URL to which each checkpoint is copied, such as s3://bucket/run. At the start of a run,
+        # the last checkpoint there is copied to OUTPUT_DIR.
         "CHECKPOINT_URL": "",
         "LOG_PERIOD": 20,  # iterations between two lines of the log
-        "WANDB_PROJECT": "",  # logs to Weights & Biases too, with the extra "wandb"
-        # Compile the blocks of backbone, decoder and head; the first steps take minutes.
+        "WANDB_PROJECT": "",  # also log to this project of Weights & Biases (extra "wandb")
+        # Compile the blocks of backbone, decoder and head. The first steps then take minutes.
         "COMPILE": False,
         # On CPUs with glibc, keep freed memory for the next step. Applies to the whole process.
         "KEEP_MEMORY": True,
@@ -302,38 +302,39 @@ _KEYS: dict[str, dict[str, Any]] = {
     "SOLVER.EMA": {  # moving average of weights and buffers, which is evaluated and exported
         "ENABLED": False,
         "DECAY": 0.9998,
-        "WARMUP": True,  # averages over fewer steps at the start
+        "WARMUP": True,  # average over fewer steps at the start of training
     },
     "TEST": {
         "EVAL_EPOCHS": 0.0,  # if not 0, determines TEST.EVAL_PERIOD
         # "task/metric" that selects the best weights. Higher is better, unless the metric's name
         # begins with "loss".
         "BEST_METRIC": "bbox/AP",
-        # "auto": faster-coco-eval where it is installed, else pycocotools; or one of the two names.
+        # "faster-coco-eval", "pycocotools", or "auto": the first one if it is installed.
         "COCO_EVAL_LIBRARY": "auto",
     },
     "TEST.KNN": {  # nearest-neighbour score, which needs no training
-        # Labelled image sets, such as "imagenet_train", that vote and that are classified. Empty:
-        # no score.
+        # Image sets with labels, such as "imagenet_train": images of TRAIN vote on the classes of
+        # those in VAL. Empty: no score.
         "TRAIN": (),
         "VAL": (),
-        "K": 20,  # neighbours that vote
+        "K": 20,  # number of neighbors that vote
         "TEMPERATURE": 0.07,  # the weight of a vote is exp(cosine similarity / temperature)
     },
     "VIS": {  # figures of pre-training in OUTPUT_DIR/visualizations and TensorBoard
         "ENABLED": True,  # does not affect TEST.KNN
-        # Iterations between drawings, besides the first and last ones; 0 for a twentieth of a run.
+        # Iterations between drawings, besides the first and last step; 0: a twentieth of the run.
         "PERIOD": 0,
         "EPOCHS": 0.0,  # if not 0, determines VIS.PERIOD
-        "SHARE": 0.01,  # maximum part of the run's time for each figure
-        # Reconstructed images, spread evenly over DATASETS.TEST, or DATASETS.TRAIN without it.
+        "SHARE": 0.01,  # maximum share of the run's time that each figure may take
+        # Number of reconstructed images, spread evenly over the first set of DATASETS.TEST, or of
+        # DATASETS.TRAIN if there is no test set.
         "NUM_IMAGES": 8,
     },
 }
 
 
 def get_cfg() -> CfgNode:
-    """Returns a copy of Detectron2's default config with this package's keys added."""
+    """Returns a copy of Detectron2's default config with the keys of this package."""
     cfg = get_detectron2_cfg()
     add_qbheat_config(cfg)
     return cfg

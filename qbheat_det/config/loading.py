@@ -21,11 +21,11 @@ from qbheat_det.core.text import one_line
 from .defaults import get_cfg
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# libyaml takes a tenth of the time.
+# The loader of libyaml is ten times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
-# Keys in epochs, and Detectron2's keys in iterations that are computed from them.
+# Maps keys in epochs to Detectron2's keys in iterations, which are computed from them.
 EPOCH_KEYS = {
     "SOLVER.EPOCHS": "SOLVER.MAX_ITER",
     "SOLVER.STEP_EPOCHS": "SOLVER.STEPS",
@@ -35,9 +35,9 @@ EPOCH_KEYS = {
     "VIS.EPOCHS": "VIS.PERIOD",
 }
 TIMM_PREFIX = "timm:"
-"""Prefix of a timm model's name where a config names a backbone."""
+"""Prefix that marks the name of a timm model as a backbone in a config."""
 Rules = Mapping[str, tuple[Callable[[Any], object], str]]
-"""By key: whether a value is valid, and the expected values for the message."""
+"""Maps a key to a function that checks its value, and a text about the expected values."""
 
 
 def get_config_path(name: str) -> str:
@@ -50,7 +50,7 @@ def get_config_path(name: str) -> str:
     Raises:
         UserError: there is no such file; the message names the nearest ones.
     """
-    # A wheel has the folder inside the package, a checkout beside it.
+    # The folder is inside the package in a wheel, and next to it in a checkout.
     roots = [_PACKAGE / "configs", _PACKAGE.parent / "configs"]
     for root in roots:
         if (root / name).is_file():
@@ -62,13 +62,13 @@ def get_config_path(name: str) -> str:
 
 
 def find_config(path: str | os.PathLike[str]) -> str:
-    """Returns the path of a config file, or of the shipped config of this name.
+    """Returns the path of a config file, or of a shipped config.
 
     Args:
-        path: of a file, or a name as for ``get_config_path``, with or without ``configs/``.
+        path: path of a file, or name as for ``get_config_path``, with or without ``configs/``.
 
     Raises:
-        UserError: there is neither; the message names the nearest shipped ones.
+        UserError: there is no such file; the message names shipped configs with similar names.
     """
     if Path(path).is_file():
         return str(path)
@@ -81,17 +81,17 @@ def find_config(path: str | os.PathLike[str]) -> str:
 def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
     """Merges a YAML file and ``KEY VALUE`` pairs into the package's default config.
 
-    A schedule in iterations switches off one in epochs that came before it, and the other way
-    round: the last one counts.
+    If schedules are given in both epochs and iterations, the last one is used: it switches off the
+    earlier one.
 
     Args:
-        path: YAML file or name of a shipped one, see ``find_config``; None for the defaults. Python
-            tags in it are refused.
+        path: YAML file or name of a shipped config, see ``find_config``; None for the defaults.
+            Python tags in the file are refused.
         opts: alternating keys and values, as after the flags of ``tools/train_net.py``.
 
     Raises:
-        UserError: the file is missing, is not YAML or would run code; a key or its type is unknown;
-            or timm does not have the named model.
+        UserError: the file is missing, is not YAML or would run code; a key is unknown or its value
+            has the wrong type; or a timm model does not exist.
     """
     cfg = get_cfg()
     layers = [] if path is None else _read_layers(Path(find_config(path)))
@@ -113,12 +113,12 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
 
 
 def dump_config(cfg: CfgNode) -> str:
-    """Returns a config as YAML without references; ``cfg.dump()`` takes ten times as long."""
+    """Returns a config as YAML without references; ten times as fast as ``cfg.dump()``."""
     return str(yaml.dump(_to_dict(cfg), Dumper=_WithoutReferences))
 
 
 class _WithoutReferences(_Dumper):
-    """Writes a list that occurs twice in full, instead of a reference to the first."""
+    """Writes repeated lists in full, not as references to the first one."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -129,12 +129,12 @@ def _to_dict(cfg: CfgNode) -> dict[str, object]:
 
 
 def read_values(text: str) -> dict[str, object]:
-    """Returns the values of a config in YAML by dotted key."""
+    """Parses a config in YAML; returns its values by dotted key."""
     return dict(list_leaves(yaml.load(text, Loader=_Loader) or {}))
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:
-    """Returns an unfrozen copy of a config, with values at dotted keys."""
+    """Returns an unfrozen copy of a config in which ``values`` are set by dotted key."""
     own: CfgNode = cfg.clone()
     own.defrost()
     for key, value in (values or {}).items():
@@ -157,7 +157,7 @@ def _get(cfg: CfgNode, key: str) -> Any:
 
 
 def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
-    """Sets a dotted key; errors name ``source``, a file or the command line."""
+    """Sets the value of a dotted key; errors mention ``source``, a file or the command line."""
     try:
         present = _get(cfg, key)
     except (KeyError, TypeError):
@@ -177,7 +177,7 @@ def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
 def _read_layers(
     path: Path, children: tuple[Path, ...] = ()
 ) -> list[tuple[str, dict[str, object]]]:
-    """Returns path, dotted keys and values of a file and of its bases, the lowest first."""
+    """Returns (path, values by dotted key) for a file and all its bases, lowest base first."""
     absolute = Path(os.path.abspath(path))
     if absolute in children:
         raise UserError(f"{path} and {children[-1]} inherit from each other by _BASE_")
@@ -200,18 +200,18 @@ def _read_layers(
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:
-    """Switches off, in place, each key in epochs that a later layer gives in iterations.
+    """Switches off, in place, each key in epochs that a later layer replaces by iterations.
 
-    ``SOLVER.MAX_ITER 100`` on the command line trains 100 iterations of a recipe in epochs.
+    For example, ``SOLVER.MAX_ITER 100`` on the command line overrides ``SOLVER.EPOCHS`` in a file.
 
     Args:
         cfg: the config with all layers merged.
-        layers: dotted keys and values as they were written, the lowest ``_BASE_`` first and the
-            command line last.
+        layers: values by dotted key in each file and on the command line; the lowest ``_BASE_``
+            comes first and the command line last.
 
     Raises:
-        UserError: one layer gives both. The config of a finished run may: its iterations were
-            computed from its epochs.
+        UserError: a layer sets both epochs and iterations. The complete config of an earlier run
+            may, because its iterations were computed from its epochs.
     """
     overruled: set[str] = set()
     for layer in layers:
@@ -232,7 +232,7 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
 
 
 def _is_on(value: object) -> bool:
-    """Whether a key in epochs is neither 0 nor empty; the command line gives text."""
+    """Whether a value in epochs is neither 0 nor empty; values of the command line are text."""
     return bool(ast.literal_eval(value) if isinstance(value, str) else value)
 
 
@@ -259,7 +259,7 @@ def check_timm_name(name: str) -> None:
 
 
 def find_memory_format(cfg: CfgNode) -> torch.memory_format:
-    """Returns the layout of ``MODEL.CHANNELS_LAST``; None means channels-last on CPUs only."""
+    """Returns the memory format for ``MODEL.CHANNELS_LAST``; None is channels-last on CPUs only."""
     asked = cfg.MODEL.CHANNELS_LAST
     if asked not in (None, True, False):  # yacs accepts any type in place of None
         raise UserError(f"MODEL.CHANNELS_LAST must be True, False or None, but is '{asked}'")
@@ -269,12 +269,12 @@ def find_memory_format(cfg: CfgNode) -> torch.memory_format:
 
 
 def one_of(*names: str) -> tuple[Callable[[Any], object], str]:
-    """Returns a rule for ``check_values``."""
+    """Returns a rule for ``check_values``: the value must be one of ``names``."""
     return lambda value: value in names, f"one of {', '.join(names)}"
 
 
 def at_least(least: int) -> tuple[Callable[[Any], object], str]:
-    """Returns a rule for ``check_values``."""
+    """Returns a rule for ``check_values``: the value must be at least ``least``."""
     return lambda value: value >= least, f"at least {least}"
 
 
@@ -291,7 +291,7 @@ def check_values(cfg: CfgNode, rules: Rules) -> None:
 
 @contextlib.contextmanager
 def refuse_bad_values(where: str) -> Iterator[None]:
-    """Raises a ``UserError`` for an error of a constructor about a bad value."""
+    """Context that converts errors about bad values, raised by constructors, to ``UserError``."""
     try:
         yield
     except (AssertionError, LookupError, RuntimeError, ValueError) as error:

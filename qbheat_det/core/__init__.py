@@ -1,2 +1,2 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Errors, files, seeds and text, for every other folder."""
+"""Errors, files, seeds and text: helpers for all other subpackages."""

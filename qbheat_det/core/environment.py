@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The environment: Detectron2, own modules, versions, logs, memory and CPU flags."""
+"""The environment: Detectron2, the user's modules, versions, log levels, memory and CPU flags."""
 
 import contextlib
 import ctypes
@@ -26,70 +26,70 @@ _HOW_TO_INSTALL = (
     "official one with `pip install --no-build-isolation "
     "'git+https://github.com/facebookresearch/detectron2.git'`"
 )
-# Linux's names: AVX-512 and AMX products of bfloat16, and Arm's.
+# Linux's names for bfloat16 products: of AVX-512, AMX and Arm.
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 VERSION = "0.2.0"
-"""The version of this package; ``setup.py`` has it too."""
+"""The version of this package; must equal the version in ``setup.py``."""
 _PACKAGES = ("torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy")
 _CODE = ("qbheat_det", "configs", "tools")
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def require_detectron2() -> None:
-    """Raises an ``ImportError`` with the ways to install Detectron2 where it is not found."""
+    """Raises an ``ImportError`` that explains how to install Detectron2 if it is not installed."""
     spec = importlib.util.find_spec("detectron2")
-    # A folder named detectron2, such as a checkout beside the script, is found without an origin.
+    # A mere folder named detectron2, such as a checkout next to the script, has no origin.
     if spec is None or spec.origin is None:
         raise ImportError(_HOW_TO_INSTALL, name="detectron2")
 
 
 def import_own_modules() -> None:
-    """Imports the modules that ``$QBHEAT_IMPORT`` names, separated by commas.
+    """Imports the modules in ``$QBHEAT_IMPORT``, whose names are separated by commas.
 
-    The names come from an environment variable because a config may come from a stranger and must
-    not run code.
+    The names are not in the config, because configs may be from untrusted sources and must not run
+    code.
 
     Raises:
-        ImportError: a module is not found; the message says where to put it.
+        ImportError: a module is not found; the message explains where to put it.
     """
     for name in filter(None, map(str.strip, os.environ.get("QBHEAT_IMPORT", "").split(","))):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name != name.split(".")[0] and error.name != name:
-                raise  # something that the module itself imports
+                raise  # an import inside the module failed
             raise ImportError(
                 f"QBHEAT_IMPORT names the module '{name}', which Python does not find: put the "
-                "folder that holds it on PYTHONPATH, or unset QBHEAT_IMPORT",
+                "folder that contains it on PYTHONPATH, or unset QBHEAT_IMPORT",
                 name=name,
             ) from error
 
 
 def list_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the libraries that decide what a run computes."""
+    """Returns the versions of Python and of the libraries that affect the results of a run."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # on the path without being installed
+        except importlib.metadata.PackageNotFoundError:  # importable, but not installed
             module = importlib.import_module(package)
             versions[package] = str(getattr(module, "__version__", "unknown"))
     return versions
 
 
 def find_commit() -> str:
-    """Returns the commit of the code, with ``-dirty`` if it has changes; "" if unknown."""
+    """Returns the commit of the code, with ``-dirty`` if there are changes; "" if unknown."""
     commit, dirty = find_code_version()
     return f"{commit}{'-dirty' if dirty else ''}" if commit else ""
 
 
 @functools.cache
 def find_code_version(checkout: Path = _CHECKOUT) -> tuple[str | None, bool | None]:
-    """Returns the commit of a checkout and whether its code has changes.
+    """Returns the commit of a checkout, and whether its code has uncommitted changes.
 
-    Both are None for an installed wheel, and without git.
+    Both are None for an installed wheel, or if git is not available.
     """
-    # Inside a git hook, GIT_DIR and its kin name another repository.
+    # In a git hook, GIT_DIR and similar variables may refer to a different repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
     def git(*arguments: str) -> str:
@@ -109,7 +109,7 @@ def find_code_version(checkout: Path = _CHECKOUT) -> tuple[str | None, bool | No
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Silences Python warnings, and messages of some loggers below CRITICAL."""
+    """Silences Python warnings, and messages below CRITICAL of the named loggers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -124,7 +124,7 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory for later allocations; returns False without glibc.
+    """Makes malloc keep freed memory for later allocations; returns whether this worked (glibc).
 
     By default, glibc returns large blocks to the system, and the kernel fills new blocks with zeros
     page by page. For feature maps of tens of megabytes, this takes as long as the computation.
@@ -138,7 +138,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Returns unused memory that ``keep_freed_memory`` kept to the system."""
+    """Returns freed memory, which ``keep_freed_memory`` has kept, to the system."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -152,12 +152,12 @@ def supports_bfloat16(device: "torch.device") -> bool:
 
 
 def read_cpu_flags() -> set[str]:
-    """Returns the processor's features by Linux's names; none on other systems."""
+    """Returns the CPU features under Linux's names; empty on other systems."""
     return set(read_cpu_field("flags", "features").split())
 
 
 def read_cpu_field(*names: str) -> str:
-    """Returns the first of these fields in Linux's ``/proc/cpuinfo``; "" on other systems."""
+    """Returns the first field with one of ``names`` in ``/proc/cpuinfo``; "" if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -14,14 +14,15 @@ R = TypeVar("R")
 
 
 class UserError(Exception):
-    """Bad input: the message is one sentence that names the file or key and says what to do.
+    """An error that the user can fix, such as bad input.
 
-    All other errors are defects of this package and keep their traceback.
+    The message is one sentence that names the file or key, and explains what to do. All other
+    exceptions are bugs of this package, and are shown with their traceback.
     """
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended a run in order; ``code`` is the shell's exit code for that signal."""
+    """Raised when a run ends because of a signal; ``code`` is the exit code for that signal."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -29,10 +30,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a tool's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
+    """Decorates a tool's ``main``: prints a ``UserError`` as one line and exits with code 2.
 
-    So does a full disk. Ctrl-C gives exit code 130, and another signal 128 + its number. With
-    ``QBHEAT_TRACEBACK=1`` in the environment, the traceback is printed too.
+    A full disk is treated in the same way. After a signal the exit code is 128 plus its number, 130
+    for Ctrl-C. With ``QBHEAT_TRACEBACK=1`` in the environment, the traceback of a ``UserError`` is
+    printed too.
     """
 
     @functools.wraps(main)
@@ -58,17 +60,17 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
 
 
 def find_user_message(text: str) -> str | None:
-    """Returns the message of the ``UserError`` at the end of a printed traceback, if there is one.
+    """Returns the message of the ``UserError`` at the end of a traceback's text, if there is one.
 
-    A data loader's worker and a spawned process pass on their errors as such a text.
+    Workers of data loaders and spawned processes report their errors as such texts.
     """
     _, marker, sentence = text.rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
-    # Otherwise the traceback ended with another error.
+    # If another traceback follows, the text ends with a different error.
     return sentence.strip() if marker and "Traceback (most recent call" not in sentence else None
 
 
 def is_lost_peer(error: BaseException | None) -> bool:
-    """Returns whether an error of PyTorch says that another process cannot be reached."""
+    """Returns whether an error of PyTorch means that another process cannot be reached."""
     return isinstance(error, RuntimeError) and (
         type(error).__module__.startswith("torch.distributed") or "gloo" in str(error)
     )

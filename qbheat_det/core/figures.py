@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures (images, numbers and an explanation) and the registries of the functions that draw them.
+"""Figures (images, numbers, explanations), and the registries of functions that draw them.
 
-``qbheat_det.analysis.load_figures()`` fills both registries, so that the trainer imports no figure.
+``qbheat_det.analysis.load_figures()`` fills both registries, so the trainer need not import them.
 """
 
 import json
@@ -23,12 +23,12 @@ _SUFFIXES = {"image/svg+xml": ".svg", "image/jpeg": ".jpg", "image/png": ".png"}
 
 
 class NotApplicable(Exception):
-    """A figure does not exist for these runs or this model; nothing is wrong with them."""
+    """Raised if a figure cannot be drawn for a run or model, although both are valid."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """An encoded image: content of the file, media type, and text for readers who cannot see it."""
+    """An encoded image file: its bytes, its media type, and alternative text (``alt``)."""
 
     content: bytes
     media_type: str
@@ -39,7 +39,7 @@ class Image:
     def from_rgb(
         cls, image: npt.NDArray[np.uint8], *, alt: str, caption: str = "", quality: int = 90
     ) -> "Image":
-        """Encodes RGB pixels (H, W, 3) as JPEG of that quality, in [0, 100]."""
+        """Encodes RGB pixels (H, W, 3) as JPEG with a ``quality`` in [0, 100]."""
         bgr = np.ascontiguousarray(image[:, :, ::-1])
         _, encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])
         return cls(encoded.tobytes(), "image/jpeg", alt, caption)
@@ -47,7 +47,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text below a header; the first column names the row."""
+    """A header and rows of text; the first column has the names of the rows."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -55,10 +55,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """One result, of one run or of several side by side.
+    """A figure about one run, or one that compares several runs.
 
-    ``name`` and the images' names are parts of file names; ``explanation`` has paragraphs of plain
-    text, ``data`` the numbers behind the images, ``scalars`` numbers for the training log.
+    ``name`` and the keys of ``images`` become parts of file names. ``explanation`` is a list of
+    paragraphs in plain text, ``data`` the numbers that the images show, and ``scalars`` numbers for
+    the training log.
     """
 
     name: str
@@ -71,18 +72,18 @@ class Figure:
 
 
 FIGURES: dict[str, Callable[..., Figure]] = {}
-"""By name; called with runs, ``FigureOptions`` and the figure's own keyword arguments."""
+"""Functions by name; called with runs, ``FigureOptions`` and keyword arguments of the figure."""
 TRAINING_FIGURES: dict[str, Callable[..., Figure]] = {}
-"""By name; called with the model in eval mode and without gradients, a function from a number to
-as many mapped images (always the same), and the config. They may raise ``NotApplicable``."""
+"""Functions by name; may raise ``NotApplicable``. Called without gradients, with the model in eval
+mode, ``load_images(number)`` (returns mapped images, the same at every call), and the config."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Figure])
 
 
 def register_figure(name: str, *, training: bool = False) -> Callable[[_Function], _Function]:
-    """Decorates a function that draws a figure, in place of an earlier one of its name.
+    """Registers the decorated function in ``FIGURES``, or ``TRAINING_FIGURES`` with ``training``.
 
-    With ``training`` it goes to ``TRAINING_FIGURES`` instead of ``FIGURES``.
+    Replaces an earlier function of the same name.
     """
 
     def register(function: _Function) -> _Function:
@@ -95,7 +96,7 @@ def register_figure(name: str, *, training: bool = False) -> Callable[[_Function
 def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path]:
     """Writes ``<name><suffix>.json`` and ``<name>_<image><suffix>.<svg, jpg or png>``.
 
-    Returns the paths, JSON first; stale images of an earlier figure of that name are removed.
+    Also removes images of an earlier figure of that name. Returns the paths, JSON first.
     """
     files = {
         f"{figure.name}_{name}{suffix}{_SUFFIXES[image.media_type]}": image.content
@@ -121,7 +122,7 @@ def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path
 
 
 def remove_figure(name: str, folder: Path) -> None:
-    """Removes the files that ``write_figure`` wrote for a figure, and no others."""
+    """Removes only the files that ``write_figure`` wrote for a figure."""
     about = folder / f"{name}.json"
     if images := _list_images(about):
         for path in [*(folder / image for image in images), about]:
@@ -129,7 +130,10 @@ def remove_figure(name: str, folder: Path) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Copies nested values as strict JSON: complex numbers as pairs, those not finite as null."""
+    """Converts nested values to strict JSON data.
+
+    Complex numbers become pairs, and non-finite numbers become null.
+    """
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, complex):
@@ -144,11 +148,11 @@ def to_json(value: Any) -> Any:
         return [to_json(element) for element in value]
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"JSON cannot hold a {type(value).__name__}: {value!r}")
+    raise TypeError(f"JSON cannot represent a {type(value).__name__}: {value!r}")
 
 
 def _list_images(about: Path) -> list[str]:
-    """Returns the images that the JSON of an earlier figure names; none if it is not ours."""
+    """Returns the image files in a figure's JSON; none if this package did not write the JSON."""
     try:
         content = json.loads(about.read_bytes())
         names = [str(name) for name in content["files"]]

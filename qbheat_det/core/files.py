@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Atomic writes, locks between processes, SHA-256, and dataclasses from untrusted JSON."""
+"""Atomic writes, inter-process locks, SHA-256, and dataclasses from untrusted JSON."""
 
 import contextlib
 import dataclasses
@@ -27,10 +27,10 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 
-# No reader takes a hidden file with this ending for a checkpoint.
+# No reader mistakes a hidden file with this suffix for a checkpoint.
 _ENDING = ".incomplete"
 _NO_RIGHTS = "you may not write there; change the folder's rights, or choose another one"
-_NO_FOLDER = "a file stands where a folder is needed; choose another folder"
+_NO_FOLDER = "a file exists where a folder is needed; choose another folder"
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space, or choose another folder",
     errno.EDQUOT: "your share of the disk is used up; free some space, or choose another folder",
@@ -49,11 +49,11 @@ _ADVICE = {
 def write_atomically(
     path: str | os.PathLike[str], write: bytes | Callable[[BinaryIO], object]
 ) -> None:
-    """Writes a file so that its name has either the whole new content or the old one.
+    """Writes a file so that it always has either the complete new content or the old content.
 
-    The content goes to a temporary file in the same folder, which is synced to the disk and then
-    renamed. A missing folder is made. ``write`` is the content, or a function that writes it into a
-    stream. Raises a ``UserError`` if the file cannot be written; the old one is unchanged.
+    Writes a temporary file in the same folder, syncs it to the disk and renames it. Creates missing
+    folders. ``write`` is the content, or a function that writes the content to a stream. Raises a
+    ``UserError`` if the file cannot be written; the old file is then unchanged.
     """
     target = Path(path)
     try:
@@ -61,11 +61,11 @@ def write_atomically(
         partial, stream = _open_partial(target)
         try:
             _write_to_disk(stream, write)
-            if sys.platform == "win32":  # where open files keep their names, and have no locks
+            if sys.platform == "win32":  # open files have no locks and keep their names there
                 stream.close()
             os.replace(partial, target)  # still locked
         except BaseException:
-            with contextlib.suppress(OSError):  # closing writes the rest of the buffer once more
+            with contextlib.suppress(OSError):  # closing writes the rest of the buffer again
                 stream.close()
             partial.unlink(missing_ok=True)
             raise
@@ -76,7 +76,10 @@ def write_atomically(
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises a ``UserError`` if a file cannot be written, before hours of work; makes nothing."""
+    """Raises a ``UserError`` if a file cannot be written; creates no file or folder.
+
+    Call it before a long computation whose results will be written to ``path``.
+    """
     target = Path(path)
     try:
         if target.is_dir():
@@ -92,20 +95,20 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 def _refuse(target: Path, error: OSError) -> UserError:
     reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
-    return UserError(f"cannot write '{target}': {reason} (what stood there before is untouched)")
+    return UserError(f"cannot write '{target}': {reason} (an existing file is unchanged)")
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> None:
-    """Removes half-written files of killed processes, and leaves those still being written."""
+    """Removes incomplete files of killed processes, except files that are still being written."""
     for partial in Path(folder).glob(f".*{_ENDING}"):
-        # Locked by the process that is writing it, gone by now, or not ours to remove.
+        # Errors: a process is writing the file, it no longer exists, or there is no permission.
         with contextlib.suppress(OSError), open(partial, "r+b") as stream:
             _lock(stream)
             partial.unlink()
 
 
 class _Stream(io.BufferedWriter):
-    """Remembers why a write failed, because ``torch.save`` raises another error."""
+    """Stores the error of a failed write, because ``torch.save`` replaces it by its own."""
 
     fault: OSError | None = None
 
@@ -118,14 +121,14 @@ class _Stream(io.BufferedWriter):
 
 
 def _open_partial(target: Path) -> tuple[Path, _Stream]:
-    """Opens a new file beside the target, which no other process takes for a leftover."""
+    """Opens a new file next to the target, locked so that no process removes it as a leftover."""
     while True:
         partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{_ENDING}")
         stream = _Stream(io.FileIO(partial, "xb"))
         is_ours = True
         try:
             _lock(stream)
-        except BlockingIOError:  # it is just being removed
+        except BlockingIOError:  # another process is removing it
             is_ours = False
         except OSError:  # not every file system has locks
             pass
@@ -154,7 +157,7 @@ def _lock(stream: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems cannot, and the file itself is whole
+    with contextlib.suppress(OSError):  # some file systems cannot; the file itself is synced
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -164,10 +167,10 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike[str], waiting: str = "") -> Iterator[None]:
-    """Holds a lock between processes, which the system frees if this process is killed.
+    """Context with an inter-process lock, which the system releases if this process is killed.
 
-    ``path`` is a file of the lock alone, and stays. ``waiting`` is logged if another process holds
-    the lock.
+    ``path`` is a file that is used only for the lock, and is not removed. ``waiting`` is logged if
+    another process has the lock.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
@@ -184,7 +187,7 @@ def file_lock(path: str | os.PathLike[str], waiting: str = "") -> Iterator[None]
 
 
 def get_cache_dir() -> Path:
-    """Returns ``$QBHEAT_CACHE``, or ``qbheat_det`` in the user's cache folder (XDG)."""
+    """Returns ``$QBHEAT_CACHE``, or else ``qbheat_det`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if os.environ.get("QBHEAT_CACHE"):
         return Path(os.environ["QBHEAT_CACHE"]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -192,7 +195,7 @@ def get_cache_dir() -> Path:
 
 
 def hash_file(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 of a file's content in hexadecimal digits."""
+    """Returns the SHA-256 of a file's content as hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(2**20):
@@ -201,7 +204,7 @@ def hash_file(path: str | os.PathLike[str]) -> str:
 
 
 def hash_tensors(tensors: Mapping[str, "Tensor"]) -> str:
-    """Returns the SHA-256 of names, dtypes, shapes and values, whatever the device and order."""
+    """Returns the SHA-256 of names, dtypes, shapes and values; ignores device and order."""
     import torch
 
     digest = hashlib.sha256()
@@ -213,10 +216,11 @@ def hash_tensors(tensors: Mapping[str, "Tensor"]) -> str:
 
 
 def parse_record(kind: Any, value: Any, where: str) -> Any:
-    """Converts JSON data to a type: a dataclass, a tuple, ``X | None``, or a plain value.
+    """Converts JSON data to the type ``kind``: a dataclass, tuple, ``X | None`` or plain type.
 
-    Integers must not be negative, and floats finite. A ``UserError`` names the field that is
-    unknown, missing or of another type; ``where`` is its name for the value.
+    Integers must not be negative, and floats must be finite. If a field is unknown, missing or of
+    the wrong type, raises a ``UserError`` that names the field. ``where`` describes the value in
+    the message.
     """
     arguments, origin = get_args(kind), get_origin(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):

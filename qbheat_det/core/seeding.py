@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Seeds of steps, images and views, as functions of the run's seed and their position.
+"""Seeds for steps, images and views, computed from the run's seed and their position.
 
-A resumed run needs no saved generators. A step is seeded by its number and the process, an
-augmented image by its position in the stream of images, and a fixed view by the image's index and
-the view's number.
+Therefore a resumed run needs no saved generator states. The seed of a step depends on its number
+and on the process, that of an augmented image on its position in the data stream, and that of a
+fixed view on the index of the image and the number of the view.
 """
 
 import random
@@ -14,25 +14,25 @@ import numpy as np
 import torch
 from torch import nn
 
-# First number after the seed, so that no image shares the randomness of a step or a fixed view.
+# Second number of each seed, so that images, steps and fixed views never have equal seeds.
 IMAGE, STEP, VIEW = 1, 2, 3
 
 
 def seed_place(*place: int) -> None:
-    """Seeds the CPU's generators of Python, NumPy and torch from non-negative integers.
+    """Seeds the CPU generators of Python, NumPy and torch from non-negative integers.
 
-    Different integers give independent numbers; trailing zeros do not count.
+    Different sequences of integers give independent random numbers. Trailing zeros are ignored.
     """
     words = np.random.SeedSequence(place).generate_state(4)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
-    # Not torch.manual_seed, which would touch the GPUs too.
+    # torch.manual_seed would also seed the GPUs.
     torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
 
 
 @contextmanager
 def preserved_randomness() -> Iterator[None]:
-    """Restores the CPU's generators of Python, NumPy and torch at the end."""
+    """Restores the CPU generators of Python, NumPy and torch on exit."""
     python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -44,9 +44,9 @@ def preserved_randomness() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts a model into eval mode without gradients.
+    """Context with a model in eval mode, and without gradients.
 
-    Restores the mode of each module and all random generators at the end.
+    On exit, restores the mode of each module and the random generators.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = {parameter.device for parameter in model.parameters()}

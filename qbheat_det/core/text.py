@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Durations, sizes, long lists and errors as text for log lines, messages and reports."""
+"""Formats durations, sizes, long lists and errors as text."""
 
 from collections.abc import Iterable
 
@@ -30,12 +30,12 @@ def format_bytes(count: float) -> str:
 
 
 def join_first(items: Iterable[object], limit: int = 3, separator: str = ", ") -> str:
-    """Joins the first ``limit`` items and counts the others: ``"a, b, c and 5 more"``."""
+    """Joins the first ``limit`` items and counts the rest, as in ``"a, b, c and 5 more"``."""
     listed = [str(item) for item in items]
     shown = separator.join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit:,} more"
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an error's message without line breaks, cut short, or else its type."""
+    """Returns an error's message in at most 200 characters without line breaks, or its type."""
     return " ".join(str(error).split())[:200] or type(error).__name__

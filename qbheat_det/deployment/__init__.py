@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Deploys trained models: the fastest equivalent form on a device."""
+"""Deploys trained models: converts them to the fastest equivalent form on a device."""
 
 from .deploy import DeployedModel, DeployReport, deploy, deploy_by_config
 

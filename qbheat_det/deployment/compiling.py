@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Compiles parts of a model for one input shape on the CPU (torch.export, AOTInductor).
 
-The compiled programs are files in ``$QBHEAT_CACHE/programs``, which later processes load.
-``torch.compile`` is 10 % slower here, and traces again in every process.
+The compiled programs are files in ``$QBHEAT_CACHE/programs``, which later processes load. On CPUs,
+``torch.compile`` is 10 % slower, and traces the model again in every process.
 """
 
 import contextlib
@@ -35,11 +35,14 @@ logger = logging.getLogger(__name__)
 
 _PARTS = ("backbone", "decoder", "head", "proposal_generator.rpn_head")
 _PACKAGE = Path(__file__).resolve().parents[1]
-_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.05}  # of an output's largest value
+_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.05}  # relative to an output's largest value
 
 
 def find_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the parts that take most of the time, by name, or raises a ``UserError``."""
+    """Returns the parts of a model that take most of the time, by name.
+
+    Raises a ``UserError`` if the model has no backbone.
+    """
     if isinstance(model, Backbone):
         return {"backbone": model}
     found = {}
@@ -56,7 +59,7 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def arithmetic(dtype: torch.dtype, device_type: str = "cpu") -> Iterator[None]:
-    """Disables gradients, and sets autocast to ``dtype``."""
+    """Context without gradients and inference mode, with autocast to ``dtype`` if not float32."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -68,21 +71,21 @@ def arithmetic(dtype: torch.dtype, device_type: str = "cpu") -> Iterator[None]:
 class PartPrograms:
     """The compiled programs of a part, by input shape; set as the part's ``_compiled_call_impl``.
 
-    Inputs of other shapes run through the part itself. Copies of the part have no programs.
+    Inputs whose shape has no program run through the uncompiled part. Copies have no programs.
 
     Attributes:
-        seen: inputs by shape, for ``build_programs``; recorded unless None.
+        seen: inputs by shape, for ``build_programs``; None stops the recording.
     """
 
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
-        # ``part`` is in evaluation mode, on the CPU; autocast around the call sets ``dtype``.
+        # ``part`` must be in eval mode and on the CPU. Callers enable autocast to ``dtype``.
         self.seen: dict[tuple[str, ...], tuple[Any, ...]] | None = {}
         self._part = part
         self._dtype = dtype
         self._programs: dict[tuple[str, ...], Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the part."""
+        """Calls the program for the shape of the inputs, or else the uncompiled part."""
         key = _signature(args)
         if not kwargs and key in self._programs:
             return self._programs[key](*tree_map(_lay_out, args))
@@ -91,13 +94,14 @@ class PartPrograms:
         return self._part._call_impl(*args, **kwargs)
 
     def path_of(self, key: tuple[str, ...]) -> Path:
-        """Returns the path of a program's file, which may not exist."""
+        """Returns the path of the file of a program, whether or not it exists."""
         return _make_folder() / f"{self._fingerprint(key)}.pt2"
 
     def load_or_build(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> None:
-        """Loads the program of a shape; builds it if the file is missing, damaged or not equal.
+        """Loads the program for a shape; builds it if the file is missing, damaged or inaccurate.
 
-        Raises a ``RuntimeError`` if the new one is damaged or not equal, or the compiler's errors.
+        A program is inaccurate if its outputs differ from those of the part. Raises a
+        ``RuntimeError`` if the new program is damaged or inaccurate, and errors of the compiler.
         """
         lock = file_lock(path.with_suffix(".lock"), waiting=f"Another process compiles '{path}'")
         with quiet("torch"), arithmetic(self._dtype):
@@ -112,13 +116,13 @@ class PartPrograms:
                     raise RuntimeError("the program cannot be loaded or gives other outputs")
 
     def build(self, args: tuple[Any, ...], path: Path) -> None:
-        """Builds the program of a shape if its file does not exist."""
+        """Builds the program for a shape if its file does not exist."""
         with arithmetic(self._dtype), file_lock(path.with_suffix(".lock")):
             if not path.exists():
                 self._build(args, path)
 
     def _load(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> bool:
-        """Loads a program, and returns whether its outputs are the part's."""
+        """Loads a program, and returns whether its outputs equal those of the part."""
         from torch._inductor import aoti_load_package
 
         if not path.exists():
@@ -129,7 +133,7 @@ class PartPrograms:
         except Exception as error:  # PyTorch raises errors of many types for damaged files
             logger.warning("'%s' cannot be loaded: %s", path, one_line(error))
             return False
-        # Rounding to bfloat16 changes the order of a detector's selected queries.
+        # Rounding to bfloat16 can change the order of the queries that a detector selects.
         is_ordered = self._dtype != torch.bfloat16
         distance = _distance(found, self._part._call_impl(*args), is_ordered=is_ordered)
         if distance > _TOLERANCE[self._dtype]:
@@ -143,19 +147,19 @@ class PartPrograms:
 
         options: dict[str, Any] = {
             "freezing": True,  # weights in the layout that each product needs
-            # The number of threads is the one of the process that runs the program.
+            # The program uses the number of threads of the process that runs it.
             "cpp.dynamic_threads": True,
             "cpp.threads": max(2, os.cpu_count() or 1),
         }
-        # Precompiled headers lie in the temporary folder, which other users can write to. The
-        # wrapper only calls the kernels; optimising it doubles the time to compile.
+        # Precompiled headers would be in the temporary folder, to which other users can write. The
+        # wrapper only calls the kernels, and optimizing it would double the compile time.
         for name, value in (("precompile_headers", False), ("compile_wrapper_opt_level", "O0")):
             if hasattr(config.aot_inductor, name):  # not in torch 2.6
                 options[f"aot_inductor.{name}"] = value
         fresh = path.with_suffix(f".{os.getpid()}.pt2")
         self._part._compiled_call_impl = None  # trace the part itself
         collects = gc.isenabled()
-        gc.disable()  # the compiler has millions of objects
+        gc.disable()  # garbage collection is slow with the compiler's millions of objects
         try:
             with recorded_as("bfloat16" if self._dtype == torch.bfloat16 else ""):
                 program = torch.export.export(self._part, tree_map(_lay_out, args), strict=False)
@@ -191,7 +195,7 @@ _Job = tuple[PartPrograms, tuple[Any, ...], tuple[str, ...], Path]
 def build_programs(programs: Sequence[PartPrograms]) -> None:
     """Compiles the parts for the shapes in ``seen``, in several processes.
 
-    This process builds the programs that others do not finish. Raises the errors of
+    This process builds the programs that the started processes have not built. Raises the errors of
     ``PartPrograms.load_or_build``.
     """
     jobs: list[_Job] = []
@@ -202,7 +206,7 @@ def build_programs(programs: Sequence[PartPrograms]) -> None:
     count = max(1, min(len(missing), torch.get_num_threads()))
     with contextlib.ExitStack() as stack:
         for i in range(1, count):
-            with contextlib.suppress(Exception):  # no memory, or a part that cannot be pickled
+            with contextlib.suppress(Exception):  # too little memory, or a part cannot be pickled
                 stack.callback(_stop, _start_build(missing[i::count]))
         own = {job[-1] for job in missing[::count]}
         for program, args, key, path in sorted(jobs, key=lambda job: job[-1] not in own):
@@ -210,8 +214,8 @@ def build_programs(programs: Sequence[PartPrograms]) -> None:
 
 
 def _start_build(jobs: Sequence[_Job]) -> subprocess.Popen[bytes]:
-    """Starts a process with this one's ``sys.path`` that builds programs."""
-    # multiprocessing would run the caller's script again if it has no __main__ block.
+    """Starts a process, with the ``sys.path`` of this one, that builds programs."""
+    # multiprocessing would run the user's script again if it has no __main__ block.
     paths = [path for path in sys.path if isinstance(path, str)]
     code = f"import sys; sys.path[:] = {paths!r}; from {__name__} import build_jobs; build_jobs()"
     with tempfile.TemporaryFile() as pickled:
@@ -228,7 +232,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def build_jobs() -> None:
-    """Builds the pickled jobs from standard input, with one thread."""
+    """Reads pickled jobs from standard input, and builds their programs with one thread."""
     torch.set_num_threads(1)
     for program, args, _, path in pickle.load(sys.stdin.buffer):
         program.build(args, path)
@@ -258,16 +262,16 @@ def _signature(args: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _lay_out(x: Any) -> Any:
-    """Makes a map channels-last, which programs require and do not check."""
+    """Makes feature maps channels-last; programs require this, but do not check it."""
     if not isinstance(x, Tensor):
         return x
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
 
 
 def _distance(found: Any, expected: Any, *, is_ordered: bool = True) -> float:
-    """Returns the largest difference of outputs, relative to the largest value; NaN is infinite.
+    """Returns the largest difference of outputs, relative to their largest value; NaN gives inf.
 
-    Without ``is_ordered``, the sorted values of each output are compared.
+    If not ``is_ordered``, compares the sorted values of each output.
     """
     ratios = []
     for a, b in zip(tree_flatten(found)[0], tree_flatten(expected)[0], strict=True):

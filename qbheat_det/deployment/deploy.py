@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Builds the fastest equivalent form of a trained model: fold, fuse, lay out, compile."""
+"""Converts a trained model to its fastest equivalent form: folds, fuses, lays out and compiles."""
 
 import copy
 import logging
@@ -25,27 +25,27 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPILE = ("auto", "off")
-_DYNAMIC_SIZE = (512, 640)  # of the example image if code is compiled for all sizes
+_DYNAMIC_SIZE = (512, 640)  # size of the example image if code is compiled for all sizes
 
 
 class DeployReport(dict[str, str]):
-    """The result of each step, by the step's name; "no: " and the reason if it was not applied."""
+    """The result of each step by name; starts with "no: " and a reason if it was not applied."""
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<14}{detail}" for name, detail in self.items())
 
 
 class DeployedModel(nn.Module):
-    """A copy of a model that only predicts, with the original's interface.
+    """A copy of a model for inference only, with the same interface as the original.
 
     Copies by ``copy.deepcopy`` and pickle are not compiled.
 
     Attributes:
-        model: the folded, fused and perhaps compiled copy, of the original's class.
-        report: the steps of ``deploy``.
-        compiled_sizes: (height, width) in pixels of the images that CPU code is compiled for.
-        dtype: of the arithmetic in backbone and heads; results are float32.
-        has_cuda_graphs: whether the next call overwrites the results.
+        model: the folded, fused and possibly compiled copy; has the same class as the original.
+        report: the steps of ``deploy`` and their results.
+        compiled_sizes: image sizes (height, width) in pixels for which CPU code is compiled.
+        dtype: dtype of the computation in backbone and heads; results are float32.
+        has_cuda_graphs: whether CUDA graphs are used, so that the next call overwrites the results.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, report: DeployReport) -> None:
@@ -57,14 +57,14 @@ class DeployedModel(nn.Module):
         self._masks_padding = masks_padding(model)
         self.dtype = dtype
         for part in find_parts(model).values() if dtype != torch.float32 else ():
-            # Under autocast the parts compute in bfloat16, the rest of the model in float32.
+            # Autocast gives the parts bfloat16 outputs. The rest of the model gets float32.
             part.register_forward_hook(_to_float32)
         self.eval()
 
     def forward(self, inputs: Any) -> Any:
-        """Takes a list of dicts with "image" (3, H, W), or a backbone's (N, 3, H, W).
+        """Takes a list of dicts with "image" (3, H, W), or a tensor (N, 3, H, W) for backbones.
 
-        The caller's autocast and inference mode have no effect.
+        The autocast and inference mode of the caller have no effect.
         """
         with arithmetic(self.dtype, next(self.model.parameters()).device.type):
             if isinstance(inputs, Tensor):
@@ -75,17 +75,17 @@ class DeployedModel(nn.Module):
 
     @property
     def size_divisibility(self) -> int:
-        """Heights and widths of a backbone's images are multiples of it."""
+        """Image heights and widths must be multiples of this number (backbones only)."""
         return int(self.model.size_divisibility)  # type: ignore[arg-type]
 
     def train(self, mode: bool = True) -> "DeployedModel":
-        """Stays in evaluation mode: weights are folded and compiled."""
+        """Stays in eval mode; raises a ``UserError`` if ``mode``, as weights are folded."""
         if mode:
             raise UserError("a deployed model does not train: train the original and deploy it")
         return super().train(False)
 
     def _runs_images_alone(self, inputs: list[dict[str, Any]]) -> bool:
-        """Whether running the images one by one is faster than a batch, with equal results."""
+        """Whether images are run one by one, because this is faster and gives equal results."""
         sizes = {(entry["image"].shape[-2], entry["image"].shape[-1]) for entry in inputs}
         return self._masks_padding if len(sizes) > 1 else sizes <= self.compiled_sizes
 
@@ -103,25 +103,25 @@ def deploy(
     image_sizes: Sequence[Sequence[int]] = (),
     keep_memory: bool = True,
 ) -> DeployedModel:
-    """Returns a copy of a trained model in its fastest equivalent form on the model's device.
+    """Returns a copy of a trained model in the fastest equivalent form on the model's device.
 
     Folds BatchNorm, fuses blocks (CPU), makes feature maps channels-last, and compiles backbone and
-    heads for ``image_sizes``. Compiling takes about a minute. On CPUs the result is kept on disk,
-    and later processes load it in tenths of a second. In float32, scores differ from the model's by
-    less than 0.001 and boxes by less than 0.1 pixel.
+    heads for ``image_sizes``. Compiling takes about a minute. On CPUs, the compiled code is stored
+    on disk, and later processes load it in tenths of a second. In float32, scores differ from those
+    of the original model by less than 0.001, and boxes by less than 0.1 pixel.
 
     Args:
         model: a detector, classifier or backbone, with its weights, on its device. Not changed.
-        precision: "float32", or "bfloat16", which changes AP by some tenths.
+        precision: "float32", or "bfloat16", which changes AP by a few tenths.
         compile: "auto", or "off".
-        image_sizes: (height, width) in pixels of the model's images, to compile for. On the CPU,
-            other sizes run uncompiled. On CUDA, code for these sizes is recorded as CUDA graphs;
-            without sizes, code is compiled for all sizes.
+        image_sizes: image sizes (height, width) in pixels for which code is compiled. On the CPU,
+            images of all other sizes run uncompiled. On CUDA, code for these sizes is recorded as
+            CUDA graphs. If empty, CUDA code is compiled for all sizes.
         keep_memory: keep freed memory for the next image (CPU with glibc), in the whole process.
 
     Raises:
-        UserError: an argument is not valid, the model is deployed already or has no backbone, or it
-            does not take an image of ``image_sizes``.
+        UserError: an argument is invalid, the model is already deployed or has no backbone, or it
+            does not accept an image of one of the ``image_sizes``.
     """
     sizes = _check_arguments(precision, compile, image_sizes)
     if isinstance(model, DeployedModel):
@@ -129,7 +129,7 @@ def deploy(
     find_parts(model)  # raises
     device = next(model.parameters()).device
     report = DeployReport()
-    with torch.inference_mode(False):  # whatever the caller's mode, for weights that compile
+    with torch.inference_mode(False):  # inference tensors cannot be compiled
         copied = copy.deepcopy(model).eval().requires_grad_(False)
         _rewrite(copied, device, report)
         report["memory"] = "no: not asked for"
@@ -159,7 +159,7 @@ def deploy_by_config(model: nn.Module, node: CfgNode) -> DeployedModel:
 
 
 def _check_arguments(precision: Any, compile: Any, image_sizes: Any) -> list[tuple[int, int]]:
-    """Returns ``image_sizes`` as tuples."""
+    """Checks the arguments of ``deploy``, and returns ``image_sizes`` as tuples."""
     if precision not in _DTYPES:
         raise UserError(f"precision is one of {', '.join(_DTYPES)}, not {precision!r}")
     if compile not in _COMPILE:
@@ -197,8 +197,8 @@ def _compile(
 ) -> None:
     report = deployed.report
     parts = find_parts(deployed.model)
-    # A graph's next run overwrites its results. A detector has read them by then; the caller of a
-    # backbone may not have.
+    # The next run of a CUDA graph overwrites its results. Detectors read them before that, but the
+    # caller of a backbone may not.
     graphs = device.type == "cuda" and bool(sizes) and not isinstance(deployed.model, Backbone)
     what = f"{' and '.join(parts)} for " + (
         ", ".join(f"{height}x{width}" for height, width in sizes) or "images of all sizes"
@@ -212,7 +212,7 @@ def _compile(
     if device.type == "cpu":
         for part, program in zip(parts.values(), programs, strict=True):
             part._compiled_call_impl = program  # records the shapes to compile for
-    run()  # raises if the model does not take a size
+    run()  # raises an error if the model does not accept a size
     logger.info("Compiling %s: this takes a minute or more, and less in later processes", what)
     start = time.perf_counter()
     try:
@@ -240,11 +240,11 @@ def _compile(
 
 
 def _run_random_image(deployed: DeployedModel, size: tuple[int, int], device: torch.device) -> None:
-    """Runs a deployed model on one random image; a UserError if it does not take the image."""
+    """Runs a deployed model on one random image; raises a ``UserError`` if this fails."""
     model: Any = deployed.model
     try:
         if isinstance(model, Backbone):
-            multiple = model.size_divisibility or 1  # a detector pads to it
+            multiple = model.size_divisibility or 1  # detectors pad images themselves
             height, width = (-(-length // multiple) * multiple for length in size)
             channels = next(m for m in model.modules() if isinstance(m, nn.Conv2d)).in_channels
             deployed(torch.rand(1, channels, height, width, device=device))

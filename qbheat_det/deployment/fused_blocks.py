@@ -1,18 +1,18 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Folds BatchNorm into convolutions, and fuses Mobile-Former's and MF-DETR's blocks for inference.
 
-Fused blocks make fewer passes over wide maps, and equal the plain ones up to rounding:
+Fused blocks make fewer passes over wide feature maps, and equal the plain blocks up to rounding:
 
-* max(a1 u, a2 u) is a PReLU times the larger slope. The PReLU is one pass over the map; the factor,
-  one number per channel, is multiplied into the weights of the next convolution.
-* oneDNN is slow at depthwise convolutions with several outputs per input channel, and fast with
-  one. So one convolution computes the first output of every input channel, another one the second,
-  and so on; the next convolution reads the channels in this order ("by turns").
-* Position encodings are cached for the last few map sizes.
+* max(a1 u, a2 u) is a PReLU times the larger slope. The PReLU is one pass over the feature map. The
+  factor, one number per channel, is multiplied into the weights of the next convolution.
+* In oneDNN, depthwise convolutions are fast with one output per input channel, and slow with
+  several. So one convolution computes the first output of every input channel, another the second
+  output, and so on. The next convolution reads the channels in this order ("by turns").
+* Position encodings are cached for the last few sizes of feature maps.
 
-A fused block calls the plain one for batches, padded images, training, compilers, and exported
-files for more than one image. Programs in bfloat16 have constant weights, which the compiler packs,
-and only split the depthwise convolutions.
+A fused block calls the plain block for batches, padded images, training, compilers, and exported
+files for more than one image. Programs in bfloat16 have constant weights, which the compiler packs.
+They only split the depthwise convolutions.
 """
 
 from collections import Counter
@@ -38,18 +38,18 @@ from qbheat_det.layers import (
 from qbheat_det.layers.cpu_kernels import exported_form, is_half_program, is_recorded
 from qbheat_det.modeling.detr.decoder_block import LevelMap, LiteMobile
 
-_MIN_SLOPE = 1e-12  # the larger slope is a divisor
-_MAX_ENCODINGS = 6  # map sizes: three levels of a decoder for two image sizes
+_MIN_SLOPE = 1e-12  # lower bound of the larger slope, which is a divisor
+_MAX_ENCODINGS = 6  # enough for three levels of a decoder and two image sizes
 
-# Exact types: subclasses may do more than normalise, such as timm's BatchNormAct2d.
+# Only these exact types: subclasses, such as timm's BatchNormAct2d, may do more than normalize.
 _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, NaiveSyncBatchNorm, FrozenBatchNorm2d)
 
 
 def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
-    """Folds in place every BatchNorm that directly follows a convolution used nowhere else.
+    """Folds, in place, each BatchNorm that directly follows a convolution.
 
-    It is the ``norm`` of a Detectron2 convolution, or the next module in an ``nn.Sequential``.
-    Returns the numbers of folded and of other norms.
+    The BatchNorm is the ``norm`` of a Detectron2 convolution, or the next module in an
+    ``nn.Sequential`` if neither is shared. Returns the number of folded norms, and of the rest.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     folded = 0
@@ -62,7 +62,7 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
             for index in range(len(module) - 1):
                 convolution, norm = module[index], module[index + 1]
                 unshared = uses[id(convolution)] == uses[id(norm)] == 1
-                # A Detectron2 convolution's norm or activation would come between the two.
+                # The norm or activation of a Detectron2 convolution would come before ``norm``.
                 is_bare = not isinstance(convolution, Conv2d) or (
                     convolution.norm is convolution.activation is None
                 )
@@ -94,7 +94,7 @@ def _fold(convolution: Any, norm: Any) -> None:
 
 
 class _Fused(nn.Module):
-    """The fused form of a ``plain`` block."""
+    """Base class for the fused form of a ``plain`` block."""
 
     def __init__(self, plain: Any) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Fused(nn.Module):
 
 
 class FusedMobile(_Fused):
-    """``Mobile`` in inference."""
+    """``Mobile`` for inference."""
 
     stride = 1
 
@@ -121,7 +121,7 @@ class FusedMobile(_Fused):
 
 
 class FusedDownMobile(_Fused):
-    """``DownMobile`` in inference."""
+    """``DownMobile`` for inference."""
 
     stride = 2
 
@@ -142,7 +142,7 @@ class FusedDownMobile(_Fused):
 
 
 class FusedLiteBottleneck(_Fused):
-    """``LiteBottleneck`` in inference, with its BatchNorms folded."""
+    """``LiteBottleneck`` for inference, with folded BatchNorms."""
 
     def __init__(self, plain: LiteBottleneck) -> None:
         super().__init__(plain)
@@ -163,7 +163,7 @@ class FusedLiteBottleneck(_Fused):
                 convolve_rows(depthwise, x, rows).clamp(0, 6) for rows in order.split(channels)
             ]
             return x + convolve(self.plain.pointwise, torch.cat(parts, dim=1), order=order), tokens
-        # Channels-last, so that each convolution's ReLU6 writes into its channels.
+        # Each ReLU6 writes directly to its channels of one channels-last tensor.
         hidden = x.new_empty(len(x), *x.shape[2:], len(order)).permute(0, 3, 1, 2)
         for start in range(0, len(order), channels):
             y = convolve_rows(depthwise, x, order[start : start + channels])
@@ -172,7 +172,7 @@ class FusedLiteBottleneck(_Fused):
 
 
 class FusedLiteMobile(_Fused):
-    """``LiteMobile``, the map layer of MF-DETR's M-F- blocks, in inference."""
+    """``LiteMobile``, the feature map layer of MF-DETR's M-F- blocks, for inference."""
 
     def forward(self, level: LevelMap, queries: Tensor) -> Tensor:
         depthwise = self.plain.depthwise
@@ -197,7 +197,7 @@ class FusedLiteMobile(_Fused):
 
 
 class CachedPositionEncoding(_Fused):
-    """``SinePositionEncoding`` that caches the encodings of the last few map sizes."""
+    """``SinePositionEncoding`` that caches the encodings of the last few sizes."""
 
     def __init__(self, plain: SinePositionEncoding) -> None:
         super().__init__(plain)
@@ -211,7 +211,7 @@ class CachedPositionEncoding(_Fused):
         encoding = self._encodings.pop(key, None)
         if encoding is None:
             encoding = self.plain(size)
-        self._encodings[key] = encoding  # now the newest
+        self._encodings[key] = encoding  # moves it to the newest position
         if len(self._encodings) > _MAX_ENCODINGS:
             self._encodings.pop(next(iter(self._encodings)), None)
         return encoding
@@ -227,7 +227,7 @@ FUSED_BLOCKS: dict[type[nn.Module], Callable[..., nn.Module]] = {
     LiteMobile: FusedLiteMobile,
     SinePositionEncoding: CachedPositionEncoding,
 }
-"""The fused form of each plain block."""
+"""Maps each plain block to its fused form."""
 
 
 def fuse_blocks(model: nn.Module) -> int:
@@ -248,8 +248,8 @@ def scaled_prelu(
 ) -> tuple[Tensor, Tensor]:
     """Splits a dynamic ReLU into a PReLU and a factor for each channel.
 
-    From (1, C, H, W) and the token (1, D) to the map after the PReLU and the factor (C,). ``order``
-    (C,) lists the ReLU's channels in the order of ``x``.
+    Takes a map (1, C, H, W) and a token (1, D). Returns the map after the PReLU, and the factor
+    (C,). ``order[i]`` is the channel of the ReLU that applies to channel ``i`` of ``x``.
     """
     low, high = (slope.flatten() for slope in act.bounds(token))
     if order is not None:
@@ -263,10 +263,10 @@ def scaled_prelu(
 def convolve_and_bend(
     convolution: NormedConv2d, act: DynamicReLU, x: Tensor, token: Tensor
 ) -> Tensor:
-    """Applies a pointwise convolution without norm and a dynamic ReLU to a map (1, C, H, W).
+    """Applies a pointwise convolution without norm, then a dynamic ReLU, to (1, C, H, W).
 
-    The ReLU's factors go into this convolution, because runtimes are slow if the weights of the
-    following depthwise convolution differ from image to image.
+    The factors of the ReLU are multiplied into this convolution. Runtimes would be slow if the
+    weights of the next, depthwise convolution depended on the image.
     """
     low, high = (slope.flatten() for slope in act.bounds(token))
     high = high.clamp(min=_MIN_SLOPE)
@@ -280,8 +280,8 @@ def convolve(
 ) -> Tensor:
     """Applies a pointwise or depthwise convolution and its norm to a map (1, C, H, W).
 
-    ``factor`` (C,) scales the convolution's input channels; ``order`` (C,) lists them in the order
-    of ``x``.
+    ``factor`` (C,) scales the channels of ``x``. ``order[i]`` is the input channel of the
+    convolution that reads channel ``i`` of ``x``.
     """
     weight = convolution.weight
     if order is not None:
@@ -298,10 +298,10 @@ def convolve(
 def convolve_by_turns(
     convolution: DepthwiseConv2d, act: DynamicReLU, x: Tensor, token: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Applies a depthwise convolution without norm and a dynamic ReLU, for programs in bfloat16.
+    """Applies a depthwise convolution without norm, then a dynamic ReLU (bfloat16 programs).
 
-    From (N, C, H, W) and tokens (N, D) to (N, C k, H', W') and its order of channels (C k,). The
-    compiler fuses the ReLU and the concatenation.
+    Takes maps (N, C, H, W) and tokens (N, D). Returns maps (N, C k, H', W') and the order of their
+    channels (C k,), see ``interleaved_order``. The compiler fuses ReLU and concatenation.
     """
     order = interleaved_order(convolution)
     slopes = zip(*(each.split(x.shape[1], dim=1) for each in act.bounds(token, order)), strict=True)
@@ -313,15 +313,15 @@ def convolve_by_turns(
 
 
 def interleaved_order(convolution: DepthwiseConv2d) -> Tensor:
-    """Returns (C k,): the first output channel of each input channel, then the second of each."""
+    """Returns (C k,): first the first output channel of each input channel, then the second, …"""
     channels = np.arange(convolution.out_channels).reshape(convolution.groups, -1)
     return torch.from_numpy(channels.T.ravel()).to(convolution.weight.device)  # not in a graph
 
 
 def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tensor:
-    """Computes one output channel of a depthwise convolution for each input channel, without norm.
+    """Computes one output channel per input channel of a depthwise convolution, without norm.
 
-    From (N, C, H, W) and the output channels ``rows`` (C,) to (N, C, H', W').
+    Takes maps (N, C, H, W) and the output channels ``rows`` (C,), and returns (N, C, H', W').
     """
     bias = None if convolution.bias is None else convolution.bias[rows]
     return F.conv2d(
@@ -330,7 +330,7 @@ def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tens
 
 
 def _can_fuse(x: Tensor, convolution: NormedConv2d) -> bool:
-    """Whether ``x`` is a single image in inference, or any maps of a program in bfloat16."""
+    """Whether ``x`` is a single image in inference, or anything in a bfloat16 program."""
     if is_half_program():
         return True
     if is_recorded() and not (exported_form.get() == "float" and type(x.shape[0]) is int):

@@ -1,15 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Memory and speed of training steps: activation checkpointing, ``torch.compile``, kept memory.
 
-Both modes apply to the repeated blocks of a model.
+Checkpointing and compiling apply to the repeated blocks of a model.
 
-A block is an element of an ``nn.Sequential`` or ``nn.ModuleList`` with children of its own, such as
-a block of Mobile-Former, ResNet, a timm network or MF-DETR's decoder. Among nested blocks, the
-outermost counts. The convolutional heads of dense detectors are blocks too.
+A block is an element of an ``nn.Sequential`` or ``nn.ModuleList`` that has child modules, such as a
+block of Mobile-Former, ResNet, a timm network or MF-DETR's decoder. Blocks inside a block do not
+count as blocks. The convolutional heads of dense detectors are blocks too.
 
 Only calls in training mode change. Evaluation, copies of the model, parameter names and checkpoints
-stay the same. Blocks are compiled one by one: equal blocks share compiled code, and matching, masks
-and losses between them do not compile well.
+stay the same. Blocks are compiled one by one, so that equal blocks share compiled code. The code
+outside of blocks (matching, masks, losses) does not compile well.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ _GRAPHS_PER_BLOCK = 8  # with and without padding and gradients, for one image o
 def apply_step_keys(cfg: CfgNode, model: nn.Module) -> "KeptMemory | None":
     """Applies ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
 
-    The model must be on its device, and not yet wrapped for distributed training.
+    The model must already be on its device, and not yet be wrapped for distributed training.
 
     Returns:
-        The hook that limits kept memory, if ``SOLVER.KEEP_MEMORY`` applies to this process.
+        The hook that limits kept memory; None if ``SOLVER.KEEP_MEMORY`` does not apply.
     """
     checkpointed, compiled = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.SOLVER.COMPILE
     set_block_modes(model, checkpointed=checkpointed, compiled=compiled)
@@ -56,10 +56,10 @@ def apply_step_keys(cfg: CfgNode, model: nn.Module) -> "KeptMemory | None":
 
 
 class KeptMemory(HookBase):
-    """Returns freed memory to the system when it becomes fragmented (CPU, Linux).
+    """Returns freed memory to the system when the process has grown (CPU, Linux).
 
     ``SOLVER.KEEP_MEMORY`` keeps freed memory for the next step. With images of many sizes, the kept
-    memory grows; to return it costs about half a step.
+    memory grows. Returning it takes about half the time of a step.
     """
 
     trainer: TrainingRun
@@ -80,7 +80,7 @@ class KeptMemory(HookBase):
 def find_blocks(
     module: nn.Module, name: str = "", *, inside_list: bool = False
 ) -> dict[str, nn.Module]:
-    """Returns the blocks of a module by their names in the model, in the model's order.
+    """Returns a dict of the blocks of a module, by name in the model and in the model's order.
 
     Args:
         module: a model, or a part of one.
@@ -101,14 +101,14 @@ def find_blocks(
 def set_block_modes(
     model: nn.Module, *, checkpointed: bool = False, compiled: bool = False
 ) -> None:
-    """Changes how the blocks of a model without a distributed wrapper run in training.
+    """Changes how the blocks of a model run in training.
 
     Args:
-        model: changed in place.
+        model: changed in place; must not have a distributed wrapper.
         checkpointed: store only the inputs of each block for the backward pass. Gradients are
             bitwise equal, dropout included, if the block is deterministic.
-        compiled: compile each block, for one image size if the model takes one size, else for all.
-            Without a compiler, blocks run uncompiled and the log says so.
+        compiled: compile each block, for a fixed image size if the model has one, else for any
+            size. Without a compiler, blocks run uncompiled and a warning is logged.
     """
     if compiled and (error := find_compiler_error(next(model.parameters()).device)):
         logger.warning(f"SOLVER.COMPILE has no effect: {error}")
@@ -123,29 +123,29 @@ def set_block_modes(
     for block in blocks.values():
         plain = block._call_impl
         call = torch.compile(plain, dynamic=dynamic) if compiled else plain
-        # Where ``nn.Module.compile`` puts a compiled call. Copies of a module, such as a moving
-        # average, are without it.
+        # ``nn.Module.compile`` uses the same attribute. Copies of a module, such as a moving
+        # average, do not have it.
         block._compiled_call_impl = _call_in_training(block, call, checkpointed)
     if checkpointed:
         logger.info(f"Activation checkpointing of {len(blocks)} blocks")
 
 
 def find_compiler_error(device: torch.device) -> str:
-    """Compiles a small function and returns the error; "" if it succeeds."""
+    """Compiles and runs a small function, and returns the error message; "" on success."""
     try:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: (2 * x).relu())(x).sum().backward()
-    except Exception as error:  # PyTorch, Triton and the C++ compiler each have their own
+    except Exception as error:  # types differ between PyTorch, Triton and the C++ compiler
         return one_line(error)
     return ""
 
 
 def _allow_graphs(count: int) -> None:
-    """Lets PyTorch keep that many graphs, and run code uncompiled if compiling fails."""
+    """Lets PyTorch cache ``count`` graphs, and run code uncompiled if compiling fails."""
     from torch._dynamo import config  # takes seconds to import
 
     config.suppress_errors = True
-    # Compiled calls of all blocks share one code object, for which PyTorch keeps few graphs.
+    # Compiled calls of all blocks share one code object, and PyTorch limits its cached graphs.
     for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
         setattr(config, limit, max(getattr(config, limit), count))
 
@@ -153,7 +153,7 @@ def _allow_graphs(count: int) -> None:
 def _call_in_training(
     block: nn.Module, call: Callable[..., Any], checkpointed: bool
 ) -> Callable[..., Any]:
-    """Returns a replacement for a block's call: ``call`` in training, else the original."""
+    """Returns a replacement for a block's call: ``call`` in training mode, else the original."""
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ def _call_in_training(
         return checkpoint(
             call,
             *args,
-            use_reentrant=False,  # the contexts are of the forward pass and the recomputation
+            use_reentrant=False,  # one context for the forward pass, one for the recomputation
             context_fn=lambda: (contextlib.nullcontext(), _preserved_statistics(norms)),
             **kwargs,
         )
@@ -177,7 +177,7 @@ def _preserved_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Lets a recomputation update copies of BatchNorm's statistics instead of the originals."""
     pairs = [(norm, name) for norm in norms for name in _STATISTICS if norm.training]
     kept = [(norm, name, norm._buffers[name]) for norm, name in pairs if name in norm._buffers]
-    for norm, name, buffer in kept:  # a copy, so that both passes save equally many tensors
+    for norm, name, buffer in kept:  # a copy, as both passes must save equally many tensors
         norm._buffers[name] = buffer.clone() if buffer is not None else None
     try:
         yield

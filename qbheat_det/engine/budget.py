@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Chooses image size, epochs and frozen stages so that a run ends within a number of minutes.
 
-Steps of the recipe are timed on this machine. Their time is assumed to grow with the area of the
-images, and the choice is timed again before its epochs are counted.
+Steps of the recipe are timed on this machine. Step time is assumed to be proportional to the area
+of the images. The chosen settings are timed again to determine the number of epochs.
 """
 
 import dataclasses
@@ -27,32 +27,32 @@ from .trainer import Trainer
 
 _SIZES = (2 / 3, 7 / 9, 1, 4 / 3, 16 / 9)  # of the recipe's shorter side
 _STRIDE = 32
-_ENOUGH = 2 / 3  # of the recipe's epochs, before larger images pay
-_FEWEST, _MOST = 1 / 3, 3  # of the recipe's epochs; with fewer, the backbone is frozen
-_NUM_STEPS = 12  # timed
-_SHARE = 0.95  # of the budget that is planned, as steps differ in time
+_ENOUGH = 2 / 3  # share of the recipe's epochs that an image size must allow to be chosen
+_FEWEST, _MOST = 1 / 3, 3  # times the recipe's epochs; below _FEWEST, the backbone is frozen
+_NUM_STEPS = 12  # steps that are timed
+_SHARE = 0.95  # planned share of the budget, as the duration of steps varies
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a run that do not depend on its length, and seconds of an epoch."""
+    """Seconds of a run that do not depend on its length, and seconds per epoch."""
 
     fixed: float
     epoch: float
 
     def count_epochs(self, seconds: float, area: float = 1.0) -> float:
-        """Returns the epochs in so many seconds, with images of ``area`` times the pixels."""
+        """Returns the epochs that fit in ``seconds``, if images have ``area`` times the pixels."""
         return max(0.0, seconds - self.fixed) / (self.epoch * area)
 
 
 def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tuple[RunFlags, str]:
-    """Returns flags with ``epochs``, ``image_size`` and ``freeze`` for ``minutes``, and a summary.
+    """Returns flags whose ``epochs``, ``image_size`` and ``freeze`` fit ``minutes``, and a summary.
 
-    Flags that the user has given stay. A resumed run keeps the plan in its ``config.yaml``.
+    Flags given by the user do not change. A resumed run keeps the plan in its ``config.yaml``.
 
     Raises:
-        UserError: the recipe has no ``SOLVER.EPOCHS`` or trains from cached features, or the time
-            is too short for any training.
+        UserError: the recipe has no ``SOLVER.EPOCHS`` or trains from cached features, the user also
+            sets the epochs, or the time is too short for any training.
     """
     start, seconds = time.monotonic(), 60 * (flags.minutes or 0)
     flags = dataclasses.replace(RunFlags.read(flags), minutes=None)
@@ -85,8 +85,8 @@ def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tu
 
 
 def _measure(cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer]) -> Pace:
-    """Times a few steps and evaluated images; equal on all processes."""
-    logging.disable(logging.WARNING)  # of a model that has learned nothing yet
+    """Times a few steps and the evaluation of a few images; returns the same on all processes."""
+    logging.disable(logging.WARNING)  # hides the results of a model that is hardly trained
     try:
         report = dry_run(cfg, build_trainer, num_steps=_NUM_STEPS)
     finally:
@@ -98,10 +98,10 @@ def _measure(cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer]) -> Pace:
 
 
 def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]:
-    """Returns the image size, None for the recipe's, and whether to freeze the backbone.
+    """Returns the image size (None for the recipe's size), and whether to freeze the backbone.
 
-    The largest size with enough epochs is chosen, or else the recipe's with a frozen backbone if
-    even the smallest images leave few epochs.
+    Chooses the largest size that allows enough epochs. If no size does, chooses the smallest size,
+    or, if even that allows too few epochs, the recipe's size with a frozen backbone.
     """
     usual, epochs = max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.SOLVER.EPOCHS
     sizes = [round(share * usual / _STRIDE) * _STRIDE for share in _SIZES]
@@ -114,7 +114,7 @@ def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]
 
 
 def _read_plan(flags: RunFlags, folder: Path) -> RunFlags:
-    """Returns flags with the plan in the ``config.yaml`` of a run."""
+    """Returns flags with the plan that the ``config.yaml`` of a run records."""
     cfg = load_config(folder / "config.yaml")
     size = max(cfg.INPUT.MIN_SIZE_TRAIN) if find_job(cfg) == "boxes" else cfg.INPUT.PRETRAIN.SIZE
     freeze = cfg.MODEL.BACKBONE.FREEZE_AT >= 5 and "MODEL.BACKBONE.FREEZE_AT" not in flags.opts
@@ -122,7 +122,7 @@ def _read_plan(flags: RunFlags, folder: Path) -> RunFlags:
 
 
 def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float) -> str:
-    """Returns the choice as flags, and its speed."""
+    """Returns a summary of the chosen flags and their speed."""
     words = f"--epochs {chosen.epochs:g}"
     words += f" --image-size {chosen.image_size}" if chosen.image_size else ""
     words += " --freeze, as there is no time to train the backbone" if chosen.freeze else ""

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Registers the data that flags name, enters them in the config, and holds out a validation part.
+"""Registers the data sets given by flags, adds them to the config, and holds out validation images.
 
-``load_fixed_images`` reads the same few images of a data set every time, for visualization.
+``load_fixed_images`` returns the same few images of a data set at every call, for visualization.
 """
 
 import json
@@ -74,12 +74,12 @@ CUSTOM_SETS = (
 
 
 def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
-    """Registers the data that flags name, and enters them in the config, in place.
+    """Registers the data sets given by flags, and sets their names in the config, in place.
 
     Raises:
         UserError: flags contradict each other or the config, or the data are invalid.
     """
-    # The config of an earlier run names data sets that its flags registered: drop them.
+    # The config of an earlier run may name data sets that only its flags registered. Drop them.
     data, knn, job = cfg.DATASETS, cfg.TEST.KNN, find_job(cfg)
     pairs = (data, "TRAIN"), (data, "TEST"), (data, "UNLABELLED"), (knn, "TRAIN"), (knn, "VAL")
     for node, key in pairs:
@@ -112,7 +112,7 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
 def _register_sources(
     cfg: CfgNode, flags: RunFlags, sources: dict[str, Source], split: dict[str, Any] | None
 ) -> None:
-    """Registers sources by name, the training set first, and checks that classes are equal."""
+    """Registers sources by name, training set first, and checks that they have equal classes."""
     weights = cfg.MODEL.WEIGHTS if flags.eval_only and not flags.resume else ""
     classes = list(class_names_of(weights)) if weights else []
     train = None
@@ -127,7 +127,7 @@ def _register_sources(
 
 
 def write_split(cfg: CfgNode) -> None:
-    """Writes ``OUTPUT_DIR/split.json`` if part of the training images is held out."""
+    """Writes ``OUTPUT_DIR/split.json`` if some of the training images are held out."""
     for name in cfg.DATASETS.TEST:
         if split := MetadataCatalog.get(name).get("split"):
             path = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
@@ -138,7 +138,7 @@ def write_split(cfg: CfgNode) -> None:
 def _find_sources(
     cfg: CfgNode, flags: RunFlags, job: str
 ) -> tuple[dict[str, Source], dict[str, Any] | None]:
-    """Returns the sources by "train" and "val", and their split if one source is split."""
+    """Returns a dict of sources ("train", "val"), and the split if both are parts of one source."""
     train, val = open_flags(flags, job)
     sources: dict[str, Source] = {}
     if train:
@@ -171,10 +171,11 @@ def _find_sources(
 
 
 def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource | None]:
-    """Opens --data or --images, and --val or --val-images.
+    """Opens the training source (--data or --images) and the validation source (--val or
+    --val-images). Each is None if its flags are not given.
 
     Raises:
-        UserError: a path holds no data or not for this ``job``, or images are missing.
+        UserError: a path contains no data for this ``job``, or images are missing.
     """
     opened: list[DataSource | None] = []
     pairs = ((flags.data, list(flags.images)), (flags.val, list(flags.val_images)))
@@ -185,7 +186,7 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
             opened.append(source)
             if job != "images" and (source.kind == "classes") != (job == "classes"):
                 wanted = "class folders" if job == "classes" else "boxes"
-                raise UserError(f"the config is for {wanted}, which '{path}' does not hold")
+                raise UserError(f"the config is for {wanted}, but '{path}' does not contain any")
         elif images:
             if job != "images":
                 flag, needed = ("--val-images", "--val") if opened else ("--images", "--data")
@@ -208,7 +209,11 @@ def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
 def _find_held_out(
     cfg: CfgNode, flags: RunFlags, whole: Source
 ) -> tuple[Source, dict[str, Any] | None]:
-    """Returns the part of a source that the run of the weights held out, if it held out one."""
+    """Returns the source to evaluate on, and its split.
+
+    The source is the part that was held out in the training of the weights. If nothing was held
+    out, it is the whole source, and the split is None.
+    """
     folder = Path(cfg.OUTPUT_DIR if flags.resume else cfg.MODEL.WEIGHTS).absolute()
     file = (folder if flags.resume else folder.parent) / SPLIT_FILE
     if not file.is_file():
@@ -238,7 +243,7 @@ def _use_neighbours(cfg: CfgNode, flags: RunFlags, sources: Mapping[str, Source]
 
 
 def _check_flags(flags: RunFlags, job: str) -> None:
-    """Checks the flags without reading data."""
+    """Checks that the flags do not contradict each other or ``opts``, without reading data."""
     keys, given = flags.overrides, vars(flags)
     for flag, key in _KEYS.items():
         if given[flag] and key in keys:
@@ -261,13 +266,13 @@ def _check_flags(flags: RunFlags, job: str) -> None:
 
 
 def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> None:
-    """Sets the config's number and names of classes, in place, and checks that all sets have them.
+    """Sets the number and names of classes in place, and checks that all test sets have them.
 
-    Training takes the classes of the training images. Evaluation takes them from the weights, else
-    from the config, else from the test images.
+    Training uses the classes of the training images. Evaluation uses the classes in the weights,
+    or else those in the config, or else those of the test images.
 
     Raises:
-        UserError: a set has no labels or other classes.
+        UserError: a set has no labels, or has different classes.
     """
     names: list[str] = []
     if eval_only:
@@ -285,7 +290,7 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
 
 
 class SpreadEntries(list[dict[str, Any]]):
-    """A list of mapped images; ``unreadable`` has the names of unreadable files."""
+    """A list of mapped records; ``unreadable`` lists the names of the files that failed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,10 +300,10 @@ class SpreadEntries(list[dict[str, Any]]):
 def read_spread(
     records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
 ) -> SpreadEntries:
-    """Returns up to ``number`` mapped images, spaced evenly over the records.
+    """Returns up to ``number`` mapped records, spaced evenly over all records.
 
-    The next readable image replaces one for which the mapper raises a ``UserError`` or returns no
-    dict.
+    If the mapper raises a ``UserError`` or returns no dict for a record, the next record that can
+    be read is used instead.
     """
     number = min(number, len(records))
     entries = SpreadEntries()
@@ -318,9 +323,9 @@ def read_spread(
 
 
 def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
-    """Returns up to ``number`` images of the first test or training set, mapped as in inference.
+    """Returns the same up to ``number`` images at every call, with the inference transforms.
 
-    Every call returns the same images.
+    The images are of the first test set, or of the first training set if there is no test set.
 
     Raises:
         UserError: no image can be read.

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Forecasts a run's time, memory and disk space from a few steps; files are temporary."""
+"""Forecasts the time, memory and disk space of a run from a few steps with temporary files."""
 
 import contextlib
 import itertools
@@ -45,14 +45,15 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """The forecast of a run, which ``str`` formats as a table.
+    """The forecast of a run; ``str`` formats it as a table.
 
     Attributes:
         model: name, device and size of the model.
-        costs: by part of the run, seconds per call and number of calls.
-        needs: by resource, bytes needed and available. "Memory" is the peak of this process and its
-            workers, "GPU memory" the peak of allocated tensors, "Disk" all checkpoints and weights
-            at a time, and "Cache" a teacher's features that are not cached yet.
+        costs: maps each part of the run to seconds per call and number of calls.
+        needs: maps each resource to the bytes that are needed and available. "Memory" is the peak
+            of this process and its workers, "GPU memory" the peak of allocated tensors. "Disk" is
+            the largest sum of checkpoints and weights, and "Cache" the features of a teacher that
+            are not cached yet.
         is_cached: whether the run will train from cached features.
     """
 
@@ -95,9 +96,9 @@ class DryRunReport:
 def dry_run(
     cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer], *, num_steps: int = 3
 ) -> DryRunReport:
-    """Runs a few steps, evaluates a few images and writes a checkpoint.
+    """Forecasts a run: trains a few steps, evaluates a few images and writes a checkpoint.
 
-    All processes of a run must call it.
+    All processes of a run must call this function.
 
     Args:
         cfg: config of the whole run.
@@ -105,7 +106,7 @@ def dry_run(
         num_steps: number of steps; the first third is a warm-up.
 
     Raises:
-        UserError: any error at the start of the whole run.
+        UserError: the whole run would fail at its start.
     """
     filter_detectron2_logs()
     if cfg.SOLVER.WANDB_PROJECT:
@@ -118,9 +119,9 @@ def dry_run(
             "SOLVER.WANDB_PROJECT": "",
             "DATASETS.TEST": names,
             "TEST.KNN.TRAIN": (),
-            "TEST.KNN.VAL": (),  # scoring would take as long as in the run
+            "TEST.KNN.VAL": (),  # the score would take as long as in the whole run
             "MODEL.SEMI.BURN_IN": 0.0,
-            "MODEL.CACHE_FEATURES.ENABLED": False,  # forecasts training without a cache
+            "MODEL.CACHE_FEATURES.ENABLED": False,  # the forecast is for training without a cache
             "MODEL.CACHE_FEATURES.FOLDER": str(folder),  # for the few views that a teacher encodes
         }
         trainer = build_trainer(with_values(cfg, values))
@@ -182,11 +183,14 @@ class _Timer(HookBase):
 
     @property
     def step_seconds(self) -> float:
-        """Mean duration after a third for warm-up; the median would ignore large, slow images."""
+        """Mean duration of the last two thirds of the steps; the first third is a warm-up.
+
+        The median would ignore the few steps with large images.
+        """
         return statistics.fmean(self._steps[len(self._steps) // 3 :])
 
     def get_memory(self) -> dict[str, tuple[int, int]]:
-        """Returns needed and available bytes of the memory and, if there is one, of the GPU."""
+        """Returns the needed and available bytes of main memory and, if present, GPU memory."""
         found = {"Memory": (self._memory_bytes, total_memory())}
         if torch.cuda.is_available():
             total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -194,12 +198,12 @@ class _Timer(HookBase):
         return found
 
     def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
-        """Returns the seconds for ``num_images``, shared by all processes."""
+        """Returns the seconds to evaluate ``num_images``, divided among all processes."""
         starts = self._image_starts
         gaps = [after - before for before, after in itertools.pairwise(starts)]
         if not gaps:  # one batch: includes its start-up time
             return self._evaluation * num_images / max(1, num_tried)
-        each = statistics.median_high(gaps)  # teacher and student each see every image
+        each = statistics.median_high(gaps)  # a teacher and a student are both timed
         once = max(0.0, self._evaluation - each * len(starts))
         return once + each * num_images * len(starts) / max(1, num_tried)
 
@@ -227,23 +231,23 @@ class _Timer(HookBase):
 
 
 def _forecast_disk(cfg: CfgNode, iterations: int, folder: Path) -> tuple[int, tuple[int, int]]:
-    """Returns the number of checkpoints, and the bytes of all that are on the disk at a time."""
+    """Returns the number of checkpoints, and the bytes of disk space needed and available."""
     written = math.ceil(iterations / cfg.SOLVER.CHECKPOINT_PERIOD)
-    # The oldest is removed after the next is written; model_final.pth is kept as well.
+    # The oldest checkpoint is removed after the next one is written. model_final.pth is kept too.
     most = cfg.SOLVER.CHECKPOINTS_KEPT + 1 if cfg.SOLVER.CHECKPOINTS_KEPT else written
     kept = 1 + min(most, written - 1)
     sizes = {file: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    checkpoint = sizes.get(folder / "dry_run.pth", 0)  # the main process alone writes it
+    checkpoint = sizes.get(folder / "dry_run.pth", 0)  # only the main process writes it
     # Files in subfolders are features.
     weights = max((sizes.get(file, 0) for file in folder.glob("*.safetensors")), default=0)
     needed = comm.all_gather(kept * checkpoint + 2 * weights)[0]  # weights: best and last
-    # The folder will be removed.
+    # The folder will be removed, so its size counts as available.
     return written, (needed, shutil.disk_usage(folder).free + sum(sizes.values()))
 
 
 @contextlib.contextmanager
 def _temporary_folder(output_dir: str) -> Iterator[Path]:
-    """Yields one folder for all processes, on the disk of ``output_dir``."""
+    """Yields a temporary folder, the same for all processes, on the disk of ``output_dir``."""
     parent = Path(output_dir).resolve()
     while not parent.is_dir():
         parent = parent.parent
@@ -264,7 +268,7 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Registers small test sets; yields their names, their size and the size of the whole sets."""
+    """Registers small test sets; yields their names, and the sizes of the small and full sets."""
     names: list[str] = []
     num_tried = num_images = 0
     try:
@@ -288,10 +292,10 @@ def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]
 
 
 def total_memory() -> int:
-    """Returns the memory of the machine in bytes, or of the container if that is less."""
+    """Returns the bytes of memory of the machine, or of the container if it has less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with contextlib.suppress(OSError):
-        # A container may see its own control group at the root, under its outside name.
+        # In a container, the control group may be mounted at the root instead of under its path.
         group = Path(_GROUP.read_text(encoding="utf-8").splitlines()[-1].split(":", 2)[2][1:])
         for folder in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # "max" is not a number

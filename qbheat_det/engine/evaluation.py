@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluates models on the test sets of a config, and scores backbones by nearest neighbours."""
+"""Evaluates models on the test sets of a config, and computes nearest-neighbour scores."""
 
 import logging
 import math
@@ -32,14 +32,14 @@ from .logs import track
 
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
-_MAX_IMAGES_DISTRIBUTED = 100_000  # with more, the waiting processes may time out
+_MAX_IMAGES_DISTRIBUTED = 100_000  # with more, processes that wait for the main one may time out
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> TestLoader:
-    """Returns a loader of a data set's images, mapped by ``INPUT.DATASET_MAPPER_NAME``.
+    """Returns a test loader whose mapper is ``INPUT.DATASET_MAPPER_NAME``.
 
     Detectors get Detectron2's loader with one image per batch. Classifiers and pre-training
-    objectives get batches of images of one size.
+    objectives get batches of equally sized images.
     """
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         return build_class_batches(cfg, dataset_name)
@@ -61,9 +61,9 @@ class Evaluation:
         self._warned: set[str] = set()
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """Returns results by task, such as ``{"bbox": {"AP": …}}``, nested by data set if several.
+        """Returns results by task, such as ``{"bbox": {"AP": …}}``, on the main process.
 
-        Empty on processes other than the main one.
+        With several test sets, returns such a dict for each, by name. Empty on other processes.
         """
         results = {name: self._evaluate(name, model) for name in self._cfg.DATASETS.TEST}
         if not comm.is_main_process():
@@ -99,7 +99,7 @@ class Evaluation:
 
 
 def _warn_of_skipped(task: str, errors: Sequence[DataError], warned: set[str]) -> None:
-    """Logs the images that a task skips, once per task."""
+    """Logs the images that a task skips, at most once per task."""
     by_place = {error.where: error for error in errors}
     if by_place and task not in warned:
         warned.add(task)
@@ -108,15 +108,16 @@ def _warn_of_skipped(task: str, errors: Sequence[DataError], warned: set[str]) -
 
 
 def scores_neighbours(cfg: CfgNode) -> bool:
-    """Whether a config names data sets for a nearest-neighbour score."""
+    """Whether ``TEST.KNN`` names data sets for a nearest-neighbour score."""
     return bool(cfg.TEST.KNN.TRAIN or cfg.TEST.KNN.VAL)
 
 
 def check_neighbours(cfg: CfgNode) -> None:
-    """Checks ``TEST.KNN`` and lists its images.
+    """Checks the data sets of ``TEST.KNN``.
 
     Raises:
-        UserError: a set is missing, or the sets have different classes.
+        UserError: a set is missing, the sets have different classes, or there are too many images
+            for several processes.
     """
     keys = cfg.TEST.KNN
     if not (keys.TRAIN and keys.VAL):
@@ -130,12 +131,12 @@ def check_neighbours(cfg: CfgNode) -> None:
 
 
 class NeighbourScorer:
-    """Scores the pooled features of a backbone on the data sets of ``TEST.KNN``."""
+    """Computes the nearest-neighbour score of a backbone's pooled features on ``TEST.KNN``."""
 
     def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
         """
         Raises:
-            UserError: the model does not take images of one size.
+            UserError: the model accepts images of several sizes, as detectors do.
         """
         if not isinstance(model, FixedSizeModel):
             raise UserError(
@@ -147,7 +148,7 @@ class NeighbourScorer:
         self._warned: set[str] = set()
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Returns the scores of a model in eval mode; each process encodes all images."""
+        """Returns the scores of a model in eval mode; the calling process encodes all images."""
         keys = self._cfg.TEST.KNN
         if not self._batches:
             self._batches = [self._load(s) for s in load_labelled_sets(keys.TRAIN, keys.VAL)]
@@ -167,7 +168,7 @@ class NeighbourScorer:
         return score_neighbours(train, val, k=keys.K, temperature=keys.TEMPERATURE)
 
     def draw(self, model: nn.Module) -> Figure:
-        """Returns the scores as a figure without images, for the visualization hook."""
+        """Returns a ``Figure`` with the scores and no images, for the visualization hook."""
         score = self(model)
         logger.info(
             f"Nearest neighbours: top-1 {score['top1']:.2f} +- {score['top1_standard_error']:.2f} "

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Finds the module that makes a loss infinite or nan, by running the step forward once more."""
+"""Finds the module that makes a loss infinite or NaN, by repeating the forward pass of the step."""
 
 import contextlib
 import dataclasses
@@ -29,22 +29,22 @@ def explain_failure(
 ) -> UserError:
     """Runs the micro-batches of a failed step again and returns the error to raise.
 
-    Every process must call it, because a model may communicate in its forward pass.
+    Every process must call this function, because a forward pass may communicate.
 
     Args:
         model: the model before the step, without a distributed wrapper.
-        losses: of this process's last micro-batch, by name.
-        batches: micro-batches of this process, up to the failed one; earlier ones draw random
-            numbers too.
-        run: the forward pass of one micro-batch, with the random state of the step.
-        iteration: of the failed step.
+        losses: losses of this process's last micro-batch, by name.
+        batches: micro-batches of this process up to the failed one. The earlier ones are needed
+            because they draw random numbers too.
+        run: the forward pass of one micro-batch; the caller has seeded the step.
+        iteration: iteration of the failed step.
     """
     try:
         with _watched(model) as found:
             for batch in batches:
                 run(batch)
         cause = found[0] if found else "the outputs of all modules are finite"
-    except Exception as error:  # must not hide the failure itself
+    except Exception as error:  # must not hide the original failure
         cause = f"running the step again raised {type(error).__name__}: {one_line(error)}"
     bad = [f"{name} {value}" for name, value in losses.items() if not math.isfinite(value)]
     names = [str(entry["file_name"]) for entry in batches[-1] if "file_name" in entry]
@@ -59,7 +59,7 @@ def explain_failure(
 
 @contextlib.contextmanager
 def _watched(model: nn.Module) -> Iterator[list[str]]:
-    """Yields a list of the modules whose outputs are not finite, children before their parents."""
+    """Yields a list that describes each module with non-finite outputs, children before parents."""
     found: list[str] = []
 
     def watch(name: str, module: nn.Module) -> Callable[..., None]:
@@ -74,7 +74,7 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
 
         return check
 
-    # A hook on a frozen norm would prevent its folding into the convolution, unlike in training.
+    # A frozen norm with a hook is not folded into its convolution, unlike in training.
     folded = {
         module.norm
         for module in model.modules()
@@ -93,7 +93,7 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _count_bad(value: Any) -> int:
-    """Returns how many floating-point values in nested data are not finite."""
+    """Returns the number of non-finite values in the tensors of nested data."""
     if isinstance(value, Tensor):
         return int((~torch.isfinite(value.detach())).sum())
     if isinstance(value, Instances | ImageList | Boxes) or dataclasses.is_dataclass(value):

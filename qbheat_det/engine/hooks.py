@@ -31,7 +31,7 @@ _PERIODIC = re.compile(r"model_(\d{7,})\.pth")
 class TrainingRun(Protocol):
     """The part of ``qbheat_det.engine.Trainer`` that hooks use.
 
-    Its attributes and methods are explained there.
+    ``Trainer`` documents the attributes and methods.
     """
 
     cfg: CfgNode
@@ -57,7 +57,7 @@ def is_due(run: TrainingRun, period: int) -> bool:
 
 
 def is_saved(run: TrainingRun, period: int) -> bool:
-    """Whether a checkpoint is written after this step: periodically, and before a signal's end."""
+    """Whether a checkpoint is written after this step, by the period or because of a signal."""
     return is_due(run, period) or run.stops
 
 
@@ -72,7 +72,7 @@ def save_checkpoint(run: TrainingRun) -> None:
 
 @contextmanager
 def step_before(run: TrainingRun) -> Iterator[None]:
-    """Sets the run's iteration back by one, to the last completed step."""
+    """Context in which the run's iteration is one lower: the last completed step."""
     run.iter -= 1
     try:
         yield
@@ -89,14 +89,15 @@ def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
 class EvalHook(HookBase):
     """Evaluates periodically and after the last step, and exports the best weights so far.
 
-    It must come before ``PeriodicCheckpointer``, so that a checkpoint contains all results up to
-    its iteration. If evaluation fails, it saves a checkpoint before it raises the error.
+    This hook must come before ``PeriodicCheckpointer``, so that a checkpoint contains all results
+    up to its iteration. If an evaluation fails, the hook saves a checkpoint and raises the error.
 
     Attributes:
         best: ``value`` and ``iteration`` of the best evaluation so far; empty at first.
         is_owed: whether the evaluation at the last checkpoint was skipped or failed.
         is_evaluating: whether an evaluation is in progress.
-        value: ``best_metric`` of the last evaluation on the main process; None if it has none.
+        value: ``best_metric`` in the last evaluation (main process only); None if it is missing or
+            not finite.
         sign: 1 if a higher value is better, -1 if a lower one is.
         seconds: duration of the evaluation after the current step; 0.0 if there was none.
     """
@@ -106,7 +107,7 @@ class EvalHook(HookBase):
     def __init__(self, *, period: int, best_metric: str) -> None:
         """
         Args:
-            period: iterations between evaluations; 0 for one after the last step.
+            period: iterations between evaluations; 0 evaluates only after the last step.
             best_metric: "task/metric" that selects the best weights. Higher is better, unless the
                 metric's name begins with "loss".
         """
@@ -124,20 +125,20 @@ class EvalHook(HookBase):
         return {"metric": self._best_metric, "is_owed": self.is_owed, **self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``; drops a best value of another metric."""
+        """Restores ``state_dict``; drops the best value if it is of another metric."""
         best = dict(state_dict)
         self.is_owed = best.pop("is_owed")
         self.best = best if best.pop("metric") == self._best_metric else {}
 
     def before_train(self) -> None:
-        """Runs the evaluation that a signal prevented before the run was resumed."""
+        """Runs the evaluation that was skipped or failed before the run was resumed."""
         if self.is_owed:
             with step_before(self.trainer):
                 self._run()
                 save_checkpoint(self.trainer)
 
     def after_step(self) -> None:
-        """Evaluates if it is due and there are test sets."""
+        """Evaluates if an evaluation is due and there are test sets."""
         self.seconds = 0.0
         if not (self.trainer.cfg.DATASETS.TEST and self.is_due()):
             return
@@ -188,7 +189,7 @@ class EvalHook(HookBase):
 class PeriodicCheckpointer(HookBase):
     """Saves periodically and after the last step, and removes all but the newest checkpoints.
 
-    It must come after the hooks that log, so that a checkpoint contains their state.
+    This hook must come after the hooks that log, so that a checkpoint contains their state.
 
     Attributes:
         seconds: duration of the save after the current step; 0.0 if there was none.
@@ -203,7 +204,7 @@ class PeriodicCheckpointer(HookBase):
         self.seconds = 0.0
 
     def after_step(self) -> None:
-        """Saves if it is due."""
+        """Saves a checkpoint if one is due."""
         self.seconds = 0.0
         run = self.trainer
         if not is_saved(run, self._period):
@@ -219,7 +220,7 @@ class PeriodicCheckpointer(HookBase):
         matches = [(_PERIODIC.fullmatch(path.name), path) for path in folder.iterdir()]
         periodic = {int(match[1]): path for match, path in matches if match}
         past = sorted(iteration for iteration in periodic if iteration <= self.trainer.iter)
-        # Later ones are from before the run was resumed from an earlier checkpoint.
+        # Later checkpoints are left over if the run was resumed from an earlier one.
         for iteration in {*past[: -self._kept], *(periodic.keys() - set(past))}:
             periodic[iteration].unlink()
 
@@ -227,17 +228,17 @@ class PeriodicCheckpointer(HookBase):
 class SkippedImages(HookBase):
     """Collects the images that the data streams of all processes skipped, with the reasons.
 
-    The log names new ones after each period, and ``OUTPUT_DIR/skipped_images.txt`` lists all. It
-    must come before ``PeriodicCheckpointer``, which stores its state.
+    After each period, the log names the newly skipped images. ``OUTPUT_DIR/skipped_images.txt``
+    lists all of them. This hook must come before ``PeriodicCheckpointer``, which stores its state.
 
     Attributes:
-        errors: reasons by image, equal on all processes.
+        errors: the error of each image, by file name; equal on all processes.
     """
 
     trainer: TrainingRun
 
     def __init__(self, *, period: int) -> None:
-        """``period`` is the number of iterations between exchanges; 0 for one at the end."""
+        """``period`` is the number of iterations between exchanges; 0 exchanges at the end only."""
         self._period = period
         self.errors: dict[str, DataError] = {}
 
@@ -285,8 +286,8 @@ def average_batch_statistics(run: TrainingRun) -> None:
 
 
 def average_over_processes(own: Tensor) -> None:
-    """Averages a tensor over all processes, in place; equal tensors keep their bits."""
-    # The mean of n equal numbers can be rounded, so that frozen statistics would drift.
+    """Averages a tensor over all processes, in place; equal tensors stay bit-identical."""
+    # A plain mean of n equal numbers is rounded, which would make frozen statistics drift.
     first = own.clone()
     torch.distributed.broadcast(first, src=0)
     difference = own - first

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Ends a run after the current step, with a checkpoint, on Ctrl-C or a job scheduler's signal."""
+"""Saves a checkpoint and ends the run after the current step, on Ctrl-C or a scheduler's signal."""
 
 import os
 import signal
@@ -21,10 +21,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignals(HookBase):
     """Ends a run on SIGINT, SIGTERM or SIGUSR1; must be the last hook.
 
-    The all-reduce of losses tells all processes after which step to end, before the checkpoint hook
-    runs. A signal interrupts an evaluation at once: the step is saved, and ``--resume`` begins with
-    the evaluation. A second Ctrl-C ends the process immediately, except under torchrun, which
-    repeats the first signal.
+    The all-reduce of losses also communicates signals, so that all processes end after the same
+    step, before the checkpoint hook runs. A signal interrupts an evaluation immediately: the step
+    is saved, and ``--resume`` starts with the evaluation. A second Ctrl-C ends the process
+    immediately, except under torchrun, which repeats the first signal.
     """
 
     trainer: Any
@@ -34,7 +34,7 @@ class StopSignals(HookBase):
         self._before: dict[int, Any] = {}
 
     def before_train(self) -> None:
-        """Installs the signal handlers, which Python allows in the main thread only."""
+        """Installs the signal handlers; Python allows this only in the main thread."""
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
 
@@ -48,7 +48,7 @@ class StopSignals(HookBase):
         """Ends the run if any process received a signal.
 
         Raises:
-            Interrupted: on every process, after the checkpoint is written.
+            Interrupted: a process received a signal; raised on all, after the checkpoint is saved.
         """
         if self.trainer.stops:
             comm.synchronize()  # torchrun ends the others after the first exit
@@ -76,20 +76,20 @@ class StopSignals(HookBase):
 
 
 class YieldToNewerStart(HookBase):
-    """Ends a run that was restarted elsewhere, before it overwrites the new run's checkpoints.
+    """Ends this process if the run was restarted elsewhere, before it overwrites new checkpoints.
 
-    torchrun restarts a run without a slow machine if it considers the machine dead.
+    If torchrun considers a slow machine dead, it restarts the run without that machine.
     """
 
     trainer: TrainingRun
 
     def before_train(self) -> None:
-        """Counts the starts up to this one."""
+        """Counts the starts in ``run.json``, including this one."""
         self._file = Path(self.trainer.cfg.OUTPUT_DIR) / RUN_FILE
         self._count = len(read_run_record(self._file))
 
     def after_step(self) -> None:
-        """Looks for a later start when a checkpoint is due.
+        """Checks for a later start whenever a checkpoint is due.
 
         Raises:
             UserError: the run has a later start.

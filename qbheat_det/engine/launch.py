@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Runs a function in one or several processes, under torchrun or by Detectron2's ``launch``."""
+"""Runs a function in one or more processes, with torchrun or Detectron2's ``launch``."""
 
 import argparse
 import os
@@ -36,22 +36,22 @@ _TORCHRUN = "torchrun --nproc-per-node N tools/train_net.py … (docs/distribute
 def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Namespace) -> R | None:
     """Calls ``main(args)`` in every process of the run.
 
-    Under torchrun, this process joins the others with NCCL if the config uses GPUs, else with gloo.
-    Otherwise Detectron2 starts ``args.num_gpus`` processes on this machine.
+    Under torchrun, this process joins the process group: NCCL if the config uses GPUs, else gloo.
+    Without torchrun, Detectron2 starts ``args.num_gpus`` processes on this machine.
 
     Returns:
-        The result of ``main`` in this process; None if it ran in other processes.
+        The result of ``main`` in this process; None if other processes ran it.
 
     Raises:
-        UserError: the processes cannot be started, or one met bad input. Under torchrun, one
-            process raises it and the others exit with code 2.
+        UserError: the processes cannot be started, or ``main`` raised a ``UserError`` in one of
+            them. Under torchrun, one process raises it and the others exit with code 2.
     """
     if all(name in os.environ for name in _RANK_VARIABLES):
         return _run_as_rank(main, args)
     _check_launch(args)
     if args.num_gpus * args.num_machines <= 1:
         return main(args)
-    # Detectron2's default port is equal for all runs of a user: choose a free one.
+    # Detectron2's default port is the same for all runs of a user, so choose a free one.
     is_local = args.num_machines == 1 and args.dist_url.startswith("tcp://127.0.0.1")
     try:
         launch(
@@ -100,9 +100,9 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         )
     store, rank, world_size = next(rendezvous("env://", timeout=_STARTING))
     if is_one_machine:
-        # torchrun's store outlives a restart, with addresses of ended processes, for which new
-        # processes would wait. Only one machine knows the number of restarts: several machines
-        # need a new store each time, which the variable above gives them.
+        # torchrun's store survives a restart, and new processes would wait for the ended ones that
+        # it lists. The prefix prevents this on one machine. With several machines, the number of
+        # restarts is not shared, and the variable above gives them a new store for each start.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"attempt_{attempt}", store)
     try:
@@ -110,7 +110,7 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=DEFAULT_TIMEOUT
         )
-        # Detectron2's group of this machine's processes, as its ``launch`` creates it.
+        # Detectron2's ``launch`` would create this group of the processes on this machine.
         comm._LOCAL_PROCESS_GROUP, _ = dist.new_subgroups(int(os.environ["LOCAL_WORLD_SIZE"]))
         comm.synchronize()
         result = main(args)
@@ -127,10 +127,10 @@ def _run_as_rank(main: Callable[[argparse.Namespace], R], args: argparse.Namespa
             "torchrun continues from the last checkpoint (docs/distributed.md)"
         ) from error
     except UserError:
-        # Usually every process meets the bad input: the first one reports it.
+        # Usually every process raises this error. Only the first one reports it.
         if store.add("qbheat_det/user_error", 1) == 1:
             raise
-        time.sleep(1)  # torchrun ends all processes after the first exit: let it report
+        time.sleep(1)  # torchrun ends all processes after the first exit, so let that one report
         raise SystemExit(2) from None
     dist.destroy_process_group()
     return result
@@ -158,9 +158,9 @@ def distribute(model: nn.Module) -> nn.Module:
 
 
 def may_have_unused_parameters(model: nn.Module) -> bool:
-    """Whether the backbone may have outputs that no head reads, with parameters of their own.
+    """Whether the backbone may have outputs, with their own parameters, that no head reads.
 
-    DDP's search for unused parameters walks through the graph in every step.
+    Only then must DDP search the graph for unused parameters in every step.
     """
     backbone = get_backbone(model)
     if backbone is None:

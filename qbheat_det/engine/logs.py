@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What a run prints and logs: messages, progress, and metrics in files, TensorBoard and W&B."""
+"""Logs of a run: messages, progress bars, and metrics in files, TensorBoard and W&B."""
 
 import contextlib
 import copy
@@ -41,7 +41,7 @@ _opened: list[logging.Handler] = []  # handlers of the last run in this process
 
 
 def open_log(folder: Path, *, rank: int = 0) -> None:
-    """Writes all messages to ``log.txt``, and prints a summary on the main process.
+    """Logs all messages to ``log.txt``; the main process also prints the most important ones.
 
     Closes the log of an earlier run in this process. Processes with a ``rank`` above 0 write to
     ``log.txt.rank<rank>``.
@@ -65,7 +65,7 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def removes_empty_run(folder: Path) -> Iterator[None]:
-    """Removes the folder of a run after a ``UserError`` if it has nothing but the log."""
+    """Removes a run's folder after a ``UserError`` if it has only the log and the split."""
     try:
         yield
     except UserError:
@@ -84,7 +84,7 @@ def _close_log() -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """Ignores a full disk: the next checkpoint reports it."""
+    """A log file that ignores errors such as a full disk, which the next checkpoint reports."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -95,9 +95,9 @@ class _LogFile(logging.FileHandler):
 
 
 class _SummaryHandler(logging.Handler):
-    """Prints this package's messages and Detectron2's warnings above the progress bars.
+    """Prints this package's messages, and all warnings, above the progress bars.
 
-    Without progress bars, it prints Detectron2's line of progress as well.
+    If there are no progress bars, also prints Detectron2's progress line.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class _SummaryHandler(logging.Handler):
         self.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", datefmt="%H:%M:%S"))
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # Some classes use the logger of the Detectron2 class that they extend.
+        # Some classes of this package use the logger of the Detectron2 class that they extend.
         is_own = record.name.startswith("qbheat_det") or record.pathname.startswith(_PACKAGE)
         is_progress = record.name == "detectron2.utils.events" and not is_interactive()
         error = record.exc_info[1] if record.exc_info else None
@@ -120,13 +120,13 @@ class _SummaryHandler(logging.Handler):
 
 
 def filter_detectron2_logs() -> None:
-    """Removes Detectron2's messages that are repeated elsewhere or expected."""
+    """Hides messages of Detectron2 that are expected, or that this package prints itself."""
     logging.getLogger("detectron2.engine.train_loop").addFilter(_is_no_user_error)
     logging.getLogger("detectron2.data.datasets.coco").addFilter(_is_not_about_ids)
 
 
 def _is_no_user_error(record: logging.LogRecord) -> bool:
-    # The tool prints it at the end; Detectron2's loop would log a traceback before.
+    # The tool prints the error at the end. Detectron2's loop would also log a traceback.
     return not (record.exc_info and isinstance(record.exc_info[1], UserError))
 
 
@@ -140,14 +140,14 @@ def is_interactive() -> bool:
 
 
 def track(items: Iterable[T], *, title: str, unit: str = "batch") -> Iterable[T]:
-    """Returns the items with a progress bar if the output is interactive; ``len`` is kept."""
+    """Wraps the items in a progress bar, which is drawn if the output is interactive."""
     return tqdm(items, desc=title, unit=unit, leave=False, delay=1, disable=not is_interactive())
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    """Prints an evaluation's results as a line of JSON such as ``{"bbox/AP": 40.1}``.
+    """Prints the results of an evaluation as one line of JSON, such as ``{"bbox/AP": 40.1}``.
 
-    Does nothing on a terminal, where the log shows them. Values that are not finite become null.
+    Does nothing on a terminal, where the log shows the results. Non-finite values become null.
     """
     if not sys.stdout.isatty():
         values = flatten_results_dict(results).items()
@@ -155,7 +155,7 @@ def print_results(results: Mapping[str, Any]) -> None:
 
 
 def describe_model(cfg: CfgNode, model: nn.Module) -> str:
-    """Returns a line with the name, device and size of a model."""
+    """Returns one line with the name, device and numbers of parameters of a model."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     total, trained = sum(size for size, _ in sizes), sum(size for size, free in sizes if free)
     return (
@@ -165,10 +165,10 @@ def describe_model(cfg: CfgNode, model: nn.Module) -> str:
 
 
 class PeriodicWriter(hooks.PeriodicWriter):
-    """Detectron2's hook, which opens its writers when training starts or resumes.
+    """Detectron2's hook, with writers that are opened when training starts or resumes.
 
-    After an error it closes them without writing: the step is incomplete, and an error of a writer
-    would hide the first one.
+    After an error, the writers are closed without writing. The step is incomplete, and an error of
+    a writer would hide the original error.
     """
 
     trainer: TrainingRun
@@ -177,7 +177,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
         super().__init__([], period)
 
     def before_train(self) -> None:
-        """Opens the writers and removes lines of ``metrics.json`` that the run will repeat."""
+        """Opens the writers, and removes the lines of ``metrics.json`` that will be repeated."""
         run, cfg = self.trainer, self.trainer.cfg
         per_epoch = run.data_loader.num_images / cfg.SOLVER.IMS_PER_BATCH
         folder, window = Path(cfg.OUTPUT_DIR), cfg.SOLVER.LOG_PERIOD
@@ -198,7 +198,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
         )
 
     def after_step(self) -> None:
-        """Updates the progress bar, and writes if it is due."""
+        """Updates the progress bar, and writes at the end of each period."""
         self._bar.update()
         super().after_step()
         if self._bar.n % self._period == 0 and not self._bar.disable:
@@ -207,7 +207,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
             self._bar.set_postfix({name: f"{latest[name][0]:.4g}" for name in names})
 
     def after_train(self) -> None:
-        """Writes the remaining scalars of a complete run, and closes the writers."""
+        """Closes the writers; if the run is complete, writes the remaining scalars first."""
         self._bar.close()
         if self.trainer.iter >= self.trainer.max_iter:
             super().after_train()
@@ -217,7 +217,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
 
 
 def drop_metrics_from(path: Path, iteration: int) -> None:
-    """Removes the lines of a ``metrics.json`` at or after an iteration, and incomplete ones."""
+    """Removes incomplete lines of ``metrics.json``, and those at or after ``iteration``."""
     if not path.is_file():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -234,7 +234,7 @@ def _is_before(line: str, iteration: int) -> bool:
 
 
 class ProgressPrinter(CommonMetricPrinter):
-    """Writes Detectron2's progress line to ``log.txt``, with the epoch in front."""
+    """Logs Detectron2's progress line, prefixed with the epoch."""
 
     def __init__(self, max_iter: int, *, iterations_per_epoch: float, window_size: int) -> None:
         super().__init__(max_iter, window_size)
@@ -243,14 +243,14 @@ class ProgressPrinter(CommonMetricPrinter):
         self.logger: Any = _EpochPrefix(self.logger, {"epochs": epochs})
 
     def write(self) -> None:
-        """Prints the line, and puts ``epoch`` into the storage."""
+        """Logs the progress line, and adds ``epoch`` to the event storage."""
         storage = get_event_storage()
         epoch = (storage.iter + 1) / self._iterations_per_epoch
         self.logger.extra["epoch"] = epoch
         if any(iteration == storage.iter for _, iteration in storage.latest().values()):
             storage.put_scalar("epoch", epoch, smoothing_hint=False)
-        # Detectron2 prints the median of every scalar named "loss"; names with "/" belong to
-        # evaluations, which have their own lines.
+        # Detectron2 prints the median of every scalar with "loss" in its name. Scalars with "/" are
+        # results of evaluations, which are logged separately.
         steps_only = copy.copy(storage)
         histories = {name: h for name, h in storage.histories().items() if "/" not in name}
         steps_only.histories = lambda: histories
@@ -267,13 +267,13 @@ class _EpochPrefix(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 class WandbWriter(EventWriter):
-    """Sends every scalar to Weights & Biases; ``WANDB_MODE=offline`` keeps them on the disk.
+    """Sends all scalars to Weights & Biases; with ``WANDB_MODE=offline``, keeps them on the disk.
 
-    ``OUTPUT_DIR/wandb_run_id.txt`` stores the id, so that a resumed run continues its curves.
+    ``OUTPUT_DIR/wandb_run_id.txt`` stores the run's id, so that a resumed run extends its curves.
     """
 
     def __init__(self, cfg: CfgNode, *, resume: bool = False) -> None:
-        """Starts a run named after ``OUTPUT_DIR``, or resumes the run of the stored id."""
+        """Starts a W&B run named after ``OUTPUT_DIR``, or resumes the run with the stored id."""
         wandb, folder = check_wandb(), Path(cfg.OUTPUT_DIR)
         id_file = folder / "wandb_run_id.txt"
         run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else ""
@@ -309,7 +309,7 @@ class WandbWriter(EventWriter):
             self._run.log(scalars, step=iteration)
 
     def close(self) -> None:
-        """Ends the run; marks it as failed if an exception is being handled."""
+        """Ends the W&B run; marks it as failed if an exception is being handled."""
         self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Training with images without labels: the moving average of the weights is the teacher.
+"""Training on unlabelled images with a mean teacher, the moving average of the weights.
 
-After a burn-in on labels alone, the teacher predicts on the weak views of unlabelled images, and
-the model learns these predictions on the strong views (``modeling/dense.py``). Teacher
-and position in the unlabelled images follow from a checkpoint, so a run resumes exactly.
+The model first trains on labelled images only (burn-in). Then the teacher predicts on weak views of
+unlabelled images, and the model learns these predictions on strong views (``modeling/dense.py``).
+Checkpoints determine the teacher and the position in the unlabelled images, so runs resume exactly.
 """
 
 import contextlib
@@ -27,14 +27,15 @@ from qbheat_det.modeling.contracts import (
 from .hooks import EvalHook, TrainingRun
 
 logger = logging.getLogger(__name__)
-_CERTAIN = 0.5  # score from which a teacher's box is counted
+_CERTAIN = 0.5  # minimum score of the teacher's boxes that are counted
 
 
 def use_mean_teacher(cfg: CfgNode, given: dict[str, str]) -> None:
     """Switches ``SOLVER.EMA`` on, in place, if ``DATASETS.UNLABELLED`` names images.
 
     Raises:
-        UserError: the model cannot learn from them, or an override switches the average off.
+        UserError: the model cannot learn from unlabelled images, or an override disables the
+            average.
     """
     if not cfg.DATASETS.UNLABELLED:
         return
@@ -50,7 +51,11 @@ class MeanTeacher:
     """Adds ``PSEUDO_LABELS`` to the unlabelled images of a micro-batch, in place."""
 
     def __init__(self, model: nn.Module, *, precision: torch.dtype | None) -> None:
-        """Takes the moving average, in evaluation mode, and the type of autocast."""
+        """
+        Args:
+            model: the moving average, in eval mode.
+            precision: dtype of autocast; None disables autocast.
+        """
         assert isinstance(model, SupportsUnlabelled)
         self._teacher: Any = model
         self._precision = precision
@@ -69,9 +74,10 @@ class MeanTeacher:
 
     @torch.no_grad()
     def count_boxes(self) -> float | None:
-        """Returns the boxes per image of the last micro-batch; None if it has no unlabelled images.
+        """Returns the teacher's boxes per unlabelled image of the last micro-batch, or None.
 
-        The boxes are those of inference with a score of at least 0.5; training does not use them.
+        Counts boxes that inference returns with a score of at least 0.5. Training does not use
+        them. Returns None if the micro-batch has no unlabelled images.
         """
         if not self._last:
             return None
@@ -80,7 +86,7 @@ class MeanTeacher:
 
 
 def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int) -> list[HookBase]:
-    """Returns the hook that evaluates, and with a teacher the one that counts its boxes."""
+    """Returns the evaluation hook; with a teacher, also the hook that counts its boxes."""
     period, metric = cfg.TEST.EVAL_PERIOD, cfg.TEST.BEST_METRIC
     if teacher is None:
         return [EvalHook(period=period, best_metric=metric)]
@@ -91,12 +97,12 @@ def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int)
 
 
 class PseudoBoxes(HookBase):
-    """Logs the teacher's certain boxes per image as ``pseudo_boxes``."""
+    """Logs ``pseudo_boxes``, the teacher's boxes per image with a score of at least 0.5."""
 
     trainer: TrainingRun
 
     def __init__(self, teacher: MeanTeacher, *, period: int) -> None:
-        """``period`` is the number of iterations between two counts."""
+        """``period`` is the number of iterations between two values in the log."""
         self._teacher = teacher
         self._period = period
 
@@ -108,10 +114,14 @@ class PseudoBoxes(HookBase):
 
 
 class SemiSupervisedEvalHook(EvalHook):
-    """Also evaluates at the end of the burn-in, and warns if later results are worse."""
+    """``EvalHook`` that also evaluates after the burn-in, and warns if later results are worse."""
 
     def __init__(self, *, burn_in: int, **settings: Any) -> None:
-        """``burn_in`` is the number of steps on labels alone; the rest is of ``EvalHook``."""
+        """
+        Args:
+            burn_in: number of steps on labelled images only.
+            settings: arguments of ``EvalHook``.
+        """
         super().__init__(**settings)
         self._burn_in = burn_in
         self._supervised: float | None = None

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Copies a run to ``SOLVER.CHECKPOINT_URL``, from where any machine can resume it."""
+"""Copies a run to ``SOLVER.CHECKPOINT_URL``, so that any machine can resume it."""
 
 import logging
 import subprocess
@@ -22,7 +22,7 @@ _FILES = (
 
 
 def fetch_run(cfg: CfgNode) -> None:
-    """Fetches the last checkpoint at ``SOLVER.CHECKPOINT_URL`` to ``OUTPUT_DIR``.
+    """Copies the last checkpoint and its run's files from the URL to ``OUTPUT_DIR``.
 
     Raises:
         UserError: the URL cannot be read.
@@ -32,9 +32,9 @@ def fetch_run(cfg: CfgNode) -> None:
 
 
 class Mirror(HookBase):
-    """Sends each new checkpoint and the run's other files, in the background.
+    """Uploads each new checkpoint and the changed files of the run, in the background.
 
-    A failed transfer is logged, and the next checkpoint sends every file again.
+    If a transfer fails, the error is logged, and all files are sent again with the next checkpoint.
     """
 
     trainer: TrainingRun
@@ -46,11 +46,11 @@ class Mirror(HookBase):
         self._sent: dict[str, int] = {}  # modification time by file name
 
     def before_train(self) -> None:
-        """Notes the checkpoint that ``fetch_run`` found, or that a local run continues from."""
+        """Marks the checkpoint that the run resumes from as sent, so that it is not sent again."""
         self._sent[transfer.TAG] = self._changed(transfer.TAG)
 
     def after_step(self) -> None:
-        """Starts to send a new checkpoint, after waiting for the previous transfer."""
+        """If there is a new checkpoint, waits for the previous transfer and starts the next."""
         if self._changed(transfer.TAG) == self._sent[transfer.TAG]:
             return
         self._wait()
@@ -61,7 +61,7 @@ class Mirror(HookBase):
         self._process = _start(self._cfg, "send", str(self._cfg.SOLVER.CHECKPOINTS_KEPT), *new)
 
     def after_train(self) -> None:
-        """Waits until the last checkpoint is sent, after an error as well."""
+        """Waits until the last checkpoint is sent, also if training failed."""
         if self._sent:  # else an earlier hook failed before training
             self.after_step()
             self._wait()
@@ -89,6 +89,6 @@ def _start(cfg: CfgNode, action: str, *words: str) -> subprocess.Popen[str]:
 
 
 def _finish(process: subprocess.Popen[str]) -> str:
-    """Returns the error of a transfer; "" if it succeeded."""
+    """Waits for a transfer and returns its error message; "" if it succeeded."""
     said = process.communicate()[0].strip().splitlines()
     return (said[-1] if said else f"exit code {process.returncode}") if process.returncode else ""

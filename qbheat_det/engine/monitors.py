@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Hooks that monitor the model during training: figures, and the similarity of its tokens.
+"""Hooks that monitor the model during training: figures, and token similarity.
 
 ``import qbheat_det.analysis`` registers the drawing functions in
 ``qbheat_det.core.figures.TRAINING_FIGURES``.
@@ -40,8 +40,8 @@ from .hooks import TrainingRun, is_due
 
 logger = logging.getLogger(__name__)
 COLLAPSED = 0.995
-"""Mean cosine over images above which tokens count as collapsed."""
-_READINGS = 5  # consecutive collapsed readings after the warm-up before the warning
+"""Tokens count as collapsed if their mean cosine similarity over images exceeds this value."""
+_READINGS = 5  # consecutive collapsed readings after the warm-up that trigger the warning
 _PER_RUN = 20  # drawings of each figure if VIS.PERIOD is 0
 DrawFigure = Callable[[nn.Module], Figure]
 
@@ -49,14 +49,14 @@ DrawFigure = Callable[[nn.Module], Figure]
 class VisualizationHook(HookBase):
     """Draws figures before the first step, periodically, and after the last step.
 
-    Figures go to ``OUTPUT_DIR/visualizations``, with the number of steps in the name, and to
-    TensorBoard. A periodic drawing is skipped if it and the final one would exceed the figure's
-    share of the run's time. The hook changes no weights, no order of images and no dropout, and
-    logs errors instead of raising them. Only the main process draws; the others wait for it in
-    their next step.
+    Figures are written to ``OUTPUT_DIR/visualizations``, with the number of steps in the name, and
+    to TensorBoard. A periodic drawing is skipped if this drawing and the final one would exceed the
+    figure's share of the run's time. The hook does not change weights, image order or dropout. It
+    logs errors instead of raising them. Only the main process draws, and all other processes wait
+    in their next step.
 
     Attributes:
-        costs: by figure, the seconds of all drawings and of the last drawing.
+        costs: maps each figure to the seconds of all its drawings and of its last drawing.
     """
 
     trainer: TrainingRun
@@ -64,9 +64,10 @@ class VisualizationHook(HookBase):
     def __init__(self, figures: Mapping[str, DrawFigure], *, period: int, share: float) -> None:
         """
         Args:
-            figures: drawing functions by name, which get the model in eval mode without gradients.
-            period: steps between drawings; 0 for a twentieth of the run.
-            share: maximum part of the run's time for each figure.
+            figures: drawing functions by name; called with the model in eval mode, without
+                gradients.
+            period: steps between drawings; 0 means a twentieth of the run.
+            share: maximum share of the run's time that each figure may take.
         """
         self._figures = dict(figures)
         self._period = period
@@ -88,14 +89,14 @@ class VisualizationHook(HookBase):
             self.costs[name] = tuple(state_dict["costs"][name])
 
     def before_train(self) -> None:
-        """Draws all figures of a new run."""
+        """Draws all figures before the first step; does nothing in a resumed run."""
         self._started = perf_counter()
         if comm.is_main_process() and self.trainer.start_iter == 0:
             for name in list(self._figures):
                 self._draw(name, steps=0)
 
     def after_step(self) -> None:
-        """Draws the figures that are due and within their share of time."""
+        """Draws the figures that are due and do not exceed their share of the time."""
         steps, end = self.trainer.iter + 1, self.trainer.max_iter
         period = self._period or math.ceil(end / _PER_RUN)
         if not (comm.is_main_process() and is_due(self.trainer, period)):
@@ -107,7 +108,7 @@ class VisualizationHook(HookBase):
                 self._draw(name, steps)
 
     def after_train(self) -> None:
-        """Logs the time that figures took, after an error as well."""
+        """Logs the time that each figure took, also if training failed."""
         if self.costs and comm.is_main_process():
             each = ", ".join(f"{name} {seconds:.1f}" for name, (seconds, _) in self.costs.items())
             logger.info(f"Of {self._run_seconds():.1f} seconds, figures took: {each}")
@@ -146,10 +147,10 @@ class VisualizationHook(HookBase):
 
 
 def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHook | None:
-    """Returns a hook for the config's figures and nearest-neighbour score; None if it has none.
+    """Returns a hook for figures and the nearest-neighbour score; None if both are disabled.
 
     Raises:
-        UserError: the model has no backbone to score.
+        UserError: the config asks for a score, but the model accepts images of several sizes.
     """
     keys = cfg.VIS
     figures: dict[str, DrawFigure] = {}
@@ -164,14 +165,14 @@ def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHoo
 
 
 class TokenMonitor(HookBase):
-    """Logs the mean cosines of each block's tokens, and warns once if most blocks collapse.
+    """Logs the mean cosine similarity of each block's tokens, and warns once if most collapse.
 
     The tokens of a Mobile-Former can collapse to the same vectors for all images. The loss still
-    falls, but the tokens then contain no information about the image.
+    decreases, but the tokens then contain no information about the image.
 
-    "cosine_over_images/<block>" compares one token between the images of a micro-batch, and
-    "cosine_over_tokens/<block>" the tokens of one image. Blocks have hooks only in steps that are
-    logged.
+    "cosine_over_images/<block>" compares the same token across the images of a micro-batch, and
+    "cosine_over_tokens/<block>" compares the tokens of the same image. Forward hooks are present
+    only in steps that are logged.
     """
 
     trainer: TrainingRun
@@ -181,7 +182,7 @@ class TokenMonitor(HookBase):
         Args:
             blocks: blocks by name, each returning a feature map and tokens (N, M, D).
             period: iterations between two readings, at least 1.
-            warmup: first iterations, in which collapse is ignored.
+            warmup: number of iterations at the start in which collapse is ignored.
         """
         self._blocks = blocks
         self._period = period
@@ -192,13 +193,13 @@ class TokenMonitor(HookBase):
         self._has_warned = False
 
     def before_step(self) -> None:
-        """Adds hooks to the blocks if a reading is due."""
+        """Adds forward hooks to the blocks if a reading is due."""
         if is_due(self.trainer, self._period):
             for name, block in self._blocks.items():
                 self._handles.append(block.register_forward_hook(partial(self._keep, name)))
 
     def after_step(self) -> None:
-        """Logs the readings and removes the hooks."""
+        """Logs the readings and removes the forward hooks."""
         self.after_train()
         if not self._read:
             return
@@ -206,7 +207,7 @@ class TokenMonitor(HookBase):
         names, self._read = list(self._read), {}
         for name, pair in zip(names, values, strict=True):
             for kind, value in zip(("images", "tokens"), pair, strict=True):
-                if math.isfinite(value):  # nan for a single image or token
+                if math.isfinite(value):  # NaN for a single image or token
                     scalar = f"cosine_over_{kind}/{name}"
                     self.trainer.storage.put_scalar(scalar, value, smoothing_hint=False)
             if self.trainer.iter >= self._warmup:
@@ -224,23 +225,23 @@ class TokenMonitor(HookBase):
             )
 
     def after_train(self) -> None:
-        """Removes the hooks, which remain after an error in a step."""
+        """Removes the forward hooks; an error in a step would leave them."""
         while self._handles:
             self._handles.pop().remove()
 
     def _keep(
         self, name: str, block: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]
     ) -> None:
-        # Only the first micro-batch of a step counts.
+        # Only the first micro-batch of a step is measured.
         if block.training and name not in self._read:
             self._read[name] = mean_cosines(output[1].detach())
 
 
 @torch.no_grad()
 def mean_cosines(tokens: Tensor) -> Tensor:
-    """Returns the mean cosine over pairs of images and over pairs of tokens, (2,).
+    """Returns the mean cosine similarity over pairs of images and over pairs of tokens, (2,).
 
-    A mean is nan if there is only one image or token.
+    A mean is NaN if there is only one image or token.
 
     Args:
         tokens: (N, M, D).
@@ -248,7 +249,7 @@ def mean_cosines(tokens: Tensor) -> Tensor:
     directions = F.normalize(tokens.float(), dim=2)
     means = []
     for dim in (0, 1):
-        # The squared length of a sum of n unit vectors is n plus twice the cosines of all pairs.
+        # The squared norm of a sum of n unit vectors is n plus the cosines of all ordered pairs.
         count = directions.shape[dim]
         lengths = directions.sum(dim=dim).square().sum(dim=-1)
         pairs = count * (count - 1)
@@ -257,9 +258,9 @@ def mean_cosines(tokens: Tensor) -> Tensor:
 
 
 def build_token_monitor(cfg: CfgNode, model: nn.Module) -> TokenMonitor | None:
-    """Returns a monitor if ``SOLVER.LOG_TOKENS`` is set and the model trains tokens, else None.
+    """Returns a monitor if ``SOLVER.LOG_TOKENS`` is set and tokens are trained, else None.
 
-    Returns None with ``SOLVER.COMPILE``, because a hook on a compiled block recompiles it.
+    Returns None with ``SOLVER.COMPILE``, because a hook on a compiled block would recompile it.
     """
     backbone = get_backbone(model)
     if backbone is None or cfg.SOLVER.COMPILE or not cfg.SOLVER.LOG_TOKENS:

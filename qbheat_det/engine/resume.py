@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Decides whether a command starts a run or resumes one, checks that it can, and records starts.
+"""Decides whether a command starts or resumes a run, checks that it can, and records each start.
 
 - ``decide_to_resume`` runs first: it fetches the run from ``SOLVER.CHECKPOINT_URL`` and detects a
   restart by torchrun.
-- ``check_start`` refuses a second run in one folder, and other weights for a resumed run.
+- ``check_start`` refuses a second run in the same folder, and new weights for a resumed run.
 - ``check_same_config`` and ``check_same_images`` compare a resumed run with its checkpoint.
-- ``write_run_record`` adds a start to ``run.json``: command, data, versions and device.
+- ``write_run_record`` appends command, data, versions and device of each start to ``run.json``.
 """
 
 import argparse
@@ -53,8 +53,8 @@ _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
 def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
     """Returns whether to resume the run in ``OUTPUT_DIR``; equal on all processes.
 
-    True with ``--resume``. Also true if the folder has a checkpoint, and the run's last start had
-    the same ``--rdzv-id`` of torchrun: torchrun or the job's queue has restarted it. A run without
+    True with ``--resume``. Also true after a restart by torchrun or a job queue: the folder has a
+    checkpoint, and the last start of the run had the same ``--rdzv-id`` of torchrun. A run without
     a checkpoint starts from the beginning.
 
     Raises:
@@ -86,11 +86,11 @@ def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
 
 
 def check_start(cfg: CfgNode, flags: RunFlags) -> None:
-    """Checks that a command either resumes a run or starts one.
+    """Checks that a command either resumes a run or starts a new one.
 
     Raises:
-        UserError: ``--resume`` has other weights than the run started from, or the folder of a new
-            run contains a run.
+        UserError: ``--resume`` comes with weights that the run did not start from, or the folder of
+            a new run already contains a run.
     """
     given = cfg.MODEL.WEIGHTS if "MODEL.WEIGHTS" in flags.overrides else ""
     folder, last = Path(cfg.OUTPUT_DIR), name_last_checkpoint(Path(cfg.OUTPUT_DIR))
@@ -115,14 +115,14 @@ def _initial_weights(folder: Path) -> str:
 
 
 def check_same_config(saved: str, cfg: CfgNode) -> None:
-    """Compares the config of a resumed run with its checkpoint, and logs allowed changes.
+    """Compares the config of a resumed run with that in its checkpoint, and logs allowed changes.
 
     Args:
-        saved: YAML in the checkpoint; may be empty.
+        saved: the config in the checkpoint, as YAML; may be empty.
         cfg: config of the resumed run.
 
     Raises:
-        UserError: a key differs that must not change.
+        UserError: a key that must not change differs.
     """
     before, now = read_values(saved), read_values(dump_config(cfg))
     if cfg.SEED < 0:  # keeps the seed of the run
@@ -144,10 +144,10 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
 
 
 def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
-    """Checks that a resumed run has the training images of its checkpoint.
+    """Checks that a resumed run has the same training images as its checkpoint.
 
     Raises:
-        UserError: they differ, or another trainer wrote the checkpoint.
+        UserError: the images differ, or another trainer wrote the checkpoint.
     """
     if "num_images" not in state:
         raise UserError(
@@ -162,7 +162,10 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
 
 
 def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
-    """Warns of a frozen encoder without ``MODEL.WEIGHTS``, and of weights for other pixels."""
+    """Warns if an encoder with random weights is frozen, or if weights need other pixel statistics.
+
+    The statistics are ``INPUT.FORMAT``, ``MODEL.PIXEL_MEAN`` and ``MODEL.PIXEL_STD``.
+    """
     weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
     if weights and (info := info_of(weights)) and info.pixel_mean:
         used = cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD)
@@ -195,7 +198,7 @@ def write_run_record(
 
     Args:
         cfg: resolved config.
-        command: program and arguments.
+        command: the program and its arguments.
         resumed_from: checkpoint that the run was resumed from; None for a new run.
         processes: number of processes.
         seed: seed of the run.
@@ -226,7 +229,7 @@ def write_run_record(
 
 
 def find_launch() -> str:
-    """Returns the ``--rdzv-id`` of the torchrun that started this process; "" without one."""
+    """Returns the ``--rdzv-id`` of the torchrun that started this process; "" if there is none."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if launch == "none" else launch  # torchrun's default, equal for all runs
 
@@ -237,7 +240,7 @@ def _began_in_this_launch(folder: Path) -> bool:
 
 
 def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the starts in a ``run.json``, oldest first; empty without a file.
+    """Returns the starts in a ``run.json``, oldest first; empty if there is no file.
 
     Raises:
         UserError: the file is not a list of starts.
@@ -254,7 +257,7 @@ def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def name_last_checkpoint(folder: Path) -> str:
-    """Returns the name in ``last_checkpoint``, else of the newest file; "" if there is none."""
+    """Returns the file that ``last_checkpoint`` names, else the newest checkpoint, else ""."""
     try:
         return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

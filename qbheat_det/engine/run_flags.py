@@ -32,36 +32,37 @@ _WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
 
 @dataclass(kw_only=True)
 class RunFlags:
-    """The flags of ``tools/train_net.py``, by the same names, for ``build_config``.
+    """The flags of ``tools/train_net.py`` as attributes of the same names, for ``build_config``.
 
-    ``RunFlags(data="data.yaml", output="output/mine", opts=["SOLVER.EPOCHS", 20])`` equals
+    ``RunFlags(data="data.yaml", output="output/mine", opts=["SOLVER.EPOCHS", 20])`` corresponds to
     ``qbheat train --data data.yaml --output output/mine SOLVER.EPOCHS 20``. Paths may be relative
     to the working directory.
 
     Attributes:
         config_file: path of a config, or name of a shipped one. If empty, the config inside
             ``weights``, or a default for boxes, class folders or images without labels.
-        data: training data, or test data with ``eval_only``: any format of ``--data``, such as a
-            COCO json, a YOLO ``data.yaml``, a Pascal VOC folder or class folders.
-        images: folder of the images of a COCO json in ``data``, if they are not beside it. Without
-            ``data``, one or several folders of images without labels, for pre-training.
-        val: validation data, like ``data``. If neither ``val`` nor ``data`` has a validation part,
-            ``DATASETS.VAL_FRACTION`` of the images is held out and listed in ``split.json``.
-        val_images: like ``images``, for ``val``.
+        data: training data, or test data with ``eval_only``. Any format that ``--data`` accepts,
+            such as a COCO json, a YOLO ``data.yaml``, a Pascal VOC folder or class folders.
+        images: image folder of the COCO json in ``data``, if the images are not next to the json.
+            Without ``data``, one or several folders of images without labels, for pre-training.
+        val: validation data, in the formats of ``data``. Without ``val``, the validation part of
+            ``data`` is used. If there is none, ``DATASETS.VAL_FRACTION`` of the images is held out
+            and listed in ``split.json``.
+        val_images: the same as ``images``, for ``val``.
         unlabelled: one or several folders of images without labels, from which a detector learns
-            besides ``data``.
-        knn_train_folder, knn_val_folder: class folders of a nearest-neighbour score.
-        knn: score nearest neighbours on the images of ``data`` and ``val``.
+            in addition to ``data``.
+        knn_train_folder, knn_val_folder: class folders for a nearest-neighbour score.
+        knn: compute the nearest-neighbour score on the images of ``data`` and ``val``.
         weights: ``MODEL.WEIGHTS``; any name that ``find_weights`` accepts.
         output, device, epochs: ``OUTPUT_DIR``, ``MODEL.DEVICE`` and ``SOLVER.EPOCHS``.
         resume: continue the run in ``output``.
         eval_only: evaluate ``weights`` without training.
         minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and ``freeze``.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
-        image_size: shorter side of images in pixels in training and evaluation of detectors, or
-            side of the squares of other models.
-        freeze: train nothing of the backbone (``MODEL.BACKBONE.FREEZE_AT 5``).
-        opts: keys and values of config overrides, alternating.
+        image_size: size in pixels, in training and evaluation: the shorter side of the images for
+            detectors, the side of the square images for all other models.
+        freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 5``).
+        opts: config overrides, as alternating keys and values.
     """
 
     config_file: str = ""
@@ -96,7 +97,7 @@ class RunFlags:
 
     @classmethod
     def read(cls, args: "argparse.Namespace | RunFlags") -> "RunFlags":
-        """Returns the flags of parsed arguments, or of others."""
+        """Builds an object from parsed arguments, or copies another ``RunFlags``."""
         given = {field.name: vars(args).get(field.name) for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -116,16 +117,17 @@ class RunFlags:
             value = vars(self)[name]
             if value is not None and value is not False and value != "":
                 if key in self.opts[::2]:
-                    raise UserError(f"--{name} and {key} are the same: leave one out")
+                    raise UserError(f"--{name} and {key} set the same value: leave one out")
                 text = {"weights": find_weights, "freeze": lambda _: str(_WHOLE_BACKBONE)}
                 pairs += [key, text.get(name, str)(value)]
         return [*pairs, *map(str, self.opts)]
 
     def load_config(self) -> CfgNode:
-        """Returns the config of the flags, before the data sets are entered.
+        """Builds the config from the flags, without the keys that depend on the data sets.
 
         Raises:
-            UserError: the config is invalid, or the config of the weights is for other data.
+            UserError: the config is invalid, or the weights are for another task (boxes, classes,
+                images) than the data.
         """
         cfg = self._load_config()
         if self.image_size is not None:
@@ -160,10 +162,10 @@ class RunFlags:
 
 
 def _set_image_size(cfg: CfgNode, size: int, overrides: Mapping[str, str]) -> None:
-    """Sets the largest shorter side of a config, in place; all sizes keep their ratios.
+    """Sets the largest training size (shorter side) in place, and scales all sizes by its factor.
 
     Raises:
-        UserError: the size is below 32, or an override sets it too.
+        UserError: the size is below 32, or an override also sets an image size.
     """
     node, is_detector = cfg.INPUT, find_job(cfg) == "boxes"
     keys = ["PRETRAIN.SIZE"]
@@ -189,7 +191,7 @@ def _list_folders(given: str | os.PathLike[str] | Iterable[str]) -> list[str]:
 
 
 def find_job(cfg: CfgNode) -> str:
-    """Returns a config's kind of training data: "boxes", "classes", or unlabelled "images"."""
+    """Returns the kind of data that a config trains on: "boxes", "classes" or "images"."""
     mapper = cfg.INPUT.DATASET_MAPPER_NAME
     if mapper in MAPPERS_OF_CLASSES:
         return "classes"

@@ -65,7 +65,7 @@ _RULES: Rules = {
 
 
 def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
-    """Builds the frozen config of a run and checks it and its data, without writing files.
+    """Builds and freezes the config of a run, and checks config and data. Writes no files.
 
     Args:
         args: arguments of ``tools/train_net.py``, or the same flags from Python.
@@ -104,9 +104,9 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
 
 
 def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
-    """Prepares the folder, logs and random seed, like Detectron2's ``default_setup``.
+    """Prepares the output folder, logs and random seed, like Detectron2's ``default_setup``.
 
-    Lists held-out images in ``split.json``. The trainer writes ``config.yaml`` at its start.
+    Writes ``split.json`` if images are held out. ``Trainer.train`` writes ``config.yaml``.
 
     Raises:
         UserError: the folder is not writable.
@@ -132,7 +132,7 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
 
 
 def _log_data(cfg: CfgNode) -> None:
-    """Logs format and size of the data sets that flags registered."""
+    """Logs the formats and sizes of the data sets given by flags."""
     found = []
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
         if source := MetadataCatalog.get(name).get("source"):
@@ -145,7 +145,7 @@ def _log_data(cfg: CfgNode) -> None:
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
-    """Sets the config's number, names and ids of classes to those of a registered data set."""
+    """Copies the number, names and ids of classes of a registered data set to the config."""
     metadata = MetadataCatalog.get(dataset_name)
     if not metadata.get("thing_classes"):
         DatasetCatalog.get(dataset_name)  # Detectron2 reads the names from the COCO file
@@ -180,7 +180,7 @@ def _choose_device(cfg: CfgNode, *, is_given: bool) -> None:
 
 
 def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
-    """Checks the data sets without reading them; returns those to train or evaluate on."""
+    """Checks the data sets without reading them; returns the names of those that are used."""
     mapper, test = cfg.INPUT.DATASET_MAPPER_NAME, list(cfg.DATASETS.TEST)
     used = test if eval_only else [*cfg.DATASETS.TRAIN, *test]
     knn = [*cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL]
@@ -226,7 +226,7 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
     """Reads records and, with ``DATASETS.CHECK_IMAGES``, image files, to find errors early."""
     for name in labelled:
         records = DatasetCatalog.get(name)
-        is_only_training_set = [name] == list(cfg.DATASETS.TRAIN)  # others are filtered together
+        is_only_training_set = [name] == list(cfg.DATASETS.TRAIN)  # sets are filtered together
         raise_first(
             find_record_errors(
                 name,
@@ -236,7 +236,7 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
                 mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
             )
         )
-        if cfg.DATASETS.CHECK_IMAGES:  # packing has checked those in shards
+        if cfg.DATASETS.CHECK_IMAGES:  # images in shards were checked when they were packed
             files = [record for record in records if not is_in_shard(record["file_name"])]
             raise_first(find_image_errors(files))
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):

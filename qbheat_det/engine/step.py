@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""One optimizer step: micro-batches, autocast, losses normalised over the effective batch.
+"""One optimizer step: micro-batches, autocast, losses normalized over the effective batch.
 
-Joins Detectron2's ``SimpleTrainer`` and ``AMPTrainer``. The effective batch is the union of the
-micro-batches of all processes. Gradients equal those of one process that runs the effective batch
-at once, except that BatchNorm's statistics stay local. On a GPU, the next batch is loaded and
-copied while the step computes, and losses are read while the backward pass runs.
+Combines Detectron2's ``SimpleTrainer`` and ``AMPTrainer``. The effective batch is the union of the
+micro-batches of all processes. Gradients equal those of a single process that runs the effective
+batch at once, except that BatchNorm's statistics are per micro-batch. On a GPU, the next batch is
+loaded and copied during the current step, and losses are read during the backward pass.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from .failure import explain_failure
 
 logger = logging.getLogger(__name__)
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-_CUDA = 3  # last number of the seed, so that the GPU does not repeat the CPU's numbers
+_CUDA = 3  # appended to the seed, so that GPU and CPU draw different numbers
 
 
 class StepTrainer(SimpleTrainer):
@@ -51,7 +51,7 @@ class StepTrainer(SimpleTrainer):
     ``modeling/contracts.py`` lists optional methods of models, such as ``get_metrics``.
 
     Attributes:
-        is_between_steps: whether the loader is being asked for a batch.
+        is_between_steps: whether the trainer is waiting for a batch from the loader.
         asked_to_stop: whether this process received a signal.
         stops: whether the run ends after this step; equal on all processes.
     """
@@ -72,14 +72,14 @@ class StepTrainer(SimpleTrainer):
         """
         Args:
             model: a meta-architecture, in a distributed wrapper if there are several processes.
-            data_loader: yields this process's share of each batch.
+            data_loader: yields the part of each batch that this process handles.
             optimizer: optimizer of the model's parameters.
-            batch_size: number of images of a step, over all processes.
-            accumulate: number of micro-batches that a share is split into.
-            precision: type of autocast; None disables autocast.
-            seed: seed of the randomness in the model.
-            log_period: iterations between two logs of values that need a device synchronisation.
-            teacher: completes each micro-batch before the losses, see ``MeanTeacher``.
+            batch_size: number of images per step, summed over all processes.
+            accumulate: number of micro-batches per step and process.
+            precision: dtype of autocast; None disables autocast.
+            seed: seed for randomness in the model, such as dropout.
+            log_period: iterations between two logs of values that need a device synchronization.
+            teacher: adds targets to each micro-batch before the forward pass; see ``MeanTeacher``.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -99,7 +99,7 @@ class StepTrainer(SimpleTrainer):
         """Takes a batch, accumulates the gradients of its micro-batches, steps, and logs.
 
         Raises:
-            UserError: a loss is not finite on any process; all processes raise it.
+            UserError: a loss is not finite on at least one process; all processes raise the error.
         """
         self.is_between_steps = True
         share, data_time = self._source.take()
@@ -114,7 +114,7 @@ class StepTrainer(SimpleTrainer):
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
         self.optimizer.zero_grad()
-        # The loss is the sum over micro-batches and the mean over processes.
+        # The loss is summed over micro-batches and averaged over processes.
         for index, batch in enumerate(batches):
             if self._teacher:
                 self._teacher(batch)
@@ -155,14 +155,14 @@ class StepTrainer(SimpleTrainer):
         autocast = torch.autocast(
             self._device.type, dtype=self.precision, enabled=self.precision is not None
         )
-        # TorchScript, which Detectron2's focal loss uses, compiles what it has run twice and rounds
-        # differently from then on: a process that resumes would not repeat the bits.
+        # Detectron2's focal loss uses TorchScript, which compiles a function after two calls and
+        # then rounds differently. A resumed run would not be bit-identical.
         with autocast, optimized_execution(False):
             losses = model(batch, *normalizers)
         return {"loss": losses} if isinstance(losses, Tensor) else dict(losses)
 
     def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
-        """Returns the divisor of each micro-batch's losses, if the model takes one."""
+        """Returns the divisors of the losses in a 1-tuple; empty if the model computes its own."""
         if len(batches) == 1 or not isinstance(self._bare, SupportsLossNormalizers):
             return ()
         counts = torch.stack([self._bare.loss_counts(batch) for batch in batches]).sum(dim=0)
@@ -172,7 +172,7 @@ class StepTrainer(SimpleTrainer):
         return (self._bare.loss_normalizers(counts, len(batches) * comm.get_world_size()),)
 
     def _loss_weight(self, batch: BatchedInputs) -> float:
-        """Returns the weight of a micro-batch's losses in the sum of this process."""
+        """Returns the weight of a micro-batch in the sum of this process's losses."""
         if isinstance(self._bare, SupportsLossNormalizers):  # divides by the counts of all parts
             return 1 / self.accumulate
         return len(batch) * comm.get_world_size() / self.batch_size
@@ -184,7 +184,7 @@ class StepTrainer(SimpleTrainer):
         normalizers: tuple[Tensor, ...],
         logged: dict[str, float],
     ) -> None:
-        """Adds the losses to ``logged``; raises if one is not finite on any process."""
+        """Adds the losses to ``logged``; raises if one is not finite on at least one process."""
         here, everywhere = reading.values()
         self.stops = reading.stops
         if all(map(math.isfinite, everywhere.values())):
@@ -198,7 +198,7 @@ class StepTrainer(SimpleTrainer):
     def _average_gradients(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         if is_last or not isinstance(self.model, DistributedDataParallel):
             return contextlib.nullcontext()
-        return self.model.no_sync()  # once a step is enough
+        return self.model.no_sync()  # gradients are averaged once per step
 
     def _log(self, losses: dict[str, float], data_time: float) -> None:
         storage = get_event_storage()
@@ -224,7 +224,7 @@ class LossReading:
     """
 
     def __init__(self, losses: Mapping[str, Tensor], *, asked_to_stop: bool = False) -> None:
-        """Starts the all-reduce of 0-d tensors, and the copy to the CPU."""
+        """Starts the all-reduce of the 0-d loss tensors, and their copy to the CPU."""
         own = torch.stack([loss.detach().float() for loss in losses.values()])
         own = torch.cat([own, own.new_full((1,), float(asked_to_stop))])
         mean = own.clone()
@@ -236,7 +236,7 @@ class LossReading:
         if both.device.type == "cuda":
             self._values = torch.empty(both.shape, pin_memory=True).copy_(both, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            # By default it is the current device's, which need not be that of the losses.
+            # The default stream would be of the current device, which may not have the losses.
             self._arrived.record(torch.cuda.current_stream(both.device))
 
     def values(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -253,11 +253,11 @@ class BatchSource:
     """Takes batches from an iterator and, on a GPU, loads one batch ahead.
 
     Copies are asynchronous if the loader pins memory. A batch stays in memory until the next one is
-    taken: by then the losses of its step have been read, so the GPU no longer needs it.
+    taken. By then, the losses of its step have been read, so the GPU no longer needs the batch.
     """
 
     def __init__(self, next_batch: Callable[[], BatchedInputs], device: torch.device) -> None:
-        """``next_batch`` loads a batch, and raises ``StopIteration`` after the last one."""
+        """``next_batch`` returns a batch, and raises ``StopIteration`` after the last one."""
         self._next_batch = next_batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
@@ -269,7 +269,7 @@ class BatchSource:
     def take(self) -> tuple[BatchedInputs, float]:
         """Returns a batch, and the seconds that the step waited for it.
 
-        On a GPU, waiting counts only while the GPU is idle.
+        On a GPU, loading counts as waiting only if the GPU is idle when loading ends.
 
         Raises:
             StopIteration: there are no more batches.
@@ -316,7 +316,7 @@ def _move(value: Any, device: torch.device) -> Any:
 def seed_step(seed: int, iteration: int, rank: int) -> None:
     """Seeds Python, NumPy and torch, on the CPU and on this process's GPU, for one step.
 
-    Equal arguments give equal dropout, so that no checkpoint has to hold a random state.
+    Equal arguments give equal dropout, so checkpoints need not store a random state.
     """
     seed_place(seed, STEP, iteration, rank)
     if torch.cuda.is_available():
@@ -325,7 +325,7 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
 
 
 def choose_precision(cfg: CfgNode) -> torch.dtype | None:
-    """Returns the type of autocast in ``SOLVER.AMP``; None if it is disabled."""
+    """Returns the autocast dtype that ``SOLVER.AMP`` names; None if AMP is disabled."""
     if not cfg.SOLVER.AMP.ENABLED:
         return None
     device = torch.device(cfg.MODEL.DEVICE)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Trains every model of the package: Detectron2's ``DefaultTrainer`` with some parts replaced.
 
-The data stream can start at any step, a step can accumulate gradients, the weights can be averaged,
-and a resumed run is bitwise equal to an uninterrupted one.
+The data stream can start at any step. Steps can accumulate gradients, and weights can be averaged.
+A resumed run gives bit-identical weights to an uninterrupted one.
 """
 
 import logging
@@ -78,12 +78,15 @@ class Trainer(DefaultTrainer):
     Attributes:
         cfg: resolved config, with the iterations and learning rate computed from the data.
         bare_model: the model without the distributed wrapper.
-        cached_features: None unless the config enables them.
+        cached_features: the feature cache; None unless ``MODEL.CACHE_FEATURES`` is enabled.
         resumed_from: checkpoint that the run was resumed from; None for a new run.
     """
 
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
-        """Builds all parts; ``allow_partial`` accepts weights of which some have no place."""
+        """Builds all parts.
+
+        ``allow_partial`` accepts weights with tensors that the model does not have.
+        """
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         stream = build_train_stream(cfg)
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
@@ -134,19 +137,19 @@ class Trainer(DefaultTrainer):
 
     @property
     def seed(self) -> int:
-        """Seed of the order and augmentation of images, and of the randomness in the model."""
+        """Seed for the order and augmentation of images, and for randomness in the model."""
         return self._trainer.seed
 
     @property
     def stops(self) -> bool:
-        """Whether the run ends after this step because of a signal; equal on all processes."""
+        """Whether a signal ends the run after this step; the value is equal on all processes."""
         return self._trainer.stops
 
     def resume_or_load(self, resume: bool = True) -> None:
-        """Resumes the run in ``OUTPUT_DIR``, or starts one from ``MODEL.WEIGHTS``.
+        """Resumes the run in ``OUTPUT_DIR``, or starts a new one from ``MODEL.WEIGHTS``.
 
         Raises:
-            UserError: the weights do not fit, or the config differs from the run's config.
+            UserError: the weights do not fit the model, or a resumed run has a different config.
         """
         if not (resume and self.checkpointer.has_checkpoint()):
             if resume:
@@ -169,8 +172,8 @@ class Trainer(DefaultTrainer):
         """Trains from ``start_iter`` to ``SOLVER.MAX_ITER``.
 
         Returns:
-            Results of the last evaluation by task, such as ``{"bbox": {"AP": …}}``. Empty on
-            processes other than the main one, and if all iterations were done already.
+            Results of the last evaluation by task, such as ``{"bbox": {"AP": …}}``. Empty if all
+            iterations were already done, and on all processes except the main one.
         """
         evaluation = self.find_hook(EvalHook)
         if self.start_iter >= self.max_iter and not (evaluation and evaluation.is_owed):
@@ -228,9 +231,10 @@ class Trainer(DefaultTrainer):
         return next((hook for hook in self._hooks if isinstance(hook, kind)), None)
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluates ``evaluated_model``; results are empty except on the main process.
+        """Evaluates ``evaluated_model``; only the main process returns results.
 
-        With unlabelled images, that is the teacher, and "student" has the results of the model.
+        With unlabelled images, ``evaluated_model`` is the teacher, and the results of the trained
+        model are under "student".
         """
         student = self._evaluation(self.bare_model) if self._mean_teacher else {}
         results = self._evaluation(self.evaluated_model)  # the files in OUTPUT_DIR are of these
@@ -238,7 +242,7 @@ class Trainer(DefaultTrainer):
         return self._last_eval_results
 
     def save(self, name: str) -> None:
-        """Writes a checkpoint to resume from, ``OUTPUT_DIR/<name>.pth``."""
+        """Writes ``OUTPUT_DIR/<name>.pth``, a checkpoint from which the run can be resumed."""
         self.checkpointer.save(name, iteration=self.iter, info=self._describe_weights().to_dict())
 
     def export(self, name: str) -> None:
@@ -250,7 +254,7 @@ class Trainer(DefaultTrainer):
             save_weights(str(path), state, self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state to resume from, without the weights."""
+        """Returns everything that a resumed run needs except the weights."""
         return {
             **TrainerBase.state_dict(self),
             "_trainer": self._trainer.state_dict(),
@@ -304,14 +308,14 @@ def evaluate(
     Args:
         cfg: resolved config.
         resume: evaluate the last checkpoint in ``OUTPUT_DIR``.
-        prepare: converts the model in eval mode to the form to evaluate, for example the deployed
-            one. The nearest-neighbour score always uses the model itself.
+        prepare: called with the model in eval mode; returns the model to evaluate, for example its
+            deployed form. The nearest-neighbour score always uses the original model.
 
     Returns:
         Results by task.
 
     Raises:
-        UserError: there are no weights, or they do not fit the model exactly.
+        UserError: no weights are given, or they do not fit the model exactly.
     """
     if not cfg.MODEL.WEIGHTS and not resume:
         raise UserError("there is nothing to evaluate: add --weights FILE, or --resume")

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Copies files of a run to or from a URL with fsspec, as a script in its own process.
+"""Copies files of a run to or from a URL with fsspec. Runs as a script in a separate process.
 
-Training does not wait for a transfer, and the process that forks data loaders stays free of
-obstore's threads, which do not survive a fork. The script imports nothing from the package.
-The file systems themselves retry requests that fail.
+Therefore training does not wait for a transfer, and obstore's threads, which do not survive a fork,
+are not in the process that forks data loaders. The script imports nothing from the package. The
+file systems of fsspec retry failed requests.
 """
 
 import os
@@ -20,14 +20,14 @@ _PERIODIC = re.compile(r"model_(\d{7,})\.pth")
 
 
 def open_address(address: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL, and the folder's path in it."""
+    """Returns fsspec's file system for a URL, and the path of the folder in that file system."""
     try:
         from obstore.fsspec import register
 
         register(["s3", "gs", "az"])
         if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
             os.environ["AWS_ALLOW_HTTP"] = "true"
-    except ImportError:  # then fsspec asks for packages such as s3fs
+    except ImportError:  # fsspec will name the missing package, such as s3fs
         pass
     files, root = fsspec.core.url_to_fs(address)
     root = root.rstrip("/")
@@ -36,9 +36,9 @@ def open_address(address: str) -> tuple[Any, str]:
 
 
 def send(folder: Path, address: str, kept: int, names: list[str]) -> None:
-    """Sends files in the given order, in which the tag of the last checkpoint comes last.
+    """Sends files in the given order; ``last_checkpoint`` must be the last one.
 
-    Removes all but the ``kept`` newest periodic checkpoints; 0 keeps all.
+    Then removes all periodic checkpoints except the ``kept`` newest ones; 0 keeps all.
     """
     files, root = open_address(address)
     for name in names:
@@ -54,9 +54,10 @@ def send(folder: Path, address: str, kept: int, names: list[str]) -> None:
 
 
 def fetch(folder: Path, address: str, names: list[str]) -> None:
-    """Fetches the last checkpoint and the named files, after a check that the URL is writable.
+    """Checks that the URL is writable, and fetches the last checkpoint and the named files.
 
-    A later local checkpoint is kept. With several machines, all start from the remote one.
+    On a single machine, a local checkpoint that is newer than the remote one is kept. With several
+    machines, all of them start from the remote checkpoint.
     """
     files, root = open_address(address)
     probe = f"{root}/.{uuid.uuid4().hex}"  # unique, as other machines write probes too
@@ -88,7 +89,7 @@ def _number(name: str) -> int:
 
 
 def _run(action: str, folder: str, address: str, *words: str) -> str:
-    """Returns the error of a transfer; "" if it succeeded."""
+    """Runs a transfer and returns its error message; "" if it succeeded."""
     try:
         if action == "send":
             send(Path(folder), address, int(words[0]), list(words[1:]))

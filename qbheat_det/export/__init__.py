@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Exports trained models as ONNX files, and compares the files with PyTorch."""
+"""Exports trained models as ONNX files, and compares their results with PyTorch."""
 
 from .agreement import ExportReport
 from .files import export_backbone, export_model

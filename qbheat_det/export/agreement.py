@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compares the results of an exported file with those of the model in PyTorch, on images.
+"""Compares the results of an exported file with those of the PyTorch model on images.
 
-PyTorch computes each image alone: detectors with Detectron2's ``DefaultPredictor``, classifiers
-with their mapper's crop; both resize with Pillow.
+The PyTorch model processes images one by one. Detectors use Detectron2's ``DefaultPredictor``, and
+classifiers use the crop of their mapper. Both resize with Pillow.
 """
 
 import logging
@@ -27,37 +27,37 @@ from qbheat_det.inference.exported import ExportedModel, Images, Outputs, Task, 
 logger = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 8)
 Reference = Callable[[Images], Outputs]
-"""A function of one image (H, W, 3), in the file's pixel format; returns its outputs, N = 1."""
+"""Takes one image (H, W, 3) in the file's pixel format, and returns its outputs with N = 1."""
 
 
 @dataclass
 class Agreement:
-    """Differences between a file and PyTorch, over all images at one batch size."""
+    """Largest differences between a file and PyTorch, over all images at one batch size."""
 
     batch_size: int
     num_images: int = 0
     num_values: int = 0  # compared pairs of detections, class scores or feature values
-    # Largest difference of a score, or of a feature relative to the largest value of its map;
-    # infinite if either side is not finite.
+    # Largest difference of scores, or of features relative to the largest value of their map.
+    # Infinite if either result is not finite.
     score: float = 0.0
-    box: float = 0.0  # largest difference of a box's side, in pixels of the image
-    relative_box: float = 0.0  # the same over the image's longer side
-    unmatched: int = 0  # detections above the threshold without a partner on the other side
+    box: float = 0.0  # largest difference of box coordinates, in pixels of the image
+    relative_box: float = 0.0  # the same, divided by the longer side of the image
+    unmatched: int = 0  # detections above the threshold that only one of the two results has
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither side detects anything, so that there is nothing to compare."""
+        """Whether neither the file nor PyTorch detects anything, so nothing can be compared."""
         return not (self.num_values or self.unmatched or self.score)
 
     def holds(self, tolerance: float) -> bool:
-        """Returns whether there are results, and all agree to ``tolerance``."""
+        """Returns whether there are results and all differences are at most ``tolerance``."""
         is_close = max(self.score, self.relative_box) <= tolerance
         return is_close and not self.unmatched and self.num_values > 0
 
 
 @dataclass
 class ExportReport:
-    """Differences of an exported file from PyTorch, one row per batch size; prints as a table.
+    """Differences of an exported file from PyTorch, one row per batch size; ``str`` is a table.
 
     With ``is_held``, the table marks rows that exceed the tolerance.
     """
@@ -82,7 +82,7 @@ class ExportReport:
         return "\n".join([*lines, f"{held}; {self.source}"])
 
     def check(self) -> None:
-        """Raises a ``UserError`` if the file differs from PyTorch, or neither detects anything."""
+        """Raises a ``UserError`` if the results differ, or if neither detects anything."""
         if all(row.is_empty for row in self.rows):
             raise UserError(
                 "nothing is written: the model detects nothing on these images, so there is "
@@ -103,15 +103,15 @@ def measure_agreement(
     tolerance: float,
     source: str = "",
 ) -> ExportReport:
-    """Compares a file with PyTorch on every image at each of ``BATCH_SIZES``.
+    """Compares a file with PyTorch on all images, for each of ``BATCH_SIZES``.
 
     Args:
-        model: the file.
+        model: the exported file.
         reference: computes the outputs of one image in PyTorch.
         images: (H, W, 3), uint8, in the file's pixel format. The images of a batch are cropped or
-            tiled to their median height and width, or to the file's.
+            tiled to the image size of the file, or to their median height and width if it has none.
         tolerance: see ``Agreement.holds``.
-        source: a description of the images, for the report.
+        source: description of the images, for the report.
     """
     rows = []
     for size in BATCH_SIZES:
@@ -139,7 +139,7 @@ def measure_agreement(
 
 
 def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Reference:
-    """Returns the model in PyTorch as a ``Reference``."""
+    """Builds the ``Reference`` of a PyTorch model."""
     model = predictor.model
 
     def detect(image: Images) -> Outputs:
@@ -154,7 +154,7 @@ def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Re
         }
 
     def classify(image: Images) -> Outputs:
-        # The crop of ClassificationMapper, without its faster decoding of JPEGs.
+        # The same crop as ClassificationMapper, but without its faster JPEG decoding.
         height, width = image.shape[:2]
         side = max(1, round(cfg.INPUT.CLASSIFY.TEST_CROP * min(height, width)))
         top, left = (height - side) // 2, (width - side) // 2
@@ -178,7 +178,7 @@ def build_reference(predictor: DefaultPredictor, cfg: CfgNode, task: Task) -> Re
 def _make_batches(
     images: Sequence[Images], size: int, image_size: tuple[int, ...] = ()
 ) -> list[Images]:
-    """Returns batches (N, H, W, 3) of all images; darker copies fill the last batch."""
+    """Returns batches (N, H, W, 3) of all images; darker copies of images fill the last batch."""
     if size == 1:
         return [fit_image(image, image_size)[None] for image in images]
     batches = []
@@ -192,7 +192,7 @@ def _make_batches(
 
 
 def fit_image(image: Images, size: tuple[int, ...]) -> Images:
-    """Crops or tiles (H, W, 3) to a ``size`` (H', W'); an empty size changes nothing."""
+    """Crops or tiles an image (H, W, 3) to ``size`` (H', W'); an empty size changes nothing."""
     for axis, length in enumerate(size):
         image = image.take(range(length), axis, mode="wrap")
     return image
@@ -206,9 +206,9 @@ def compare_detections(
     size: Sequence[int],
     tolerance: float,
 ) -> None:
-    """Matches the detections of an image of ``size`` (H, W) one to one, and updates ``row``.
+    """Matches the detections in an image of ``size`` (H, W) one-to-one, and updates ``row``.
 
-    A detection within ``tolerance`` of the ``threshold`` of scores may be on one side only.
+    A detection may be unmatched if its score is within ``tolerance`` of ``threshold``.
     """
     mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
     boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]
@@ -229,8 +229,9 @@ def compare_detections(
     row.score = max(row.score, _largest(score_gap[first, second]), _largest(rises))
     row.box = max(row.box, _largest(box_gap[first, second]))
     row.relative_box = max(row.relative_box, _largest(box_gap[first, second]) / side)
-    # Rounding decides which detections at the threshold or at the end of a full table are listed,
-    # so that only those clearly above the other side's end count as unmatched.
+    # Rounding decides whether detections at the threshold, or at the end of a full table, are
+    # listed. So a detection counts as unmatched only if its score clearly exceeds the lowest score
+    # that the other result can contain.
     num_rows = got["boxes"].shape[1]
     ends = [max(threshold, s.min()) if len(s) >= num_rows else threshold for s in scores]
     for found, used, end in zip(scores, (first, second), reversed(ends), strict=True):

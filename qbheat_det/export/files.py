@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Exports a model as ONNX, if the file gives PyTorch's results, or its bare backbone as weights."""
+"""Exports models as ONNX files that agree with PyTorch, or their bare backbones as weights."""
 
 import contextlib
 import dataclasses
@@ -44,15 +44,15 @@ from .heads import ONNX_TRANSLATIONS
 
 TOLERANCE = 1e-4
 ON_CPU = {"MODEL.DEVICE": "cpu"}
-"""Config values for export: a graph holds the device that it is traced on."""
+"""Config values for export, because a graph contains the device on which it is traced."""
 _TOY_SET = "qbheat_toy_val"
 _NUM_IMAGES = 8
 _NUM_CALIBRATION = 32
-_INT8_TOLERANCE = 0.02  # detections of INT8 are matched within ten times this
-_OPSET = 18  # the first with an antialiased Resize
+_INT8_TOLERANCE = 0.02  # INT8 detections match if they differ by at most ten times this value
+_OPSET = 18  # the first opset with an antialiased Resize
 _QUANTIZED = ["Conv", "MatMul", "Gemm"]
-_MIN_CHANNELS = 16  # of an input; with fewer, as in the stem, little is gained and much is lost
-_MIN_POSITIONS = 256  # products of tokens and queries cost little
+_MIN_CHANNELS = 16  # layers with fewer, as in the stem, lose much accuracy and gain little speed
+_MIN_POSITIONS = 256  # layers with fewer positions, as for tokens and queries, take little time
 logger = logging.getLogger(__name__)
 
 
@@ -66,22 +66,22 @@ def export_model(
     image_size: tuple[int, ...] = (),
     int8_images: Sequence[str] = (),
 ) -> ExportReport:
-    """Writes a model with its weights as an ONNX file, and compares the file with PyTorch.
+    """Writes a model with its weights as an ONNX file, if the results agree with PyTorch.
 
     Args:
         cfg: the config of the weights, see ``load_run_config``.
         output: an ``.onnx`` file.
-        images: files and folders to compare on; by default the toy set.
+        images: files and folders of images for the comparison; by default the toy set.
         tolerance: see ``Agreement.holds``.
-        overwrite: whether ``output`` may exist.
-        image_size: (H, W) in pixels of all images that the file will get, one at a time; by
-            default it takes images of any size and number.
-        int8_images: files and folders to calibrate 8-bit integers on. The file must agree before
-            it is quantised; the report shows the differences after.
+        overwrite: whether to replace ``output`` if it exists.
+        image_size: (H, W) in pixels; the file then accepts only single images of this size. By
+            default, it accepts any number of images of any size.
+        int8_images: files and folders of images to calibrate 8-bit integers. The file must agree
+            with PyTorch before it is quantized. The report shows the differences after that.
 
     Raises:
         UserError: the model or the weights cannot be exported, or the file does not agree with
-            PyTorch. Nothing is written then.
+            PyTorch. Then nothing is written.
     """
     _check_output(output, ".onnx", overwrite=overwrite)
     cfg = with_values(cfg, ON_CPU)
@@ -116,7 +116,7 @@ def export_model(
 def read_images(
     cfg: CfgNode, paths: Sequence[str], *, number: int = _NUM_IMAGES
 ) -> tuple[list[Images], str]:
-    """Reads a few images (H, W, 3) in the config's pixel format, and describes their source.
+    """Returns a few images (H, W, 3) in the config's pixel format, and a description of them.
 
     Raises a ``UserError`` if no image can be read.
     """
@@ -146,10 +146,10 @@ def write_model(
     image_size: tuple[int, ...] = (),
     int8: bool = False,
 ) -> None:
-    """Writes a model as ``.onnx`` without comparing it with PyTorch.
+    """Writes a model as an ``.onnx`` file without comparing it with PyTorch.
 
-    ``image_size`` is the one of ``export_model``; ``int8`` prepares for ``quantize_onnx``. Raises a
-    ``UserError`` if the model cannot be exported or a package is missing.
+    For ``image_size``, see ``export_model``. ``int8`` prepares the file for ``quantize_onnx``.
+    Raises a ``UserError`` if the model cannot be exported or a package is missing.
     """
     exportable = build_exportable(model, cfg, image_size=image_size)
     program = trace_images(exportable, image_size, int8=int8)
@@ -164,7 +164,7 @@ def write_onnx(
     outputs: Sequence[str],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a traced graph as one ONNX file, with metadata.
+    """Writes a traced graph and metadata to one ONNX file.
 
     Raises a ``UserError`` if a package of the extra ``export`` is missing.
     """
@@ -191,11 +191,11 @@ def write_onnx(
 
 
 def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
-    """Quantises an ONNX file of ``write_model`` in place, and returns how many layers it changed.
+    """Quantizes an ONNX file of ``write_model`` in place; returns the number of quantized layers.
 
-    Weights have one scale per output channel, activations one per tensor, from their smallest and
-    largest values on ``images`` (H, W, 3), uint8, in the file's pixel format. The file has pairs of
-    QuantizeLinear and DequantizeLinear, which runtimes turn into products of integers.
+    Weights have one scale per output channel. Activations have one scale per tensor, from their
+    range on ``images`` (H, W, 3), uint8, in the file's pixel format. The file contains pairs of
+    QuantizeLinear and DequantizeLinear, which runtimes convert to integer products.
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
@@ -230,7 +230,7 @@ def quantize_onnx(path: Path, images: Iterable[Images]) -> int:
 
 
 def _fold_constants(path: Path) -> None:
-    """Replaces operators on constants by their results, such as a slice of a weight."""
+    """Replaces operators on constants, such as slices of weights, by their results."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -240,9 +240,9 @@ def _fold_constants(path: Path) -> None:
 
 
 def _find_layers(model: Any) -> list[str]:
-    """Returns the names of the layers over maps whose weights are constants.
+    """Returns the names of the layers to quantize: those with constant weights and large outputs.
 
-    Leaves out depthwise convolutions with several outputs per input, as runtimes are slow at these.
+    Excludes depthwise convolutions with several outputs per input, which are slow in runtimes.
     """
     weights = {each.name: list(each.dims) for each in model.graph.initializer}
     values = (*model.graph.value_info, *model.graph.output)
@@ -253,7 +253,7 @@ def _find_layers(model: Any) -> list[str]:
             continue
         weight, output = weights[node.input[1]], shapes.get(node.output[0], ())
         groups = next((each.i for each in node.attribute if each.name == "group"), 1)
-        # A length that varies has no number; the first one is the batch.
+        # Variable lengths have no value. The first length is the batch size.
         lengths = [each.dim_value or _MIN_POSITIONS for each in output]
         positions = math.prod(lengths[2:] if node.op_type == "Conv" else lengths[-2:-1])
         is_plain = groups == 1 and min(weight[:2]) >= _MIN_CHANNELS
@@ -272,19 +272,20 @@ def export_backbone(
     image_folders: Sequence[str] = (),
     opts: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Writes the bare backbone of ``weights`` and its description, without a prefix of names.
+    """Writes only the backbone of ``weights``, under names without prefix, with its description.
 
     Args:
-        weights: see ``find_weights``; of any model with a child ``backbone``. If the backbone is
-            an FPN, its ``bottom_up`` is written.
-        output: a ``.safetensors``, which any config with this backbone takes as ``MODEL.WEIGHTS``.
-        overwrite: whether ``output`` may exist.
-        num_images: if not 0, recalibrate BatchNorm on this many whole images.
-        image_folders: folders of these images; by default the training set of the weights' config.
-        opts: overrides of that config, ``KEY VALUE``.
+        weights: weights of any model with a child ``backbone``, as for ``find_weights``. If the
+            backbone is an FPN, its ``bottom_up`` is written.
+        output: a ``.safetensors`` file, to use as ``MODEL.WEIGHTS`` with this backbone.
+        overwrite: whether to replace ``output`` if it exists.
+        num_images: if not 0, recalibrate BatchNorm on this number of whole images.
+        image_folders: folders of images for BatchNorm; by default the training set in the config
+            of the weights.
+        opts: overrides of that config, as alternating keys and values.
 
     Returns:
-        The number of tensors written, and of images used.
+        The number of tensors written, and the number of images used.
 
     Raises:
         UserError: the weights have no backbone or cannot be read, or ``output`` cannot be written.
@@ -310,7 +311,7 @@ def export_backbone(
         if not recalibrate_bn(backbone, images, **means):
             raise UserError(f"the backbone of '{weights}' has no BatchNorm to recalibrate")
         tensors = dict(backbone.state_dict())
-    # The rest of the description is about the model around the backbone.
+    # The reset fields describe the rest of the model.
     info = dataclasses.replace(
         info or WeightsInfo(), class_names=(), category_ids=(), pretrain_only_modules=()
     )

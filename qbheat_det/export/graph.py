@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Builds one module of preprocessing, network and head from a trained model, and traces its graph.
+"""Builds one module of preprocessing, backbone and head from a trained model, and traces it.
 
-Detectron2 resizes with Pillow, whose bilinear filter is antialiased and computes in fixed point. No
-ONNX operator gives the same pixels, so the graph multiplies the image by matrices of Pillow's
-weights. Most entries of such a matrix are zero: each block of output rows is a product with its
-window of the image. Sizes that vary are tensors, so that they stay symbolic in the graph.
+Detectron2 resizes with Pillow, whose bilinear filter is antialiased and uses fixed-point numbers.
+No ONNX operator gives the same pixels, so the graph multiplies the image by matrices of Pillow's
+weights. Most entries of these matrices are zero. Therefore each block of output rows is computed
+only from its window of the image. Variable sizes are tensors, so they stay symbolic in the graph.
 """
 
 import copy
@@ -32,22 +32,26 @@ from qbheat_det.modeling.contracts import get_backbone
 from .heads import Head, build_head
 
 logger = logging.getLogger(__name__)
-_HALF = 2.0**11  # Pillow's weights are integers over the square of this
+_HALF = 2.0**11  # Pillow's weights are integers divided by the square of this number
 _BLOCK = 32  # rows of a resized image that are computed together
 
 
 @dataclass(frozen=True)
 class ShortestEdge:
-    """Detectron2's ``ResizeShortestEdge`` with one length, as its ``DefaultPredictor`` applies it.
+    """The resize of Detectron2's ``DefaultPredictor``, ``ResizeShortestEdge`` with one length.
 
-    The shorter side becomes ``min_size`` pixels (0: unchanged), the longer ``max_size`` at most.
+    The shorter side becomes ``min_size`` pixels (0 does not resize). The image is made smaller if
+    the longer side would exceed ``max_size``.
     """
 
     min_size: int
     max_size: int
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """From (N, H, W, 3), uint8, to (N, 3, H', W'), integral, and int64 (4,): H, W, H', W'."""
+        """Takes images (N, H, W, 3), uint8. Returns resized images and the sizes.
+
+        The images are (N, 3, H', W') with integer values. The sizes are int64 (4,): H, W, H', W'.
+        """
         size = _size_of(images)
         if not self.min_size:
             return images.permute(0, 3, 1, 2).float(), torch.cat([size, size])
@@ -69,15 +73,18 @@ class ShortestEdge:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The test-time crop of classifiers: a square of ``share`` of the shorter side, to ``size``."""
+    """The center crop of classifiers in inference.
+
+    Crops a square whose side is ``share`` times the shorter side, and resizes it to ``size``.
+    """
 
     size: int
     share: float
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Like ``ShortestEdge``, to (N, 3, size, size)."""
+        """Like ``ShortestEdge.__call__``, but returns images (N, 3, size, size)."""
         size = _size_of(images)
-        # Halves are rounded to even, as in Python.
+        # Halves are rounded to even numbers, as in Python.
         side = (size.min().double() * self.share).round().long().clamp(min=1)
         start = torch.div(size - side, 2, rounding_mode="floor")
         # The exporter does not support slices whose ends are computed.
@@ -88,7 +95,7 @@ class CenterCrop:
 
 
 class Preprocessing(nn.Module):
-    """Resizes, normalises, and pads with zeros on the right and at the bottom."""
+    """Resizes and normalizes images, and pads them with zeros on the right and at the bottom."""
 
     def __init__(
         self,
@@ -98,7 +105,7 @@ class Preprocessing(nn.Module):
         std: Sequence[float],
         size_divisibility: int = 0,
     ) -> None:
-        """Pads height and width to multiples of ``size_divisibility``; 0 for no padding."""
+        """Height and width are padded to multiples of ``size_divisibility``; 0 does not pad."""
         super().__init__()
         self.resize = resize
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1))
@@ -108,7 +115,10 @@ class Preprocessing(nn.Module):
         self.size_divisibility = size_divisibility if size_divisibility > 1 else 0
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """From (N, H, W, 3), uint8, to (N, 3, H'', W''), padded, and (4,): H, W, H', W'."""
+        """Takes images (N, H, W, 3), uint8. Returns padded images (N, 3, H'', W'') and sizes.
+
+        The sizes are int64 (4,): H, W, and H', W' after the resize.
+        """
         planes, sizes = self.resize(images)
         x = (planes - self.mean) / self.std
         if not self.size_divisibility:
@@ -122,7 +132,8 @@ class Preprocessing(nn.Module):
 def resize_as_pillow(images: Tensor, height: int, width: int) -> Tensor:
     """Resizes as Pillow does: bilinear, antialiased, rounded after each direction.
 
-    From (N, H, W, 3), uint8, to (N, 3, height, width), integers in [0, 255] as float32.
+    Takes images (N, H, W, 3), uint8. Returns (N, 3, height, width), float32 with integer values in
+    [0, 255].
     """
     columns = images.transpose(1, 2)  # (N, W, H, 3)
     columns = _resize_rows(columns.flatten(2), width).unflatten(2, (-1, 3))
@@ -131,7 +142,7 @@ def resize_as_pillow(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def _resize_rows(x: Tensor, length: int) -> Tensor:
-    """Resizes (N, L, M), integers in [0, 255] of any type, to (N, length, M)."""
+    """Resizes (N, L, M), with integer values in [0, 255] of any dtype, to (N, length, M)."""
     if type(length) is type(x.shape[1]) is int and length == x.shape[1]:
         return x
     old, new = (torch.scalar_tensor(n, dtype=torch.float64) for n in (x.shape[1], length))
@@ -158,24 +169,24 @@ def _resize_rows(x: Tensor, length: int) -> Tensor:
 
 
 def _size_of(images: Tensor) -> Tensor:
-    """Returns (2,), int64: H and W of (N, H, W, C)."""
+    """Returns H and W of images (N, H, W, C) as a tensor (2,), int64."""
     return torch.stack([torch.scalar_tensor(n, dtype=torch.int64) for n in images.shape[1:3]])
 
 
 def _as_int(length: Tensor) -> int:
-    """Returns a computed length, 0-d and at least 1, as an integer that stays symbolic."""
+    """Converts a 0-d tensor, at least 1, to an integer that stays symbolic in the graph."""
     number = length.item()
     torch._check(number >= 1)
     return cast(int, number)
 
 
 def _divide(dividend: Any, divisor: Any) -> Any:
-    """Divides integers, or tensors of them, and rounds to the nearest; halves go up."""
+    """Divides integers or integer tensors, and rounds to the nearest integer (halves up)."""
     return (2 * dividend + divisor) // (2 * divisor)
 
 
 class ExportableModel(nn.Module):
-    """Preprocessing, backbone and head: from uint8 images to the outputs that ``info`` names."""
+    """Preprocessing, backbone and head of a model in one module, with a description ``info``."""
 
     def __init__(
         self, preprocessing: Preprocessing, backbone: Backbone, head: Head, info: ExportInfo
@@ -187,7 +198,7 @@ class ExportableModel(nn.Module):
         self.info = info
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """From (N, H, W, 3), uint8, to the outputs in the order of ``info.outputs``."""
+        """Takes images (N, H, W, 3), uint8; returns outputs in the order of ``info.outputs``."""
         x, sizes = self.preprocessing(images)
         return cast(tuple[Tensor, ...], self.head(self.backbone(x), sizes))
 
@@ -195,17 +206,17 @@ class ExportableModel(nn.Module):
 def build_exportable(
     model: nn.Module, cfg: CfgNode, *, image_size: tuple[int, ...] = ()
 ) -> ExportableModel:
-    """Builds the module that is exported, in evaluation mode; ``model`` does not change.
+    """Builds the module to export, in eval mode, from a copy of ``model``.
 
-    ``image_size`` (H, W) goes into the description. Raises a ``UserError`` if the model cannot be
-    exported.
+    ``image_size`` (H, W) is stored in the description. Raises a ``UserError`` if the model cannot
+    be exported.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
     fold_batch_norms(model)
     fuse_blocks(model)
     head = build_head(model)
     backbone = get_backbone(model)
-    assert backbone is not None  # ``build_head`` refuses other models
+    assert backbone is not None  # else ``build_head`` raises an error
     resize: ShortestEdge | CenterCrop
     if isinstance(model, ImageClassifier):
         resize = CenterCrop(model.image_size, share=cfg.INPUT.CLASSIFY.TEST_CROP)
@@ -242,7 +253,7 @@ def trace(
     *,
     int8: bool = False,
 ) -> ExportedProgram:
-    """Traces a module in evaluation mode; ``int8`` keeps weights constant, to be quantised."""
+    """Traces a module in eval mode; ``int8`` keeps weights constant, so they can be quantized."""
     with recorded_as("int8" if int8 else "float"), torch.no_grad():
         return torch.export.export(
             module, inputs, dynamic_shapes=tuple(dynamic_shapes), strict=False
@@ -252,9 +263,9 @@ def trace(
 def trace_images(
     module: nn.Module, image_size: tuple[int, ...] = (), *, int8: bool = False
 ) -> ExportedProgram:
-    """Traces a module of (N, H, W, 3), uint8, for any N, H and W.
+    """Traces a module whose input is images (N, H, W, 3), uint8, for any N, H and W.
 
-    With ``image_size`` (H, W) in pixels, the graph takes one image of this size at a time.
+    With ``image_size`` (H, W) in pixels, the graph accepts only single images of this size.
     """
     if image_size:
         logger.info("Tracing the model, for one image of %d x %d …", *image_size)
@@ -265,7 +276,7 @@ def trace_images(
 
 
 def example_images(number: int = 2, height: int = 253, width: int = 311) -> Tensor:
-    """Returns images to trace a module with: (number, height, width, 3), uint8."""
-    # No other length in a network is likely to equal the default ones.
+    """Returns example images for tracing, (number, height, width, 3), uint8."""
+    # The default lengths are unlikely to equal any other length in a network.
     shape = number, height, width, 3
     return (torch.arange(math.prod(shape)) * 37 % 256).to(torch.uint8).view(shape)

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Heads of exported models: from the backbone's outputs to the file's outputs.
+"""Heads of exported models, which compute the file's outputs from the backbone's outputs.
 
-Detectors return a variable number of boxes for each image, but a graph needs fixed shapes. These
-heads return tables of R rows for each image. A score of -1 marks an empty row.
+Detectors return a variable number of boxes per image, but a graph needs fixed shapes. Therefore
+these heads return tables with R rows per image. Inside the graph, empty rows have a score of -1.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ EMPTY = -1.0
 
 
 class Head(nn.Module):
-    """Computes the ``outputs`` of ``ExportInfo`` from ``in_features``, the backbone's by name.
+    """Computes the ``outputs`` of ``ExportInfo`` from the backbone's outputs ``in_features``.
 
-    ``forward`` also takes sizes (4,): H, W, H', W' of the images before and after the resize.
+    ``forward`` takes these by name, and sizes (4,): H, W, H', W' before and after the resize.
     """
 
     task: Task
@@ -41,12 +41,12 @@ class Head(nn.Module):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs, in order."""
+        """Names of the outputs in the order in which ``forward`` returns them."""
         return TASK_OUTPUTS.get(self.task, tuple(self.in_features))
 
 
 class FeatureHead(Head):
-    """Returns the backbone's outputs."""
+    """Returns the backbone's outputs unchanged."""
 
     task = "features"
 
@@ -55,7 +55,7 @@ class FeatureHead(Head):
 
 
 class ClassifierHead(Head):
-    """Softmax scores of the classes."""
+    """Computes the softmax scores of the classes."""
 
     task = "classification"
 
@@ -68,7 +68,7 @@ class ClassifierHead(Head):
 
 
 class MFDETRHead(Head):
-    """MF-DETR's decoder, with R the number of queries."""
+    """Runs MF-DETR's decoder; R is the number of queries."""
 
     task = "detection"
 
@@ -93,7 +93,10 @@ class MFDETRHead(Head):
 
 
 class DenseHead(Head):
-    """RetinaNet and FCOS: top scores, then NMS; R is ``TEST.DETECTIONS_PER_IMAGE``."""
+    """Selects the top scores of RetinaNet or FCOS, then applies NMS.
+
+    R is ``TEST.DETECTIONS_PER_IMAGE``.
+    """
 
     task = "detection"
 
@@ -131,8 +134,11 @@ class DenseHead(Head):
     def _select_top(
         self, scores: Tensor, deltas: Tensor, anchors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From (N, HWA, K), (N, HWA, 4), (HWA, 4) to boxes (N, T, 4), scores and labels (N, T)."""
-        # Empty rows are appended, because a small level has fewer than T.
+        """Returns the T best boxes (N, T, 4), their scores (N, T) and labels (N, T) of one level.
+
+        Takes scores (N, HWA, K), deltas (N, HWA, 4) and anchors (HWA, 4).
+        """
+        # Empty rows are appended, because a small level has fewer than T scores.
         flat = nn.functional.pad(scores.flatten(1), (0, self._num_candidates), value=EMPTY)
         best, index = flat.topk(self._num_candidates, dim=1)
         is_found = best > self.score_threshold
@@ -147,15 +153,16 @@ class DenseHead(Head):
 def sort_detections(
     boxes: Tensor, scores: Tensor, labels: Tensor, sizes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scales boxes to the input image, clips and sorts them, and empties rows without area.
+    """Scales boxes to the input image, clips and sorts them, and drops boxes without area.
 
     Args:
         boxes: (N, R, 4), XYXY in pixels of the resized image.
-        scores: (N, R), ``EMPTY`` if there is no box; ``labels`` (N, R).
+        scores: (N, R), ``EMPTY`` if there is no box.
+        labels: (N, R), class indices.
         sizes: (4,): H, W, H', W' in pixels, before and after the resize.
 
     Returns:
-        "boxes", "scores", "labels" and "counts" of ``ExportInfo``.
+        The outputs "boxes", "scores", "labels" and "counts", see ``ExportInfo``.
     """
     lengths = sizes.to(boxes.dtype)
     scale = (lengths[:2] / lengths[2:]).flip(0).repeat(2)
@@ -171,21 +178,21 @@ def sort_detections(
 def suppress_overlaps(
     boxes: Tensor, scores: Tensor, labels: Tensor, num_classes: int, iou_threshold: float
 ) -> Tensor:
-    """Non-maximum suppression of each image and class in a batch, one operator of the graph.
+    """Non-maximum suppression for each image and class of a batch, as one operator in the graph.
 
     Args:
         boxes: (N, M, 4), XYXY.
         scores: (N, M), ``EMPTY`` if there is no box.
         labels: (N, M), in [0, ``num_classes``).
         num_classes: number of classes.
-        iou_threshold: largest IoU with a better box of the same class, in [0, 1].
+        iou_threshold: boxes with a larger IoU with a better box of the same class are suppressed.
 
     Returns:
         The scores (N, M), ``EMPTY`` for suppressed boxes.
     """
     image, row = (scores > EMPTY).nonzero().unbind(dim=1)
-    # Boxes of different images and classes are moved apart, in float64 because coordinates grow by
-    # thousands and IoUs must not change.
+    # Boxes of different images and classes get offsets, so they do not overlap. Offsets are large,
+    # and float64 keeps the IoUs exact enough.
     group = image * num_classes + labels[image, row]
     offset = 2 * (boxes.abs().max().double() + 1) * group
     best = scores[image, row]
@@ -199,7 +206,7 @@ def _(boxes: Tensor, scores: Tensor, *_: Any) -> Tensor:
 
 
 def _translate(boxes: Any, scores: Any, labels: Any, num_classes: int, iou_threshold: float) -> Any:
-    """Writes ``suppress_overlaps`` with ONNX's NonMaxSuppression, which separates classes."""
+    """Translates ``suppress_overlaps`` to ONNX's NonMaxSuppression, which separates classes."""
     from onnxscript import opset18
 
     op: Any = opset18  # accepts Python's numbers as constants, unlike its annotations
@@ -219,7 +226,7 @@ def _translate(boxes: Any, scores: Any, labels: Any, num_classes: int, iou_thres
 
 
 ONNX_TRANSLATIONS: dict[Any, Any] = {torch.ops.qbheat_det.suppress_overlaps.default: _translate}
-"""Functions that write the package's operators with ONNX's."""
+"""Functions that translate this package's operators to ONNX operators."""
 
 
 def build_head(model: nn.Module) -> Head:

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Exports several heads on one frozen backbone: an ONNX file of the encoder, and one per head.
+"""Exports several heads on one frozen backbone: one ONNX file for the encoder, and one per head.
 
-The encoder has preprocessing and backbone, and runs once per image for all heads.
+The encoder consists of preprocessing and backbone, and runs once per image for all heads.
 """
 
 import copy
@@ -37,11 +37,11 @@ from .files import ON_CPU, TOLERANCE, read_images, write_onnx
 from .graph import ExportableModel, build_exportable, example_images, trace, trace_images
 
 SIZES = "sizes"
-"""The encoder's last output, (4,), int64: H, W, H', W' before and after the resize."""
+"""Name of the encoder's last output, int64 (4,): H, W, H', W' before and after the resize."""
 
 
 class SharedEncoder(nn.Module):
-    """Preprocessing and backbone of a model, with the outputs that any head reads."""
+    """Preprocessing and backbone of a model; returns all outputs that at least one head reads."""
 
     def __init__(self, model: ExportableModel, names: Sequence[str]) -> None:
         super().__init__()
@@ -50,20 +50,22 @@ class SharedEncoder(nn.Module):
         self.names = list(names)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """From (N, H, W, 3), uint8, to maps (N, C, H', W'), tokens (N, M, D), and ``SIZES``."""
+        """Takes images (N, H, W, 3), uint8; returns feature maps (N, C, H', W'), tokens (N, M, D)
+        and ``SIZES``.
+        """
         x, sizes = self.preprocessing(images)
         features = self.backbone(x)
         return (*(features[name] for name in self.names), sizes)
 
     def hash(self) -> str:
-        """Returns 16 hexadecimal digits that depend on the weights and on the preprocessing."""
+        """Returns a hash of the weights and the preprocessing, 16 hexadecimal digits."""
         own = self.preprocessing
         parts = (self.names, own.resize, own.size_divisibility, hash_tensors(_tensors(self)))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 class BranchHead(nn.Module):
-    """The part of one model behind the shared encoder: its FPN, if any, and its head."""
+    """The part of a model that follows the shared encoder: the FPN (if it has one) and the head."""
 
     def __init__(self, model: ExportableModel) -> None:
         super().__init__()
@@ -74,11 +76,11 @@ class BranchHead(nn.Module):
         self.fpn: nn.Module | None = None
         if isinstance(fpn := model.backbone, FPN):
             self.names = list(fpn.in_features)
-            # The copy's input is the output of its bottom_up.
+            # In the copy, bottom_up is the identity: its input is the encoder's output.
             self.fpn = copy.deepcopy(fpn, {id(fpn.bottom_up): nn.Identity()})
 
     def forward(self, maps: list[Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
-        """From the encoder's outputs in the order of ``names`` to those of the whole model."""
+        """Takes encoder outputs in the order of ``names``, and returns the model's outputs."""
         features = dict(zip(self.names, maps, strict=True))
         features = features if self.fpn is None else self.fpn(features)
         return cast(tuple[Tensor, ...], self.head(features, sizes))
@@ -87,11 +89,11 @@ class BranchHead(nn.Module):
 def split_models(
     models: Mapping[str, ExportableModel],
 ) -> tuple[SharedEncoder, dict[str, BranchHead]]:
-    """Splits models, by the name of the head, into the encoder that they share and their heads.
+    """Splits models into the encoder that they share and their heads, by the name of the head.
 
-    Raises a ``UserError`` if their backbones or their preprocessing differ.
+    Raises a ``UserError`` if the backbones or the preprocessing of the models differ.
     """
-    # Some outputs, such as s16_expanded, have tensors of their own that not every head needs.
+    # Some outputs, such as s16_expanded, have their own tensors, which not every model has.
     fullest = max(models, key=lambda name: len(get_encoder(models[name].backbone).state_dict()))
     for name, model in models.items():
         if differences := _find_differences(models[fullest], model):
@@ -125,7 +127,7 @@ def _find_differences(model: ExportableModel, other: ExportableModel) -> list[st
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors that the outputs depend on: no BatchNorm's count of batches."""
+    """Returns the tensors that affect the outputs, so not BatchNorm's count of batches."""
     state = module.state_dict()
     return {k: tensor for k, tensor in state.items() if not k.endswith("num_batches_tracked")}
 
@@ -138,18 +140,18 @@ def export_shared_encoder(
     tolerance: float = TOLERANCE,
     overwrite: bool = False,
 ) -> dict[str, ExportReport]:
-    """Writes ``encoder.onnx`` and ``head_NAME.onnx`` of each head, and compares all with PyTorch.
+    """Writes ``encoder.onnx`` and a ``head_NAME.onnx`` per head, if all agree with PyTorch.
 
     Args:
-        configs: the config of each head's weights, by the head's name; see ``load_run_config``.
-        folder: where the files are written.
+        configs: the config of each head's weights, by head name; see ``load_run_config``.
+        folder: folder for the files.
         images: see ``export_model``.
         tolerance: see ``export_model``.
-        overwrite: whether files of these names may exist.
+        overwrite: whether to replace existing files.
 
     Raises:
         UserError: the models cannot be exported or share no encoder, a head does not agree with
-            PyTorch, or the folder holds other heads. Nothing is written then.
+            PyTorch, or the folder contains heads of another encoder. Then nothing is written.
     """
     _check_folder(folder, configs, overwrite=overwrite)
     configs = {name: with_values(cfg, ON_CPU) for name, cfg in configs.items()}
@@ -176,10 +178,12 @@ def _check_folder(folder: Path, heads: Iterable[str], *, overwrite: bool) -> Non
     old = [path.name for path in (*folder.glob(ENCODER), *folder.glob(f"{HEAD_PREFIX}*.onnx"))]
     if others := sorted(set(old) - set(new)):
         raise UserError(
-            f"--output '{folder}' holds {others[0]}, which would not fit the new encoder"
+            f"--output '{folder}' contains {others[0]}, which does not fit the new encoder"
         )
     if old and not overwrite:
-        raise UserError(f"--output '{folder}' holds {old[0]}: use another one, or --overwrite")
+        raise UserError(
+            f"--output '{folder}' contains {old[0]}: choose another folder, or add --overwrite"
+        )
     check_writable(folder / ENCODER)
 
 
@@ -194,7 +198,7 @@ def _write(encoder: SharedEncoder, heads: Mapping[str, BranchHead], folder: Path
     features = dict(zip(encoder.names, maps, strict=True))
     for name, head in heads.items():
         inputs = [features[read] for read in head.names]
-        # The exporter finds how the sizes of maps of two strides depend on each other.
+        # The exporter infers how the sizes of feature maps with different strides are related.
         shapes = [dict.fromkeys((0, 2, 3) if x.ndim == 4 else (0,), Dim.AUTO) for x in inputs]
         program = trace(head, (inputs, sizes), (shapes, None))
         path, metadata = folder / f"{HEAD_PREFIX}{name}.onnx", {METADATA_KEY: head.info.to_json()}

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Adds entries to the model zoo, with weights in half precision, and updates ``MODEL_ZOO.md``."""
+"""Adds entries, with weights in half precision, to the model zoo, and updates ``MODEL_ZOO.md``."""
 
 import dataclasses
 import datetime
@@ -35,11 +35,11 @@ Metrics are of the files as they are, in half precision, unless a note below say
 "Shipped" files, 40 MB at most, are in the repository and in the wheel: their names work without a
 network, and `qbheat zoo verify` and the tests check that code and weights agree."""
 MAX_SHIPPED = 40_000_000
-"""Bytes of all weights that are shipped with the package."""
+"""Maximum size in bytes of all weights that are shipped with the package."""
 
-# Absolute paths, those below a home, of Windows, a server or an address, and those with "..".
+# Paths that are absolute, in a home folder, of Windows or a server, URLs, or that contain "..".
 _PATH = re.compile(r"([/~\\]|[A-Za-z]:[\\/]|file:).*|(.*[\\/])?\.\.([\\/].*)?", re.DOTALL)
-# Keys that only have a meaning on the machine of the run.
+# Keys whose values are meaningful only on the machine of the run.
 _KEYS_OF_THE_RUN = (
     "OUTPUT_DIR",
     "MODEL.WEIGHTS",
@@ -61,19 +61,21 @@ def add_entry(
     output: Path | None = None,
     replace: bool = False,
 ) -> ZooEntry:
-    """Writes a file of weights in half precision, and its entry into the index beside it.
+    """Writes weights in half precision, and adds an entry to the index in the same folder.
 
-    The fingerprint is that of the file as written.
+    The fingerprint is computed from the file in half precision.
 
     Args:
-        weights: of a trained model or a bare backbone, with its config inside or beside it.
-        description: fields of ``ZooEntry`` that the file does not hold.
-        metrics: measured with the weights.
-        commit: by default the one in the file, or of the checkout.
+        weights: weights of a trained model or a bare backbone, with the config inside the file or
+            in the same folder.
+        description: fields of ``ZooEntry`` that are not in the file.
+        metrics: metrics that were measured with the weights.
+        commit: commit of the training; by default the one in the file, else of the checkout.
         date: by default today.
-        encoder: name of the entry whose encoder was frozen in training; the file leaves it out.
-        output: a folder with an index of its own; None ships the file with the package.
-        replace: whether the entry may exist.
+        encoder: name of the entry whose encoder was frozen in training. The encoder is not stored
+            again.
+        output: a folder with its own index; None ships the file with the package.
+        replace: whether to replace an existing entry.
 
     Raises:
         UserError: the weights cannot be read or do not fit their model, the entry exists, a field
@@ -103,7 +105,7 @@ def add_entry(
             metrics=tuple(metrics),
             encoder=shared,
         )
-        parse_entry(to_plain(entry), f"entry {entry.name}")  # before the steps that take long
+        parse_entry(to_plain(entry), f"entry {entry.name}")  # before the slow steps
         if output is None:
             _check_shipped_size([*others, entry])
         fingerprint = compute_fingerprint(trained.model, trained.cfg)
@@ -116,7 +118,10 @@ def add_entry(
 
 
 def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
-    """Writes the part of a file, and replaces the file by the join of part and encoder."""
+    """Splits the encoder off a file; returns the encoder's record and the path of the part.
+
+    Replaces the file by the join of part and encoder, as users will get it.
+    """
     part = file.with_suffix(".part.safetensors")
     encoder_file = sources.fetch(sources.find_encoder(encoder))
     sources.write_part(file, encoder_file, part)
@@ -125,10 +130,10 @@ def _leave_out_encoder(file: Path, encoder: str) -> tuple[SharedEncoder, Path]:
 
 
 def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a model's tensors with matrices and filters in float16.
+    """Converts tensors with at least two dimensions (matrices, filters) to float16.
 
-    Vectors and numbers stay in float32: they are small, and float16 would turn some variances of
-    BatchNorm into 0 or infinity. Matrices with values beyond float16's range stay in float32, too.
+    Vectors and scalars stay in float32. They are small, and float16 would turn some variances of
+    BatchNorm into 0 or infinity. Tensors with values outside the range of float16 stay in float32.
     """
     halved = {}
     for name, tensor in state.items():
@@ -139,17 +144,17 @@ def halve_precision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def remove_machine_paths(info: WeightsInfo, cfg: CfgNode) -> WeightsInfo:
-    """Returns a description whose config, ``cfg``, has no paths of the training machine."""
+    """Returns a description with the config ``cfg``, without paths of the training machine."""
     own = with_values(cfg)
     _reset_paths(own, get_cfg(), "")
     return dataclasses.replace(info, config=dump_config(own))
 
 
 def _read_others(index_file: Path, name: str, *, replace: bool) -> list[ZooEntry]:
-    """Returns the entries of an index, if it exists, without the one of that name."""
+    """Returns the entries of an index, if it exists, except the entry with this name."""
     entries = index.load_index(index_file) if index_file.exists() else ()
     if not replace and name in {entry.name for entry in entries}:
-        raise UserError(f"'{name}' is in '{index_file}' already: ask for it with --replace")
+        raise UserError(f"'{name}' is already in '{index_file}': use --replace to replace it")
     if index_file != index.INDEX_FILE:
         shipped = {entry.file.lower() for entry in index.load_index()}
         if file_of(name).lower() in shipped:
@@ -187,9 +192,9 @@ def _has_path(value: object) -> bool:
 
 
 def write_table(path: Path = ZOO_FILE) -> Path:
-    """Replaces the entries in ``MODEL_ZOO.md`` by those of the package's index; returns its path.
+    """Writes the entries of the package's index to ``MODEL_ZOO.md``; returns the path of the file.
 
-    Raises a ``UserError`` if there is no such file with the marks of the section.
+    Raises a ``UserError`` if the file does not exist or has no marks around the section.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -205,7 +210,7 @@ def write_table(path: Path = ZOO_FILE) -> Path:
 
 
 def render_entries(entries: Sequence[ZooEntry]) -> str:
-    """Returns a table of the entries, then a section for each."""
+    """Returns Markdown: a table of the entries, then a section for each entry."""
     entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
     lines = [_HEADERS, ["---"] * len(_HEADERS), *map(_render_row, entries)]
     table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
@@ -213,7 +218,7 @@ def render_entries(entries: Sequence[ZooEntry]) -> str:
 
 
 def _describe_entry(entry: ZooEntry) -> str:
-    """Returns a section with the fields of an entry; a ``UserError`` if its recipe is missing."""
+    """Returns a section about an entry; raises a ``UserError`` if its recipe is missing."""
     get_config_path(entry.config)
     made = f"Made: {entry.date}, at commit `{entry.commit}`"
     if entry.distribution:
@@ -235,14 +240,14 @@ def _describe_entry(entry: ZooEntry) -> str:
 
 
 def _format_metric(metric: Metric) -> str:
-    """Returns such as "AP 21.3 % on Aquarium val (±0.4, over 3 seeds; at 512)"."""
+    """Returns text such as "AP 21.3 % on Aquarium val (±0.4, over 3 seeds; at 512)"."""
     notes = "; ".join(filter(None, [metric.spread, metric.note]))
     value = " ".join(filter(None, [metric.name, f"{metric.value:g}", metric.unit]))
     return f"{value} on {metric.data}{f' ({notes})' if notes else ''}"
 
 
 def _render_row(entry: ZooEntry) -> Sequence[str]:
-    # GitHub's anchors of headings have no dots and slashes.
+    # GitHub removes dots and slashes from the anchors of headings.
     anchor = "".join(letter for letter in entry.name.lower() if letter.isalnum() or letter in "-_")
     stored = entry.stored
     shipped = ", shipped" if (sources.SHIPPED / stored.file).is_file() else ""

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Hugging Face's hub: weights with a model card, uploaded and downloaded.
+"""Uploads weights with a model card to Hugging Face's hub, and downloads weights.
 
-A repository holds ``model.safetensors``, whose metadata hold the config and the classes, and
-``README.md``. Nothing that is downloaded can run code.
+A repository contains ``model.safetensors``, with config and classes in its metadata, and
+``README.md``. Downloaded files cannot run code.
 """
 
 import re
@@ -24,7 +24,7 @@ from .index import PREFIX, list_entries
 HUB_PREFIX = "hf://"
 WEIGHTS_NAME = "model.safetensors"
 _REPO = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
-_LICENCES = ("apache-2.0", "mit", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-sa-4.0")  # that it knows
+_LICENCES = ("apache-2.0", "mit", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-sa-4.0")  # known to the hub
 _CARD = """\
 # {title}
 
@@ -46,7 +46,7 @@ The config is inside `model.safetensors`. Loading it runs no code from this repo
 
 
 def save_pretrained(cfg: CfgNode, folder: Path, *, is_detector: bool) -> Path:
-    """Writes the weights of a config and a model card into a folder, and returns it."""
+    """Writes the weights that ``cfg`` names, and a model card, to a folder; returns the folder."""
     state, info = read_weights(str(cfg.MODEL.WEIGHTS))
     if info is None or not info.config:
         info = WeightsInfo.from_config(cfg, iteration=0, commit="")
@@ -56,9 +56,9 @@ def save_pretrained(cfg: CfgNode, folder: Path, *, is_detector: bool) -> Path:
 
 
 def render_card(cfg: CfgNode, *, is_detector: bool) -> str:
-    """Returns a model card with the header that Hugging Face reads, as Markdown.
+    """Returns a model card in Markdown, with the header that Hugging Face reads.
 
-    An entry of the model zoo is described by its fields, other weights by their config.
+    The card describes an entry of the model zoo by its fields, and all other weights by the config.
     """
     node, name = cfg.MODEL, str(cfg.MODEL.WEIGHTS).removeprefix(PREFIX)
     entry = next((entry for entry in list_entries() if entry.name == name), None)
@@ -95,9 +95,9 @@ def render_card(cfg: CfgNode, *, is_detector: bool) -> str:
 def push_to_hub(
     save: Callable[[Path], Path], repo_id: str, *, private: bool, token: str | None
 ) -> str:
-    """Uploads the folder that ``save`` fills, and returns the address of the upload.
+    """Uploads the files that ``save`` writes to a folder, and returns the URL of the commit.
 
-    Raises a ``UserError`` if ``repo_id`` is not "user/name", or the hub refuses or does not answer.
+    Raises a ``UserError`` if ``repo_id`` is not "user/name", or if the upload fails.
     """
     _check_repo(repo_id)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,15 +112,15 @@ def push_to_hub(
             commit = api.upload_folder(
                 repo_id=repo_id, folder_path=saved, commit_message="Upload by qbheat_det"
             )
-        except Exception as error:  # of the network, the token, the repository: no common base
+        except Exception as error:  # errors of network, token and repository have no common base
             raise UserError(f"'{repo_id}' cannot be uploaded: {one_line(error)}") from error
     return str(commit.commit_url)
 
 
 def download(address: str) -> str:
-    """Returns the local file of ``hf://user/name`` or ``hf://user/name@revision``.
+    """Downloads ``hf://user/name`` or ``hf://user/name@revision``, and returns the local path.
 
-    Raises a ``UserError`` if the address has another form, or there is no such file.
+    Raises a ``UserError`` if the address is invalid, or the file cannot be downloaded.
     """
     repo_id, _, revision = address.removeprefix(HUB_PREFIX).partition("@")
     _check_repo(address.removeprefix(HUB_PREFIX))
@@ -136,4 +136,4 @@ def download(address: str) -> str:
 
 def _check_repo(name: str) -> None:
     if not _REPO.fullmatch(name):
-        raise UserError(f"'{name}' is no repository: expected user/name, or user/name@revision")
+        raise UserError(f"'{name}' is not a repository: expected user/name, or user/name@revision")

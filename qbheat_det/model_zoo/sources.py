@@ -2,11 +2,11 @@
 """Finds or downloads the weights of an entry, and builds its model.
 
 The first source that has the file is used: the folders in ``$QBHEAT_ZOO``, the package, the cache
-in ``$FVCORE_CACHE``, or, for some entries, a package of Python's package index. A file must have
-the SHA-256 of the index; any other is an error.
+in ``$FVCORE_CACHE``, or, for some entries, a wheel on Python's package index. A file whose SHA-256
+differs from the index is an error.
 
-An entry on another entry's frozen encoder is stored as a *part*, whose tensors of the encoder are
-empty. Joined with the encoder's file, it gives the whole file, always with the same bytes.
+An entry that was trained on the frozen encoder of another entry is stored as a *part*, in which the
+encoder's tensors are empty. Joining part and encoder always gives the same bytes.
 
 Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``.
 """
@@ -63,7 +63,7 @@ SHIPPED = Path(__file__).with_name("weights")
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model or bare backbone in evaluation mode, filled from a file if there is a ``report``."""
+    """A model or bare backbone in eval mode; ``report`` is None if weights are random."""
 
     model: nn.Module
     cfg: CfgNode
@@ -71,33 +71,33 @@ class TrainedModel:
 
 
 def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
-    """Builds the model of an entry from the config inside its weights, in evaluation mode.
+    """Builds the model of an entry from the config inside its weights, in eval mode.
 
-    If the file holds a backbone only, the model is the backbone. Without ``trained``, it keeps its
-    random initialisation. A ``UserError`` if there is no such entry or device, or a download fails.
+    If the file contains only a backbone, returns the backbone. If not ``trained``, the weights are
+    random. Raises a ``UserError`` if the entry or device does not exist, or a download fails.
     """
     return open_trained(get_checkpoint(name), trained=trained, device=device).model
 
 
 def get_config(name: str, *, trained: bool = True) -> CfgNode:
-    """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to them.
+    """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to these weights.
 
-    Without ``trained``, the recipe as shipped, without what the entry's command overrides. Raises a
-    ``UserError`` if there is no such entry, or its weights cannot be downloaded.
+    If not ``trained``, returns the shipped recipe, without the overrides in the entry's command.
+    Raises a ``UserError`` if there is no such entry, or its weights cannot be downloaded.
     """
     return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
 
 
 def get_checkpoint(name: str) -> str:
-    """Returns the path of an entry's ``.safetensors``, downloaded if necessary, hash checked."""
+    """Returns the path of an entry's ``.safetensors``; downloads the file if necessary."""
     return str(fetch(find_entry(name)))
 
 
 def open_trained(weights: str, *, trained: bool = True, device: str | None = None) -> TrainedModel:
-    """Builds the model of a file or address from its config, and fills it exactly.
+    """Builds the model of a file or address from its config, and loads the weights strictly.
 
-    ``device`` is by default the GPU if there is one. Raises a ``UserError`` if the file or its
-    config is not valid, or they do not fit each other.
+    By default, ``device`` is the GPU if there is one. Raises a ``UserError`` if the file or its
+    config is invalid, or if the weights do not fit the config exactly.
     """
     cfg = load_run_config(weights, device=device)
     is_bare = holds_backbone_alone(weights)
@@ -111,14 +111,15 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
 
 
 def cache_folder(entry: ZooEntry) -> Path:
-    """Returns the folder of downloads for this content: two versions of an entry can coexist."""
+    """Returns the download folder of an entry; its name has a hash, so versions can coexist."""
     return Path(get_cache_dir()) / "qbheat_zoo" / entry.sha256[:12]
 
 
 def fetch(entry: ZooEntry) -> Path:
-    """Returns the local file of an entry, its hash checked; downloads or joins it if necessary.
+    """Returns the local path of an entry's file, and checks its hash.
 
-    Raises a ``UserError`` if a source has another file of this name, or none has it.
+    If necessary, downloads the file or joins it from its parts. Raises a ``UserError`` if no source
+    has the file, or if a file with this name has a different hash.
     """
     found = find_local(entry)
     if found is not None:
@@ -149,22 +150,22 @@ def _missing(entry: ZooEntry, reason: str) -> UserError:
 
 
 def find_encoder(name: str) -> ZooEntry:
-    """Returns the entry of an encoder that others leave out, or raises a ``UserError``."""
+    """Returns an entry that can be a shared encoder, or raises a ``UserError``."""
     entry = find_entry(name)
     if entry.encoder:
-        raise UserError(f"'{name}' is kept without an encoder, so it cannot be that of others")
+        raise UserError(f"'{name}' is stored without its encoder, so it cannot be a shared encoder")
     return entry
 
 
 def find_local(entry: ZooEntry) -> Path | None:
-    """Returns the first file of that name on this machine, unchecked, or None."""
+    """Returns the first local file with the name of the entry's file, unchecked, or None."""
     folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
     files = (folder / entry.file for folder in folders)
     return next((file for file in files if file.is_file()), None)
 
 
 def describe_source(entry: ZooEntry) -> str:
-    """Returns the source that ``fetch`` would use; reads and downloads nothing."""
+    """Returns the name of the source that ``fetch`` would use; reads and downloads no file."""
     found = find_local(entry)
     if entry.encoder and (found is None or found.parent == cache_folder(entry)):
         return describe_source(entry.stored)  # a whole file in the cache was joined from parts
@@ -197,9 +198,9 @@ def _convert_distribution(entry: ZooEntry, source: Distribution, target: Path) -
 
 
 def check_hash(path: Path, entry: ZooEntry) -> Path:
-    """Returns a file if it has the SHA-256 of the index.
+    """Returns ``path`` if the file has the SHA-256 in the index.
 
-    Raises a ``UserError`` for any other file, and removes it if it is in the cache.
+    Otherwise raises a ``UserError``, and removes the file if it is in the cache.
     """
     try:
         found = hash_file(path)
@@ -218,7 +219,7 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
 
 
 class ZooWeights(PathHandler):
-    """Resolves ``qbheat://NAME`` to ``.pth``, because Detectron2 cannot read ``.safetensors``."""
+    """Resolves ``qbheat://NAME`` to a ``.pth`` file, as Detectron2 cannot read ``.safetensors``."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]
@@ -230,11 +231,11 @@ class ZooWeights(PathHandler):
 
 @functools.lru_cache
 def _write_pytorch(source: Path, folder: Path) -> Path:
-    """Writes weights as float32 in PyTorch's format, once per process."""
+    """Writes weights as float32 in PyTorch's format, at most once per process."""
     state, info = read_weights(str(source))
     tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
-    # Detectron2 matches the ends of names, so it finds an encoder with bare names in any model.
-    # ``read_weights`` restores the prefix.
+    # Detectron2 matches suffixes of names. Without the prefix "backbone.", it finds the encoder in
+    # any model. ``read_weights`` restores the prefix.
     bare = {} if any(name.startswith(BELOW_FPN) for name in tensors) else bare_backbone(tensors)
     if tensors.keys() & bare.values():
         bare = {}
@@ -253,25 +254,26 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
 
 
 def write_part(whole: Path, encoder: Path, part: Path) -> None:
-    """Writes ``part``, the weights of ``whole`` without the tensors of their frozen encoder.
+    """Writes ``part``, the weights of ``whole`` without the tensors of the frozen encoder.
 
-    Raises a ``UserError`` if its encoder is not that of ``encoder``, or there is no config inside.
+    Raises a ``UserError`` if the encoder tensors of ``whole`` differ from those in ``encoder``, or
+    if ``whole`` contains no config.
     """
     state, info = _read_described(whole)
     own, known = bare_backbone(state), _read_encoder(encoder)
     for name, short in own.items():
         if short not in known or not torch.equal(state[name], known[short]):
-            raise UserError(f"the encoder of '{whole}' is not that of '{encoder}': see '{name}'")
+            raise UserError(f"the encoder of '{whole}' differs from '{encoder}' in '{name}'")
     empty = {name: state[name].new_empty(0) for name in own}
     save_weights(str(part), {**state, **empty}, info)
 
 
 def write_whole(part: Path, encoder: Path, whole: Path) -> None:
-    """Joins a part and its encoder, or raises a ``UserError`` if a tensor is missing."""
+    """Joins a part and its encoder to ``whole``; raises a ``UserError`` if a tensor is missing."""
     state, info = _read_described(part)
     known, own = _read_encoder(encoder), bare_backbone(state)
     if lacking := own.values() - known.keys():
-        raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' has not")
+        raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' does not have")
     joined = {name: known[short] for name, short in own.items()}
     save_weights(str(whole), {**state, **joined}, info)
 
@@ -284,7 +286,7 @@ def _read_described(path: Path) -> tuple[dict[str, Tensor], WeightsInfo]:
 
 
 def _read_encoder(path: Path) -> Mapping[str, Tensor]:
-    """Returns tensors by their names in a backbone."""
+    """Returns the tensors of an encoder, by name without the prefix of a backbone."""
     state, _ = read_weights(str(path))
     return {short: state[name] for name, short in bare_backbone(state).items()} or state
 

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Verifies that an entry's file, the index and the installed code agree on this machine.
 
-A fingerprint has statistics of a model's raw outputs on synthetic images: maps, logits and boxes
-before any threshold, sort or suppression. It depends on weights, pre-processing and code, and shows
-whether the code computes the same as when the metrics were measured. Final detections are compared
-loosely. The images are drawn in integers, and read like any image file.
+A fingerprint contains statistics of a model's raw outputs on synthetic images: feature maps, logits
+and boxes before any threshold, sorting or NMS. It depends on weights, pre-processing and code, so
+it shows whether results are the same as when the metrics were measured. Final detections are
+compared with larger tolerances. Images are drawn with integer arithmetic, and read from files.
 """
 
 import contextlib
@@ -44,26 +44,26 @@ from .sources import TrainedModel, fetch, open_trained
 
 VERSION = 1
 TOLERANCE = 1e-3
-"""Of a raw output's standard deviation. Rounding of float32 in another order makes some 1e-5 of it;
-flipped channels or another way of resizing more than 1e-1."""
+"""For raw outputs, relative to their standard deviation. The rounding of float32 changes them by
+about 1e-5, flipped channels or a different resize by more than 1e-1."""
 SCORE_TOLERANCE = 0.02
-"""Of the scores of detections, in [0, 1]."""
+"""For the scores of detections, in [0, 1]."""
 BOX_TOLERANCE = 0.02
-"""Of the corners of the best detection, relative to the longer side of the image."""
+"""For the corners of the best detection, relative to the longer side of the image."""
 
-# Odd sizes, landscape and portrait, so that resizing rounds and a batch of detection is padded.
+# Odd sizes need rounding in the resize. Landscape and portrait need padding in detection batches.
 _SIZES = ((331, 467), (419, 283))
 _NUM_VALUES = 10
 _NUM_DETECTIONS = 5
 _BEST_BOX = ".surest_box"
-# Modules with raw outputs, in the order of computation. Of two-stage detectors only the first
-# stage: the second one reads boxes that a sort has chosen.
+# Modules with raw outputs, in the order of computation. The second stage of two-stage detectors is
+# excluded, because its input boxes depend on sorting.
 _RAW_MODULES = ("backbone", "proposal_generator.rpn_head", "head", "predictor", "decoder")
 _STEPS = ("file and hash", "tensors loaded", "index", "fingerprint")
 
 
 class Deviation(NamedTuple):
-    """How far an output is from the expected one, in tolerances: more than 1 is not equal."""
+    """Difference of an output from the expected one; ``ratio`` is in multiples of the tolerance."""
 
     output: str
     ratio: float
@@ -71,13 +71,14 @@ class Deviation(NamedTuple):
 
 
 def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
-    """Runs a detector, classifier, pre-training objective or backbone on the synthetic images.
+    """Runs a model on the synthetic images, and returns the statistics of its outputs.
 
-    The model's mode and the random state do not change. Raises a ``UserError`` if the model has no
-    outputs to compare, or gives NaN.
+    The model may be a detector, classifier, pre-training objective or backbone. Its mode and the
+    random state do not change. Raises a ``UserError`` if there are no raw outputs, or if they are
+    not finite.
     """
     batch = _read_images(cfg)
-    # TF32 keeps 10 bits.
+    # TF32 has a precision of only 10 bits.
     with undisturbed(model), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         torch.manual_seed(0)
         outputs = tuple(_run(model, cfg, batch))
@@ -85,14 +86,14 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
         raise UserError(f"a {type(model).__name__} has no raw outputs for a fingerprint")
     for output in outputs:
         if not math.isfinite(output.mean):
-            raise UserError(f"output '{output.name}' holds NaN or infinity on synthetic images")
+            raise UserError(f"output '{output.name}' contains NaN or infinity on synthetic images")
     return Fingerprint(VERSION, outputs)
 
 
 def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Deviation]:
-    """Returns the deviation of each output of either fingerprint, in the order of computation.
+    """Returns the deviation of each output that is in at least one of the fingerprints.
 
-    Tolerances are at most those of ``found``, so that an index cannot ask for larger ones. Raises a
+    Tolerances are at most those of ``found``, so an index cannot make them larger. Raises a
     ``UserError`` if the versions differ.
     """
     if expected.version != found.version:
@@ -105,7 +106,7 @@ def compare_fingerprints(expected: Fingerprint, found: Fingerprint) -> list[Devi
     return deviations + [
         Deviation(name, math.inf, "the index does not have this output")
         for name in outputs
-        # Whether there is a best box depends on a margin of scores, which are compared themselves.
+        # Whether there is a best box depends on the scores, which are compared separately.
         if not name.endswith(_BEST_BOX)
     ]
 
@@ -126,7 +127,7 @@ def _compare(expected: OutputStats, found: OutputStats | None) -> Deviation:
 
 
 def _draw(height: int, width: int, number: int) -> npt.NDArray[np.uint8]:
-    """Draws a synthetic image, (H, W, 3) RGB: waves, plain boxes and fine noise."""
+    """Draws a synthetic RGB image (H, W, 3) with waves, uniform boxes and fine noise."""
     y, x, channel = (axis.astype(np.int64) for axis in np.ogrid[:height, :width, :3])
     phase = 3 * x * (channel + 1) + 2 * y * (3 - channel) + 97 * number
     wave = np.abs(phase % 510 - 255)  # 0 … 255 and back
@@ -167,7 +168,7 @@ def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Ite
         for name, module in model.named_modules():
             if name in _RAW_MODULES:
                 hooks.enter_context(module.register_forward_hook(_record(name, raw)))
-        if isinstance(model, PretrainingObjective):  # maps of whole images, for other models
+        if isinstance(model, PretrainingObjective):  # adds feature maps of whole images
             backbone = get_backbone(model)
             assert backbone is not None
             backbone(model.preprocess_image(list(batch)))
@@ -179,14 +180,14 @@ def _run(model: nn.Module, cfg: CfgNode, batch: Sequence[dict[str, Any]]) -> Ite
 
 def _record(name: str, raw: dict[str, list[OutputStats]]) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: object, output: object) -> None:
-        # At once: RetinaNet takes the sigmoid of its logits in place.
+        # Summarize now, because RetinaNet applies the sigmoid to its logits in place.
         raw.setdefault(name, list(_summarise_all(name, output)))
 
     return hook
 
 
 def _summarise_all(name: str, output: object) -> Iterator[OutputStats]:
-    """Summarises each floating-point tensor in nested mappings and sequences."""
+    """Yields statistics of each floating-point tensor in nested mappings and sequences."""
     if isinstance(output, Tensor):
         if output.is_floating_point() and output.numel():
             yield _summarise(name, output)
@@ -206,7 +207,7 @@ def _summarise_result(image: str, result: Mapping[str, Any]) -> Iterator[OutputS
     best = scores.new_zeros(_NUM_DETECTIONS)
     best[: len(scores)] = scores[:_NUM_DETECTIONS]
     yield _summarise(f"{image}.scores", best, SCORE_TOLERANCE)
-    # Which box comes first is certain only if no other one has nearly the same score.
+    # The best box is certain only if no second box has nearly the same score.
     if best[0] - best[1] > 2 * SCORE_TOLERANCE:
         box = instances.pred_boxes.tensor[order[0]]
         yield _summarise(f"{image}{_BEST_BOX}", box, BOX_TOLERANCE * max(instances.image_size))
@@ -215,7 +216,7 @@ def _summarise_result(image: str, result: Mapping[str, Any]) -> Iterator[OutputS
 def _summarise(name: str, output: Tensor, tolerance: float | None = None) -> OutputStats:
     values = output.detach().double().cpu().flatten()
     mean, std = float(values.mean()), float(values.std(correction=0))
-    if tolerance is None:  # an output that is constant is compared relative to its value
+    if tolerance is None:  # constant outputs are compared relative to their value
         scale = std if std > 1e-6 * abs(mean) else max(abs(mean), 1e-6)
         tolerance = _round(TOLERANCE * scale)
     count, sample = len(values), values
@@ -231,7 +232,7 @@ def _round(value: float) -> float:
 
 
 def verify_entry(entry: ZooEntry) -> dict[str, str]:
-    """Returns "name", the result of each step ("-" if not reached) and "error" of an entry."""
+    """Returns a dict with "name", each step's result ("-" if not reached), and "error"."""
     verdict = {"name": entry.name, **dict.fromkeys(_STEPS, "-"), "error": ""}
     try:
         get_config_path(entry.config)
@@ -252,14 +253,14 @@ def verify_entry(entry: ZooEntry) -> dict[str, str]:
         verdict["fingerprint"] = _check_fingerprint(entry.fingerprint, fingerprint)
     except UserError as error:
         verdict["error"] = str(error)
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:  # of a model's own code
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:  # from the code of a model
         reason = f"{type(error).__name__}: {one_line(error)}"
         verdict["error"] = f"the model does not run: {reason}"
     return verdict
 
 
 def format_verdicts(verdicts: Sequence[Mapping[str, str]]) -> str:
-    """Returns a table of the steps, then one line per error."""
+    """Returns a table with the results of all steps, and one line per error."""
     rows = [[verdict[column] for column in ("name", *_STEPS)] for verdict in verdicts]
     errors = [f"{verdict['name']}: {verdict['error']}" for verdict in verdicts if verdict["error"]]
     end = (
@@ -270,7 +271,7 @@ def format_verdicts(verdicts: Sequence[Mapping[str, str]]) -> str:
 
 
 def find_task(trained: TrainedModel) -> str:
-    """Returns one of the zoo's tasks."""
+    """Returns the task of a model, one of ``index.TASKS``."""
     if isinstance(trained.model, Backbone | PretrainingObjective):
         return "pretraining"
     is_classifier = trained.cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
@@ -278,10 +279,10 @@ def find_task(trained: TrainedModel) -> str:
 
 
 def count_costs(trained: TrainedModel) -> dict[str, Any]:
-    """Returns ``num_params``, ``madds`` and ``madds_input`` of an entry.
+    """Returns a dict with the fields ``num_params``, ``madds`` and ``madds_input`` of an entry.
 
-    Multiply-adds are of ``CountingRule.CORE`` on an image of the size of evaluation, for detectors
-    in landscape; of a pre-training objective those of its backbone.
+    Multiply-adds are counted by ``CountingRule.CORE``, on one image of the size in evaluation. For
+    detectors it is in landscape. For pre-training objectives, only the backbone counts.
     """
     model, cfg = trained.model, trained.cfg
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:
