@@ -56,7 +56,7 @@ def test_repeated_and_broken_images_are_left_out_and_batches_resume_anywhere(
     assert stream.num_images == 12 + 5
     line = next(m for m in caplog.messages if "unlabelled images are used" in m)
     # The tiny set is both training and validation set.
-    assert all(part in line for part in ("5 of 9", "2 validation", "1 repeat", "1 cannot"))
+    assert all(part in line for part in ("5 of 9", "2 validation", "1 are duplicates", "1 cannot"))
     assert any("broken.jpg" in message for message in caplog.messages)
 
     def take(start: int) -> list[tuple[list[str], list[list[str]]]]:
