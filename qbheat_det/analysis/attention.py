@@ -86,7 +86,8 @@ def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
 def choose_blocks(backbone: MobileFormer) -> list[int]:
     """Returns the numbers of the blocks to draw.
 
-    These are the paper's for networks with twelve blocks, or else the last block at each stride.
+    For networks with twelve blocks, these are the blocks of the paper's figures. For others, they
+    are the last blocks at each stride.
     """
     blocks = list_blocks(backbone)
     if sum(len(cast(nn.ModuleList, stage)) for stage in backbone.stages) == max(PAPER_BLOCKS):

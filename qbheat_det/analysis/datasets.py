@@ -126,8 +126,9 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
 def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
     """Compares training and evaluation datasets. Returns errors and warnings.
 
-    Errors are different classes, and byte-identical images in a training and an evaluation dataset
-    (under any file name). Using the same dataset for both is only a warning.
+    It is an error if the datasets have different classes, or if a training and an evaluation
+    dataset share a byte-identical image (under any file name). Using the same dataset for both is
+    only a warning.
     """
     errors: list[DataError] = []
     warnings: list[str] = []

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A Detectron2 checkpointer that writes files atomically and matches tensors strictly.
 
-Pickles, which can run code, are refused. Tensors that do not fit the model are an error unless
+Files with pickled code are refused. Tensors that do not fit the model are an error unless
 partial loading is requested.
 """
 

@@ -100,8 +100,9 @@ def _measure(cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer]) -> Pace:
 def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]:
     """Returns the image size (None for the recipe's size), and whether to freeze the backbone.
 
-    Chooses the largest size that allows enough epochs. If no size does, chooses the smallest size,
-    or, if even that allows too few epochs, the recipe's size with a frozen backbone.
+    Chooses the largest size that allows enough epochs. If no size does, chooses the smallest one.
+    If that size allows less than ``_FEWEST`` of the recipe's epochs, keeps the recipe's size and
+    freezes the backbone.
     """
     usual, epochs = max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.SOLVER.EPOCHS
     sizes = [round(share * usual / _STRIDE) * _STRIDE for share in _SIZES]

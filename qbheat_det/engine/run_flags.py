@@ -162,7 +162,10 @@ class RunFlags:
 
 
 def _set_image_size(cfg: CfgNode, size: int, overrides: Mapping[str, str]) -> None:
-    """Sets the largest training size (shorter side) in place, and scales all sizes by its factor.
+    """Sets the image size in place.
+
+    For detectors, ``size`` becomes the largest training size and the test size (shorter sides), and
+    the other sizes keep their ratios. For other models, it is ``INPUT.PRETRAIN.SIZE``.
 
     Raises:
         UserError: the size is below 32, or an override also sets an image size.

@@ -121,7 +121,8 @@ def _list_table(path: Path, column: str) -> Iterator[Item]:
 def cut_chunks(items: Sequence[Item], size: int, done: Collection[tuple[str, str]]) -> list[Chunk]:
     """Divides images into chunks of ``size``, and then leaves out the images in ``done``.
 
-    So the borders of the chunks do not depend on ``done``, which has (source, file) of images.
+    The chunk boundaries therefore do not depend on ``done``, the (source, file) pairs of finished
+    images.
     """
     chunks = []
     for number, start in enumerate(range(0, len(items), size)):

@@ -282,7 +282,8 @@ def count_costs(trained: TrainedModel) -> dict[str, Any]:
     """Returns a dict with the fields ``num_params``, ``madds`` and ``madds_input`` of an entry.
 
     Multiply-adds are counted by ``CountingRule.CORE``, on one image of the size in evaluation. For
-    detectors it is in landscape. For pre-training objectives, only the backbone counts.
+    detectors, the image is in landscape orientation. For pre-training objectives, only the
+    multiply-adds of the backbone are counted.
     """
     model, cfg = trained.model, trained.cfg
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_IMAGES:

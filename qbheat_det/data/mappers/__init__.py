@@ -49,7 +49,7 @@ class DetrDatasetMapper(DatasetMapper):
     """Detectron2's mapper, with DETR's random crop before the resize and flip.
 
     "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. A.4. The flip comes
-    last, as in Detectron2, which is statistically equivalent.
+    last, as in Detectron2. This is statistically equivalent to the paper's order.
 
     In training, with probability 1/2, the shorter side is resized to one of
     ``INPUT.DETR_CROP_RESIZE``, and a region of random size is cropped. Boxes are clipped to the

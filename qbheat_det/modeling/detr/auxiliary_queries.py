@@ -63,9 +63,9 @@ class QueryGroups(nn.Module):
     ) -> dict[str, Tensor]:
         """Returns ``SetCriterion.block_losses`` of each block and group.
 
-        Logits (L, N, E, K + 1) and boxes (L, N, E, 4), cxcywh in [0, 1] of the unpadded image, are
-        predictions for the queries from ``forward``. ``normalizers`` (2,) are the divisors of the
-        class and box losses.
+        ``logits`` (L, N, E, K + 1) and ``boxes`` (L, N, E, 4) are the predictions of the L blocks
+        for the E queries of ``forward``. Boxes are cxcywh in [0, 1] of the unpadded image.
+        ``normalizers`` (2,) are the divisors of the class and box losses.
         """
         # To the criterion, each group of a block is a separate block: (L * G, N, Q, …).
         logits, boxes = (
