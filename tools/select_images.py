@@ -29,7 +29,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--images", nargs="+", default=[], metavar="PATH", help="images and folders to select from")
-    add("--budget", type=int, default=0, metavar="N", help="number of images to select")
+    add("--budget", type=int, metavar="N", help="number of images to select")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--weights", help=f"trained detector for later rounds: {WEIGHTS}")
     add("--data", metavar="SRC", help="labeled images, in any format of qbheat train; these images "
@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"'{args.opts[0]}' is a config override, which needs --simulate")
     if not args.images:
         raise UserError("--images DIR is missing")
-    if args.budget < 1:
-        raise UserError(f"--budget N, the number of images, must be at least 1, not {args.budget}")
+    if args.budget is None:
+        raise UserError("--budget N, the number of images to select, is missing")
     selection = select(
         args.images,
         args.budget,

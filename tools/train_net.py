@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.dry_run:
         report = dry_run(cfg, build_trainer)
         if comm.is_main_process():
-            print(report)
+            print(f"{plan}\n{report}".lstrip())
         return {}
     setup(cfg, flags)
     if plan:

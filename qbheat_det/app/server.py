@@ -10,7 +10,9 @@ on bytes, pixels, time and the number of requests bound the memory.
 import asyncio
 import io
 import logging
+import signal
 import socket
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +34,7 @@ from qbheat_det.core.environment import VERSION
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.images import Image, NamedImage, UnreadableImage, decode_image
 from qbheat_det.inference.predict import check_elongation
+from qbheat_det.inference.results import DetectedBox
 
 from .uploads import FORMATS
 
@@ -68,6 +71,13 @@ class Box(BaseModel):
     score: float
     class_name: str
     class_id: int
+
+    @classmethod
+    def of(cls, box: DetectedBox) -> "Box":
+        """Returns a box with coordinates to 0.01 pixels and a score of four digits."""
+        left, top, right, bottom = (round(edge, 2) for edge in box.xyxy)
+        xyxy, score = (left, top, right, bottom), round(box.score, 4)
+        return cls(xyxy=xyxy, score=score, class_name=box.class_name, class_id=box.class_id)
 
 
 class Boxes(BaseModel):
@@ -166,12 +176,12 @@ def build_server(
                 image = await asyncio.to_thread(_decode, body, limits, detector.cfg)
                 found = await asyncio.wrap_future(batches.submit(image))
         except UnreadableImage as error:
-            hint = "send a JPEG, PNG, WebP or BMP: curl --data-binary @photo.jpg"
+            hint = "send a JPEG, PNG, WebP or BMP file: curl --data-binary @photo.jpg"
             raise HTTPException(422, f"{error.reason}; {hint}") from error
         finally:
             active -= 1
         height, width = image.shape[:2]
-        boxes = [Box(**box._asdict()) for box in found if box.score >= threshold]
+        boxes = [Box.of(box) for box in found if box.score >= threshold]
         return Boxes(width=width, height=height, boxes=boxes)
 
     return app
@@ -255,6 +265,8 @@ def serve(
         app = build_server(detector, thread, batch_size=batch_size, limits=limits)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         print(f"serving {detector.weights} on {address}, described at {address}/docs", flush=True)
+        # Uvicorn finishes the current requests, and then raises the signal again.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=30)
         uvicorn.Server(config).run(sockets=[listener])
 

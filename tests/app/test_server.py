@@ -62,7 +62,7 @@ def test_the_boxes_are_those_of_predict(
     assert [box["class_name"] for box in answer["boxes"]] == expected.labels
     found = [[*box["xyxy"], box["score"]] for box in answer["boxes"]]
     wanted = np.column_stack([expected.boxes, expected.scores])
-    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    np.testing.assert_allclose(found, wanted, atol=0.006)
 
 
 def test_health_model_and_description(client: TestClient) -> None:
@@ -162,6 +162,6 @@ def test_the_process_serves_and_ends_on_sigterm() -> None:
             with urllib.request.urlopen(f"{address}/predict", data=CELLS) as answer:
                 assert json.load(answer)["boxes"]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) in (0, -signal.SIGTERM)
+            assert process.wait(30) == 0
         finally:
             process.kill()
