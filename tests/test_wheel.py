@@ -129,7 +129,7 @@ def _find_pythons() -> dict[str, str]:
     return {
         name: path
         for name, path in paths.items()
-        if path and not subprocess.run([path, "-c", ""], check=False).returncode
+        if path and not subprocess.run([path, "-c", ""], capture_output=True).returncode
     }
 
 

@@ -49,7 +49,8 @@ class Parser(argparse.ArgumentParser):
             name = word.split("=")[0]
             ours = _ELSEWHERE.get(name.lstrip("-"), name)
             known = self._option_string_actions
-            if name not in known and ours in known:
+            is_flag = word.startswith("--") or "=" in word  # and not a file of that name
+            if is_flag and name not in known and ours in known:
                 message += f"; use {ours} for {name}"
         super().error(message)
 
