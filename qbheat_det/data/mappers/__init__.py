@@ -12,8 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetMapper
-from detectron2.data import transforms as T
 from detectron2.data.detection_utils import SizeMismatchError
 from PIL.Image import DecompressionBombError
 
@@ -23,9 +21,13 @@ from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
 
 from .classification import ClassificationMapper
+from .detection import DetectionMapper, DetrDatasetMapper, build_detr_crop
 from .pretraining import PretrainingMapper, TwoViewMapper
 
-__all__ = ["ClassificationMapper", "PretrainingMapper", "TwoViewMapper"]
+__all__ = [
+    "ClassificationMapper", "DetectionMapper", "DetrDatasetMapper", "PretrainingMapper",
+    "TwoViewMapper", "build_detr_crop",
+]  # fmt: skip
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
 """Maps a record to an entry of a batch. None and errors skip the image. Errors are reported."""
@@ -45,47 +47,8 @@ class PreparedMapper(Protocol):
         """Maps a record, see ``Mapper``."""
 
 
-class DetrDatasetMapper(DatasetMapper):
-    """Detectron2's mapper, with DETR's random crop before the resize and flip.
-
-    "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. A.4. The flip comes
-    last, as in Detectron2. This is statistically equivalent to the paper's order.
-
-    In training, with probability 1/2, the shorter side is resized to one of
-    ``INPUT.DETR_CROP_RESIZE``, and a region of random size is cropped. Boxes are clipped to the
-    crop. Images without remaining boxes are kept. Masks (``MODEL.MASK_ON``) are cropped too, which
-    requires ``shapely`` for polygons.
-    """
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
-        arguments: dict[str, Any] = super().from_config(cfg, is_train)
-        if is_train and len(cfg.INPUT.DETR_CROP_RESIZE):
-            crop = build_detr_crop(
-                resize_to=cfg.INPUT.DETR_CROP_RESIZE, crop_range=cfg.INPUT.DETR_CROP_RANGE
-            )
-            arguments["augmentations"].insert(0, crop)
-        return arguments
-
-
-def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T.Augmentation:
-    """Returns an augmentation that resizes and crops an image with probability 1/2.
-
-    The shorter side is resized to one of ``resize_to``, in pixels. ``crop_range`` is [min, max] of
-    the height and width of the crop. Raises a ``UserError`` if a value is invalid.
-    """
-    is_range = len(crop_range) == 2 and 0 < crop_range[0] <= crop_range[1]
-    check_input_keys(
-        ("DETR_CROP_RESIZE", resize_to, min(resize_to, default=0) > 0, "positive"),
-        ("DETR_CROP_RANGE", crop_range, is_range, "[min, max] with 0 < min <= max"),
-    )
-    resize = T.ResizeShortestEdge(list(resize_to), sample_style="choice")
-    crop = T.RandomCrop("absolute_range", tuple(crop_range))
-    return T.RandomApply(T.AugmentationList([resize, crop]), prob=0.5)
-
-
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
-    "default": DatasetMapper,
+    "default": DetectionMapper,
     "detr": DetrDatasetMapper,
     "pretrain": PretrainingMapper,
     "classify": ClassificationMapper,
