@@ -163,3 +163,22 @@ def test_without_a_compiler_or_where_it_fails_blocks_run_as_they_are(
     set_block_modes(model, compiled=True)
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
     torch._dynamo.reset()
+
+
+def test_slow_depthwise_convolutions_train_in_float32_under_autocast() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.Conv2d(8, 8, 3, groups=8))
+    model = copy.deepcopy(plain)
+    block_modes.run_depthwise_in_float32(model)
+    assert [layer._compiled_call_impl is not None for layer in model] == [True, False]
+    x = torch.randn(2, 8, 9, 9)
+    assert torch.equal(model(x), plain(x))
+    seen = []
+    model[0].register_forward_hook(lambda layer, inputs, y: seen.append(y.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model[0](x)
+    y.float().square().sum().backward()
+    plain[0](x).square().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert seen == [torch.float32]
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=0.02, atol=0.02)
