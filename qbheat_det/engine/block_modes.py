@@ -139,8 +139,9 @@ def run_depthwise_in_float32(model: nn.Module) -> None:
     as long as in float32. Outputs still have autocast's dtype.
     """
     for module in model.modules():
-        is_depthwise = isinstance(module, nn.Conv2d) and module.groups == module.in_channels > 1
-        if not is_depthwise or module._compiled_call_impl is not None:
+        if not isinstance(module, nn.Conv2d) or module._compiled_call_impl is not None:
+            continue
+        if module.groups != module.in_channels or module.groups == 1:
             continue
         if max(module.stride) > 1 or max(module.kernel_size) > 3:
             module._compiled_call_impl = _call_in_float32(module)

@@ -177,8 +177,8 @@ def test_slow_depthwise_convolutions_train_in_float32_under_autocast() -> None:
     model[0].register_forward_hook(lambda layer, inputs, y: seen.append(y.dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = model[0](x)
-    y.float().square().sum().backward()
-    plain[0](x).square().sum().backward()
+    y.sum().backward()  # a gradient of ones, without rounding
+    plain[0](x).sum().backward()
     assert y.dtype == torch.bfloat16
     assert seen == [torch.float32]
-    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)

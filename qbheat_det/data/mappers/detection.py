@@ -44,7 +44,7 @@ class DetectionMapper(DatasetMapper):
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
         if self._needs_pixels or "sem_seg_file_name" in dataset_dict:
-            return super().__call__(dataset_dict)  # type: ignore[no-any-return]
+            return super().__call__(dataset_dict)
         try:
             with open_image(dataset_dict["file_name"]) as file:
                 outline = _Outline(file.height, file.width)
@@ -52,7 +52,7 @@ class DetectionMapper(DatasetMapper):
                 transforms = list(_flatten(self.augmentations(outline)))
                 pixels = file.decode(_find_reduction(transforms))
         except UnidentifiedImageError:  # Detectron2 reads more formats
-            return super().__call__(dataset_dict)  # type: ignore[no-any-return]
+            return super().__call__(dataset_dict)
         image = pixels.permute(2, 0, 1)
         for transform in transforms:
             image = _transform(image, transform)
@@ -128,13 +128,15 @@ class _Outline(T.AugInput):
 
     def __init__(self, height: int, width: int) -> None:
         super().__init__(np.broadcast_to(np.uint8(0), (height, width, 3)))
+        self._size = height, width
 
     def transform(self, tfm: Transform) -> None:
-        height, width = self.image.shape[:2]
+        height, width = self._size
         if isinstance(tfm, T.ResizeTransform):
             height, width = tfm.new_h, tfm.new_w
         elif isinstance(tfm, T.CropTransform):
             height, width = tfm.h, tfm.w
+        self._size = height, width
         self.image = np.broadcast_to(np.uint8(0), (height, width, 3))
 
 
@@ -145,7 +147,7 @@ def _depends_on_size(augmentation: T.Augmentation) -> bool:
     if type(augmentation) is T.RandomApply:
         return _depends_on_size(augmentation.aug)
     if type(augmentation) is T.ResizeShortestEdge:
-        return bool(augmentation.interp == Image.BILINEAR)
+        return bool(augmentation.interp == Image.Resampling.BILINEAR)
     return type(augmentation) in (T.RandomFlip, T.RandomCrop)
 
 
