@@ -105,8 +105,9 @@ def find_boxes(
 ) -> Iterator[Detections]:
     """Yields the boxes of each image whose score is at least ``threshold``.
 
-    Images are read and predicted in batches of ``batch_size``. ``cfg`` provides the class names and
-    ids, and the default of ``tile``, the side of tiles in pixels (0 for whole images only). Raises ``UnreadableImage`` if an image is too elongated.
+    Images are read and predicted in batches of ``batch_size``. ``tile`` is the side of tiles in
+    pixels, 0 for whole images only; None uses ``INPUT.TILE``. ``cfg`` also provides the class names
+    and ids. Raises ``UnreadableImage`` if an image is too elongated.
     """
     names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
     tile = cfg.INPUT.TILE if tile is None else tile

@@ -123,8 +123,8 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
     if cfg.INPUT.TILE:
         if not isinstance(mapper, DatasetMapper):
             raise UserError(
-                f"INPUT.TILE is for detectors, but INPUT.DATASET_MAPPER_NAME is '{name}': set it to "
-                "0, or use a subclass of Detectron2's DatasetMapper"
+                f"INPUT.TILE is for detectors, but INPUT.DATASET_MAPPER_NAME is '{name}': set it "
+                "to 0, or use a subclass of Detectron2's DatasetMapper"
             )
         mapper = TileMapper(mapper)
     return NamingMapper(mapper)
