@@ -12,7 +12,12 @@ from qbheat_det.core.errors import UserError
 
 from .tiny_training import parse, start_run, train
 
-OPTS = {"INPUT.TILE": "40", "SOLVER.MAX_ITER": "3", "SOLVER.CHECKPOINT_PERIOD": "2"}
+OPTS = {
+    "INPUT.TILE": "40",
+    "MODEL.RETINANET.SCORE_THRESH_TEST": "0.001",
+    "SOLVER.MAX_ITER": "3",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+}
 
 
 def test_a_run_with_tiles_remembers_them(tmp_path: Path, tiny_data: Path) -> None:
