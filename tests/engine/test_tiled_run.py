@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A run with tiles: resumed exactly, evaluated on whole images as by prediction."""
+"""A run with tiles: evaluated on whole images, with the boxes that prediction finds."""
 
 import json
 from pathlib import Path
