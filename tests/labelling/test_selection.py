@@ -70,6 +70,21 @@ def test_each_picture_is_selected_once_and_what_is_left_out_is_named(
     assert [Path(path).name for path in found.pool.unreadable] == ["broken.png"]
 
 
+@pytest.mark.parametrize("strategy", ["typiclust", "balanced"])
+def test_a_skipped_image_is_replaced_until_none_is_left(photos: Path, strategy: str) -> None:
+    weights = DETECTOR if strategy == "balanced" else None
+    found = select([photos, CELLS], 3, strategy=strategy, weights=weights)  # type: ignore[arg-type]
+    seen = [*found.files]
+    for number in range(1, 8):
+        last, found = found, found.skip(found.files[0])
+        assert found.files[:2] == last.files[1:3]
+        seen += found.files[2:]
+        assert len(found.files) == min(3, 7 - number)
+    assert names(seen) == {"cells.jpg", *(f"{number}.png" for number in range(6))}
+    assert len(seen) == 7
+    assert (CELLS.name in {Path(path).name for path in found.boxes}) is bool(weights)
+
+
 def test_images_with_labels_and_their_copies_are_never_selected(
     photos: Path, tmp_path: Path
 ) -> None:
@@ -134,8 +149,21 @@ def test_uncertainty_by_hand() -> None:
     assert uncertainty([0.5]) > uncertainty([0.9])
 
 
-def test_a_detector_brings_uncertain_images_and_its_boxes(photos: Path, tmp_path: Path) -> None:
-    found = select([photos, CELLS], 2, weights=DETECTOR)
+def test_objects_are_counted_by_class_and_squared_score() -> None:
+    boxes = {
+        "a": [{"category_id": 7, "score": 0.5}, {"category_id": 7, "score": 1.0}],
+        "c": [{"category_id": 3, "score": 0.1}],
+    }
+    counts = selection.count_objects(["a", "b", "c"], boxes)
+    torch.testing.assert_close(counts, torch.tensor([[0, 1.25], [0, 0], [0.01, 0]]).double())
+    assert selection.count_objects(["a"], {}).shape == (1, 0)
+
+
+@pytest.mark.parametrize("strategy", [None, "uncertainty"])
+def test_a_detector_brings_its_images_and_its_boxes(
+    photos: Path, tmp_path: Path, strategy: Any
+) -> None:
+    found = select([photos, CELLS], 2, weights=DETECTOR, strategy=strategy)
     assert Path(found.files[0]).name == "cells.jpg"  # the only one with cells
     found = dataclasses.replace(found, files=found.files[:1])
     paths = {path.name: path for path in write_selection(found, tmp_path)}
