@@ -33,8 +33,7 @@ class Pools:
         Args:
             folder: one of ``folders``.
             budget: number of images.
-            weights: detector about whose predictions the images are selected; None in the first
-                round.
+            weights: detector whose predictions decide; None in the first round.
 
         Raises:
             UserError: the folder is not offered, or ``select`` cannot select from it.
