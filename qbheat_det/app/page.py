@@ -227,7 +227,7 @@ def _build_review(models: Models, pools: Pools, folder: Path) -> None:
             source = gr.Dropdown([*pools.folders], label="Images")
             budget = gr.Number(50, label="Number of images", precision=0, minimum=1)
             detectors = [_NO_DETECTOR, *models.list_detectors()]
-            model = gr.Dropdown(detectors, label="Detector", info="Selects images with many objects")
+            model = gr.Dropdown(detectors, label="Detector", info="Finds images with objects")
             start = gr.Button("Select", variant="primary")
             finish = gr.Button("Write list and tasks of the accepted images")
             download = gr.DownloadButton("Download selection.zip", interactive=False)
