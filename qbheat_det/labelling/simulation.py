@@ -23,7 +23,8 @@ from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
 from .coverage import COVERING, WITH_DETECTOR, cover, unit_vectors
-from .selection import choose_by_boxes, embed_images, open_detector, predict_boxes
+from .embedding import embed_images
+from .selection import choose_by_boxes, open_detector, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"
 _POINTS, _CURVE = "points.json", "curve.svg"

@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.labelling import select, selection, write_selection
+from qbheat_det.labelling import embedding, select, selection, write_selection
 from qbheat_det.labelling.selection import uncertainty
 from tests.tool_modules import load_tool
 
 DETECTOR = "retinanet/285M_bccd"
 CELLS = Path(__file__).resolve().parents[2] / "docs" / "cells.jpg"
-OPEN_ENCODER = functools.cache(selection.open_encoder)
+OPEN_ENCODER = functools.cache(embedding.open_encoder)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(selection, "open_encoder", OPEN_ENCODER)
+    monkeypatch.setattr(embedding, "open_encoder", OPEN_ENCODER)
 
 
 def names(files: list[str]) -> set[str]:
@@ -133,14 +133,14 @@ def test_skipped_tasks_of_label_studio_can_be_selected(photos: Path, tmp_path: P
 def test_vectors_come_from_the_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [str(photos / f"{number}.png") for number in range(3)]
     files.append(f"{photos}/../{photos.name}/0.png")  # the same file by another path
-    first = selection.embed_images(files)
+    first = embedding.embed_images(files)
     assert first.files == files
-    monkeypatch.setattr(selection, "encode", None)
-    again = selection.embed_images(files[::-1])
+    monkeypatch.setattr(embedding, "encode", None)
+    again = embedding.embed_images(files[::-1])
     torch.testing.assert_close(again.vectors, first.vectors.flip(0), rtol=0, atol=0)
     monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: sqlite3.Connection(photos / "0.png"))
     with pytest.raises(UserError, match="QBHEAT_CACHE"):
-        selection.embed_images(files)
+        embedding.embed_images(files)
 
 
 def test_uncertainty_by_hand() -> None:
