@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper
+from detectron2.data import transforms as T
 from detectron2.data.detection_utils import SizeMismatchError
 from PIL.Image import DecompressionBombError
 
