@@ -90,11 +90,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "MAX_QUERIES": 200,  # maximum per image; images with many boxes get fewer groups
         "WEIGHT": 1.0,  # weight of the denoising losses, relative to the main losses
     },
-    "MODEL.MF_DETR.QUERY_GROUPS": {
-        # Number of sets of object queries, each matched one-to-one. Inference uses only the first.
-        "COUNT": 1,
-        "WEIGHT": 1.0,  # weight of the losses of each additional set, relative to the main losses
-    },
     "MODEL.MF_DETR.QUERY_SELECTION": {
         # Initialize object queries from the best predictions of a dense head, which the decoder
         # refines. If False, queries are learned parameters, the same for all images.

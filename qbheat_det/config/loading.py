@@ -34,6 +34,12 @@ EPOCH_KEYS = {
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
     "VIS.EPOCHS": "VIS.PERIOD",
 }
+# Maps keys of earlier versions, which are in the configs of their weights, to the only value that
+# is still supported.
+_RETIRED: dict[str, object] = {
+    "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
+    "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
+}
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""
 Rules = Mapping[str, tuple[Callable[[Any], object], str]]
@@ -99,7 +105,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
     layers.append(("command line", dict(zip(opts[::2], opts[1::2], strict=True))))
     for source, values in layers:
-        for key, value in values.items():
+        for key, value in without_retired(values, source).items():
             _set(cfg, key, value, source)
     switch_off_overruled_epochs(cfg, [values for _, values in layers])
     for key in ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"):
@@ -131,6 +137,21 @@ def _to_dict(cfg: CfgNode) -> dict[str, object]:
 def read_values(text: str) -> dict[str, object]:
     """Parses a config in YAML; returns its values by dotted key."""
     return dict(list_leaves(yaml.load(text, Loader=_Loader) or {}))
+
+
+def without_retired(values: Mapping[str, object], source: str) -> dict[str, object]:
+    """Returns values by dotted key without the keys of earlier versions.
+
+    Raises a ``UserError`` that mentions ``source`` if such a key has a value that is no longer
+    supported.
+    """
+    for key, only in _RETIRED.items():
+        if str(values.get(key, only)) != str(only):
+            raise UserError(
+                f"{source}: {key} was removed, and {values[key]!r} is no longer supported, only "
+                f"{only!r} (see CHANGELOG.md): leave the key out"
+            )
+    return {key: value for key, value in values.items() if key not in _RETIRED}
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:
