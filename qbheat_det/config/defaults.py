@@ -66,7 +66,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "EXPANSION": 6,  # of the lite bottleneck in M-F- blocks
         "DROPOUT": 0.1,
         "NORM": "BN",  # of the down- and up-convolutions; "SyncBN" for tiny batches
-        "DEEP_SUPERVISION": True,  # losses on the predictions of every block
         "CLASS_WEIGHT": 1.0,
         "L1_WEIGHT": 5.0,
         "GIOU_WEIGHT": 2.0,

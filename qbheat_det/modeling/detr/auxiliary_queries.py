@@ -144,7 +144,7 @@ class Denoising(nn.Module):
         [0, 1] of the unpadded image, for the queries from ``forward``. ``normalizers`` (2,) are the
         divisors of the class and box losses.
         """
-        logits, boxes = criterion.supervised(outputs)
+        logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
         layout, device = self._layout(targets), logits.device
         # Concatenates the valid queries of all images. The indices are computed on the CPU from the
         # numbers of boxes, which needs no synchronization with the GPU.

@@ -283,7 +283,6 @@ def _build_criterion(node: CfgNode) -> SetCriterion:
         class_weight=node.CLASS_WEIGHT,
         l1_weight=node.L1_WEIGHT,
         giou_weight=node.GIOU_WEIGHT,
-        deep_supervision=node.DEEP_SUPERVISION,
     )
 
 
