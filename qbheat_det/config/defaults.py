@@ -303,8 +303,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # "task/metric" that selects the best weights. Higher is better, unless the metric's name
         # begins with "loss".
         "BEST_METRIC": "bbox/AP",
-        # "faster-coco-eval", "pycocotools", or "auto": the first one if it is installed.
-        "COCO_EVAL_LIBRARY": "auto",
     },
     "TEST.KNN": {  # nearest-neighbour score, which needs no training
         # Image sets with labels, such as "imagenet_train": images of TRAIN vote on the classes of

@@ -40,6 +40,7 @@ _RETIRED: dict[str, object] = {
     "MODEL.MF_DETR.DEEP_SUPERVISION": True,
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
     "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
+    "TEST.COCO_EVAL_LIBRARY": "auto",
 }
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""

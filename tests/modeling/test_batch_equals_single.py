@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
