@@ -89,7 +89,6 @@ setup(
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
         "shards": ["obstore>=0.11"],  # training from buckets, and checkpoints in them
         "openvino": ["openvino>=2025.2"],  # minimum not tested
-        "wandb": ["wandb>=0.16"],  # minimum not tested
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
         "dev": [
             "httpx2",  # requests of tests to the server

@@ -286,7 +286,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # the last checkpoint there is copied to OUTPUT_DIR.
         "CHECKPOINT_URL": "",
         "LOG_PERIOD": 20,  # iterations between two lines of the log
-        "WANDB_PROJECT": "",  # also log to this project of Weights & Biases (extra "wandb")
         # Compile the blocks of backbone, decoder and head. The first steps then take minutes.
         "COMPILE": False,
         # On CPUs with glibc, keep freed memory for the next step. Applies to the whole process.

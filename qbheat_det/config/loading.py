@@ -5,6 +5,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from qbheat_det.core.text import one_line
 
 from .defaults import get_cfg
 
+logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -40,6 +42,7 @@ _RETIRED: dict[str, object] = {
     "MODEL.MF_DETR.DEEP_SUPERVISION": True,
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
     "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
+    "SOLVER.WANDB_PROJECT": "",
     "TEST.COCO_EVAL_LIBRARY": "auto",
 }
 TIMM_PREFIX = "timm:"
@@ -144,15 +147,15 @@ def read_values(text: str) -> dict[str, object]:
 def without_retired(values: Mapping[str, object], source: str) -> dict[str, object]:
     """Returns values by dotted key without the keys of earlier versions.
 
-    Raises a ``UserError`` that mentions ``source`` if such a key has a value that is no longer
-    supported.
+    If such a key has a value that is no longer supported, a warning mentions ``source``, or a
+    ``UserError`` is raised if the key changes the model.
     """
     for key, only in _RETIRED.items():
-        if str(values.get(key, only)) != str(only):
-            raise UserError(
-                f"{source}: {key} was removed, and {values[key]!r} is no longer supported, only "
-                f"{only!r} (see CHANGELOG.md): leave the key out"
-            )
+        if str(value := values.get(key, only)) != str(only):
+            message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
+            if key.startswith("MODEL."):
+                raise UserError(f"{message}: leave the key out, or use --config-file")
+            logger.warning(message)
     return {key: value for key, value in values.items() if key not in _RETIRED}
 
 

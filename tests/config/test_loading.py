@@ -69,12 +69,15 @@ def test_a_bad_file_is_refused_with_a_sentence(tmp_path: Path, text: str, messag
         load_config(_write(tmp_path / "bad.yaml", text))
 
 
-def test_retired_keys_are_left_out_at_their_old_default_and_refused_otherwise(
-    tmp_path: Path,
+def test_retired_keys_are_left_out_and_other_values_are_refused_if_they_change_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
     old = _write(tmp_path / "old.yaml", "MODEL: {MF_DETR: {QUERY_GROUPS: {COUNT: 1, WEIGHT: 1.0}}}")
     assert load_config(old, [key, "1"]) == load_config()
+    assert not caplog.records
+    assert load_config(old, ["SOLVER.WANDB_PROJECT", "mine"]) == load_config()
+    assert "command line: SOLVER.WANDB_PROJECT was removed" in caplog.text
     with pytest.raises(UserError, match=rf"command line: {key} was removed"):
         load_config(old, [key, "3"])
     with pytest.raises(UserError, match=rf"checkpoint's config: {key} was removed"):
