@@ -265,7 +265,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Relative learning rate of Mobile-Former's token path (tokens, mobile_to_former, former).
         "TOKEN_MULTIPLIER": 1.0,
         # Log the similarity of each block's tokens, across images and within an image, every
-        # SOLVER.LOG_PERIOD. Has no effect with SOLVER.COMPILE.
+        # SOLVER.LOG_PERIOD.
         "LOG_TOKENS": True,
         # Layer-wise decay of the learning rate, from the head down through the backbone.
         "LAYER_DECAY": 1.0,
@@ -286,8 +286,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # the last checkpoint there is copied to OUTPUT_DIR.
         "CHECKPOINT_URL": "",
         "LOG_PERIOD": 20,  # iterations between two lines of the log
-        # Compile the blocks of backbone, decoder and head. The first steps then take minutes.
-        "COMPILE": False,
         # On CPUs with glibc, keep freed memory for the next step. Applies to the whole process.
         "KEEP_MEMORY": True,
     },
