@@ -102,9 +102,9 @@ def checkpoint_blocks(model: nn.Module) -> None:
     """
     blocks = find_blocks(model)
     for block in blocks.values():
+        norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
         # ``nn.Module.compile`` uses the same attribute. Copies of a module, such as a moving
         # average, do not have it.
-        norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
         block._compiled_call_impl = partial(_call_checkpointed, block, norms)
     logger.info(f"Activation checkpointing of {len(blocks)} blocks")
 
