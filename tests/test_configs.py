@@ -136,7 +136,7 @@ def test_detection_follows_the_papers_setup() -> None:
 
 
 def test_pre_training_follows_the_papers_setup() -> None:
-    cfg = _resolve("ImageNet-QBHeat/qb_heat_3.7G_800ep")
+    cfg = _resolve("ImageNet-QBHeat/qb_heat_3.7G_400ep")
     solver = cfg.SOLVER
     assert (solver.OPTIMIZER, solver.WEIGHT_DECAY) == ("ADAMW", 0.1)  # Table 9
     assert solver.BASE_LR == pytest.approx(6e-4)  # 1.5e-4 x 1024 / 256
