@@ -31,9 +31,6 @@ examples:
   qbheat zoo add --output my_zoo --weights … --name … --config … --summary … --data … \\
       --data-licence … --command …
 
-  # update MODEL_ZOO.md from the index
-  qbheat zoo table
-
 weights are searched in this order: folders in $QBHEAT_ZOO, files shipped with the package, earlier
 downloads, and Python's package index (for some timm networks); see docs/zoo.md.
 
@@ -230,20 +227,12 @@ def run_add(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_table(args: argparse.Namespace) -> int:
-    from qbheat_det.model_zoo.add import write_table
-
-    print(write_table())
-    return 0
-
-
 # Maps a command to its help, and functions that add its arguments, and run it (returns exit code).
 COMMANDS = {
     "list": ("list names with metrics, sizes and sources", add_list, run_list),
     "fetch": ("download weights", add_fetch, run_fetch),
     "verify": ("check that weights and code agree on this machine", add_verify, run_verify),
     "add": ("add an entry for trained weights", add_add, run_add),
-    "table": ("update MODEL_ZOO.md from the index", lambda parser: None, run_table),
 }
 
 
