@@ -179,8 +179,6 @@ def add_add(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="licence of the weights (Apache-2.0)",
     )
-    add("--commit", default="", help="commit of the training (default: from the file)")
-    add("--date", default="", metavar="YYYY-MM-DD", help="date of the entry (default: today)")
     add(
         "--metric",
         nargs=4,
@@ -217,8 +215,6 @@ def run_add(args: argparse.Namespace) -> int:
         args.weights,
         {**description, "command": args.trained_by},
         metrics=metrics,
-        commit=args.commit,
-        date=args.date,
         encoder=args.encoder,
         output=args.output,
         replace=args.replace,

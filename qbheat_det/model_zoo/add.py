@@ -45,8 +45,6 @@ def add_entry(
     description: Mapping[str, Any],
     *,
     metrics: Sequence[Metric] = (),
-    commit: str = "",
-    date: str = "",
     encoder: str = "",
     output: Path | None = None,
     replace: bool = False,
@@ -60,8 +58,6 @@ def add_entry(
             in the same folder.
         description: fields of ``ZooEntry`` that are not in the file.
         metrics: metrics that were measured with the weights.
-        commit: commit of the training; by default the one in the file, else of the checkout.
-        date: by default today.
         encoder: name of the entry whose encoder was frozen in training. The encoder is not stored
             again.
         output: a folder with its own index; None ships the file with the package.
@@ -85,8 +81,8 @@ def add_entry(
         shared, stored = _leave_out_encoder(file, encoder) if encoder else (None, file)
         entry = ZooEntry(
             **description,
-            commit=(commit or info.commit or find_commit()).removesuffix("-dirty"),
-            date=date or datetime.date.today().isoformat(),
+            commit=(info.commit or find_commit()).removesuffix("-dirty"),
+            date=datetime.date.today().isoformat(),
             **count_costs(trained),
             task=find_task(trained),
             file=file.name,
