@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qbheat_det.config import get_cfg
 from qbheat_det.engine import block_modes
-from qbheat_det.engine.block_modes import checkpoint_blocks, find_blocks
+from qbheat_det.engine.block_modes import apply_step_keys, checkpoint_blocks, find_blocks
 
 from .gradient_cases import FAST_WITHOUT_NOISE, MF_DETR, Case, build_case, make_image
 
@@ -85,7 +86,9 @@ def test_only_the_inputs_of_a_block_are_stored() -> None:
 
     model = build_case(EVERYTHING_RANDOM).train()
     before = count_stored(model)
-    checkpoint_blocks(model)
+    cfg = get_cfg()
+    cfg.MODEL.ACTIVATION_CHECKPOINTING = True
+    apply_step_keys(cfg, model)
     assert count_stored(model) < 0.5 * before
 
 
