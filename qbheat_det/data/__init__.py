@@ -52,22 +52,21 @@ from .mappers import (
 )
 from .shard_cache import configure_cache
 from .shard_packing import pack_source
-from .shards import absolute, are_shards, is_in_shard
+from .shards import absolute, is_in_shard
 from .unlabelled import StrongViews
 
 __all__ = [
     "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES", "SPLIT_FILE",
     "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "Mapper",
     "PretrainingMapper", "Source", "StrongViews", "ToySpec", "TrainStream", "absolute",
-    "are_shards", "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
+    "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
     "build_train_stream", "check_image_folder", "check_same_classes", "configure_cache", "cut",
     "describe_source", "find_image_errors", "find_kind", "find_record_errors",
     "fingerprint_records", "forget_annotations", "is_in_shard", "join_messages", "list_classes",
-    "load_class_folders", "load_classes", "load_image_folders",
-    "load_labelled_sets", "number_records", "open_images", "open_source", "origin_of",
-    "pack_source", "prepare_toy_set", "raise_first", "read_annotations", "read_split",
-    "register_coco_json", "register_image_folders", "register_source", "split_source",
-    "with_classes",
+    "load_class_folders", "load_classes", "load_image_folders", "load_labelled_sets",
+    "number_records", "open_images", "open_source", "origin_of", "pack_source", "prepare_toy_set",
+    "raise_first", "read_annotations", "read_split", "register_coco_json", "register_image_folders",
+    "register_source", "split_source", "with_classes",
 ]  # fmt: skip
 
 register_builtin_sets()
