@@ -27,11 +27,12 @@ from .classification import (
     rank_true_class,
     score_neighbours,
 )
+from .tiles import TiledEvaluator, merge_images, merge_tiles
 
 __all__ = [
-    "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "build_evaluator",
-    "complete_annotations", "extract_features", "find_confusions", "measure_ranks",
-    "rank_true_class", "score_neighbours",
+    "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "TiledEvaluator",
+    "build_evaluator", "complete_annotations", "extract_features", "find_confusions",
+    "measure_ranks", "merge_images", "merge_tiles", "rank_true_class", "score_neighbours",
 ]  # fmt: skip
 
 
@@ -54,7 +55,8 @@ def build_evaluator(
             f"dataset '{dataset_name}' has evaluator_type '{kind}', but must be 'coco' or "
             "'reconstruction': register it in COCO format"
         )
-    return CocoEvaluator(dataset_name, output_dir=output_dir)
+    evaluator = CocoEvaluator(dataset_name, output_dir=output_dir)
+    return TiledEvaluator(evaluator) if cfg.INPUT.TILE else evaluator
 
 
 class CocoEvaluator(COCOEvaluator):
