@@ -114,3 +114,22 @@ def test_blocks_are_the_outermost_members_of_lists_with_children() -> None:
     model.alone = nn.MultiheadAttention(2, 1)
     model.inner = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.ModuleList([nn.Linear(1, 1)]))
     assert find_blocks(model) == {"stages.0.0": block}
+
+
+def test_slow_depthwise_convolutions_train_in_float32_under_autocast() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.Conv2d(8, 8, 3, groups=8))
+    model = copy.deepcopy(plain)
+    block_modes.run_depthwise_in_float32(model)
+    assert [layer._compiled_call_impl is not None for layer in model] == [True, False]
+    x = torch.randn(2, 8, 9, 9)
+    assert torch.equal(model(x), plain(x))
+    seen = []
+    model[0].register_forward_hook(lambda layer, inputs, y: seen.append(y.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model[0](x)
+    y.sum().backward()  # a gradient of ones, without rounding
+    plain[0](x).sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert seen == [torch.float32]
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
