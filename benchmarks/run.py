@@ -42,7 +42,6 @@ BENCHMARKS = {
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images in memory",
     "pretraining": "pre-training steps of QB-Heat, 285M and 3.7G, against MAE and SparK masking",
     "shards": "images per second of the data stream from a folder, local shards and HTTP",
-    "batch_prediction": "images per second of prediction to Parquet with 1 and 2 Ray actors",
 }
 
 

@@ -6,7 +6,6 @@ number of augmented views of every image. A frozen encoder always returns the sa
 view, so these features can be cached, see ``qbheat_det.feature_cache``.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
-from detectron2.data import transforms as T
 from detectron2.data.detection_utils import SizeMismatchError
 from PIL.Image import DecompressionBombError
 
@@ -22,15 +20,14 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import VIEW, preserved_randomness, seed_place
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
-from qbheat_det.modeling.contracts import TILE
 
 from .classification import ClassificationMapper
-from .detection import DetectionMapper, DetrDatasetMapper, build_detr_crop
+from .detection import DetectionMapper, DetrDatasetMapper, TileMapper, build_detr_crop
 from .pretraining import PretrainingMapper, TwoViewMapper
 
 __all__ = [
     "ClassificationMapper", "DetectionMapper", "DetrDatasetMapper", "PretrainingMapper",
-    "TwoViewMapper", "build_detr_crop",
+    "TileMapper", "TwoViewMapper", "build_detr_crop",
 ]  # fmt: skip
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
@@ -93,25 +90,6 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
             )
         mapper = TileMapper(mapper)
     return NamingMapper(mapper)
-
-
-@dataclass(frozen=True)
-class TileMapper:
-    """Crops the ``TILE`` of a record out of the decoded image, before all augmentations.
-
-    "height" and "width" of the entry are those of the tile.
-    """
-
-    mapper: DatasetMapper
-
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if TILE not in dataset_dict:
-            return self.mapper(dataset_dict)
-        x, y, width, height = dataset_dict[TILE]
-        cropping = copy.copy(self.mapper)
-        crop = T.CropTransform(x, y, width, height)
-        cropping.augmentations = T.AugmentationList([crop, self.mapper.augmentations])
-        return {**cropping(dataset_dict), "height": height, "width": width}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ JPEG that the first resize makes smaller than that, and resized with PyTorch's u
 are equal to those of Detectron2, and pixels up to rounding, except for JPEGs of reduced size.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from qbheat_det.data.checks import check_input_keys
 from qbheat_det.data.images import REDUCTIONS, open_image, resize
+from qbheat_det.modeling.contracts import TILE
 
 
 class DetectionMapper(DatasetMapper):
@@ -121,6 +124,25 @@ def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T
     resize = T.ResizeShortestEdge(list(resize_to), sample_style="choice")
     crop = T.RandomCrop("absolute_range", tuple(crop_range))
     return T.RandomApply(T.AugmentationList([resize, crop]), prob=0.5)
+
+
+@dataclass(frozen=True)
+class TileMapper:
+    """Crops the ``TILE`` of a record out of the decoded image, before all augmentations.
+
+    "height" and "width" of the entry are those of the tile.
+    """
+
+    mapper: DatasetMapper
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if TILE not in dataset_dict:
+            return self.mapper(dataset_dict)
+        x, y, width, height = dataset_dict[TILE]
+        cropping = copy.copy(self.mapper)
+        crop = T.CropTransform(x, y, width, height)
+        cropping.augmentations = T.AugmentationList([crop, self.mapper.augmentations])
+        return {**cropping(dataset_dict), "height": height, "width": width}
 
 
 class _Outline(T.AugInput):
