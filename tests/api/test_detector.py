@@ -151,7 +151,7 @@ def test_an_address_that_gives_no_image_is_refused(
 
 
 def test_arguments_that_make_no_sense_are_refused(detector: Detector, photos: Path) -> None:
-    for arguments in ({"threshold": 50}, {"batch_size": 0}, {"tile": 0}):
+    for arguments in ({"threshold": 50}, {"batch_size": 0}, {"tile": 8}):
         with pytest.raises(UserError, match=next(iter(arguments))):
             detector.predict(photos / "0.png", **arguments)
 
