@@ -6,7 +6,7 @@ examples:
   # first round: select images that represent the whole folder
   qbheat select --images photos/ --budget 50 --output next/
 
-  # later rounds: select images with uncertain predictions; the boxes become pre-annotations
+  # later rounds: select images with objects of all classes; the boxes become pre-annotations
   qbheat select --images photos/ --budget 50 --weights output/mine --data data.yaml --output next/
 
   # simulate how many labels each strategy saves, on a labeled data set
@@ -36,14 +36,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "and their near-duplicates are not selected")  # fmt: skip
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
-    add("--strategy", choices=["typiclust", "prob_cover", "k_center", "uncertainty"],
-        help="default: uncertainty with --weights, else typiclust")  # fmt: skip
+    add("--strategy", choices=["typiclust", "prob_cover", "k_center", "balanced", "uncertainty"],
+        help="default: balanced with --weights, else typiclust")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "
         "train on N images of --data that it selects, and plot AP50 over N")  # fmt: skip
     add("--val", default="", metavar="SRC", help="with --simulate: validation data, if --data has "
         "no validation part")  # fmt: skip
-    add("--strategies", nargs="+", default=["random", "typiclust", "uncertainty"],
+    add("--strategies", nargs="+", default=["random", "typiclust", "balanced"],
         help="with --simulate: strategies to compare (default: %(default)s)")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="with --simulate (default: 1 2 3)")
     add("opts", nargs="*", default=[], metavar="KEY VALUE",

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The Gradio page: two tabs, and a security policy that blocks content of other hosts."""
+"""The Gradio page: its tabs, and a security policy that blocks content of other hosts."""
 
 import contextlib
 import tempfile
@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.images import VIDEO_SUFFIXES
 
+from .review import Pools, Review
 from .uploads import (
     IMAGE_SUFFIXES,
     LOWEST_SCORE,
@@ -39,6 +40,15 @@ _CSS = (
     # Without a border, the slider's thumb is white on white in the light theme.
     "input[type=range]::-webkit-slider-thumb {border: 2px solid var(--slider-color) !important}"
 )
+_NO_DETECTOR = "none (first round)"
+# Keys click the buttons of the review while they are visible, unless a field has the focus.
+_KEYS = """() => document.addEventListener("keydown", (event) => {
+  const name = {a: "accept", s: "skip", b: "back"}[event.key];
+  const button = name && document.getElementById(name);
+  if (!button || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
+  if (event.target.closest("input, textarea, [contenteditable]")) return;
+  if (button.offsetParent && !button.disabled) button.click();
+})"""
 # Without this policy, Gradio's page would load fonts and scripts from other hosts.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
@@ -63,11 +73,11 @@ class _Headers:
         await self._app(scope, receive, send_with_policy)
 
 
-def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None:
+def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int | None) -> None:
     """Serves the page until the process is interrupted. ``folder`` is for temporary files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of Gradio's dependencies
-        page = build_page(models, folder)
+        page = build_page(models, pools, folder)
     try:
         _, url, _ = page.launch(
             server_name=host,
@@ -76,6 +86,7 @@ def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None
             max_file_size=MAX_BYTES,
             theme=gr.themes.Default(font=_FONTS, font_mono=("monospace",)),
             css=_CSS,
+            js=_KEYS,
             footer_links=[],
             ssr_mode=False,
             quiet=True,
@@ -91,7 +102,7 @@ def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None
             remove_old_files(folder, _KEPT)
 
 
-def build_page(models: Models, folder: Path) -> gr.Blocks:
+def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
     """Returns the page. It runs one job at a time, and queues up to sixteen."""
     with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         gr.Markdown("# qbheat_det\nBoxes on your images, and what the encoder sees in them.")
@@ -99,6 +110,9 @@ def build_page(models: Models, folder: Path) -> gr.Blocks:
             _build_detection(models, folder)
         with gr.Tab("What the encoder sees"):
             _build_encoder(models, folder)
+        if pools.folders:
+            with gr.Tab("Select images to label"):
+                _build_review(models, pools, folder)
     page.queue(max_size=16, default_concurrency_limit=1)
     return page
 
@@ -204,6 +218,50 @@ def _build_encoder(models: Models, folder: Path) -> None:
         return *shown, *empty
 
     button.click(_with_messages(show), [file, model], figures, api_visibility="private")
+
+
+def _build_review(models: Models, pools: Pools, folder: Path) -> None:
+    state = gr.State(None, time_to_live=_KEPT)
+    with gr.Row():
+        with gr.Column(scale=1, min_width=300):
+            source = gr.Dropdown([*pools.folders], label="Images")
+            budget = gr.Number(50, label="Number of images", precision=0, minimum=1)
+            detectors = [_NO_DETECTOR, *models.list_detectors()]
+            model = gr.Dropdown(detectors, label="Detector", info="Finds images with objects")
+            start = gr.Button("Select", variant="primary")
+            finish = gr.Button("Write list and tasks of the accepted images")
+            download = gr.DownloadButton("Download selection.zip", interactive=False)
+        with gr.Column(scale=2, min_width=300):
+            status = gr.Markdown(elem_id="review")
+            picture = gr.Image(show_label=False, height=_HEIGHT, buttons=[], interactive=False)
+            with gr.Row():
+                accept = gr.Button("Accept (A)", elem_id="accept", variant="primary")
+                skip = gr.Button("Skip (S)", elem_id="skip")
+                back = gr.Button("Back (B)", elem_id="back")
+
+    def select(name: str, number: int, label: str) -> tuple[Any, ...]:
+        weights = None if label == _NO_DETECTOR else models.get_weights(label)
+        return show(pools.select(name, number, weights))
+
+    def show(review: Review) -> tuple[Any, ...]:
+        return review, review.describe(), review.draw(), gr.DownloadButton(interactive=False)
+
+    def write(review: Review | None) -> Any:
+        if not review:
+            raise UserError("select images first")
+        return gr.DownloadButton(value=review.write(folder), interactive=True)
+
+    outputs = [state, status, picture, download]
+    start.click(_with_messages(select), [source, budget, model], outputs, api_visibility="private")
+    for button, step in ((accept, Review.accept), (skip, Review.skip), (back, Review.back)):
+
+        def proceed(review: Review | None, step: Callable[[Review], Review] = step) -> Any:
+            if not review:
+                raise UserError("select images first")
+            return show(step(review))
+
+        button.click(_with_messages(proceed), state, outputs, api_visibility="private")
+    finish.click(_with_messages(write), state, download, api_visibility="private")
 
 
 def _make_folder(parent: Path) -> Path:

@@ -230,6 +230,10 @@ class Models:
         """Returns the labels of the detectors."""
         return [label for label, kind in self.kinds.items() if kind == "detector"]
 
+    def get_weights(self, label: str) -> str:
+        """Returns the path or address of a model's weights."""
+        return self._places[label]
+
     def _add_entry(self, name: str) -> None:
         entry = find_entry(name)
         self._add(entry.name, get_address(entry.name), _KINDS.get(entry.task, "classifier"))

@@ -7,7 +7,9 @@ Checkpoints determine the teacher and the position in the unlabelled images, so 
 """
 
 import contextlib
+import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def use_mean_teacher(cfg: CfgNode, given: dict[str, str]) -> None:
 
 
 class MeanTeacher:
-    """Adds ``PSEUDO_LABELS`` to the unlabelled images of a micro-batch, in place."""
+    """Adds ``PSEUDO_LABELS`` to the unlabelled images of all micro-batches, in place."""
 
     def __init__(self, model: nn.Module, *, precision: torch.dtype | None) -> None:
         """
@@ -61,15 +63,15 @@ class MeanTeacher:
         self._precision = precision
         self._last: BatchedInputs = []
 
-    def __call__(self, batch: BatchedInputs) -> None:
-        entries = [one for entry in batch for one in entry.get(UNLABELLED, ())]
-        self._last = entries
-        if not entries:
+    def __call__(self, batches: Sequence[BatchedInputs]) -> None:
+        parts = [[one for entry in batch for one in entry.get(UNLABELLED, ())] for batch in batches]
+        self._last = parts[-1]
+        if not self._last:
             return
         device, dtype = next(self._teacher.parameters()).device.type, self._precision
         with torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext():
-            labels = self._teacher.pseudo_labels(entries)
-        for entry, label in zip(entries, labels, strict=True):
+            labels = self._teacher.pseudo_labels(parts)
+        for entry, label in zip(itertools.chain(*parts), labels, strict=True):
             entry[PSEUDO_LABELS] = label
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ class StepTrainer(SimpleTrainer):
         precision: torch.dtype | None = None,
         seed: int = 0,
         log_period: int = 20,
-        teacher: Callable[[BatchedInputs], None] | None = None,
+        teacher: Callable[[Sequence[BatchedInputs]], None] | None = None,
     ) -> None:
         """
         Args:
@@ -79,7 +79,7 @@ class StepTrainer(SimpleTrainer):
             precision: dtype of autocast; None disables autocast.
             seed: seed for randomness in the model, such as dropout.
             log_period: iterations between two logs of values that need a device synchronization.
-            teacher: adds targets to each micro-batch before the forward pass; see ``MeanTeacher``.
+            teacher: adds targets to the micro-batches of a step; see ``MeanTeacher``.
         """
         super().__init__(model, data_loader, optimizer)
         self.batch_size = batch_size
@@ -111,13 +111,13 @@ class StepTrainer(SimpleTrainer):
             )
         batches = cut(share, self.accumulate)
         seed_step(self.seed, self.iter, comm.get_rank())
+        if self._teacher:
+            self._teacher(batches)
         normalizers = self._loss_normalizers(batches)
         logged: dict[str, float] = {}
         self.optimizer.zero_grad()
         # The loss is summed over micro-batches and averaged over processes.
         for index, batch in enumerate(batches):
-            if self._teacher:
-                self._teacher(batch)
             with self._average_gradients(index == len(batches) - 1):
                 losses = self._compute_losses(self.model, batch, normalizers)
                 if (weight := self._loss_weight(batch)) != 1:

@@ -31,6 +31,7 @@ _MAX_CLUSTERS = 500  # as in TypiClust
 _PURITY = 0.95  # share of pure balls in ProbCover
 _CANDIDATES = 4  # number of candidates per selected image
 COVERING = ("typiclust", "prob_cover", "k_center")
+WITH_DETECTOR = ("balanced", "uncertainty")
 
 
 def unit_vectors(features: Tensor) -> Tensor:
@@ -45,8 +46,9 @@ def unit_vectors(features: Tensor) -> Tensor:
     centred = features - features.mean(0)
     is_mean = centred.norm(dim=1) < _NO_DIFFERENCE * features.norm(dim=1)
     if features.shape[1] > _DIMENSIONS:
-        _, directions = torch.linalg.eigh(centred.T @ centred)  # ascending
-        centred = centred @ directions[:, -_DIMENSIONS:]
+        # In float32, LAPACK fails for a few images, whose covariance has many zero eigenvalues.
+        _, directions = torch.linalg.eigh((centred.T @ centred).double())  # ascending
+        centred = centred @ directions[:, -_DIMENSIONS:].float()
     centred[is_mean] = torch.eye(1, centred.shape[1])
     return normalize(centred, dim=1)
 
@@ -148,6 +150,35 @@ def choose_uncertain(
     known = range(len(taken) + len(candidates[:1]))
     others = k_center(vectors[near], min(budget, len(candidates)) - 1, known)
     return [near[i] for i in (*known[len(taken) :], *others)]
+
+
+def choose_balanced(
+    vectors: Tensor, counts: Tensor, budget: int, taken: Sequence[int] = ()
+) -> list[int]:
+    """Selects images with many objects of all classes.
+
+    Greedily maximizes the sum over classes of log(1 + n), where n is the number of objects of a
+    class in the labeled and selected images. So an object of a rare class counts more. When no
+    other image has objects, ``k_center`` selects the remaining images.
+
+    Args:
+        vectors: unit vectors (N, D) of all images.
+        counts: expected number of objects (N, K) of each class in each image.
+        budget: number of images to select.
+        taken: indices of the images with labels.
+    """
+    totals, free = counts[list(taken)].sum(0), counts.clone()
+    free[list(taken)] = 0
+    chosen: list[int] = []
+    while len(chosen) < budget:
+        gains = ((totals + free).log1p() - totals.log1p()).sum(1)
+        index = int(gains.argmax())
+        if gains[index] <= 0:
+            break
+        chosen.append(index)
+        totals = totals + counts[index]
+        free[index] = 0
+    return chosen + k_center(vectors, budget - len(chosen), [*taken, *chosen])
 
 
 def typiclust(

@@ -2,46 +2,43 @@
 """Selects the images to label next from a pool of unlabeled images.
 
 Without a detector, the selection covers the pool (see ``coverage``). With a detector, it consists
-of images about which the detector is uncertain, and which differ from each other. The feature
-vectors of the images are cached on disk.
+of images with many objects of all classes, or of images about which the detector is uncertain. The
+feature vectors of the images are cached on disk.
 """
 
 import os
-import sqlite3
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from torch import Tensor
-from tqdm import tqdm
 
-from qbheat_det.checkpoint import local_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import get_cache_dir, hash_file
-from qbheat_det.data import DataError, PretrainingMapper, open_source
+from qbheat_det.data import open_source
 from qbheat_det.data.datasets.sources import forget_source, register_source
-from qbheat_det.inference.encoder import encode, locate_weights, open_encoder
 from qbheat_det.inference.files import get_predictor, open_weights, predict_images
 from qbheat_det.inference.images import InputFile, find_inputs
 from qbheat_det.inference.predict import Predictor, is_classifier
-from qbheat_det.probing import find_feature
 
-from .coverage import COVERING, choose_uncertain, cover, find_duplicates, unit_vectors
+from .coverage import (
+    COVERING,
+    WITH_DETECTOR,
+    choose_balanced,
+    choose_uncertain,
+    cover,
+    find_duplicates,
+    unit_vectors,
+)
+from .embedding import embed_images
 
-Strategy = Literal["typiclust", "prob_cover", "k_center", "uncertainty"]
+Strategy = Literal["typiclust", "prob_cover", "k_center", "balanced", "uncertainty"]
 Boxes = dict[str, list[dict[str, Any]]]
-Vector = npt.NDArray[np.float16]
 _SET = "images_with_labels"
 _LEAST_SCORE = 0.05
-_BATCH = 16
-_ROWS = 500  # rows per database query
 
 
 class Detector(NamedTuple):
@@ -49,14 +46,6 @@ class Detector(NamedTuple):
 
     predictor: Predictor
     cfg: CfgNode
-
-
-class Embeddings(NamedTuple):
-    """Feature vectors (N, D) of the readable files, and the reasons why the rest is unreadable."""
-
-    files: list[str]
-    vectors: Tensor
-    unreadable: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -89,12 +78,59 @@ class Selection:
         pool: the images from which they were selected.
         boxes: maps paths to the detector's boxes in COCO's format; empty without a detector.
         class_names: maps category ids to the detector's class names.
+        skipped: paths that ``skip`` removed.
     """
 
     files: list[str]
     pool: Pool
     boxes: Boxes = field(default_factory=dict)
     class_names: dict[int, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    _chooser: "_Chooser | None" = field(default=None, repr=False)
+
+    def skip(self, path: str) -> "Selection":
+        """Returns a selection without an image, and with the next image of the strategy at the end.
+
+        The next image differs from all images seen so far. If none is left, the result has one
+        image less.
+        """
+        assert self._chooser
+        new = self._chooser.choose(1, {*self.files, *self.skipped})
+        files = [*(file for file in self.files if file != path), *new]
+        boxes = {**self.boxes, **self._chooser.predict(new)}
+        return replace(self, files=files, boxes=boxes, skipped=(*self.skipped, path))
+
+
+class _Chooser:
+    """Selects images from a pool with a strategy."""
+
+    def __init__(self, pool: Pool, strategy: Strategy, seed: int, detector: Detector | None):
+        rows = [*range(pool.num_labelled), *pool.free]
+        self._files, self._vectors = [pool.files[i] for i in rows], pool.vectors[rows]
+        self._num_labelled, self._strategy, self._seed = pool.num_labelled, strategy, seed
+        self._detector = detector
+        self._boxes: Boxes | None = None
+        if detector and strategy in WITH_DETECTOR:
+            self._boxes = predict_boxes(self._files, detector)
+
+    def predict(self, files: Sequence[str]) -> Boxes:
+        """Returns the detector's boxes by path; empty without a detector."""
+        if self._boxes is not None:
+            return {path: self._boxes[path] for path in files if path in self._boxes}
+        return predict_boxes(files, self._detector) if self._detector else {}
+
+    def choose(self, budget: int, seen: Collection[str] = ()) -> list[str]:
+        """Returns up to ``budget`` paths. Images in ``seen`` count as labeled."""
+        known = range(self._num_labelled)
+        taken = [*known, *(i for i, path in enumerate(self._files) if path in seen)]
+        vectors = self._vectors
+        if self._boxes is not None:
+            chosen = choose_by_boxes(
+                self._strategy, self._files, self._boxes, vectors, budget, taken
+            )
+        else:
+            chosen = cover(self._strategy, vectors, budget, taken, seed=self._seed)
+        return [self._files[i] for i in chosen]
 
 
 def select(
@@ -113,12 +149,12 @@ def select(
     Args:
         images: images and folders to select from. Folders are searched recursively.
         budget: number of images to select.
-        weights: trained detector, to select images about which it is uncertain; None in the first
-            round.
+        weights: trained detector, whose predictions decide which images are selected; None in the
+            first round.
         data: labeled images, in any format of ``--data``. These images, including their validation
             part, and near-duplicates of them are not selected.
         encoder: weights of the encoder whose features are compared.
-        strategy: by default "uncertainty" if ``weights`` are given, else "typiclust".
+        strategy: by default "balanced" if ``weights`` are given, else "typiclust".
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
         seed: seed of the clustering.
 
@@ -126,34 +162,25 @@ def select(
         UserError: the budget is larger than the pool, weights cannot be read, or the strategy
             needs ``weights``.
     """
-    strategy = strategy or ("uncertainty" if weights else "typiclust")
-    if strategy not in (*COVERING, "uncertainty"):
-        known = ", ".join([*COVERING, "uncertainty"])
+    strategy = strategy or ("balanced" if weights else "typiclust")
+    if strategy not in (*COVERING, *WITH_DETECTOR):
+        known = ", ".join([*COVERING, *WITH_DETECTOR])
         raise UserError(f"there is no strategy '{strategy}': use one of {known}")
-    if strategy == "uncertainty" and not weights:
-        raise UserError("the strategy 'uncertainty' needs a detector: add --weights RUN")
+    if strategy in WITH_DETECTOR and not weights:
+        raise UserError(f"the strategy '{strategy}' needs a detector: add --weights RUN")
     if budget < 1:
         raise UserError(f"--budget is {budget}, but must be at least 1")
     detector = open_detector(weights, device) if weights else None
     labelled = list_labelled(str(data)) if data else []
     pool = _open_pool(images, labelled, encoder, budget, device)
-    taken, vectors = range(pool.num_labelled), pool.vectors
-    rows = [*taken, *pool.free]
-    files, vectors = [pool.files[i] for i in rows], vectors[rows]
-    boxes: Boxes = {}
-    if strategy == "uncertainty" and detector:
-        boxes = predict_boxes(files[len(taken) :], detector)
-        chosen = choose_uncertain(vectors, measure_uncertainties(files, boxes), budget, taken)
-    else:
-        chosen = cover(strategy, vectors, budget, taken, seed=seed)
-    files = [files[i] for i in chosen]
-    if not detector:
-        return Selection(files, pool)
-    model = detector.cfg.MODEL
-    names = dict(enumerate(model.CLASS_NAMES, start=1))
-    if model.CATEGORY_IDS:
-        names = dict(zip(model.CATEGORY_IDS, model.CLASS_NAMES, strict=False))
-    return Selection(files, pool, boxes or predict_boxes(files, detector), names)
+    chooser = _Chooser(pool, strategy, seed, detector)
+    files = chooser.choose(budget)
+    names: dict[int, str] = {}
+    if detector:
+        model = detector.cfg.MODEL
+        ids = model.CATEGORY_IDS or range(1, len(model.CLASS_NAMES) + 1)
+        names = dict(zip(ids, model.CLASS_NAMES, strict=False))
+    return Selection(files, pool, chooser.predict(files), names, _chooser=chooser)
 
 
 def _open_pool(
@@ -223,102 +250,44 @@ def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
     return boxes
 
 
-def measure_uncertainties(files: Sequence[str], boxes: Boxes) -> Tensor:
-    """Returns the uncertainty (N,) of each image, which is 0 for images without boxes."""
-    return torch.tensor([uncertainty([b["score"] for b in boxes.get(f, ())]) for f in files])
+def choose_by_boxes(
+    strategy: str,
+    files: Sequence[str],
+    boxes: Boxes,
+    vectors: Tensor,
+    budget: int,
+    taken: Sequence[int],
+) -> list[int]:
+    """Selects images with a strategy in ``WITH_DETECTOR``.
+
+    Args:
+        strategy: "balanced" or "uncertainty".
+        files: paths of all N images.
+        boxes: the detector's boxes in all images, by path.
+        vectors: unit vectors (N, D) of all images.
+        budget: number of images to select.
+        taken: indices of the images with labels.
+    """
+    if strategy == "balanced":
+        return choose_balanced(vectors, count_objects(files, boxes), budget, taken)
+    values = [uncertainty([box["score"] for box in boxes.get(path, ())]) for path in files]
+    return choose_uncertain(vectors, torch.tensor(values), budget, taken)
+
+
+def count_objects(files: Sequence[str], boxes: Boxes) -> Tensor:
+    """Returns the sum of squared scores (N, K) of each image and class.
+
+    Squares reduce the influence of boxes with low scores, of which there are many.
+    """
+    ids = sorted({box["category_id"] for own in boxes.values() for box in own})
+    counts = torch.zeros(len(files), len(ids), dtype=torch.float64)
+    for row, path in zip(counts, files, strict=True):
+        for box in boxes.get(path, ()):
+            row[ids.index(box["category_id"])] += box["score"] ** 2
+    return counts
 
 
 def uncertainty(scores: Sequence[float]) -> float:
     """Returns the sum of the binary entropies of an image's detections, in nats."""
     p = torch.tensor(scores, dtype=torch.float64)
     return float(torch.special.entr(p).sum() + torch.special.entr(1 - p).sum())
-
-
-def embed_images(
-    files: Sequence[str], encoder: str = "distill/285M", *, device: str | None = None
-) -> Embeddings:
-    """Returns the mean of the encoder's feature map for each image.
-
-    The encoder's input is the central square, resized as in its pre-training. Vectors are cached by
-    the path, size and modification time of the file. If a call is interrupted, at most one batch is
-    lost.
-
-    Raises:
-        UserError: the weights are not of an encoder, or no image can be read.
-    """
-    name = locate_weights(encoder)
-    model, cfg = open_encoder(name, device)
-    feature, size = find_feature(model), cfg.INPUT.PRETRAIN.SIZE
-    mapper = PretrainingMapper(size=size, is_train=False)
-    unreadable: dict[str, str] = {}
-
-    def compute(paths: Sequence[str]) -> dict[str, Vector]:
-        images = {}
-        for path in paths:
-            entry = mapper({"file_name": path, "label": 0})
-            if isinstance(entry, DataError):
-                unreadable[path] = entry.reason
-            else:
-                images[path] = entry["image"].permute(1, 2, 0).numpy()
-        if not images:
-            return {}
-        vectors = encode(model, cfg, [*images.values()])[feature].mean(dim=(2, 3)).half().cpu()
-        return dict(zip(images, vectors.numpy(), strict=True))
-
-    file = local_weights(name)
-    identity = hash_file(file)[:16] if Path(file).is_file() else name.replace("/", "_")
-    cache = get_cache_dir() / "embeddings" / f"{identity}_{feature}_{size}.sqlite"
-    try:
-        found = _compute_missing(cache, files, compute)
-    except (OSError, sqlite3.Error) as error:
-        raise UserError(
-            f"the cache '{cache}' cannot be used ({error}): remove it, or set $QBHEAT_CACHE"
-        ) from error
-    kept = [path for path in files if path in found]
-    if not kept:
-        path, reason = next(iter(unreadable.items()))
-        raise UserError(f"none of the {len(files):,} images can be read ('{path}': {reason})")
-    vectors = torch.from_numpy(np.stack([found[path] for path in kept]))
-    return Embeddings(kept, vectors.float(), unreadable)
-
-
-def _compute_missing(
-    cache: Path, files: Sequence[str], compute: Callable[[Sequence[str]], dict[str, Vector]]
-) -> dict[str, Vector]:
-    """Returns the vectors of files by path. Missing vectors are computed and added to the cache."""
-    keys = {path: _make_key(path) for path in files}
-    known: dict[str, Vector] = {}
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with closing(sqlite3.connect(cache, timeout=60)) as database:  # several processes may use it
-        database.execute("CREATE TABLE IF NOT EXISTS vectors (key TEXT PRIMARY KEY, value)")
-        for part in _cut(keys.values(), _ROWS):
-            marks = ",".join("?" * len(part))
-            query = f"SELECT key, value FROM vectors WHERE key IN ({marks})"
-            for key, value in database.execute(query, part):
-                known[key] = np.frombuffer(value, dtype=np.float16)
-        found = {path: known[key] for path, key in keys.items() if key in known}
-        missing = [path for path in keys if path not in found]
-        with tqdm(total=len(missing), unit="image", desc="embedding", disable=None) as bar:
-            for part in _cut(missing, _BATCH):
-                computed = compute(part)
-                rows = [(keys[path], vector.tobytes()) for path, vector in computed.items()]
-                with database:  # one transaction
-                    database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
-                found.update(computed)
-                bar.update(len(part))
-    return found
-
-
-def _make_key(path: str) -> str:
-    try:
-        state = os.stat(path)
-        suffix = f"{state.st_size}|{state.st_mtime_ns}"
-    except OSError:  # the mapper will report it
-        suffix = "missing"
-    # A file name may have bytes that are not valid UTF-8.
-    return os.fsencode(f"{os.path.abspath(path)}|{suffix}").decode(errors="backslashreplace")
-
-
-def _cut(items: Iterable[str], size: int) -> list[list[str]]:
-    listed = list(items)
-    return [listed[start : start + size] for start in range(0, len(listed), size)]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -56,9 +57,9 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
         results += [{**box, "image_id": number} for box in shown]
         counts = Counter(names.get(box["category_id"], box["category_id"]) for box in shown)
         text = ", ".join(f"{count} {name}" for name, count in counts.items())
-        drawn: Drawn = [(box["bbox"], get_class_color(box["category_id"])) for box in shown]
+        thumbnail = _encode(_draw(image, _colour(shown)))
         rows.append({"name": os.path.basename(path), "path": path, "boxes": text,
-                     "image": _draw(image, drawn)})  # fmt: skip
+                     "image": thumbnail})  # fmt: skip
     files = {"selected.txt": "".join(f"{path}\n" for path in selection.files)}
     for form, name in _FORMATS.items():
         named = images
@@ -77,6 +78,12 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
     for name, content in files.items():
         write_atomically(folder / name, content.encode(errors="surrogateescape"))
     return [folder / name for name in files]
+
+
+def draw_image(selection: Selection, path: str, *, side: int) -> PIL.Image.Image:
+    """Draws an image with the detector's boxes, with at most ``side`` pixels per side."""
+    boxes = [box for box in selection.boxes.get(path, []) if box["score"] >= _LEAST_SCORE]
+    return _draw(_open_upright(path), _colour(boxes), side=side)
 
 
 def write_suspects(
@@ -123,7 +130,7 @@ def draw_suspect(path: str, suspect: LabelSuspect) -> str:
     left, top = np.maximum(low - margin, 0).astype(int).tolist()
     right, bottom = np.minimum(high + margin + 1, image.size).astype(int).tolist()
     moved: Drawn = [((x - left, y - top, *sides), color) for (x, y, *sides), color in drawn]
-    return _draw(image.crop((left, top, right, bottom)), moved, enlarge=True)
+    return _encode(_draw(image.crop((left, top, right, bottom)), moved, enlarge=True))
 
 
 @functools.cache
@@ -132,16 +139,27 @@ def _load_template(name: str) -> Template:
     return Environment(loader=loader, autoescape=True, trim_blocks=True).get_template(name)
 
 
-def _draw(image: PIL.Image.Image, boxes: Drawn, *, enlarge: bool = False) -> str:
-    """Draws boxes (XYWH in pixels, color) on a thumbnail, and returns it as a data URI."""
-    scale = _SIDE / max(image.size) if enlarge else min(1.0, _SIDE / max(image.size))
-    small = image.convert("RGB").resize([max(1, round(side * scale)) for side in image.size])
+def _colour(boxes: Sequence[dict[str, Any]]) -> Drawn:
+    return [(box["bbox"], get_class_color(box["category_id"])) for box in boxes]
+
+
+def _draw(
+    image: PIL.Image.Image, boxes: Drawn, *, side: int = _SIDE, enlarge: bool = False
+) -> PIL.Image.Image:
+    """Draws boxes (XYWH in pixels, color) on an image of at most ``side`` pixels per side."""
+    scale = side / max(image.size) if enlarge else min(1.0, side / max(image.size))
+    small = image.convert("RGB").resize([max(1, round(edge * scale)) for edge in image.size])
     pen = PIL.ImageDraw.Draw(small)
     for (x, y, width, height), color in boxes:
         corners = [x * scale, y * scale, (x + width) * scale, (y + height) * scale]
         pen.rectangle(corners, outline=color, width=3)
+    return small
+
+
+def _encode(image: PIL.Image.Image) -> str:
+    """Returns an image as a data URI."""
     stream = io.BytesIO()
-    small.save(stream, "JPEG", quality=80)
+    image.save(stream, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 

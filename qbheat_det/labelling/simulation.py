@@ -22,8 +22,9 @@ from qbheat_det.data import open_source, raise_first, read_annotations
 from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
-from .coverage import COVERING, choose_uncertain, cover, unit_vectors
-from .selection import embed_images, measure_uncertainties, open_detector, predict_boxes
+from .coverage import COVERING, WITH_DETECTOR, cover, unit_vectors
+from .embedding import embed_images
+from .selection import choose_by_boxes, open_detector, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"
 _POINTS, _CURVE = "points.json", "curve.svg"
@@ -48,7 +49,7 @@ def simulate(
     *,
     val: str = "",
     images: str = "",
-    strategies: Sequence[str] = ("random", "typiclust", "uncertainty"),
+    strategies: Sequence[str] = ("random", "typiclust", "balanced"),
     seeds: Sequence[int] = (1, 2, 3),
     encoder: str = "distill/285M",
     opts: Sequence[str] = (),
@@ -56,9 +57,9 @@ def simulate(
     """Trains a detector for each strategy, seed and number of images.
 
     A strategy starts without labeled images and adds images up to each budget. "random" is the
-    baseline. "uncertainty" uses "typiclust" for the first budget. The detector is a RetinaNet head
-    on cached features of the frozen encoder. Calling the function again continues an interrupted
-    simulation.
+    baseline. Strategies that need a detector use "typiclust" for the first budget. The detector is
+    a RetinaNet head on cached features of the frozen encoder. Calling the function again continues
+    an interrupted simulation.
 
     Args:
         data: data set with boxes, in any format of ``--data``.
@@ -101,7 +102,7 @@ def simulate(
         for budget in budgets:
             chosen = _choose(strategy, paths, vectors, budget, chosen, seed, run)
             is_done = (strategy, seed, budget) in {(p.strategy, p.seed, p.images) for p in points}
-            if is_done and (strategy != "uncertainty" or budget == budgets[-1]):
+            if is_done and (strategy not in WITH_DETECTOR or budget == budgets[-1]):
                 continue
             names = {file.images[i]["file_name"] for i in chosen}
             run, num_boxes, metrics = _train(file.keep(names), flags, folder / "labels.json", seed)
@@ -135,7 +136,7 @@ def _open_boxes(data: str, val: str, images: str, strategies: Sequence[str]) -> 
     opened = open_source(data, images)
     if opened.kind == "classes" or not (val or opened.val):
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
-    if unknown := {*strategies} - {"random", "uncertainty", *COVERING}:
+    if unknown := {*strategies} - {"random", *COVERING, *WITH_DETECTOR}:
         raise UserError(f"there is no strategy '{unknown.pop()}'")
     file = read_annotations(opened.train)
     raise_first(file.errors)
@@ -158,11 +159,13 @@ def _choose(
     need = budget - len(chosen)
     if strategy == "random":
         return np.random.default_rng(seed).permutation(len(paths))[:budget].tolist()
-    if strategy == "uncertainty" and run:
-        values = measure_uncertainties(paths, predict_boxes(paths, open_detector(run)))
-        return [*chosen, *choose_uncertain(vectors, values, need, chosen)]
-    name = "typiclust" if strategy == "uncertainty" else strategy
-    return [*chosen, *cover(name, vectors, need, chosen, seed=seed)]
+    if strategy in WITH_DETECTOR:
+        if run:
+            boxes = predict_boxes(paths, open_detector(run))
+            new = choose_by_boxes(strategy, paths, boxes, vectors, need, chosen)
+            return [*chosen, *new]
+        strategy = "typiclust"
+    return [*chosen, *cover(strategy, vectors, need, chosen, seed=seed)]
 
 
 def train_afresh(flags: RunFlags) -> dict[str, float]:

@@ -61,8 +61,12 @@ PSEUDO_LABELS = "pseudo_labels"
 class SupportsUnlabelled(Protocol):
     """A detector that also learns from the ``UNLABELLED`` images of a batch."""
 
-    def pseudo_labels(self, batched_inputs: BatchedInputs) -> Sequence[Any]:
-        """Returns the ``PSEUDO_LABELS`` of each image, which the student model is trained on."""
+    def pseudo_labels(self, batches: Sequence[BatchedInputs]) -> Sequence[Any]:
+        """Returns the ``PSEUDO_LABELS`` of each image, which the student model is trained on.
+
+        ``batches`` are the unlabelled images of each micro-batch of this process. Every process
+        must call this function, because it may normalize over all processes.
+        """
 
 
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:

@@ -49,22 +49,35 @@ class DensePredictions:
     boxes: Tensor
     quality: Tensor | None = None
 
-    def split(self) -> list["DensePredictions"]:
-        """Returns the predictions of each image, with N = 1."""
-        fields = [
-            each.split(1) for each in (self.logits, self.boxes, self.quality) if each is not None
-        ]
-        return [DensePredictions(*part) for part in zip(*fields, strict=True)]
+
+@dataclass(frozen=True)
+class DenseTargets:
+    """What a student learns from a teacher at R anchors or locations of N images.
+
+    Attributes:
+        scores: (N, R, K), the teacher's class scores at the selected locations; zero elsewhere.
+        boxes: (N, R, 4), the teacher's boxes, XYXY, in pixels of the padded batch.
+        total: (N,), equal for all images: the sum of the highest scores at all selected locations,
+            divided by the number of micro-batches of all processes.
+        quality: (N, R), the teacher's centerness; None for RetinaNet.
+    """
+
+    scores: Tensor
+    boxes: Tensor
+    total: Tensor
+    quality: Tensor | None = None
+
+    def split(self) -> list["DenseTargets"]:
+        """Returns the targets of each image, with N = 1."""
+        parts = {name: each.split(1) for name, each in vars(self).items() if each is not None}
+        images = zip(*parts.values(), strict=True)
+        return [DenseTargets(**dict(zip(parts, image, strict=True))) for image in images]
 
     @staticmethod
-    def join(parts: list["DensePredictions"]) -> "DensePredictions":
+    def join(parts: list["DenseTargets"]) -> "DenseTargets":
         """Reverses ``split``."""
-        qualities = [part.quality for part in parts if part.quality is not None]
-        return DensePredictions(
-            torch.cat([part.logits for part in parts]),
-            torch.cat([part.boxes for part in parts]),
-            torch.cat(qualities) if qualities else None,
-        )
+        names = [name for name, each in vars(parts[0]).items() if each is not None]
+        return DenseTargets(**{name: torch.cat([vars(p)[name] for p in parts]) for name in names})
 
 
 @dataclass(frozen=True)
@@ -72,8 +85,9 @@ class DenseTeacherLoss:
     """The losses on unlabelled images (Sec. 3 of the paper).
 
     Attributes:
-        top_share: share, in (0, 1], of the locations of a batch that learn from the teacher. These
-            have the teacher's highest class scores. The targets of all other locations are zero.
+        top_share: share, in (0, 1], of the locations of the effective batch that learn from the
+            teacher. These have the teacher's highest class scores. The targets of all other
+            locations are zero.
         weight: factor on the losses.
         gamma: exponent of the quality focal loss (arXiv:2006.04388).
     """
@@ -87,27 +101,40 @@ class DenseTeacherLoss:
         """Takes ``MODEL.SEMI``."""
         return cls(top_share=cfg.MODEL.SEMI.TOP_SHARE, weight=cfg.MODEL.SEMI.WEIGHT)
 
-    def __call__(self, student: DensePredictions, teacher: DensePredictions) -> dict[str, Tensor]:
-        """Returns the losses by name. ``teacher`` must not require gradients."""
-        num_classes = student.logits.shape[-1]
-        logits = student.logits.float().reshape(-1, num_classes)
-        targets = teacher.logits.float().reshape(-1, num_classes).sigmoid()
-        best = targets.amax(dim=1)
-        top = best.topk(max(1, int(self.top_share * len(best)))).indices
-        targets = torch.zeros_like(targets).index_copy(0, top, targets[top])
-        total = best[top].sum()
-        loss = quality_focal_loss(logits, targets, self.gamma)
+    @torch.no_grad()
+    def select(self, teacher: Sequence[DensePredictions]) -> list[DenseTargets]:
+        """Returns the targets of each image. Every process must call this function.
+
+        Args:
+            teacher: the predictions for each micro-batch of this process.
+        """
+        scores = [part.logits.float().sigmoid() for part in teacher]
+        best = torch.cat([each.amax(dim=2).flatten() for each in scores])
+        if comm.get_world_size() > 1:
+            best = torch.cat(comm.all_gather(best.cpu()))
+        least = best.topk(max(1, int(self.top_share * len(best)))).values[-1]
+        total = best[best >= least].sum() / (len(teacher) * comm.get_world_size())
+        found = []
+        for part, each in zip(teacher, scores, strict=True):
+            is_top = each.amax(dim=2, keepdim=True) >= least.to(each.device)
+            quality = None if part.quality is None else part.quality.float().sigmoid()
+            totals = total.to(each.device).expand(len(each))
+            found += DenseTargets(each * is_top, part.boxes.float(), totals, quality).split()
+        return found
+
+    def __call__(self, student: DensePredictions, targets: DenseTargets) -> dict[str, Tensor]:
+        """Returns the losses by name. Their mean over all parts is that of the effective batch."""
+        logits, best, total = student.logits.float(), targets.scores.amax(dim=2), targets.total[0]
+        loss = quality_focal_loss(logits, targets.scores, self.gamma)
         losses = {"loss_teacher_cls": loss.sum() / total}
         # Locations are weighted by the teacher's highest class score.
+        top = best > 0
         weights = best[top] / total
-        boxes = (each.boxes.float().reshape(-1, 4)[top] for each in (student, teacher))
-        giou = generalized_box_iou_loss(*boxes)
+        giou = generalized_box_iou_loss(student.boxes.float()[top], targets.boxes[top])
         losses["loss_teacher_box"] = (weights * giou).sum()
-        if student.quality is not None and teacher.quality is not None:
+        if student.quality is not None and targets.quality is not None:
             quality = F.binary_cross_entropy_with_logits(
-                student.quality.float().flatten()[top],
-                teacher.quality.float().flatten()[top].sigmoid(),
-                reduction="none",
+                student.quality.float()[top], targets.quality[top], reduction="none"
             )
             losses["loss_teacher_ctr"] = (weights * quality).sum()
         return {name: self.weight * loss for name, loss in losses.items()}
@@ -151,16 +178,16 @@ class SyncNormalizer(DenseDetector):
         return {**losses, **self._learn_from_teacher(unlabelled)} if unlabelled else losses
 
     @torch.no_grad()
-    def pseudo_labels(self, batched_inputs: list[dict[str, Any]]) -> list[DensePredictions]:
-        """Returns the dense predictions of each image."""
-        return self._predict_densely(batched_inputs).split()
+    def pseudo_labels(self, batches: Sequence[list[dict[str, Any]]]) -> list[DenseTargets]:
+        """See ``SupportsUnlabelled``."""
+        return self.teacher_loss.select([self._predict_densely(batch) for batch in batches])
 
     def _learn_from_teacher(self, unlabelled: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Returns the losses on the strong views."""
-        teacher = DensePredictions.join([entry[PSEUDO_LABELS] for entry in unlabelled])
+        targets = DenseTargets.join([entry[PSEUDO_LABELS] for entry in unlabelled])
         key = "features" if "features" in unlabelled[0] else "image"
         strong = [{**entry, key: entry[STRONG]} for entry in unlabelled]
-        return self.teacher_loss(self._predict_densely(strong), teacher)
+        return self.teacher_loss(self._predict_densely(strong), targets)
 
     def _predict_densely(self, batched_inputs: list[dict[str, Any]]) -> DensePredictions:
         maps = self.backbone(self.preprocess_image(batched_inputs).tensor)

@@ -17,7 +17,9 @@ from detectron2.structures import Boxes, Instances
 
 from qbheat_det.api import Detections
 from qbheat_det.app import Models, uploads
+from qbheat_det.app.review import Pools
 from qbheat_det.core.errors import UserError
+from qbheat_det.labelling import select
 
 
 class FakeDetector:
@@ -136,3 +138,34 @@ def test_own_models_come_first_and_only_known_ones_open() -> None:
         models.open_detector("/etc/passwd")
     with pytest.raises(UserError, match="no-such-run"):
         Models(["no-such-run"])
+
+
+def test_a_review_has_the_images_of_select_and_writes_the_accepted_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(5):
+        coarse = np.random.default_rng(number).integers(0, 255, (4, 4, 3), np.uint8)
+        PIL.Image.fromarray(coarse).resize((160, 120)).save(folder / f"{number}.png")
+    pools = Pools([str(folder)])
+    first = pools.select(str(folder), 3, None)
+    assert first.selection.files == select(folder, 3).files
+    drawn = first.draw()
+    assert drawn is not None
+    assert drawn.size == (160, 120)
+    with pytest.raises(UserError, match="accept an image"):
+        first.write(tmp_path)
+    review = first.accept().skip()
+    assert review.selection.skipped == (first.selection.files[1],)
+    assert review.current == first.selection.files[2]
+    assert "1 of 3 accepted, 1 skipped" in review.describe()
+    done = review.accept().back().accept().accept()
+    assert done.is_done
+    assert done.draw() is None
+    with pytest.raises(UserError, match="accepted or skipped"):
+        done.skip()
+    with zipfile.ZipFile(done.back().write(tmp_path)) as archive:
+        listed = archive.read("selected.txt").decode().splitlines()
+        assert {"index.html", "label_studio.json", "cvat.json"} < {*archive.namelist()}
+    assert listed == [first.selection.files[0], first.selection.files[2]]
+    with pytest.raises(UserError, match="--images /etc"):
+        pools.select("/etc", 1, None)

@@ -2,6 +2,7 @@
 """Steps of small models on few images, as one of several processes or as the only one."""
 
 import argparse
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import cut
 from qbheat_det.engine.launch import distribute
+from qbheat_det.engine.mean_teacher import MeanTeacher
 from qbheat_det.engine.step import StepTrainer
+from qbheat_det.modeling.contracts import STRONG, UNLABELLED
 from qbheat_det.modeling.pretrain import QUADRANTS
 from qbheat_det.modeling.pretrain.wasserstein import DependencyDraw
 from tests.modeling.tiny_pretraining import make_tiny_config
@@ -50,6 +53,7 @@ class Case:
     opts: tuple[Any, ...] = ()
     accumulate: int = 1
     batch_statistics: bool = False  # else BatchNorm uses its running ones
+    is_taught: bool = False  # each image brings one without labels
 
 
 def on_timm(config: str, name: str) -> CfgNode:
@@ -115,8 +119,18 @@ def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = build_case(case, device)
     batches = [[make_image(index) for index in batch] for batch in case.batches]
+    teacher = None
+    if case.is_taught:
+        teacher = MeanTeacher(build_case(case, device).eval(), precision=None)
+        for image in itertools.chain(*batches):
+            other = make_image((int(image["label"]) + 3) % len(NUM_BOXES))
+            image[UNLABELLED] = [{"image": other["image"], STRONG: other["image_key"]}]
     return take_steps(
-        model, batches, accumulate=case.accumulate, batch_statistics=case.batch_statistics
+        model,
+        batches,
+        accumulate=case.accumulate,
+        batch_statistics=case.batch_statistics,
+        teacher=teacher,
     )
 
 
@@ -126,6 +140,7 @@ def take_steps(
     *,
     accumulate: int = 1,
     batch_statistics: bool = False,
+    teacher: MeanTeacher | None = None,
 ) -> dict[str, Tensor]:
     """Takes a step of each batch, of which this process has its share, without learning.
 
@@ -143,6 +158,7 @@ def take_steps(
         torch.optim.SGD(model.parameters(), lr=0.0),
         batch_size=len(batches[0]),
         accumulate=accumulate,
+        teacher=teacher,
     )
     for norm in norms:
         norm.train(batch_statistics)

@@ -40,6 +40,7 @@ from .gradient_cases import (
 )
 from .processes import make_args, run_in_processes
 from .test_evaluation import configure, evaluate_all, evaluate_weights
+from .test_unlabelled import train_with_teacher
 
 UNEVEN = ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))
 KINDS: dict[str, dict[str, Any]] = {
@@ -63,14 +64,23 @@ FAMILIES: dict[str, tuple[str, tuple[Any, ...], tuple[str, ...]]] = {
     "RetinaNet": (RETINANET, (), ("no box in one process", "no box at all")),
     "ImageClassifier": (CLASSIFIER, (), ("a frozen backbone",)),
 }
-EXACT_CASES = {
-    f"{name}, {kind}": Case(path, **{"opts": opts, **KINDS[kind]})
-    for name, (path, opts, kinds) in FAMILIES.items()
-    for kind in ("uneven micro-batches", *kinds)
-} | {
-    f"MoCo, {kind}": Case(MOCO, **KINDS[kind])
-    for kind in ("a partly frozen backbone", "micro-batches of one image")
-}
+EXACT_CASES = (
+    {
+        f"{name}, {kind}": Case(path, **{"opts": opts, **KINDS[kind]})
+        for name, (path, opts, kinds) in FAMILIES.items()
+        for kind in ("uneven micro-batches", *kinds)
+    }
+    | {
+        f"MoCo, {kind}": Case(MOCO, **KINDS[kind])
+        for kind in ("a partly frozen backbone", "micro-batches of one image")
+    }
+    | {
+        f"{name} with unlabelled images": Case(
+            RETINANET, UNEVEN, ("MODEL.META_ARCHITECTURE", name), accumulate=2, is_taught=True
+        )
+        for name in ("SyncRetinaNet",)
+    }
+)
 SYNCED, LOCAL = "synchronised BatchNorm", "BatchNorm of each process"
 SYNC_BN = ("MODEL.MOBILE_FORMER.NORM", "naiveSyncBN_N", "MODEL.MF_DETR.NORM", "naiveSyncBN_N")
 SHUFFLED = "shuffled BatchNorm"
@@ -106,6 +116,7 @@ def args(
         name: str(prepare_toy_set(ToySpec(name="tiny", num_images=size, image_size=64), folder))
         for name, size in TOY_SIZES.items()
     }
+    more = ToySpec(name="more", num_images=5, image_size=64, seed=9)
     images = make_classes(folder / "images", dict.fromkeys("abc", 3))
     (folder / "images" / "c" / "broken.jpg").write_text("no image")
     cfg, _ = configure({}, "--images", images)
@@ -124,6 +135,7 @@ def args(
         images=images,
         output_dir=str(folder / "two"),
         data=str(tiny_data),
+        photos=str(Path(prepare_toy_set(more, folder)) / "images"),
         folder=str(folder),
     )
 
@@ -134,7 +146,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     if args.kind != "cpu":
         return gradients
     found = {**gradients, "boxes": evaluate_all(args), "objective": evaluate_weights(args)}
-    return {**found, "cached": train_from_cache(args)}
+    return {**found, "cached": train_from_cache(args), "taught": train_with_teacher(args)}
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +274,19 @@ def test_two_processes_share_one_encoder_one_cache_and_one_head(
     assert first["encoded"] + second["encoded"] == 12 * 4 + 12
     caches = [folder for folder in (Path(args.folder) / "cache").iterdir() if folder.is_dir()]
     assert sorted(len(list(folder.glob("*.safetensors"))) for folder in caches) == [1, 2]
+
+
+def test_two_processes_share_one_teacher_and_each_unlabelled_image_once_an_epoch(
+    on_cpu: list[dict[str, Any]],
+) -> None:
+    first, second = (found["taught"] for found in on_cpu)
+    for part in ("teacher", "student"):
+        torch.testing.assert_close(first[part], second[part], rtol=0, atol=0)
+    assert any(not torch.equal(first["teacher"][k], v) for k, v in first["student"].items())
+    # Five images, two in a step.
+    used = [name for pair in zip(first["used"], second["used"], strict=True) for name in pair]
+    assert len(used) == 12
+    assert len({*used[:5]}) == len({*used[5:10]}) == 5
 
 
 EQUAL = torch.arange(1, 1000) / 7  # sums of three of which do not divide back

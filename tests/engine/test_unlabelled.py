@@ -1,10 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training with images without labels, by ``--unlabelled``."""
 
+import argparse
+import itertools
 import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +105,30 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
     assert [i for i, line in seen.items() if "pseudo_boxes" in line] == [1, 2, 3, 4]
     # The burn-in is one step, the period four.
     assert [i for i, line in seen.items() if "student/bbox/AP50" in line] == [0, 3, 4]
+
+
+def train_with_teacher(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains as one of several processes, on two images and two unlabelled ones a step.
+
+    Returns:
+        The weights of teacher and student, and the unlabelled images that this process uses in six
+        steps.
+    """
+    folder = Path(args.folder) / "taught"
+    folder.mkdir(exist_ok=True)
+    opts = {**SEMI, "MODEL.SEMI.RATIO": "1", "SOLVER.MAX_ITER": "3", "MODEL.DEVICE": "cpu"}
+    flags = "--unlabelled", args.photos
+    trainer = Trainer(build_config(tiny_training.parse(folder, Path(args.data), opts, *flags)))
+    trainer.resume_or_load(resume=False)
+    trainer.train()
+    stream = trainer.data_loader
+    stream.start = stream.burn_in
+    batches = itertools.islice(stream, 6)
+    return {
+        "teacher": {k: v.clone() for k, v in trainer._average.module.state_dict().items()},
+        "student": {k: v.clone() for k, v in trainer.bare_model.state_dict().items()},
+        "used": [u["file_name"] for batch in batches for e in batch for u in e[UNLABELLED]],
+    }
 
 
 def test_the_teacher_sees_the_weak_view_and_noise_leaves_the_rest(

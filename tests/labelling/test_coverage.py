@@ -2,6 +2,7 @@
 """The choice of images by coverage, beside naive implementations of the same papers."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -120,6 +121,33 @@ def test_uncertain_images_differ_from_each_other_and_the_most_uncertain_comes_fi
     assert clusters[chosen].tolist()[1] == 1  # cluster 3 is certain, 0 and 2 have images
     assert len(set(chosen) - {0, 16}) == 3
     assert sorted(coverage.choose_uncertain(vectors[:4], values[:4], 9, [0])) == [1, 2, 3]
+
+
+def test_balanced_images_are_the_greedy_maximum_and_the_rest_is_covered() -> None:
+    vectors, _ = make_pool([4, 4, 4])
+    counts = torch.zeros(12, 3, dtype=torch.float64)
+    counts[:5] = torch.tensor([[9, 0, 0], [9, 1, 0], [0, 0, 2], [5, 1, 0], [0, 2, 2]])
+    chosen = coverage.choose_balanced(vectors, counts, 9, taken=[0])
+    have = [0]
+
+    def value(rows: list[int]) -> float:
+        return math.fsum(math.log1p(n) for n in counts[rows].sum(0).tolist())
+
+    for index in chosen[:4]:
+        values = {i: value([*have, i]) for i in range(12) if i not in have}
+        assert index == max(values, key=values.__getitem__)
+        have.append(index)
+    assert chosen[0] == 4  # two rare classes before nine objects of a common one
+    assert chosen[4:] == coverage.k_center(vectors, 5, have)  # the others have no objects
+    nothing = coverage.choose_balanced(vectors, counts[:, :0], 3, [1])
+    assert nothing == coverage.k_center(vectors, 3, [1])
+
+
+def test_few_images_with_many_features_are_projected() -> None:
+    coarse = torch.rand(6, 720, generator=torch.Generator().manual_seed(0)) * torch.rand(720) ** 8
+    vectors = coverage.unit_vectors(coarse)
+    assert vectors.shape == (6, 128)
+    assert vectors.isfinite().all()
 
 
 def test_projection_keeps_distances() -> None:

@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.labelling import select, selection, write_selection
+from qbheat_det.labelling import embedding, select, selection, write_selection
 from qbheat_det.labelling.selection import uncertainty
 from tests.tool_modules import load_tool
 
 DETECTOR = "retinanet/285M_bccd"
 CELLS = Path(__file__).resolve().parents[2] / "docs" / "cells.jpg"
-OPEN_ENCODER = functools.cache(selection.open_encoder)
+OPEN_ENCODER = functools.cache(embedding.open_encoder)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(selection, "open_encoder", OPEN_ENCODER)
+    monkeypatch.setattr(embedding, "open_encoder", OPEN_ENCODER)
 
 
 def names(files: list[str]) -> set[str]:
@@ -68,6 +68,21 @@ def test_each_picture_is_selected_once_and_what_is_left_out_is_named(
     assert names(found.files) == {f"{number}.png" for number in range(6)}
     assert [Path(path).name for path in found.pool.repeated] == ["5_again_\udcff.png"]
     assert [Path(path).name for path in found.pool.unreadable] == ["broken.png"]
+
+
+@pytest.mark.parametrize("strategy", ["typiclust", "balanced"])
+def test_a_skipped_image_is_replaced_until_none_is_left(photos: Path, strategy: str) -> None:
+    weights = DETECTOR if strategy == "balanced" else None
+    found = select([photos, CELLS], 3, strategy=strategy, weights=weights)  # type: ignore[arg-type]
+    seen = [*found.files]
+    for number in range(1, 8):
+        last, found = found, found.skip(found.files[0])
+        assert found.files[:2] == last.files[1:3]
+        seen += found.files[2:]
+        assert len(found.files) == min(3, 7 - number)
+    assert names(seen) == {"cells.jpg", *(f"{number}.png" for number in range(6))}
+    assert len(seen) == 7
+    assert (CELLS.name in {Path(path).name for path in found.boxes}) is bool(weights)
 
 
 def test_images_with_labels_and_their_copies_are_never_selected(
@@ -118,14 +133,14 @@ def test_skipped_tasks_of_label_studio_can_be_selected(photos: Path, tmp_path: P
 def test_vectors_come_from_the_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [str(photos / f"{number}.png") for number in range(3)]
     files.append(f"{photos}/../{photos.name}/0.png")  # the same file by another path
-    first = selection.embed_images(files)
+    first = embedding.embed_images(files)
     assert first.files == files
-    monkeypatch.setattr(selection, "encode", None)
-    again = selection.embed_images(files[::-1])
+    monkeypatch.setattr(embedding, "encode", None)
+    again = embedding.embed_images(files[::-1])
     torch.testing.assert_close(again.vectors, first.vectors.flip(0), rtol=0, atol=0)
     monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: sqlite3.Connection(photos / "0.png"))
     with pytest.raises(UserError, match="QBHEAT_CACHE"):
-        selection.embed_images(files)
+        embedding.embed_images(files)
 
 
 def test_uncertainty_by_hand() -> None:
@@ -134,8 +149,21 @@ def test_uncertainty_by_hand() -> None:
     assert uncertainty([0.5]) > uncertainty([0.9])
 
 
-def test_a_detector_brings_uncertain_images_and_its_boxes(photos: Path, tmp_path: Path) -> None:
-    found = select([photos, CELLS], 2, weights=DETECTOR)
+def test_objects_are_counted_by_class_and_squared_score() -> None:
+    boxes = {
+        "a": [{"category_id": 7, "score": 0.5}, {"category_id": 7, "score": 1.0}],
+        "c": [{"category_id": 3, "score": 0.1}],
+    }
+    counts = selection.count_objects(["a", "b", "c"], boxes)
+    torch.testing.assert_close(counts, torch.tensor([[0, 1.25], [0, 0], [0.01, 0]]).double())
+    assert selection.count_objects(["a"], {}).shape == (1, 0)
+
+
+@pytest.mark.parametrize("strategy", [None, "uncertainty"])
+def test_a_detector_brings_its_images_and_its_boxes(
+    photos: Path, tmp_path: Path, strategy: Any
+) -> None:
+    found = select([photos, CELLS], 2, weights=DETECTOR, strategy=strategy)
     assert Path(found.files[0]).name == "cells.jpg"  # the only one with cells
     found = dataclasses.replace(found, files=found.files[:1])
     paths = {path.name: path for path in write_selection(found, tmp_path)}

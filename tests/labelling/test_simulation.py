@@ -10,7 +10,7 @@ import torch
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import simulation
-from qbheat_det.labelling.selection import Embeddings
+from qbheat_det.labelling.embedding import Embeddings
 from qbheat_det.labelling.simulation import Point, simulate
 from tests.data.pictures import draw, save
 

@@ -1,0 +1,101 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The review of selected images in the page: a person accepts or skips each of them."""
+
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import PIL.Image
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.labelling import Selection, draw_image, select, write_selection
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The folders from which a visitor can select, and the labeled images.
+
+    Attributes:
+        folders: folders of images. Visitors cannot select from any other folder.
+        data: labeled images that are not selected again, in any format of ``--data``; or None.
+        device: "cpu" or "cuda"; None for "cuda" if a GPU is available.
+    """
+
+    folders: Sequence[str] = ()
+    data: str | None = None
+    device: str | None = None
+
+    def select(self, folder: str, budget: int, weights: str | None) -> "Review":
+        """Selects ``budget`` images like ``qbheat select``.
+
+        Args:
+            folder: one of ``folders``.
+            budget: number of images.
+            weights: detector whose predictions decide; None in the first round.
+
+        Raises:
+            UserError: the folder is not offered, or ``select`` cannot select from it.
+        """
+        if folder not in self.folders:
+            raise UserError(f"'{folder}' is not offered: start the app with --images {folder}")
+        return Review(select(folder, budget, weights=weights, data=self.data, device=self.device))
+
+
+@dataclass(frozen=True)
+class Review:
+    """A selection, and how many of its images are accepted. They come first in its files."""
+
+    selection: Selection
+    accepted: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all images of the selection are accepted."""
+        return self.accepted >= len(self.selection.files)
+
+    @property
+    def current(self) -> str:
+        """Path of the image to accept or skip next. Raises ``UserError`` if there is none."""
+        if self.is_done:
+            raise UserError("all images are accepted or skipped")
+        return self.selection.files[self.accepted]
+
+    def accept(self) -> "Review":
+        """Accepts the current image."""
+        return replace(self, accepted=self.accepted + bool(self.current))
+
+    def skip(self) -> "Review":
+        """Skips the current image. The next image of the strategy is added at the end."""
+        return replace(self, selection=self.selection.skip(self.current))
+
+    def back(self) -> "Review":
+        """Returns to the image that was accepted last."""
+        return replace(self, accepted=max(0, self.accepted - 1))
+
+    def describe(self) -> str:
+        """Returns the progress and the name of the current image."""
+        counts = f"{self.accepted} of {len(self.selection.files)} accepted, "
+        counts += f"{len(self.selection.skipped)} skipped"
+        return f"{counts}." if self.is_done else f"{counts}: `{Path(self.current).name}`"
+
+    def draw(self) -> PIL.Image.Image | None:
+        """Draws the current image with the boxes of the detector, if there are any."""
+        return None if self.is_done else draw_image(self.selection, self.current, side=1024)
+
+    def write(self, parent: Path) -> str:
+        """Writes the accepted images as ``qbheat select`` does into an archive.
+
+        Returns:
+            The path of the archive.
+        """
+        if not self.accepted:
+            raise UserError("accept an image first")
+        folder = Path(tempfile.mkdtemp(dir=parent))
+        accepted = replace(self.selection, files=self.selection.files[: self.accepted])
+        archive = folder / "selection.zip"
+        with zipfile.ZipFile(archive, "w") as stream:
+            for path in write_selection(accepted, folder):
+                stream.write(path, path.name)
+        return str(archive)
