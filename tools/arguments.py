@@ -112,6 +112,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PIXELS",
         help="shorter side of images for detectors; side of the square images for other models",
     )
+    parser.add_argument("--tile", type=int, metavar="PX", help="detectors: train and evaluate also "
+                        "on overlapping tiles (default: as in --weights; 0: off)")  # fmt: skip
     parser.add_argument("--freeze", action="store_true", help="freeze the whole backbone")
     parser.add_argument("--device", default="", help="MODEL.DEVICE: cpu or cuda")
     parser.add_argument(

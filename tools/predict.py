@@ -75,7 +75,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--tile",
         type=int,
         metavar="PX",
-        help="also predict on overlapping square tiles, for small objects in large images",
+        help="also predict on overlapping square tiles, for small objects in large images "
+        "(default: as in training; 0: whole images only)",
     )
     add_batch_flags(parser)
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")

@@ -21,7 +21,9 @@ from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, registe
 from qbheat_det.core.text import join_first
 from qbheat_det.data import open_source, register_source
 from qbheat_det.engine.trainer import Trainer
+from qbheat_det.evaluation import merge_images
 from qbheat_det.inference.drawing import Color, RGBImage, draw_boxes, get_class_color
+from qbheat_det.modeling.contracts import TILE
 
 from . import detection_metrics as metrics
 from . import plotting
@@ -147,10 +149,14 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
         return list(json.loads(stored.read_bytes()))
     loader = Trainer.build_test_loader(run.cfg, dataset.name)
     model = run.model
+    found = (
+        (entry["image_id"], entry.get(TILE), output["instances"].to("cpu"))
+        for inputs in tqdm(loader, desc=f"detecting for {run.label}", unit="batch")
+        for entry, output in zip(inputs, model(inputs), strict=True)
+    )
     results: list[dict[str, Any]] = []
-    for inputs in tqdm(loader, desc=f"detecting for {run.label}", unit="batch"):
-        for entry, output in zip(inputs, model(inputs), strict=True):
-            results += instances_to_coco_json(output["instances"].to("cpu"), entry["image_id"])
+    for image_id, boxes in merge_images(found):
+        results += instances_to_coco_json(boxes, image_id)
     for entry in results:
         entry["category_id"] = dataset.category_ids[entry["category_id"]]
     return results

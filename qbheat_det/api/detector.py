@@ -16,6 +16,7 @@ from qbheat_det.analysis.run import Run
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
+from qbheat_det.data import check_tile
 from qbheat_det.deployment import deploy
 from qbheat_det.engine import build_config, evaluate, setup
 from qbheat_det.engine.logs import removes_empty_run
@@ -24,7 +25,6 @@ from qbheat_det.inference.images import Image, Picture, is_collection, is_video,
 from qbheat_det.inference.predict import (
     BatchPredictor,
     Predictor,
-    TiledPredictor,
     build_predictor,
     find_boxes,
 )
@@ -114,7 +114,8 @@ class Detector(Trained):
             threshold: boxes with a lower score are left out, in [0, 1].
             batch_size: number of images that the model processes together.
             tile: side of overlapping square tiles in pixels. If set, the detector also predicts on
-                each tile, which finds small objects in large images.
+                each tile, which finds small objects in large images. By default as in training; 0
+                for whole images only.
 
         Returns:
             ``Detections`` for one image, a list of ``Detections`` for several images, or an
@@ -144,9 +145,15 @@ class Detector(Trained):
             raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, expected at least 1")
-        predictor = self._predictor if tile is None else TiledPredictor(self._predictor, tile)
+        if tile is not None:
+            check_tile(tile)
         return find_boxes(
-            predictor, open_images(images), self.cfg, threshold=threshold, batch_size=batch_size
+            self._predictor,
+            open_images(images),
+            self.cfg,
+            threshold=threshold,
+            batch_size=batch_size,
+            tile=tile,
         )
 
     def deploy(
@@ -174,13 +181,16 @@ class Detector(Trained):
         return Detector(predictor, self.cfg)
 
     @names_mistakes({"device": "load(weights, device=…)", "source": "data"})
-    def evaluate(self, data: str | Path, *, images: str | Path = "") -> dict[str, float]:
+    def evaluate(
+        self, data: str | Path, *, images: str | Path = "", tile: int | None = None
+    ) -> dict[str, float]:
         """Returns COCO's box metrics on a data set, like ``qbheat evaluate``.
 
         Args:
             data: data set with boxes, in any format of ``--data``. If it has a validation part,
                 only this part is used.
             images: folder of the images, if they are not in the folder of a COCO json.
+            tile: see ``predict``. AP is that of whole images.
 
         Raises:
             UserError: the data are invalid or their classes differ from those of the detector, or
@@ -194,6 +204,7 @@ class Detector(Trained):
                 weights=self.weights,
                 output=folder,
                 eval_only=True,
+                tile=tile,
                 opts=["MODEL.DEVICE", self.cfg.MODEL.DEVICE],
             )
             return evaluate(build_config(flags))["bbox"]

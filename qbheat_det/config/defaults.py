@@ -237,6 +237,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         # "pretrain": random crop without annotations. "classify": the same with INPUT.CLASSIFY and
         # the label of the class folder. "two_views": two augmented crops.
         "DATASET_MAPPER_NAME": "default",
+        "TILE": 0,  # side of overlapping tiles in pixels, used in addition to each image; 0: none
         # The crop of "detr" has probability 1/2. It resizes the shorter side to one of these
         # lengths, then crops a height and width drawn from [min, max] pixels. Empty: no crop.
         "DETR_CROP_RESIZE": [400, 500, 600],

@@ -39,7 +39,7 @@ from .datasets.sources import (
 from .datasets.toy import ToySpec, prepare_toy_set
 from .image_batches import ImageBatches, build_class_batches, build_image_batches
 from .images import IMAGE_FORMATS, find_image_errors
-from .loader import TrainStream, build_train_stream, cut, fingerprint_records
+from .loader import TrainStream, build_train_stream, cut, fingerprint_records, load_test_set
 from .mappers import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
@@ -53,20 +53,67 @@ from .mappers import (
 from .shard_cache import configure_cache
 from .shard_packing import pack_source
 from .shards import absolute, are_shards, is_in_shard, list_shard_images
+from .tiles import check_tile, list_tiles
 from .unlabelled import StrongViews
 
 __all__ = [
-    "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES", "SPLIT_FILE",
-    "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "Mapper",
-    "PretrainingMapper", "Source", "StrongViews", "ToySpec", "TrainStream", "absolute",
-    "are_shards", "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
-    "build_train_stream", "check_image_folder", "check_same_classes", "configure_cache", "cut",
-    "describe_source", "find_image_errors", "find_kind", "find_record_errors",
-    "fingerprint_records", "forget_annotations", "is_in_shard", "join_messages", "list_classes",
-    "list_shard_images", "load_class_folders", "load_classes", "load_image_folders",
-    "load_labelled_sets", "number_records", "open_images", "open_source", "origin_of",
-    "pack_source", "prepare_toy_set", "raise_first", "read_annotations", "read_split",
-    "register_coco_json", "register_image_folders", "register_source", "split_source",
+    "IMAGE_FORMATS",
+    "IMAGE_SUFFIXES",
+    "MAPPERS_OF_CLASSES",
+    "MAPPERS_OF_IMAGES",
+    "SPLIT_FILE",
+    "CocoFile",
+    "DataError",
+    "DataSource",
+    "FixedViews",
+    "ImageBatches",
+    "Mapper",
+    "PretrainingMapper",
+    "Source",
+    "StrongViews",
+    "ToySpec",
+    "TrainStream",
+    "absolute",
+    "are_shards",
+    "build_class_batches",
+    "build_detr_crop",
+    "build_image_batches",
+    "build_mapper",
+    "build_train_stream",
+    "check_image_folder",
+    "check_same_classes",
+    "check_tile",
+    "configure_cache",
+    "cut",
+    "describe_source",
+    "find_image_errors",
+    "find_kind",
+    "find_record_errors",
+    "fingerprint_records",
+    "forget_annotations",
+    "is_in_shard",
+    "join_messages",
+    "list_classes",
+    "list_shard_images",
+    "list_tiles",
+    "load_class_folders",
+    "load_classes",
+    "load_image_folders",
+    "load_labelled_sets",
+    "load_test_set",
+    "number_records",
+    "open_images",
+    "open_source",
+    "origin_of",
+    "pack_source",
+    "prepare_toy_set",
+    "raise_first",
+    "read_annotations",
+    "read_split",
+    "register_coco_json",
+    "register_image_folders",
+    "register_source",
+    "split_source",
     "with_classes",
 ]  # fmt: skip
 

@@ -26,11 +26,12 @@ from torch.utils.data import DataLoader, Dataset
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import IMAGE, preserved_randomness, seed_place
 from qbheat_det.data.checks import DataError
-from qbheat_det.modeling.contracts import UNLABELLED
+from qbheat_det.modeling.contracts import TILE, UNLABELLED
 
 from .datasets.image_folder import list_classes, load_classes
 from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
 from .shards import fetch_ahead, plan_shards, shuffle_shards
+from .tiles import cut_records
 from .unlabelled import build_strong_views, load_unlabelled
 
 Entry = tuple[int, int]
@@ -254,12 +255,27 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         return load_classes(names, cfg.MODEL.CLASS_NAMES or list_classes(names))
     keypoints = cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE
-    return get_detection_dataset_dicts(
+    records = get_detection_dataset_dicts(
         names,
         filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         min_keypoints=keypoints if cfg.MODEL.KEYPOINT_ON else 0,
         proposal_files=cfg.DATASETS.PROPOSAL_FILES_TRAIN if cfg.MODEL.LOAD_PROPOSALS else None,
     )
+    return cut_records(records, cfg.INPUT.TILE, is_train=True)
+
+
+def load_test_set(cfg: CfgNode, dataset_name: str) -> list[dict[str, Any]]:
+    """Returns the images of a detector's test set; with ``INPUT.TILE``, also their tiles."""
+    records = get_detection_dataset_dicts(
+        dataset_name,
+        filter_empty=False,
+        proposal_files=[
+            cfg.DATASETS.PROPOSAL_FILES_TEST[list(cfg.DATASETS.TEST).index(dataset_name)]
+        ]
+        if cfg.MODEL.LOAD_PROPOSALS
+        else None,
+    )
+    return cut_records(records, cfg.INPUT.TILE, is_train=False)
 
 
 def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> tuple[Sample | None, int]:
@@ -298,7 +314,8 @@ def _are_wide(dataset: Sequence[dict[str, Any]]) -> np.ndarray:
     """Returns whether each image is wider than tall (N,), as in Detectron2's grouping."""
     if any("width" not in entry or "height" not in entry for entry in dataset):
         raise UserError("DATALOADER.ASPECT_RATIO_GROUPING needs every image's width and height")
-    return np.array([entry["width"] > entry["height"] for entry in dataset])
+    sizes = [entry.get(TILE, (0, 0, entry["width"], entry["height"]))[2:] for entry in dataset]
+    return np.array([width > height for width, height in sizes])
 
 
 def fingerprint_records(dataset: Sequence[dict[str, Any]]) -> int:

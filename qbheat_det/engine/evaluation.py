@@ -24,6 +24,7 @@ from qbheat_det.data import (
     build_mapper,
     join_messages,
     load_labelled_sets,
+    load_test_set,
 )
 from qbheat_det.evaluation import build_evaluator, extract_features, score_neighbours
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
@@ -38,15 +39,18 @@ _MAX_IMAGES_DISTRIBUTED = 100_000  # with more, processes that wait for the main
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> TestLoader:
     """Returns a test loader whose mapper is ``INPUT.DATASET_MAPPER_NAME``.
 
-    Detectors get Detectron2's loader with one image per batch. Classifiers and pre-training
+    Detectors get Detectron2's loader with one image or tile per batch. Classifiers and pre-training
     objectives get batches of equally sized images.
     """
     if cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         return build_class_batches(cfg, dataset_name)
     if MetadataCatalog.get(dataset_name).get("evaluator_type") == "reconstruction":
         return build_image_batches(cfg, dataset_name)
-    mapper = build_mapper(cfg, is_train=False)
-    loader: TestLoader = build_detection_test_loader(cfg, dataset_name, mapper=mapper)
+    loader: TestLoader = build_detection_test_loader(
+        load_test_set(cfg, dataset_name),
+        mapper=build_mapper(cfg, is_train=False),
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
+    )
     return loader
 
 

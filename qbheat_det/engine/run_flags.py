@@ -11,7 +11,7 @@ from detectron2.config import CfgNode
 from qbheat_det.checkpoint import find_weights, load_run_config
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, find_kind
+from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, check_tile, find_kind
 
 _DEFAULTS = {
     "boxes": "custom/retinanet_lite0_finetune.yaml",
@@ -24,6 +24,7 @@ _KEYS = {
     "device": "MODEL.DEVICE",
     "epochs": "SOLVER.EPOCHS",
     "batch": "SOLVER.IMS_PER_BATCH",
+    "tile": "INPUT.TILE",
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
 }
 _SMALLEST = 32  # pixels of --image-size
@@ -61,6 +62,7 @@ class RunFlags:
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
         image_size: size in pixels, in training and evaluation: the shorter side of the images for
             detectors, the side of the square images for all other models.
+        tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
         freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 5``).
         opts: config overrides, as alternating keys and values.
     """
@@ -83,6 +85,7 @@ class RunFlags:
     minutes: float | None = None
     batch: int | None = None
     image_size: int | None = None
+    tile: int | None = None
     freeze: bool = False
     opts: Sequence[str] = ()
 
@@ -91,6 +94,8 @@ class RunFlags:
         for name in ("epochs", "minutes", "batch"):
             if (number := vars(self)[name]) is not None and not number > 0:
                 raise UserError(f"--{name} must be above 0, not {number}")
+        if self.tile is not None:
+            check_tile(self.tile)
         self.images, self.val_images = _list_folders(self.images), _list_folders(self.val_images)
         self.unlabelled = _list_folders(self.unlabelled)
         self.val = None if self.val is None else str(self.val)

@@ -53,6 +53,10 @@ _RULES: Rules = {
     "DATALOADER.SHUFFLE_SHARDS": at_least(0),
     "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
     "INPUT.MIN_SIZE_TRAIN": (lambda value: value and min(value) >= 1, "lengths in pixels"),
+    "INPUT.TILE": (
+        lambda value: value == 0 or value >= 32,
+        "0, or the side of a tile of at least 32 pixels",
+    ),
     "TEST.KNN.K": at_least(1),
     "TEST.KNN.TEMPERATURE": (lambda value: value > 0, "a number above 0"),
     "TEST.PRECISE_BN.ENABLED": (
@@ -77,6 +81,7 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     args = RunFlags.read(args)
     cfg, given = args.load_config(), args.overrides
     check_values(cfg, _RULES)
+    _check_tile(cfg, args)
     check_start(cfg, args)
     if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
         check_cacheable(cfg)
@@ -142,6 +147,18 @@ def _log_data(cfg: CfgNode) -> None:
         sizes = " + ".join(size for _, size in found)
         classes = f", {len(cfg.MODEL.CLASS_NAMES)} classes" if cfg.MODEL.CLASS_NAMES else ""
         logger.info(f"Data: {formats}, {sizes} images{classes}")
+
+
+def _check_tile(cfg: CfgNode, flags: RunFlags) -> None:
+    """Raises a ``UserError`` if ``INPUT.TILE`` is set with a feature that does not support it."""
+    refused = {
+        "MODEL.MASK_ON": cfg.MODEL.MASK_ON,
+        "MODEL.KEYPOINT_ON": cfg.MODEL.KEYPOINT_ON,
+        "MODEL.LOAD_PROPOSALS": cfg.MODEL.LOAD_PROPOSALS,
+        "--unlabelled": bool(flags.unlabelled or cfg.DATASETS.UNLABELLED),
+    }
+    for name in (name for name, is_on in refused.items() if cfg.INPUT.TILE and is_on):
+        raise UserError(f"INPUT.TILE {cfg.INPUT.TILE} does not support {name}: use --tile 0")
 
 
 def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:

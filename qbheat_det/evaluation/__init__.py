@@ -27,11 +27,12 @@ from .classification import (
     rank_true_class,
     score_neighbours,
 )
+from .tiles import TiledEvaluator, merge_images, merge_tiles
 
 __all__ = [
-    "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "build_evaluator",
-    "complete_annotations", "extract_features", "find_confusions", "measure_ranks",
-    "rank_true_class", "score_neighbours",
+    "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "TiledEvaluator",
+    "build_evaluator", "complete_annotations", "extract_features", "find_confusions",
+    "measure_ranks", "merge_images", "merge_tiles", "rank_true_class", "score_neighbours",
 ]  # fmt: skip
 
 _COCO_LIBRARIES = {"auto": None, "faster-coco-eval": True, "pycocotools": False}
@@ -62,7 +63,8 @@ def build_evaluator(
             f"TEST.COCO_EVAL_LIBRARY is '{library}', but must be {', '.join(_COCO_LIBRARIES)}"
         )
     fast = _COCO_LIBRARIES[library]
-    return CocoEvaluator(dataset_name, output_dir=output_dir, fast=fast)
+    evaluator = CocoEvaluator(dataset_name, output_dir=output_dir, fast=fast)
+    return TiledEvaluator(evaluator) if cfg.INPUT.TILE else evaluator
 
 
 class CocoEvaluator(COCOEvaluator):

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import (
-    DatasetFromList,
-    build_detection_test_loader,
-    get_detection_dataset_dicts,
-)
+from detectron2.data import DatasetFromList, build_detection_test_loader
 from detectron2.data.samplers import InferenceSampler
 from detectron2.modeling import Backbone, GeneralizedRCNN
 from detectron2.modeling.backbone import FPN
@@ -41,10 +37,12 @@ from qbheat_det.data import (
     TrainStream,
     build_mapper,
     load_classes,
+    load_test_set,
     number_records,
 )
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.contracts import (
+    TILE,
     PretrainingObjective,
     get_backbone,
     get_freeze_all,
@@ -57,16 +55,16 @@ from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View,
 
 logger = logging.getLogger(__name__)
 
-_KEPT = ("file_name", "image_id", "label")
+_KEPT = ("file_name", "image_id", "label", TILE)
 
 
 class CachedViews:
     """A mapper that reads cached views from a store, with features instead of pixels.
 
-    Returns "file_name", "image_id" and "label" of the record, if they exist; "features", the
-    encoder's outputs (C, h, w) or (M, D) by name; "image" (3, H, W), zeros of the view's size that
-    take no memory; and "height", "width" and "instances", if the original mapper returned them. If
-    the original mapper returned a ``DataError`` or None, this is returned.
+    Returns "file_name", "image_id", "label" and "tile" of the record, if they exist; "features",
+    the encoder's outputs (C, h, w) or (M, D) by name; "image" (3, H, W), zeros of the view's size
+    that take no memory; and "height", "width" and "instances", if the original mapper returned
+    them. If the original mapper returned a ``DataError`` or None, this is returned.
     """
 
     def __init__(self, store: FeatureStore, count: int) -> None:
@@ -165,7 +163,7 @@ class CachedFeatures:
             if self._has_classes:
                 records = load_classes([name], cfg.MODEL.CLASS_NAMES)
             else:
-                records = get_detection_dataset_dicts(name, filter_empty=False)
+                records = load_test_set(cfg, name)
             # Forked workers share one serialized array instead of copying records.
             numbered: Any = DatasetFromList(number_records(records), copy=False, serialize=True)
             views = FixedViews(build_mapper(cfg, is_train=False), count=1)

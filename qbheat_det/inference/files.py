@@ -15,6 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.data import check_tile
 
 from .exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor, build_exported_scorer
 from .images import (
@@ -29,7 +30,6 @@ from .images import (
 from .predict import (
     Predictor,
     Scores,
-    TiledPredictor,
     build_detector,
     build_scorer,
     find_boxes,
@@ -66,7 +66,7 @@ def predict_files(
         config_file: config of the model (YAML); by default the one inside or next to the weights.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
         fast: use the deployed form of the model, see ``MODEL.DEPLOY``.
-        tile: side of overlapping tiles in pixels, see ``TiledPredictor``.
+        tile: side of overlapping tiles in pixels; 0 for whole images only, None as in training.
         opts: config overrides, a flat list of keys and values.
 
     Returns:
@@ -90,11 +90,15 @@ def predict_files(
         found = classify_images(get_scorer(exported, cfg), files, cfg.MODEL.CLASS_NAMES)
         write_atomically(json_file, json.dumps(found.results).encode())
         return found
-    predictor = get_predictor(exported, cfg)
     if tile is not None:
-        predictor = TiledPredictor(predictor, tile)
+        check_tile(tile)
     found = predict_images(
-        predictor, files, cfg, score_threshold=score_threshold, output_dir=output
+        get_predictor(exported, cfg),
+        files,
+        cfg,
+        score_threshold=score_threshold,
+        output_dir=output,
+        tile=tile,
     )
     if json_file:
         names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
@@ -155,6 +159,7 @@ def predict_images(
     *,
     score_threshold: float,
     output_dir: Path | None = None,
+    tile: int | None = None,
 ) -> Predictions:
     """Predicts on images and videos, and draws the results into ``output_dir`` if it is given.
 
@@ -168,7 +173,7 @@ def predict_images(
             frames, fps = _open_file(file)
             with contextlib.ExitStack() as stack:
                 append = stack.enter_context(open_video(output, fps)) if output and fps else None
-                for every in find_boxes(predictor, frames, cfg):
+                for every in find_boxes(predictor, frames, cfg, tile=tile):
                     found.best_score = max(found.best_score, *every.scores.tolist(), 0.0)
                     kept = every.select(score_threshold)
                     found.add(kept)

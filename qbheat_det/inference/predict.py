@@ -5,7 +5,6 @@ All box predictions of the package go through ``find_boxes``.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,25 +14,27 @@ import numpy.typing as npt
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultPredictor
-from detectron2.layers import batched_nms
-from detectron2.structures import Boxes, Instances, pairwise_ioa
-from torch import Tensor, nn
+from detectron2.structures import Instances
+from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, refuse_encoder
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, build_mapper
+from qbheat_det.data import (
+    MAPPERS_OF_CLASSES,
+    MAPPERS_OF_IMAGES,
+    build_mapper,
+    check_tile,
+    list_tiles,
+)
 from qbheat_det.deployment import deploy_by_config
+from qbheat_det.evaluation import merge_tiles
 
 from .images import Image, NamedImage, UnreadableImage, run_by_shape
 from .results import Detections
 
 Scores = npt.NDArray[np.floating[Any]]
-OVERLAP = 0.2  # smallest overlap of adjacent tiles, as a share of the tile's side
-_EDGE = 2  # pixels; a box this close to the edge of a tile counts as cut
 _BATCH = 8  # tiles per batch
-_NMS_IOU = 0.5
-_COVERED = 0.5  # a cut box is dropped if a whole box of its class covers this share
 
 
 class Predictor(Protocol):
@@ -100,13 +101,17 @@ def find_boxes(
     *,
     threshold: float = 0.0,
     batch_size: int = 1,
+    tile: int | None = None,
 ) -> Iterator[Detections]:
     """Yields the boxes of each image whose score is at least ``threshold``.
 
-    Images are read and predicted in batches of ``batch_size``. ``cfg`` provides the class names and
-    ids. Raises ``UnreadableImage`` if an image is too elongated.
+    Images are read and predicted in batches of ``batch_size``. ``tile`` is the side of tiles in
+    pixels, 0 for whole images only; None uses ``INPUT.TILE``. ``cfg`` also provides the class names
+    and ids. Raises ``UnreadableImage`` if an image is too elongated.
     """
     names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
+    tile = cfg.INPUT.TILE if tile is None else tile
+    predictor = TiledPredictor(predictor, tile) if tile else predictor
     images = iter(images)
     while batch := list(itertools.islice(images, batch_size)):
         for each in batch:
@@ -152,9 +157,11 @@ class TiledPredictor:
     """
 
     def __init__(self, predictor: Predictor, tile: int) -> None:
-        """``tile`` is the side of a tile in pixels. Raises a ``UserError`` if it is below 32."""
-        if tile < 32:
-            raise UserError(f"tile is {tile}, expected at least 32 pixels")
+        """``tile`` is the side of a tile in pixels. 0 predicts on whole images only.
+
+        Raises a ``UserError`` if it is not an integer, or below 32.
+        """
+        check_tile(tile)
         self._predictor = predictor
         self._tile = tile
 
@@ -163,54 +170,13 @@ class TiledPredictor:
         return [self._predict(image) for image in images]
 
     def _predict(self, image: Image) -> Instances:
-        height, width = image.shape[:2]
         (whole,) = self._predictor.predict_batch([image])
-        corners = list(
-            itertools.product(tile_starts(height, self._tile), tile_starts(width, self._tile))
-        )
-        if len(corners) == 1:
-            return whole
-        found, is_cut = [whole], [torch.zeros(len(whole), dtype=torch.bool)]
-        for first in range(0, len(corners), _BATCH):
-            chunk = corners[first : first + _BATCH]
-            crops = [image[y : y + self._tile, x : x + self._tile] for y, x in chunk]
-            tiles = self._predictor.predict_batch([np.ascontiguousarray(crop) for crop in crops])
-            for (y, x), instances in zip(chunk, tiles, strict=True):
-                boxes = instances.pred_boxes.tensor + torch.tensor([x, y, x, y])
-                tile = (x, y, min(x + self._tile, width), min(y + self._tile, height))
-                is_cut.append(_touches_inner_edge(boxes, tile, (height, width)))
-                moved = Instances((height, width), **instances.get_fields())
-                moved.pred_boxes = Boxes(boxes)
-                found.append(moved)
-        return _merge(Instances.cat(found), torch.cat(is_cut))
-
-
-def tile_starts(size: int, tile: int) -> list[int]:
-    """Returns evenly spaced starts of tiles along an axis, which overlap by ``OVERLAP`` or more."""
-    if size <= tile:
-        return [0]
-    overlap = OVERLAP * tile
-    number = math.ceil((size - overlap) / (tile - overlap))
-    return [round(index * (size - tile) / (number - 1)) for index in range(number)]
-
-
-def _touches_inner_edge(
-    boxes: Tensor, tile: tuple[int, int, int, int], size: tuple[int, int]
-) -> Tensor:
-    """Returns a mask (N,) of the boxes (N, 4) that touch an edge of a tile inside the image."""
-    start, end = boxes[:, :2], boxes[:, 2:]
-    first, last = torch.tensor(tile).split(2)
-    limit = torch.tensor(size[::-1])
-    is_cut = (start < first + _EDGE) & (first > 0) | (end > last - _EDGE) & (last < limit)
-    return is_cut.any(dim=1)
-
-
-def _merge(found: Instances, is_cut: Tensor) -> Instances:
-    """Drops cut boxes that a whole box of the same class covers, and applies NMS to the rest."""
-    whole, cut = found[~is_cut], found[is_cut]
-    covered = pairwise_ioa(whole.pred_boxes, cut.pred_boxes) > _COVERED  # (whole, cut)
-    covered &= whole.pred_classes[:, None] == cut.pred_classes
-    # A whole box does not remove a cut box with more than twice its score.
-    covered &= whole.scores[:, None] >= 0.5 * cut.scores
-    left = Instances.cat([whole, cut[~covered.any(dim=0)]])
-    return left[batched_nms(left.pred_boxes.tensor, left.scores, left.pred_classes, _NMS_IOU)]
+        found: list[Instances] = []
+        rectangles = list_tiles(*image.shape[:2], self._tile)
+        for first in range(0, len(rectangles), _BATCH):
+            crops = [
+                np.ascontiguousarray(image[y : y + height, x : x + width])
+                for x, y, width, height in rectangles[first : first + _BATCH]
+            ]
+            found += self._predictor.predict_batch(crops)
+        return merge_tiles(whole, zip(rectangles, found, strict=True))

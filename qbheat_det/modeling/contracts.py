@@ -47,6 +47,9 @@ class SupportsAfterStep(Protocol):
         """Updates the state. Called after each optimizer step, even if the step was skipped."""
 
 
+TILE = "tile"
+"""Key of a tile's dict. Its value is (x, y, width, height) in pixels of the upright image."""
+
 UNLABELLED = "unlabelled"
 """Key of a labelled image's dict. Its value is a list of dicts of unlabelled images."""
 

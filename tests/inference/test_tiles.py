@@ -9,8 +9,9 @@ import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 
+from qbheat_det.data.tiles import OVERLAP, tile_starts
 from qbheat_det.inference.images import Image
-from qbheat_det.inference.predict import OVERLAP, TiledPredictor, tile_starts
+from qbheat_det.inference.predict import TiledPredictor
 
 TILE = 160
 

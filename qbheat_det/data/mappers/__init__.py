@@ -6,6 +6,7 @@ number of augmented views of every image. A frozen encoder always returns the sa
 view, so these features can be cached, see ``qbheat_det.feature_cache``.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +22,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import VIEW, preserved_randomness, seed_place
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
+from qbheat_det.modeling.contracts import TILE
 
 from .classification import ClassificationMapper
 from .pretraining import PretrainingMapper, TwoViewMapper
@@ -117,7 +119,34 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
             f"INPUT.DATASET_MAPPER_NAME is '{name}', but the mappers are "
             f"{', '.join(sorted(DATASET_MAPPERS))}"
         )
-    return NamingMapper(DATASET_MAPPERS[name](cfg, is_train))
+    mapper = DATASET_MAPPERS[name](cfg, is_train)
+    if cfg.INPUT.TILE:
+        if not isinstance(mapper, DatasetMapper):
+            raise UserError(
+                f"INPUT.TILE is for detectors, but INPUT.DATASET_MAPPER_NAME is '{name}': set it "
+                "to 0, or use a subclass of Detectron2's DatasetMapper"
+            )
+        mapper = TileMapper(mapper)
+    return NamingMapper(mapper)
+
+
+@dataclass(frozen=True)
+class TileMapper:
+    """Crops the ``TILE`` of a record out of the decoded image, before all augmentations.
+
+    "height" and "width" of the entry are those of the tile.
+    """
+
+    mapper: DatasetMapper
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if TILE not in dataset_dict:
+            return self.mapper(dataset_dict)
+        x, y, width, height = dataset_dict[TILE]
+        cropping = copy.copy(self.mapper)
+        crop = T.CropTransform(x, y, width, height)
+        cropping.augmentations = T.AugmentationList([crop, self.mapper.augmentations])
+        return {**cropping(dataset_dict), "height": height, "width": width}
 
 
 @dataclass(frozen=True)
