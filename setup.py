@@ -75,7 +75,7 @@ setup(
         # Detectron2's Visualizer imports cv2 and leaves the choice of the build to its users.
         "opencv": ["opencv-python-headless>=4.7"],
         "eval": ["faster-coco-eval>=1.6"],
-        "bench": ["transformers>=5.20", "ray[data]>=2.59", "pyarrow>=25"],  # DETR-R50; as in ray
+        "bench": ["transformers>=5.20"],  # DETR-R50
         # The lowest that the tests were run with, beside torch 2.15, whose exporter asks an
         # onnxscript 0.5 for what it has not.
         "export": ["onnx>=1.18", "onnxruntime>=1.22", "onnxscript>=0.6"],
@@ -88,9 +88,7 @@ setup(
         "app": ["gradio>=6.31,<7", "Pillow<13"],
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
         "shards": ["obstore>=0.11"],  # training from buckets, and checkpoints in them
-        "ray": ["ray[data]>=2.59", "pyarrow>=25"],  # prediction over millions; minima not tested
         "openvino": ["openvino>=2025.2"],  # minimum not tested
-        "wandb": ["wandb>=0.16"],  # minimum not tested
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
         "dev": [
             "httpx2",  # requests of tests to the server

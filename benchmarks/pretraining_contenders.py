@@ -95,7 +95,7 @@ def make_config(variant: str, setting: Setting) -> CfgNode:
     """Returns the pre-training recipe with the sizes of ``setting``."""
     from qbheat_det.config import get_config_path, load_config
 
-    cfg = load_config(get_config_path("ImageNet-QBHeat/qb_heat_285M_100ep.yaml"))
+    cfg = load_config(get_config_path("ImageNet-QBHeat/qb_heat_285M_400ep.yaml"))
     cfg.MODEL.DEVICE = "cpu"
     cfg.MODEL.MOBILE_FORMER.VARIANT = variant or "285M"
     cfg.MODEL.QB_HEAT.FEATURE_DIM = setting.feature_dim

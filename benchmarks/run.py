@@ -38,10 +38,10 @@ BENCHMARKS = {
     "cached_training": "training steps of a head on cached features, against running its encoder",
     "training": "seconds per training step of five recipes, against float32",
     "data": "images per second from JPEG files to a batch, against torchvision and simplejpeg",
+    "start": "CPU seconds from the start of Python to the first boxes, against Detectron2",
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images in memory",
     "pretraining": "pre-training steps of QB-Heat, 285M and 3.7G, against MAE and SparK masking",
     "shards": "images per second of the data stream from a folder, local shards and HTTP",
-    "batch_prediction": "images per second of prediction to Parquet with 1 and 2 Ray actors",
 }
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, NoReturn
 
 # On busy machines, waiting threads should sleep: spinning took 30 times as long. On idle cores,
@@ -19,7 +18,7 @@ if os.getloadavg()[0] > (os.cpu_count() or 1):
 
 _FOREIGN = (
     "torch|torchvision|torchgen|detectron2|fvcore|iopath|timm|pycocotools|faster_coco_eval|onnx.*|"
-    "openvino|matplotlib|PIL|numpy|ray|scipy|sklearn|yaml|tensorboard|pkg_resources|huggingface_hub"
+    "openvino|matplotlib|PIL|numpy|scipy|sklearn|yaml|tensorboard|pkg_resources|huggingface_hub"
 )
 
 
@@ -173,51 +172,6 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="the same as --images, for --val; or validation images for pre-training",
     )
     return group
-
-
-def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for results in Parquet files, see docs/predict.md."""
-    group = parser.add_argument_group("many images: results as Parquet files")
-    group.add_argument("--parquet", metavar="DIR", help="folder for the results; --images also "
-        "accepts shards, and Parquet files with paths or images")  # fmt: skip
-    group.add_argument("--resume", action="store_true",
-                       help="skip images that already have results in --parquet")  # fmt: skip
-    group.add_argument("--engine", choices=["local", "ray"],
-                       help="compute in this process (default), or in Ray actors on all cores and "
-                       "machines of the Ray cluster")  # fmt: skip
-    group.add_argument("--workers", type=int, metavar="N",
-                       help="number of Ray actors (default: one per GPU, or per core)")  # fmt: skip
-    group.add_argument("--batch-size", type=int, metavar="N",
-                       help="images per batch (default: 1)")  # fmt: skip
-    group.add_argument("--part-size", type=int, metavar="N",
-                       help="images per file (default: 256)")  # fmt: skip
-    group.add_argument(
-        "--column", metavar="NAME", help="column with paths or images in Parquet inputs"
-    )
-
-
-def run_batch(args: argparse.Namespace, **job: Any) -> int:
-    """Runs a batch job, prints the numbers of images and failures, returns the exit code."""
-    from qbheat_det.api import Job
-    from qbheat_det.api import run_batch as run
-
-    names = ("engine", "workers", "part_size", "column", "resume")
-    options = {name: getattr(args, name) for name in names if getattr(args, name)}
-    job = {"batch_size": args.batch_size or 1, "device": args.device, "fast": args.fast, **job}
-    total, broken = run(Job(args.weights, **job), args.images, Path(args.parquet),
-                        json_file=getattr(args, "json", None), **options)  # fmt: skip
-    print(f"{total:,} images in {args.parquet}, of which {broken:,} could not be read")
-    return 1 if broken else 0
-
-
-def check_batch_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with an error if a flag needs --parquet or is below 1."""
-    for name in ("engine", "workers", "batch_size", "part_size", "column", "resume"):
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        if value and not args.parquet:
-            parser.error(f"{flag} goes with --parquet DIR")
-        if type(value) is int and value < 1:
-            parser.error(f"{flag} must be at least 1")
 
 
 def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:

@@ -81,7 +81,7 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of every figure: runs, images, seed, and how models are built."""
+    """Adds the flags of every figure: runs, images, and how models are built."""
     add = parser.add_argument
     add(
         "runs",
@@ -102,13 +102,6 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         default=6,
         metavar="N",
         help="number of images to draw (default: 6)",
-    )
-    add(
-        "--seed",
-        type=number(int, 0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="seed of random masks and controls (default: 0)",
     )
     add(
         "--config-file",

@@ -18,10 +18,6 @@ examples:
   # run an ONNX file written by qbheat export in onnxruntime
   qbheat predict --weights detector.onnx --images photos/
 
-  # predict on millions of images with a Ray cluster, and write Parquet files
-  qbheat predict --weights output/run --images s3://bucket/shards --parquet results/ \\
-      --engine ray --fast --resume
-
 exit code: 0 on success; 1 if a file was skipped; 2 if there are no results.
 """
 
@@ -31,15 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from arguments import (
-    WEIGHTS,
-    add_batch_flags,
-    check_batch_flags,
-    check_inputs,
-    hide_foreign_warnings,
-    make_parser,
-    run_batch,
-)
+from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 
 if TYPE_CHECKING:  # ``main`` imports it after parsing the arguments
     from qbheat_det.inference.results import Predictions
@@ -78,16 +66,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also predict on overlapping square tiles, for small objects in large images "
         "(default: as in training; 0: whole images only)",
     )
-    add_batch_flags(parser)
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
     args = parser.parse_args(argv)
-    check_batch_flags(parser, args)
-    if not (args.output or args.json or args.parquet):
+    if not (args.output or args.json):
         args.output = Path("output/predict")
     if args.output and args.output.suffix.lower() in (".jpg", ".jpeg", ".png", ".mp4"):
         parser.error(f"--output is a folder, not '{args.output}'")
-    if args.parquet and (args.output or args.format != "coco" or args.tile):
-        parser.error("--parquet cannot be combined with --output, --format or --tile")
     if not 0 <= args.threshold <= 1:
         parser.error("--threshold must be a score from 0 to 1")
     return args
@@ -104,9 +88,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Predicts as specified by the arguments, and returns the exit code."""
-    if args.parquet:
-        chosen = {"threshold": args.threshold, "opts": tuple(args.opts)}
-        return run_batch(args, config_file=args.config_file, **chosen)
     from qbheat_det.api import predict_files
 
     report = predict_files(

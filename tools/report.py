@@ -77,7 +77,7 @@ def write_report(args: argparse.Namespace) -> int:
     results = build_report(
         [name for name in FIGURES if name in args.only],
         open_runs(args.runs, config_file=args.config_file, device=args.device, opts=args.opts),
-        FigureOptions(args.images, args.num_images, args.seed),
+        FigureOptions(args.images, args.num_images),
         {name: read_keywords(name, args) for name in args.only},
         output=args.output,
         command=args.command,

@@ -61,7 +61,7 @@ def visualize(args: argparse.Namespace) -> int:
     check_writable(args.output / f"{args.figure}.json")
     draw = load_figures()[args.figure]
     runs = open_runs(args.runs, config_file=args.config_file, device=args.device, opts=args.opts)
-    options = FigureOptions(args.images, args.num_images, args.seed)
+    options = FigureOptions(args.images, args.num_images)
     try:
         figure = draw(runs, options, **read_keywords(args.figure, args))
     except NotApplicable as reason:

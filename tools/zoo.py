@@ -31,9 +31,6 @@ examples:
   qbheat zoo add --output my_zoo --weights … --name … --config … --summary … --data … \\
       --data-licence … --command …
 
-  # update MODEL_ZOO.md from the index
-  qbheat zoo table
-
 weights are searched in this order: folders in $QBHEAT_ZOO, files shipped with the package, earlier
 downloads, and Python's package index (for some timm networks); see docs/zoo.md.
 
@@ -182,8 +179,6 @@ def add_add(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="licence of the weights (Apache-2.0)",
     )
-    add("--commit", default="", help="commit of the training (default: from the file)")
-    add("--date", default="", metavar="YYYY-MM-DD", help="date of the entry (default: today)")
     add(
         "--metric",
         nargs=4,
@@ -220,20 +215,11 @@ def run_add(args: argparse.Namespace) -> int:
         args.weights,
         {**description, "command": args.trained_by},
         metrics=metrics,
-        commit=args.commit,
-        date=args.date,
         encoder=args.encoder,
         output=args.output,
         replace=args.replace,
     )
     print(json.dumps(_to_plain(entry), indent=1, ensure_ascii=False))
-    return 0
-
-
-def run_table(args: argparse.Namespace) -> int:
-    from qbheat_det.model_zoo.add import write_table
-
-    print(write_table())
     return 0
 
 
@@ -243,7 +229,6 @@ COMMANDS = {
     "fetch": ("download weights", add_fetch, run_fetch),
     "verify": ("check that weights and code agree on this machine", add_verify, run_verify),
     "add": ("add an entry for trained weights", add_add, run_add),
-    "table": ("update MODEL_ZOO.md from the index", lambda parser: None, run_table),
 }
 
 

@@ -258,7 +258,6 @@ class FigureOptions:
 
     images: Path | None = None
     num_images: int = 6
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -132,14 +132,14 @@ def read_linear_models(path: Path, label: str) -> Models:
     return list_linear_models(predictor)
 
 
-def rotate_models(models: Models, seed: int = 0) -> Models:
+def rotate_models(models: Models) -> Models:
     """Returns matrices with the same singular values and random singular vectors.
 
     If A2 = -A1 (Eq. 9), this also holds for the rotated matrices.
     """
     rotated = {}
     for index, (scale, (offset, matrices)) in enumerate(models.items()):
-        generator = torch.Generator().manual_seed(2 * seed + index)
+        generator = torch.Generator().manual_seed(index)
         found = {}
         for name in NAMES:
             left, right = (_draw_rotation(matrices[name], generator) for _ in range(2))
@@ -202,7 +202,7 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
     def compute(run: Run) -> dict[str, Spectrum]:
         models = read_linear_models(run.weights, run.label)
-        control = rotate_models(models, options.seed)
+        control = rotate_models(models)
         return {"": describe_models(models), "rotated": describe_models(control)}
 
     results = run_each(runs, compute, nothing="no spectrum")

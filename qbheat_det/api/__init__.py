@@ -7,7 +7,6 @@ import torch
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.batch import Job, run_batch
 from qbheat_det.inference.encoder import is_encoder, is_timm, locate_weights, open_encoder
 from qbheat_det.inference.exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
 from qbheat_det.inference.files import predict_files
@@ -18,8 +17,7 @@ from .detector import Detector
 from .encoder import Encoder
 
 __all__ = [
-    "Detections", "Detector", "Encoder", "Job", "load", "predict_files", "run_batch",
-    "save_annotations",
+    "Detections", "Detector", "Encoder", "load", "predict_files", "save_annotations",
 ]  # fmt: skip
 
 

@@ -66,7 +66,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "EXPANSION": 6,  # of the lite bottleneck in M-F- blocks
         "DROPOUT": 0.1,
         "NORM": "BN",  # of the down- and up-convolutions; "SyncBN" for tiny batches
-        "DEEP_SUPERVISION": True,  # losses on the predictions of every block
         "CLASS_WEIGHT": 1.0,
         "L1_WEIGHT": 5.0,
         "GIOU_WEIGHT": 2.0,
@@ -89,11 +88,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "NEGATIVES": True,  # add a copy with more noise, whose target is "no object"
         "MAX_QUERIES": 200,  # maximum per image; images with many boxes get fewer groups
         "WEIGHT": 1.0,  # weight of the denoising losses, relative to the main losses
-    },
-    "MODEL.MF_DETR.QUERY_GROUPS": {
-        # Number of sets of object queries, each matched one-to-one. Inference uses only the first.
-        "COUNT": 1,
-        "WEIGHT": 1.0,  # weight of the losses of each additional set, relative to the main losses
     },
     "MODEL.MF_DETR.QUERY_SELECTION": {
         # Initialize object queries from the best predictions of a dense head, which the decoder
@@ -279,7 +273,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Relative learning rate of Mobile-Former's token path (tokens, mobile_to_former, former).
         "TOKEN_MULTIPLIER": 1.0,
         # Log the similarity of each block's tokens, across images and within an image, every
-        # SOLVER.LOG_PERIOD. Has no effect with SOLVER.COMPILE.
+        # SOLVER.LOG_PERIOD.
         "LOG_TOKENS": True,
         # Layer-wise decay of the learning rate, from the head down through the backbone.
         "LAYER_DECAY": 1.0,
@@ -300,9 +294,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # the last checkpoint there is copied to OUTPUT_DIR.
         "CHECKPOINT_URL": "",
         "LOG_PERIOD": 20,  # iterations between two lines of the log
-        "WANDB_PROJECT": "",  # also log to this project of Weights & Biases (extra "wandb")
-        # Compile the blocks of backbone, decoder and head. The first steps then take minutes.
-        "COMPILE": False,
         # On CPUs with glibc, keep freed memory for the next step. Applies to the whole process.
         "KEEP_MEMORY": True,
     },
@@ -317,8 +308,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # "task/metric" that selects the best weights. Higher is better, unless the metric's name
         # begins with "loss".
         "BEST_METRIC": "bbox/AP",
-        # "faster-coco-eval", "pycocotools", or "auto": the first one if it is installed.
-        "COCO_EVAL_LIBRARY": "auto",
     },
     "TEST.KNN": {  # nearest-neighbour score, which needs no training
         # Image sets with labels, such as "imagenet_train": images of TRAIN vote on the classes of

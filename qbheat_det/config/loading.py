@@ -5,6 +5,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from qbheat_det.core.text import one_line
 
 from .defaults import get_cfg
 
+logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -33,6 +35,16 @@ EPOCH_KEYS = {
     "SOLVER.CHECKPOINT_EPOCHS": "SOLVER.CHECKPOINT_PERIOD",
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
     "VIS.EPOCHS": "VIS.PERIOD",
+}
+# Maps keys of earlier versions, which are in the configs of their weights, to the only value that
+# is still supported.
+_RETIRED: dict[str, object] = {
+    "MODEL.MF_DETR.DEEP_SUPERVISION": True,
+    "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
+    "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
+    "SOLVER.COMPILE": False,
+    "SOLVER.WANDB_PROJECT": "",
+    "TEST.COCO_EVAL_LIBRARY": "auto",
 }
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""
@@ -99,7 +111,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
     layers.append(("command line", dict(zip(opts[::2], opts[1::2], strict=True))))
     for source, values in layers:
-        for key, value in values.items():
+        for key, value in without_retired(values, source).items():
             _set(cfg, key, value, source)
     switch_off_overruled_epochs(cfg, [values for _, values in layers])
     for key in ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"):
@@ -131,6 +143,21 @@ def _to_dict(cfg: CfgNode) -> dict[str, object]:
 def read_values(text: str) -> dict[str, object]:
     """Parses a config in YAML; returns its values by dotted key."""
     return dict(list_leaves(yaml.load(text, Loader=_Loader) or {}))
+
+
+def without_retired(values: Mapping[str, object], source: str) -> dict[str, object]:
+    """Returns values by dotted key without the keys of earlier versions.
+
+    If such a key has a value that is no longer supported, a warning mentions ``source``, or a
+    ``UserError`` is raised if the key changes the model.
+    """
+    for key, only in _RETIRED.items():
+        if str(value := values.get(key, only)) != str(only):
+            message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
+            if key.startswith("MODEL."):
+                raise UserError(f"{message}: leave the key out, or use --config-file")
+            logger.warning(message)
+    return {key: value for key, value in values.items() if key not in _RETIRED}
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
@@ -27,6 +27,7 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torchvision.io import ImageReadMode
 from tqdm import tqdm
 
 from qbheat_det.core.errors import UserError
@@ -51,19 +52,42 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 # Other formats are unsafe: for EPS, Pillow would start another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 _SAMPLED = 64  # number of headers to estimate the memory of a data set
-_REDUCTIONS: tuple[int, ...] = (8, 4, 2)
+REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # of a JPEG's width and height in decoding
+
+
+_RGB = ImageReadMode.RGB.value
 
 
 class ImageFile:
     """An open image file that is not decoded yet. Its EXIF orientation is applied."""
 
-    def __init__(self, image: Image.Image) -> None:
-        if image.format not in ("JPEG", "MPO"):
+    def __init__(self, file: BinaryIO, image: Image.Image) -> None:
+        """``image`` is Pillow's image of the open ``file``."""
+        self._is_jpeg = image.format in ("JPEG", "MPO")
+        if not self._is_jpeg:
             image.load()  # EXIF may come last in PNG, and Pillow rotates TIFF itself
-        turned = find_orientation(image) in range(2, 9)
-        self._format = image.format
-        self._image = ImageOps.exif_transpose(image) if turned else image
-        self.width, self.height = self._image.size
+        orientation = find_orientation(image)
+        self._is_turned = orientation in range(2, 9)
+        self._file, self._image, self._format = file, image, image.format
+        self.width, self.height = image.size[::-1] if orientation in range(5, 9) else image.size
+
+    def decode(self, reduction: int = 1) -> Tensor:
+        """Decodes the image to (height, width, 3), uint8, RGB. It can be called only once.
+
+        A JPEG is scaled down by ``reduction``, which is 1, 2, 4 or 8, with the size rounded up.
+        Pixel i then covers the ``reduction`` pixels from i * reduction on.
+        """
+        if reduction > 1:
+            width, height = self._image.size
+            self._image.draft("RGB", (max(1, width // reduction), max(1, height // reduction)))
+        elif self._is_jpeg and not self._is_turned and self._image.mode in ("RGB", "L"):
+            # libjpeg-turbo gives the same pixels in torchvision as in Pillow, with fewer copies.
+            with suppress(AttributeError, RuntimeError):  # no such operator, or a broken file
+                self._file.seek(0)
+                content = torch.frombuffer(bytearray(self._file.read()), dtype=torch.uint8)
+                return torch.ops.image.decode_jpeg(content, _RGB).permute(1, 2, 0)
+        image = ImageOps.exif_transpose(self._image) if self._is_turned else self._image
+        return torch.from_numpy(np.array(_to_rgb(image, self._format)))
 
     def read(self, box: Box, at_least: int) -> Tensor:
         """Decodes the crop in a box to (h, w, 3), uint8, RGB. It can be called only once.
@@ -71,15 +95,12 @@ class ImageFile:
         The crop may be scaled down, but h and w are at least ``at_least`` or those of the box.
         """
         side = min(box[2] - box[0], box[3] - box[1])
-        reduction = next((by for by in _REDUCTIONS if side >= by * at_least), 1)
-        width, height = self._image.size
-        # Drafts are used for upright JPEGs only. Draft pixel i covers the ``reduction`` pixels from
-        # i * reduction on.
-        drafted = reduction > 1 and self._image.draft(
-            "RGB", (max(1, width // reduction), max(1, height // reduction))
-        )
-        part = self._image.crop(_scale(box, 1 / reduction, 1 / reduction) if drafted else box)
-        return torch.from_numpy(np.array(_to_rgb(part, self._format)))
+        reduction = next((by for by in REDUCTIONS if side >= by * at_least), 1)
+        pixels = self.decode(reduction)
+        if reduction > 1 and pixels.shape[:2] != (self.height, self.width):
+            box = _scale(box, 1 / reduction, 1 / reduction)
+        left, top, right, bottom = box
+        return pixels[top:bottom, left:right]
 
 
 @contextmanager
@@ -91,7 +112,7 @@ def open_image(path: str) -> Iterator[ImageFile]:
         except UnidentifiedImageError:  # its message has a temporary name
             raise UnidentifiedImageError("not an image") from None
         with image:
-            yield ImageFile(image)
+            yield ImageFile(file, image)
 
 
 class ImageInMemory:

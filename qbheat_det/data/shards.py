@@ -145,19 +145,6 @@ def locate_image(image: dict[str, Any]) -> str:
     return f"{image['at']}/{image['file_name']}"
 
 
-def list_shard_images(address: str) -> list[tuple[str, str]]:
-    """Returns (original name, ``file_name``) of all images, in their order in the shards.
-
-    ``address`` is a result of ``absolute``. Raises the same errors as ``read_part``.
-    """
-    found = []
-    for part in read_index(address)["parts"]:
-        for image in read_part(address, part)["images"]:
-            place = f"{PREFIX}{address}/{locate_image(image)}"
-            found.append((parse_name(place), image["file_name"], place))
-    return [(name, place) for _, name, place in sorted(found)]
-
-
 def has_boxes(source: Mapping[str, Any]) -> bool:
     """Returns whether a source of shards has boxes to train on."""
     return source["labelled"] and "categories" in read_part(source["shards"], source["subset"])

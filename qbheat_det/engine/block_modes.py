@@ -1,54 +1,52 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Memory and speed of training steps: activation checkpointing, ``torch.compile``, kept memory.
+"""Memory of training steps: activation checkpointing, and memory that is kept for the next step.
 
-Checkpointing and compiling apply to the repeated blocks of a model.
-
-A block is an element of an ``nn.Sequential`` or ``nn.ModuleList`` that has child modules, such as a
-block of Mobile-Former, ResNet, a timm network or MF-DETR's decoder. Blocks inside a block do not
-count as blocks. The convolutional heads of dense detectors are blocks too.
+Checkpointing applies to the repeated blocks of a model. A block is an element of an
+``nn.Sequential`` or ``nn.ModuleList`` that has child modules, such as a block of Mobile-Former,
+ResNet, a timm network or MF-DETR's decoder. Blocks inside a block do not count as blocks. The
+convolutional heads of dense detectors are blocks too.
 
 Only calls in training mode change. Evaluation, copies of the model, parameter names and checkpoints
-stay the same. Blocks are compiled one by one, so that equal blocks share compiled code. The code
-outside of blocks (matching, masks, losses) does not compile well.
+stay the same.
 """
 
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from qbheat_det.core.environment import keep_freed_memory, return_freed_memory
-from qbheat_det.core.text import one_line
-from qbheat_det.modeling.contracts import FixedSizeModel
 
 from .hooks import TrainingRun
 
 logger = logging.getLogger(__name__)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_GRAPHS_PER_BLOCK = 8  # with and without padding and gradients, for one image or several
 
 
 def apply_step_keys(cfg: CfgNode, model: nn.Module) -> "KeptMemory | None":
-    """Applies ``SOLVER.KEEP_MEMORY``, ``SOLVER.COMPILE`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
+    """Applies ``SOLVER.KEEP_MEMORY`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
 
     The model must already be on its device, and not yet be wrapped for distributed training.
 
     Returns:
         The hook that limits kept memory; None if ``SOLVER.KEEP_MEMORY`` does not apply.
     """
-    checkpointed, compiled = cfg.MODEL.ACTIVATION_CHECKPOINTING, cfg.SOLVER.COMPILE
-    set_block_modes(model, checkpointed=checkpointed, compiled=compiled)
+    if cfg.MODEL.ACTIVATION_CHECKPOINTING:
+        checkpoint_blocks(model)
     on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu and cfg.SOLVER.AMP.ENABLED:
+        run_depthwise_in_float32(model)
     if not (cfg.SOLVER.KEEP_MEMORY and on_cpu and keep_freed_memory()):
         return None
     logger.info("Steps reuse freed memory (SOLVER.KEEP_MEMORY False returns it)")
@@ -98,78 +96,55 @@ def find_blocks(
     return blocks
 
 
-def set_block_modes(
-    model: nn.Module, *, checkpointed: bool = False, compiled: bool = False
-) -> None:
-    """Changes how the blocks of a model run in training.
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Lets blocks store only their inputs for the backward pass, and recompute the activations.
 
-    Args:
-        model: changed in place; must not have a distributed wrapper.
-        checkpointed: store only the inputs of each block for the backward pass. Gradients are
-            bitwise equal, dropout included, if the block is deterministic.
-        compiled: compile each block, for a fixed image size if the model has one, else for any
-            size. Without a compiler, blocks run uncompiled and a warning is logged.
+    Gradients are bitwise equal, dropout included, if the block is deterministic. ``model`` is
+    changed in place, and must not have a distributed wrapper.
     """
-    if compiled and (error := find_compiler_error(next(model.parameters()).device)):
-        logger.warning(f"SOLVER.COMPILE has no effect: {error}")
-        compiled = False
-    if not (checkpointed or compiled):
-        return
     blocks = find_blocks(model)
-    if compiled:
-        _allow_graphs(_GRAPHS_PER_BLOCK * len(blocks))
-        logger.info(f"{len(blocks)} blocks are compiled at their first calls, taking minutes")
-    dynamic = not isinstance(model, FixedSizeModel)
     for block in blocks.values():
-        plain = block._call_impl
-        call = torch.compile(plain, dynamic=dynamic) if compiled else plain
+        norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
         # ``nn.Module.compile`` uses the same attribute. Copies of a module, such as a moving
         # average, do not have it.
-        block._compiled_call_impl = _call_in_training(block, call, checkpointed)
-    if checkpointed:
-        logger.info(f"Activation checkpointing of {len(blocks)} blocks")
+        block._compiled_call_impl = partial(_call_checkpointed, block, norms)
+    logger.info(f"Activation checkpointing of {len(blocks)} blocks")
 
 
-def find_compiler_error(device: torch.device) -> str:
-    """Compiles and runs a small function, and returns the error message; "" on success."""
-    try:
-        x = torch.ones(64, device=device, requires_grad=True)
-        torch.compile(lambda x: (2 * x).relu())(x).sum().backward()
-    except Exception as error:  # types differ between PyTorch, Triton and the C++ compiler
-        return one_line(error)
-    return ""
+def _call_checkpointed(block: nn.Module, norms: list[_BatchNorm], *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return block._call_impl(*args, **kwargs)
+    return checkpoint(
+        block._call_impl,
+        *args,
+        use_reentrant=False,  # one context for the forward pass, one for the recomputation
+        context_fn=lambda: (contextlib.nullcontext(), _preserved_statistics(norms)),
+        **kwargs,
+    )
 
 
-def _allow_graphs(count: int) -> None:
-    """Lets PyTorch cache ``count`` graphs, and run code uncompiled if compiling fails."""
-    from torch._dynamo import config  # takes seconds to import
+def run_depthwise_in_float32(model: nn.Module) -> None:
+    """Lets slow depthwise convolutions train in float32 under the CPU's autocast, in place.
 
-    config.suppress_errors = True
-    # Compiled calls of all blocks share one code object, and PyTorch limits its cached graphs.
-    for limit in ("cache_size_limit", "accumulated_cache_size_limit"):
-        setattr(config, limit, max(getattr(config, limit), count))
+    With a stride, or a kernel above 3 x 3, oneDNN's backward pass in bfloat16 takes 4 to 10 times
+    as long as in float32. Outputs still have autocast's dtype.
+    """
+    for module in model.modules():
+        if not isinstance(module, nn.Conv2d) or module._compiled_call_impl is not None:
+            continue
+        if module.groups != module.in_channels or module.groups == 1:
+            continue
+        if max(module.stride) > 1 or max(module.kernel_size) > 3:
+            module._compiled_call_impl = partial(_call_in_float32, module)
 
 
-def _call_in_training(
-    block: nn.Module, call: Callable[..., Any], checkpointed: bool
-) -> Callable[..., Any]:
-    """Returns a replacement for a block's call: ``call`` in training mode, else the original."""
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not block.training:
-            return block._call_impl(*args, **kwargs)
-        if not (checkpointed and torch.is_grad_enabled()):
-            return call(*args, **kwargs)
-        return checkpoint(
-            call,
-            *args,
-            use_reentrant=False,  # one context for the forward pass, one for the recomputation
-            context_fn=lambda: (contextlib.nullcontext(), _preserved_statistics(norms)),
-            **kwargs,
-        )
-
-    return run
+def _call_in_float32(module: nn.Module, x: Tensor) -> Tensor:
+    is_half = torch.is_autocast_enabled("cpu") and x.device.type == "cpu"
+    if not (module.training and is_half and torch.is_grad_enabled()):
+        return cast(Tensor, module._call_impl(x))
+    with torch.autocast("cpu", enabled=False):
+        y = cast(Tensor, module._call_impl(x.float()))
+    return y.to(torch.get_autocast_dtype("cpu"))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_bytes, format_duration
 
 from .hooks import EvalHook, PeriodicCheckpointer, TrainingRun
-from .logs import check_wandb, describe_model, filter_detectron2_logs
+from .logs import describe_model, filter_detectron2_logs
 from .trainer import Trainer
 
 _SUFFIX = "_dry_run"
@@ -109,14 +109,11 @@ def dry_run(
         UserError: the whole run would fail at its start.
     """
     filter_detectron2_logs()
-    if cfg.SOLVER.WANDB_PROJECT:
-        check_wandb()
     start = time.perf_counter()
     with _temporary_folder(cfg.OUTPUT_DIR) as folder, _few_test_images(cfg) as test_sets:
         names, num_tried, num_images = test_sets
         values = {
             "OUTPUT_DIR": str(folder),
-            "SOLVER.WANDB_PROJECT": "",
             "DATASETS.TEST": names,
             "TEST.KNN.TRAIN": (),
             "TEST.KNN.VAL": (),  # the score would take as long as in the whole run

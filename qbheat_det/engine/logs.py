@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Logs of a run: messages, progress bars, and metrics in files, TensorBoard and W&B."""
+"""Logs of a run: messages, progress bars, and metrics in files and TensorBoard."""
 
 import contextlib
 import copy
@@ -8,13 +8,10 @@ import logging
 import math
 import shutil
 import sys
-import uuid
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from detectron2.config import CfgNode
 from detectron2.engine import hooks
 from detectron2.evaluation.testing import flatten_results_dict
@@ -188,8 +185,6 @@ class PeriodicWriter(hooks.PeriodicWriter):
             # purge_step hides the steps that a resumed run repeats
             TensorboardXWriter(str(folder), window, purge_step=run.start_iter),
         ]
-        if cfg.SOLVER.WANDB_PROJECT:
-            self._writers.append(WandbWriter(cfg, resume=run.start_iter > 0))
         self._bar = tqdm(
             desc="training",
             initial=run.start_iter,
@@ -264,63 +259,3 @@ class _EpochPrefix(logging.LoggerAdapter):  # type: ignore[type-arg]
     ) -> tuple[str, MutableMapping[str, Any]]:
         extra: Any = self.extra
         return f"epoch: {extra['epoch']:.2f}/{extra['epochs']:.4g} {msg}", kwargs
-
-
-class WandbWriter(EventWriter):
-    """Sends all scalars to Weights & Biases; with ``WANDB_MODE=offline``, keeps them on the disk.
-
-    ``OUTPUT_DIR/wandb_run_id.txt`` stores the run's id, so that a resumed run extends its curves.
-    """
-
-    def __init__(self, cfg: CfgNode, *, resume: bool = False) -> None:
-        """Starts a W&B run named after ``OUTPUT_DIR``, or resumes the run with the stored id."""
-        wandb, folder = check_wandb(), Path(cfg.OUTPUT_DIR)
-        id_file = folder / "wandb_run_id.txt"
-        run_id = id_file.read_text(encoding="utf-8").strip() if id_file.is_file() else ""
-        if not (resume and run_id):
-            run_id = uuid.uuid4().hex[:12]
-            write_atomically(id_file, f"{run_id}\n".encode())
-        try:
-            self._run = wandb.init(
-                project=cfg.SOLVER.WANDB_PROJECT,
-                id=run_id,
-                name=folder.resolve().name,
-                dir=str(folder),
-                config=yaml.safe_load(cfg.dump()),
-                resume="allow" if resume else None,
-            )
-        except Exception as error:  # the types differ between releases of the library
-            raise UserError(
-                f"Weights & Biases does not start ({error}): run 'wandb login', or set "
-                "WANDB_MODE=offline"
-            ) from error
-        self._window_size = cfg.SOLVER.LOG_PERIOD  # iterations of Detectron2's medians
-        self._last = -1
-
-    def write(self) -> None:
-        """Sends the scalars since the last call."""
-        by_iteration: dict[int, dict[str, float]] = defaultdict(dict)
-        latest = get_event_storage().latest_with_smoothing_hint(self._window_size)
-        for name, (value, iteration) in latest.items():
-            if iteration > self._last:
-                by_iteration[iteration][name] = value
-        self._last = max(by_iteration, default=self._last)
-        for iteration, scalars in sorted(by_iteration.items()):
-            self._run.log(scalars, step=iteration)
-
-    def close(self) -> None:
-        """Ends the W&B run; marks it as failed if an exception is being handled."""
-        self._run.finish(exit_code=1 if sys.exc_info()[0] else 0)
-
-
-def check_wandb() -> Any:
-    """Returns the module ``wandb``.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    try:
-        import wandb  # type: ignore[import-not-found]  # optional
-    except ImportError as error:
-        raise UserError("SOLVER.WANDB_PROJECT needs Weights & Biases: pip install wandb") from error
-    return wandb

@@ -16,7 +16,7 @@ from .hooks import SKIPPED_FILE, TrainingRun
 
 logger = logging.getLogger(__name__)
 _FILES = (
-    *("config.yaml", "run.json", "split.json", "metrics.json", "wandb_run_id.txt", SKIPPED_FILE),
+    *("config.yaml", "run.json", "split.json", "metrics.json", SKIPPED_FILE),
     *("model_best.safetensors", "model_final.safetensors"),
 )
 

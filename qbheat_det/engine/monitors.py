@@ -258,12 +258,9 @@ def mean_cosines(tokens: Tensor) -> Tensor:
 
 
 def build_token_monitor(cfg: CfgNode, model: nn.Module) -> TokenMonitor | None:
-    """Returns a monitor if ``SOLVER.LOG_TOKENS`` is set and tokens are trained, else None.
-
-    Returns None with ``SOLVER.COMPILE``, because a hook on a compiled block would recompile it.
-    """
+    """Returns a monitor if ``SOLVER.LOG_TOKENS`` is set and tokens are trained, else None."""
     backbone = get_backbone(model)
-    if backbone is None or cfg.SOLVER.COMPILE or not cfg.SOLVER.LOG_TOKENS:
+    if backbone is None or not cfg.SOLVER.LOG_TOKENS:
         return None
     encoder = get_encoder(backbone)
     trained = any(parameter.requires_grad for parameter in get_token_parameters(encoder))

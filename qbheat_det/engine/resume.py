@@ -26,7 +26,7 @@ from torch import nn
 
 from qbheat_det.checkpoint import info_of
 from qbheat_det.config import dump_config, load_config
-from qbheat_det.config.loading import read_values
+from qbheat_det.config.loading import read_values, without_retired
 from qbheat_det.core.environment import find_code_version, list_versions
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
@@ -45,7 +45,7 @@ _FREE = (
     "DATASETS.CHECK_IMAGES", "DATASETS.TEST", "FLOAT32_PRECISION", "MODEL.ACTIVATION_CHECKPOINTING",
     "MODEL.CACHE_FEATURES.FOLDER", "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*", "MODEL.DEVICE",
     "MODEL.WEIGHTS", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY",
-    "SOLVER.LOG_*", "SOLVER.WANDB_PROJECT", "TEST.*", "VIS.*", "VIS_PERIOD",
+    "SOLVER.LOG_*", "TEST.*", "VIS.*", "VIS_PERIOD",
 )  # fmt: skip
 _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
 
@@ -124,7 +124,8 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
     Raises:
         UserError: a key that must not change differs.
     """
-    before, now = read_values(saved), read_values(dump_config(cfg))
+    before = without_retired(read_values(saved), "the checkpoint's config")
+    now = read_values(dump_config(cfg))
     if cfg.SEED < 0:  # keeps the seed of the run
         now["SEED"] = before.get("SEED", -1)
     changed = {

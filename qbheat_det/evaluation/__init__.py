@@ -35,8 +35,6 @@ __all__ = [
     "measure_ranks", "merge_images", "merge_tiles", "rank_true_class", "score_neighbours",
 ]  # fmt: skip
 
-_COCO_LIBRARIES = {"auto": None, "faster-coco-eval": True, "pycocotools": False}
-
 
 def build_evaluator(
     cfg: CfgNode, dataset_name: str, *, classifies: bool = False
@@ -57,13 +55,7 @@ def build_evaluator(
             f"dataset '{dataset_name}' has evaluator_type '{kind}', but must be 'coco' or "
             "'reconstruction': register it in COCO format"
         )
-    library = cfg.TEST.COCO_EVAL_LIBRARY
-    if library not in _COCO_LIBRARIES:
-        raise UserError(
-            f"TEST.COCO_EVAL_LIBRARY is '{library}', but must be {', '.join(_COCO_LIBRARIES)}"
-        )
-    fast = _COCO_LIBRARIES[library]
-    evaluator = CocoEvaluator(dataset_name, output_dir=output_dir, fast=fast)
+    evaluator = CocoEvaluator(dataset_name, output_dir=output_dir)
     return TiledEvaluator(evaluator) if cfg.INPUT.TILE else evaluator
 
 
@@ -75,18 +67,13 @@ class CocoEvaluator(COCOEvaluator):
     is not used, because it needs a compiled op that a pure-Python build lacks.
     """
 
-    def __init__(self, dataset_name: str, *, fast: bool | None = None, **arguments: Any) -> None:
+    def __init__(self, dataset_name: str, **arguments: Any) -> None:
         """Takes a registered dataset with ``json_file``, and arguments of Detectron2's evaluator.
 
-        ``fast`` selects faster-coco-eval (True) or pycocotools (False). None uses faster-coco-eval
-        if it is installed. Raises a ``UserError`` if ``fast`` is True and it is not installed.
+        Of these, ``use_fast_impl`` selects faster-coco-eval (True) or pycocotools (False).
         """
         installed = importlib.util.find_spec("faster_coco_eval") is not None
-        if fast and not installed:
-            raise UserError("faster-coco-eval is not installed: set TEST.COCO_EVAL_LIBRARY to auto")
-        super().__init__(
-            dataset_name, use_fast_impl=installed if fast is None else fast, **arguments
-        )
+        super().__init__(dataset_name, **{"use_fast_impl": installed, **arguments})
         to_contiguous = self._metadata.get("thing_dataset_id_to_contiguous_id", {})
         self._num_classes = len(to_contiguous)
         complete_annotations(self._coco_api.dataset)

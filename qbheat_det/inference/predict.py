@@ -172,7 +172,7 @@ class TiledPredictor:
     def _predict(self, image: Image) -> Instances:
         (whole,) = self._predictor.predict_batch([image])
         found: list[Instances] = []
-        rectangles = list_tiles(*image.shape[:2], self._tile)
+        rectangles = list_tiles(image.shape[0], image.shape[1], self._tile)
         for first in range(0, len(rectangles), _BATCH):
             crops = [
                 np.ascontiguousarray(image[y : y + height, x : x + width])

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Adds entries, with weights in half precision, to the model zoo, and updates ``MODEL_ZOO.md``."""
+"""Adds entries, with weights in half precision, to the model zoo."""
 
 import dataclasses
 import datetime
@@ -25,15 +25,6 @@ from .sources import open_trained
 from .verify import compute_fingerprint, count_costs, find_task
 
 logger = logging.getLogger(__name__)
-ZOO_FILE = Path(__file__).resolve().parents[2] / "MODEL_ZOO.md"
-_BEGIN, _END = "<!-- begin: qbheat zoo table -->", "<!-- end -->"
-_HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
-_NOTES = """\
-Parameters are those of the whole file. Multiply-adds are of convolutions, linear layers and
-attention on one image of the stated size; of pre-trained models, those of the backbone on it.
-Metrics are of the files as they are, in half precision, unless a note below says otherwise.
-"Shipped" files, 40 MB at most, are in the repository and in the wheel: their names work without a
-network, and `qbheat zoo verify` and the tests check that code and weights agree."""
 MAX_SHIPPED = 40_000_000
 """Maximum size in bytes of all weights that are shipped with the package."""
 
@@ -46,7 +37,6 @@ _KEYS_OF_THE_RUN = (
     "MODEL.CACHE_FEATURES.FOLDER",
     "DATASETS.PROPOSAL_FILES_TRAIN",
     "DATASETS.PROPOSAL_FILES_TEST",
-    "SOLVER.WANDB_PROJECT",
 )
 
 
@@ -55,8 +45,6 @@ def add_entry(
     description: Mapping[str, Any],
     *,
     metrics: Sequence[Metric] = (),
-    commit: str = "",
-    date: str = "",
     encoder: str = "",
     output: Path | None = None,
     replace: bool = False,
@@ -70,8 +58,6 @@ def add_entry(
             in the same folder.
         description: fields of ``ZooEntry`` that are not in the file.
         metrics: metrics that were measured with the weights.
-        commit: commit of the training; by default the one in the file, else of the checkout.
-        date: by default today.
         encoder: name of the entry whose encoder was frozen in training. The encoder is not stored
             again.
         output: a folder with its own index; None ships the file with the package.
@@ -95,8 +81,8 @@ def add_entry(
         shared, stored = _leave_out_encoder(file, encoder) if encoder else (None, file)
         entry = ZooEntry(
             **description,
-            commit=(commit or info.commit or find_commit()).removesuffix("-dirty"),
-            date=date or datetime.date.today().isoformat(),
+            commit=(info.commit or find_commit()).removesuffix("-dirty"),
+            date=datetime.date.today().isoformat(),
             **count_costs(trained),
             task=find_task(trained),
             file=file.name,
@@ -189,76 +175,3 @@ def _has_path(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_path, value))
     return isinstance(value, str) and _PATH.fullmatch(value) is not None
-
-
-def write_table(path: Path = ZOO_FILE) -> Path:
-    """Writes the entries of the package's index to ``MODEL_ZOO.md``; returns the path of the file.
-
-    Raises a ``UserError`` if the file does not exist or has no marks around the section.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        head, begin, rest = text.partition(_BEGIN)
-        _, end, tail = rest.partition(_END)
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    if not (begin and end):
-        raise UserError(f"'{path}' has no section between '{_BEGIN}' and '{_END}'")
-    section = render_entries(index.load_index())
-    write_atomically(path, f"{head}{begin}\n\n{section}\n\n{end}{tail}".encode())
-    return path
-
-
-def render_entries(entries: Sequence[ZooEntry]) -> str:
-    """Returns Markdown: a table of the entries, then a section for each entry."""
-    entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
-    lines = [_HEADERS, ["---"] * len(_HEADERS), *map(_render_row, entries)]
-    table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
-    return "\n\n".join([table, _NOTES, *map(_describe_entry, entries)])
-
-
-def _describe_entry(entry: ZooEntry) -> str:
-    """Returns a section about an entry; raises a ``UserError`` if its recipe is missing."""
-    get_config_path(entry.config)
-    made = f"Made: {entry.date}, at commit `{entry.commit}`"
-    if entry.distribution:
-        made = f"Converted when fetched, from `{entry.distribution.requirement}` of Python's index"
-    if entry.encoder:
-        stored = entry.stored
-        made += f". Stored without the encoder of `{entry.encoder.name}`: {stored.size:,} bytes"
-    lines = (
-        f"Recipe: [{entry.config}](configs/{entry.config})",
-        f"Data: {entry.data} (licence: {entry.data_licence})",
-        f"Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
-        f"`{entry.sha256}`",
-        made,
-        *map(_format_metric, entry.metrics),
-    )
-    items = "\n".join(f"- {line}" for line in lines)
-    command = f"```sh\n{entry.command}\n```"
-    return f"### {entry.name}\n\n{entry.summary}\n\n{items}\n\n{command}"
-
-
-def _format_metric(metric: Metric) -> str:
-    """Returns text such as "AP 21.3 % on Aquarium val (±0.4, over 3 seeds; at 512)"."""
-    notes = "; ".join(filter(None, [metric.spread, metric.note]))
-    value = " ".join(filter(None, [metric.name, f"{metric.value:g}", metric.unit]))
-    return f"{value} on {metric.data}{f' ({notes})' if notes else ''}"
-
-
-def _render_row(entry: ZooEntry) -> Sequence[str]:
-    # GitHub removes dots and slashes from the anchors of headings.
-    anchor = "".join(letter for letter in entry.name.lower() if letter.isalnum() or letter in "-_")
-    stored = entry.stored
-    shipped = ", shipped" if (sources.SHIPPED / stored.file).is_file() else ""
-    size = f"{stored.size / 1e6:.1f} MB"
-    if entry.encoder:
-        size += f" + `{entry.encoder.name}`"
-    return (
-        f"[`{entry.name}`](#{anchor})",
-        entry.task,
-        "; ".join(map(str, entry.metrics)) or "—",
-        f"{entry.num_params / 1e6:.1f} M",
-        f"{entry.madds / 1e9:.2f} G at {entry.madds_input[0]}x{entry.madds_input[1]}",
-        f"{size}{shipped}",
-    )

@@ -140,7 +140,7 @@ def test_shared_images_are_spread_evenly_and_unreadable_ones_replaced(
 def make_figure(runs: Sequence[Run], options: FigureOptions) -> Figure:
     table = Table(("Run", "n", "why"), [("a", "1", "x < y"), ("b", "-2", "")])
     image = Image.from_rgb(np.zeros((20, 30, 3), np.uint8), alt='"a"', caption="<i>")
-    data = {"seed": options.seed}
+    data = {"number": options.num_images}
     return Figure("curves", "Wide <things>", ["words"], {"sheet": image}, data, table)
 
 
@@ -191,14 +191,14 @@ def test_a_report_has_every_figure_or_the_reason_why_not_and_after_an_interrupt_
     tool: ModuleType, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "page.html"
-    words = [run, "--output", str(path), "--seed", "3", "--only"]
+    words = [run, "--output", str(path), "--num-images", "3", "--only"]
     assert tool.main([*words, "spectrum", "curves"]) == 0
     text = path.read_text(encoding="utf-8")
     assert "Wide &lt;things&gt;" in text
     assert "no &lt;linear&gt; models" in text
     files = {file.name for file in (tmp_path / "page").iterdir()}
     assert files == {"curves.json", "curves_sheet.jpg"}
-    assert json.loads((tmp_path / "page" / "curves.json").read_text())["data"] == {"seed": 3}
+    assert json.loads((tmp_path / "page" / "curves.json").read_text())["data"] == {"number": 3}
     # A figure that fails costs itself and the exit code; files of an earlier report go.
     (tmp_path / "page" / "curves_mine.jpg").write_text("")
     assert tool.main([*words, "probes", "spectrum"]) == 1

@@ -17,6 +17,7 @@ from qbheat_det.config import (
 )
 from qbheat_det.config.loading import EPOCH_KEYS, switch_off_overruled_epochs
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine.resume import check_same_config
 
 
 def _write(path: Path, text: str) -> str:
@@ -66,6 +67,21 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
 def test_a_bad_file_is_refused_with_a_sentence(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(_write(tmp_path / "bad.yaml", text))
+
+
+def test_retired_keys_are_left_out_and_other_values_are_refused_if_they_change_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
+    old = _write(tmp_path / "old.yaml", "MODEL: {MF_DETR: {QUERY_GROUPS: {COUNT: 1, WEIGHT: 1.0}}}")
+    assert load_config(old, [key, "1"]) == load_config()
+    assert not caplog.records
+    assert load_config(old, ["SOLVER.WANDB_PROJECT", "mine"]) == load_config()
+    assert "command line: SOLVER.WANDB_PROJECT was removed" in caplog.text
+    with pytest.raises(UserError, match=rf"command line: {key} was removed"):
+        load_config(old, [key, "3"])
+    with pytest.raises(UserError, match=rf"checkpoint's config: {key} was removed"):
+        check_same_config("MODEL: {MF_DETR: {QUERY_GROUPS: {COUNT: 3}}}", get_cfg())
 
 
 def test_files_that_inherit_each_other_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetMapper
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
@@ -24,6 +23,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.data.mappers import (
     DATASET_MAPPERS,
+    DetectionMapper,
     DetrDatasetMapper,
     TwoViewMapper,
     number_records,
@@ -50,7 +50,11 @@ def test_each_name_builds_its_class(is_train: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(DATASET_MAPPERS, "mine", Mine)
     cfg = get_cfg()
     assert cfg.INPUT.DATASET_MAPPER_NAME == "default"
-    for name, class_ in {"default": DatasetMapper, "detr": DetrDatasetMapper, "mine": Mine}.items():
+    for name, class_ in {
+        "default": DetectionMapper,
+        "detr": DetrDatasetMapper,
+        "mine": Mine,
+    }.items():
         cfg.INPUT.DATASET_MAPPER_NAME = name
         mapper = build_mapper(cfg, is_train)
         mapper.prepare([{"image_id": 1}])

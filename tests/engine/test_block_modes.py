@@ -1,24 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Checkpointed and compiled blocks, and channels-last maps: the same numbers in other ways."""
+"""Checkpointed blocks: the same numbers in other ways."""
 
 import copy
-import functools
-import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from qbheat_det.config import get_cfg
 from qbheat_det.engine import block_modes
-from qbheat_det.engine.block_modes import (
-    apply_step_keys,
-    find_blocks,
-    find_compiler_error,
-    set_block_modes,
-)
+from qbheat_det.engine.block_modes import apply_step_keys, checkpoint_blocks, find_blocks
 
 from .gradient_cases import FAST_WITHOUT_NOISE, MF_DETR, Case, build_case, make_image
 
@@ -71,7 +63,7 @@ def test_checkpointed_blocks_give_the_same_bits_and_move_statistics_once() -> No
     batch[1]["image"] = batch[1]["image"][:, :48]
     batch[1]["instances"]._image_size = (48, 64)
     plain = copy.deepcopy(model).train()
-    set_block_modes(model.train(), checkpointed=True)
+    checkpoint_blocks(model.train())
     assert len(find_blocks(model)) >= 6
     for _ in range(2):
         found, expected = take_step(model, batch), take_step(plain, batch)
@@ -94,18 +86,19 @@ def test_only_the_inputs_of_a_block_are_stored() -> None:
 
     model = build_case(EVERYTHING_RANDOM).train()
     before = count_stored(model)
-    set_block_modes(model, checkpointed=True)
+    cfg = get_cfg()
+    cfg.MODEL.ACTIVATION_CHECKPOINTING = True
+    apply_step_keys(cfg, model)
     assert count_stored(model) < 0.5 * before
 
 
 def test_names_copies_and_evaluation_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers()
     plain = copy.deepcopy(model).eval()
-    monkeypatch.setattr(block_modes, "find_compiler_error", lambda _: "")
     monkeypatch.setattr(
-        torch, "compile", lambda *_, **__: lambda *_: pytest.fail("the block itself runs")
+        block_modes, "checkpoint", lambda *_, **__: pytest.fail("the block itself runs")
     )
-    set_block_modes(model, checkpointed=True, compiled=True)
+    checkpoint_blocks(model)
     x = torch.randn(2, 16)
     assert list(model.state_dict()) == list(plain.state_dict())
     torch.testing.assert_close(model.eval()(x), plain(x), rtol=0, atol=0)
@@ -123,43 +116,20 @@ def test_blocks_are_the_outermost_members_of_lists_with_children() -> None:
     assert find_blocks(model) == {"stages.0.0": block}
 
 
-@pytest.mark.slow
-def test_equal_blocks_compile_once_for_all_sizes_and_compute_the_same() -> None:
-    error = find_compiler_error(torch.device("cpu"))
-    if error:
-        pytest.skip(f"PyTorch cannot compile here: {error}")
-    torch._dynamo.reset()
-    counters.clear()
-    model = Layers().train()
-    plain = copy.deepcopy(model)
-    set_block_modes(model, checkpointed=True, compiled=True)
-    for size in (4, 6, 9):
-        x = torch.randn(size, 16)
-        torch.testing.assert_close(take_step(model, x), take_step(plain, x), rtol=1e-4, atol=1e-5)
-    # One of the function that looks for a compiler; the first block's input needs no gradient.
-    assert counters["stats"]["unique_graphs"] <= 3
-    copy.deepcopy(model)
-
-
-def test_without_a_compiler_or_where_it_fails_blocks_run_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(block_modes, "find_compiler_error", lambda _: "no g++")
-    model, cfg = Layers(), get_cfg()
-    cfg.SOLVER.COMPILE = True
-    with caplog.at_level(logging.WARNING, logger="qbheat_det"):
-        apply_step_keys(cfg, model)
-    assert [("SOLVER.COMPILE" in r.getMessage()) for r in caplog.records] == [True]
-    assert all(block._compiled_call_impl is None for block in find_blocks(model).values())
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(block_modes, "find_compiler_error", lambda _: "")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=fail))
-    torch._dynamo.reset()
-    model, x = Layers().train(), torch.randn(4, 16)
-    expected = copy.deepcopy(model)(x)
-    set_block_modes(model, compiled=True)
-    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-    torch._dynamo.reset()
+def test_slow_depthwise_convolutions_train_in_float32_under_autocast() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.Conv2d(8, 8, 3, groups=8))
+    model = copy.deepcopy(plain)
+    block_modes.run_depthwise_in_float32(model)
+    assert [layer._compiled_call_impl is not None for layer in model] == [True, False]
+    x = torch.randn(2, 8, 9, 9)
+    assert torch.equal(model(x), plain(x))
+    seen = []
+    model[0].register_forward_hook(lambda layer, inputs, y: seen.append(y.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model[0](x)
+    y.sum().backward()  # a gradient of ones, without rounding
+    plain[0](x).sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert seen == [torch.float32]
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)

@@ -52,7 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "uneven micro-batches": {"batches": UNEVEN, "accumulate": 2},
 }
 AUXILIARY = (
-    "MODEL.MF_DETR.QUERY_GROUPS.COUNT", 2, "MODEL.MF_DETR.DENOISING.GROUPS", 2,
+    "MODEL.MF_DETR.DENOISING.GROUPS", 2,
     "MODEL.MF_DETR.DENOISING.BOX_NOISE", 0.0, "MODEL.MF_DETR.DENOISING.LABEL_NOISE", 0.0,
 )  # fmt: skip
 FOCAL = ("MODEL.MF_DETR.CLASSIFICATION", "focal")

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What runs print and write: log, metrics, TensorBoard, wandb, run.json."""
+"""What runs print and write: log, metrics, TensorBoard, run.json."""
 
 import json
 import logging
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 from detectron2.config import CfgNode
@@ -18,25 +17,17 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.environment import find_code_version
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import logs
-from qbheat_det.engine.logs import PeriodicWriter, WandbWriter, drop_metrics_from
+from qbheat_det.engine.logs import PeriodicWriter, drop_metrics_from
 from qbheat_det.engine.resume import read_run_record, write_run_record
 
 from .conftest import TrainAfresh
 from .tiny_training import forget_runs
 
 
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    fake = MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
-
-
-def make_config(folder: Path, *, project: str = "") -> CfgNode:
+def make_config(folder: Path) -> CfgNode:
     cfg = get_cfg()
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(folder), "cpu"
     cfg.SOLVER.LOG_PERIOD = cfg.SOLVER.IMS_PER_BATCH = 2
-    cfg.SOLVER.WANDB_PROJECT = project
     return cfg
 
 
@@ -109,41 +100,6 @@ def test_the_line_of_the_log_has_epoch_remaining_time_and_losses_of_steps_alone(
     assert "total_loss: " in line
     assert "reconstruction" not in line
     assert read(tmp_path / "metrics.json", "reconstruction/loss") == [9.0, 9.0, 9.0]
-
-
-def test_wandb_gets_every_scalar_once_and_continues_the_same_run(
-    tmp_path: Path, wandb: MagicMock
-) -> None:
-    folder = tmp_path / "my_run"
-    folder.mkdir()
-    cfg = make_config(folder, project="detectors")
-    for start, end in ((0, 4), (4, 8), (0, 2)):
-        run(cfg, start=start, end=end)
-    first, resumed, fresh = (call.kwargs for call in wandb.init.call_args_list)
-    assert (first["project"], first["name"]) == ("detectors", "my_run")
-    assert resumed["id"] == first["id"] != fresh["id"]
-    assert (first["resume"], resumed["resume"]) == (None, "allow")
-    logged = [call.kwargs["step"] for call in wandb.init().log.call_args_list]
-    assert logged == [1, 3, 5, 7, 1]
-    assert wandb.init().log.call_args_list[1].args[0]["total_loss"] == 2.5  # median of two
-    assert [call.kwargs["exit_code"] for call in wandb.init().finish.call_args_list] == [0, 0, 0]
-
-
-def test_wandb_marks_a_failed_run_and_is_refused_if_missing(
-    tmp_path: Path, wandb: MagicMock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = make_config(tmp_path, project="detectors")
-    try:
-        raise ValueError
-    except ValueError:
-        WandbWriter(cfg).close()
-    wandb.init().finish.assert_called_once_with(exit_code=1)
-    wandb.init.side_effect = RuntimeError("api_key not configured")
-    with pytest.raises(UserError, match="api_key not configured"):
-        WandbWriter(cfg)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"SOLVER\.WANDB_PROJECT"):
-        run(cfg, start=0, end=2)
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -31,8 +31,7 @@ from . import tiny_training
 from .conftest import TrainAfresh
 from .tiny_training import MF_DETR, TINY_ENCODER, losses, read_opts, state
 
-GROUPS = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
-AUXILIARY = {"MODEL.MF_DETR.DENOISING.GROUPS": "2", GROUPS: "2"}
+AUXILIARY = {"MODEL.MF_DETR.DENOISING.GROUPS": "2"}
 CASES = {
     "retinanet": {},
     "mf_detr_with_everything": {
@@ -122,7 +121,7 @@ def test_auxiliary_queries_are_resumed_but_not_exported_and_weights_fit_without_
     for opts, file, expected in (
         ({}, "model_final.pth", kept),
         (AUXILIARY, "model_final.pth", kept),
-        ({**AUXILIARY, GROUPS: "4"}, "model_final.safetensors", exported),
+        (AUXILIARY, "model_final.safetensors", exported),
     ):
         cfg = build_config(tiny_training.parse(tmp_path, tiny_data, {**MF_DETR, **opts}))
         model = Trainer.build_model(cfg)

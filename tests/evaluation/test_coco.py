@@ -120,7 +120,7 @@ def _evaluate(
     name: str, dataset: dict[str, Any], predictions: list[Instances], library: str, **kwargs: Any
 ) -> dict[str, dict[str, float]]:
     fast = LIBRARIES[library]
-    evaluator = CocoEvaluator(name, fast=fast, distributed=False, **kwargs)
+    evaluator = CocoEvaluator(name, use_fast_impl=fast, distributed=False, **kwargs)
     evaluator.reset()
     for image, instances in zip(dataset["images"], predictions, strict=True):
         evaluator.process([{"image_id": image["id"]}], [{"instances": instances}])
@@ -205,7 +205,7 @@ def test_without_annotations_ap_is_nan_and_without_predictions_zero_with_a_warni
         assert math.isnan(value) if is_nan else value == 0
 
 
-def test_a_class_that_the_dataset_lacks_and_unknown_sets_and_libraries_are_named(
+def test_a_class_that_the_dataset_lacks_and_unknown_sets_are_named(
     register: Register, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(0)
@@ -224,16 +224,11 @@ def test_a_class_that_the_dataset_lacks_and_unknown_sets_and_libraries_are_named
     with pytest.raises(UserError, match="never_registered"):
         build_evaluator(cfg, "never_registered")
     MetadataCatalog.pop("never_registered")
-    cfg.TEST.COCO_EVAL_LIBRARY = "fastest"
-    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
-        build_evaluator(cfg, name)
 
 
-def test_auto_takes_the_fast_library_only_where_it_is_installed(
+def test_the_fast_library_is_used_only_where_it_is_installed(
     register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = register(_make_dataset(np.random.default_rng(0)))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not CocoEvaluator(name)._use_fast_impl
-    with pytest.raises(UserError, match="COCO_EVAL_LIBRARY"):
-        CocoEvaluator(name, fast=True)

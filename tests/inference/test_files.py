@@ -116,9 +116,12 @@ def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_
     whole = _save_image(folder / "whole.jpg", size=(64, 64)).read_bytes()
     (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (folder / "text.png").write_text("not a picture")
+    for link, target in {"dangling.jpg": "nowhere.jpg", "loop.jpg": "loop.jpg"}.items():
+        (folder / link).symlink_to(target)
     _save_image(folder / "thread.png", size=(3000, 1))
+    broken = ["cut.jpg", "dangling.jpg", "loop.jpg", "text.png", "thread.png"]
     found = _run(*probe, [folder], tmp_path / "out")
-    assert [Path(path).name for path, _ in found.skipped] == ["cut.jpg", "text.png", "thread.png"]
+    assert [Path(path).name for path, _ in found.skipped] == broken
     assert all(reason for _, reason in found.skipped)
     assert [box["file_name"] for box in found.results] == ["whole.jpg"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole.jpg"]

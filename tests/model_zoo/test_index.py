@@ -4,6 +4,7 @@
 import json
 import math
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.model_zoo import Metric, find_entry, index, list_entries, load_index, sources
-from qbheat_det.model_zoo.add import ZOO_FILE, render_entries, write_table
 from qbheat_det.model_zoo.index import SharedEncoder, to_plain
 from qbheat_det.model_zoo.sources import _write_pytorch
 
 from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained, make_entry, save_index
 
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = runpy.run_path(str(ROOT / "docs" / "write_zoo_table.py"))
 _WHEEL = {"sha256": "0" * 64, "member": "a.pth", "to": "timm:x"}
 
 
@@ -121,15 +123,13 @@ def test_entries_are_found_by_name_pattern_and_folder(
 
 
 def test_the_file_of_the_repository_has_the_entries_of_the_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     package = Path(index.__file__).parent
     monkeypatch.setattr(sources, "SHIPPED", package / "weights")
     monkeypatch.setattr(index, "INDEX_FILE", package / "index.json")
-    text = ZOO_FILE.read_text(encoding="utf-8")
-    (tmp_path / "ZOO.md").write_text(text, encoding="utf-8")
-    updated = write_table(tmp_path / "ZOO.md").read_text(encoding="utf-8")
-    assert text == updated, "run: qbheat zoo table"
+    text = (ROOT / "MODEL_ZOO.md").read_text(encoding="utf-8")
+    assert text == TABLE["update"](text), "run: python docs/write_zoo_table.py"
     links = re.findall(r"\]\(configs/([^)]+)\)", text)
     assert links
     for link in links:
@@ -140,7 +140,7 @@ def test_commands_and_metrics_are_rendered() -> None:
     metric = Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds")
     assert str(metric) == "kNN top-1 61.2 ±0.4 %"
     metrics = (metric, Metric("loss", 0.8094, "", "toy"))
-    text = render_entries([make_entry(command="echo 1\nrm x", metrics=metrics)])
+    text = TABLE["render_entries"]([make_entry(command="echo 1\nrm x", metrics=metrics)])
     for words in (
         *("](#retinanettiny)", "\n\n```sh\necho 1\nrm x\n```", "- loss 0.8094 on toy\n"),
         "- kNN top-1 61.25 % on val (±0.4, the standard error; 3 seeds)\n",
@@ -148,12 +148,9 @@ def test_commands_and_metrics_are_rendered() -> None:
         assert words in text
 
 
-def test_unknown_recipes_and_files_without_the_section_are_refused(tmp_path: Path) -> None:
+def test_unknown_recipes_are_refused() -> None:
     with pytest.raises(UserError, match=r"none\.yaml"):
-        render_entries([make_entry(config="none.yaml")])
-    (tmp_path / "ZOO.md").write_text("# Model zoo")
-    with pytest.raises(UserError, match=r"ZOO\.md"):
-        write_table(tmp_path / "ZOO.md")
+        TABLE["render_entries"]([make_entry(config="none.yaml")])
 
 
 ADDRESS = f"qbheat://{DETECTOR}"

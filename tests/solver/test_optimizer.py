@@ -20,7 +20,7 @@ from qbheat_det.solver import build_optimizer, layers_above, parameter_groups
 from qbheat_det.solver.optimizer import build_fused, clip_before_step, clip_norm
 
 RECIPES = [
-    "ImageNet-QBHeat/qb_heat_285M_100ep.yaml",
+    "ImageNet-QBHeat/qb_heat_285M_400ep.yaml",
     "ImageNet-finetune/tran4_285M.yaml",
     "objectives/moco_v2.yaml",
     "coco/retinanet_285M_probe.yaml",

@@ -67,7 +67,7 @@ for name in {["--help", *COMMANDS]}:
         runpy.run_path({str(TOOLS / "qbheat")!r}, run_name="__main__")
     except SystemExit as end:
         assert not end.code, name
-    large = {{"torch", "numpy", "detectron2", "matplotlib", "gradio", "ray", "pyarrow"}}
+    large = {{"torch", "numpy", "detectron2", "matplotlib", "gradio"}}
     found = large & set(sys.modules)
     assert not found, (name, found)
 """

@@ -27,7 +27,6 @@ model = L(MFDETR)(
         class_weight=1.0,
         l1_weight=5.0,
         giou_weight=2.0,
-        deep_supervision=True,
     ),
     in_features="${.backbone.out_features}",
     pixel_mean=constants.pixel_mean,

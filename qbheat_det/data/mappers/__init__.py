@@ -6,7 +6,6 @@ number of augmented views of every image. A frozen encoder always returns the sa
 view, so these features can be cached, see ``qbheat_det.feature_cache``.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
-from detectron2.data import transforms as T
 from detectron2.data.detection_utils import SizeMismatchError
 from PIL.Image import DecompressionBombError
 
@@ -22,12 +20,15 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import VIEW, preserved_randomness, seed_place
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
-from qbheat_det.modeling.contracts import TILE
 
 from .classification import ClassificationMapper
+from .detection import DetectionMapper, DetrDatasetMapper, TileMapper, build_detr_crop
 from .pretraining import PretrainingMapper, TwoViewMapper
 
-__all__ = ["ClassificationMapper", "PretrainingMapper", "TwoViewMapper"]
+__all__ = [
+    "ClassificationMapper", "DetectionMapper", "DetrDatasetMapper", "PretrainingMapper",
+    "TileMapper", "TwoViewMapper", "build_detr_crop",
+]  # fmt: skip
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
 """Maps a record to an entry of a batch. None and errors skip the image. Errors are reported."""
@@ -47,47 +48,8 @@ class PreparedMapper(Protocol):
         """Maps a record, see ``Mapper``."""
 
 
-class DetrDatasetMapper(DatasetMapper):
-    """Detectron2's mapper, with DETR's random crop before the resize and flip.
-
-    "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. A.4. The flip comes
-    last, as in Detectron2. This is statistically equivalent to the paper's order.
-
-    In training, with probability 1/2, the shorter side is resized to one of
-    ``INPUT.DETR_CROP_RESIZE``, and a region of random size is cropped. Boxes are clipped to the
-    crop. Images without remaining boxes are kept. Masks (``MODEL.MASK_ON``) are cropped too, which
-    requires ``shapely`` for polygons.
-    """
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
-        arguments: dict[str, Any] = super().from_config(cfg, is_train)
-        if is_train and len(cfg.INPUT.DETR_CROP_RESIZE):
-            crop = build_detr_crop(
-                resize_to=cfg.INPUT.DETR_CROP_RESIZE, crop_range=cfg.INPUT.DETR_CROP_RANGE
-            )
-            arguments["augmentations"].insert(0, crop)
-        return arguments
-
-
-def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T.Augmentation:
-    """Returns an augmentation that resizes and crops an image with probability 1/2.
-
-    The shorter side is resized to one of ``resize_to``, in pixels. ``crop_range`` is [min, max] of
-    the height and width of the crop. Raises a ``UserError`` if a value is invalid.
-    """
-    is_range = len(crop_range) == 2 and 0 < crop_range[0] <= crop_range[1]
-    check_input_keys(
-        ("DETR_CROP_RESIZE", resize_to, min(resize_to, default=0) > 0, "positive"),
-        ("DETR_CROP_RANGE", crop_range, is_range, "[min, max] with 0 < min <= max"),
-    )
-    resize = T.ResizeShortestEdge(list(resize_to), sample_style="choice")
-    crop = T.RandomCrop("absolute_range", tuple(crop_range))
-    return T.RandomApply(T.AugmentationList([resize, crop]), prob=0.5)
-
-
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
-    "default": DatasetMapper,
+    "default": DetectionMapper,
     "detr": DetrDatasetMapper,
     "pretrain": PretrainingMapper,
     "classify": ClassificationMapper,
@@ -128,25 +90,6 @@ def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
             )
         mapper = TileMapper(mapper)
     return NamingMapper(mapper)
-
-
-@dataclass(frozen=True)
-class TileMapper:
-    """Crops the ``TILE`` of a record out of the decoded image, before all augmentations.
-
-    "height" and "width" of the entry are those of the tile.
-    """
-
-    mapper: DatasetMapper
-
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | None:
-        if TILE not in dataset_dict:
-            return self.mapper(dataset_dict)
-        x, y, width, height = dataset_dict[TILE]
-        cropping = copy.copy(self.mapper)
-        crop = T.CropTransform(x, y, width, height)
-        cropping.augmentations = T.AugmentationList([crop, self.mapper.augmentations])
-        return {**cropping(dataset_dict), "height": height, "width": width}
 
 
 @dataclass(frozen=True)

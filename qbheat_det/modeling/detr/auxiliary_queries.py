@@ -1,23 +1,22 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Additional queries of MF-DETR's decoder in training, and their losses.
+"""Denoising queries of MF-DETR's decoder in training, and their losses.
 
 The decoder refines them with the same weights, but neither the object queries nor the feature map
-attend to them. Each group of object queries is matched one-to-one: "Group DETR", arXiv:2207.13085.
-Deviation: the feature map attends only to the decoder's own queries. Denoising queries are noised
-ground truth: "DN-DETR", arXiv:2203.01305; negatives: "DINO", arXiv:2203.03605, Sec. 3.3.
+attend to them. They are noised ground truth: "DN-DETR", arXiv:2203.01305; negatives: "DINO",
+arXiv:2203.03605, Sec. 3.3.
 
-Deviations of denoising: as in DAB-DETR, an MLP over the sine encoding of a noised box gives the
-query position. Label embeddings have no indicator. The number of groups depends only on the boxes
-of the same image, so that an image does not depend on the rest of its batch.
+Deviations: as in DAB-DETR, an MLP over the sine encoding of a noised box gives the query position.
+Label embeddings have no indicator. The feature map attends only to the decoder's own queries. The
+number of groups depends only on the boxes of the same image, so that an image does not depend on
+the rest of its batch.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchvision.ops import box_convert
 
 from qbheat_det.layers import SinePositionEncoding
@@ -25,58 +24,6 @@ from qbheat_det.modeling.image_model import check_value
 
 from .criterion import Matches, SetCriterion, Targets
 from .mf_decoder import QuerySet
-
-
-class QueryGroups(nn.Module):
-    """G sets of Q object queries in addition to the decoder's own, and their losses."""
-
-    prefix = "loss_group_"
-
-    def __init__(self, *, num_groups: int, num_queries: int, dim: int, weight: float = 1.0) -> None:
-        """Takes G (1 to 99), Q, the width C, and a factor on the losses."""
-        super().__init__()
-        check_value(1 <= num_groups < 100, "MF_DETR.QUERY_GROUPS.COUNT", num_groups + 1, "1 to 100")
-        check_value(weight >= 0, "MF_DETR.QUERY_GROUPS.WEIGHT", weight, "at least 0")
-        self.num_groups = num_groups
-        self.num_queries = num_queries
-        self.weight = weight
-        self.position = nn.Embedding(num_groups * num_queries, dim)  # standard normal
-
-    def forward(self, targets: Targets) -> QuerySet:
-        """Returns the queries for a batch, (N, G * Q, C), sorted by group."""
-        position = self.position.weight.expand(len(targets.counts), -1, -1)
-        group = torch.arange(position.shape[1], device=position.device) // self.num_queries
-        return QuerySet(
-            content=torch.zeros_like(position),
-            position=position,
-            masked=(group[:, None] != group)[None],
-            reads_own=torch.zeros_like(group, dtype=torch.bool),
-        )
-
-    def losses(
-        self,
-        logits: Tensor,
-        boxes: Tensor,
-        targets: Targets,
-        criterion: SetCriterion,
-        normalizers: Tensor,
-    ) -> dict[str, Tensor]:
-        """Returns ``SetCriterion.block_losses`` of each block and group.
-
-        ``logits`` (L, N, E, K + 1) and ``boxes`` (L, N, E, 4) are the predictions of the L blocks
-        for the E queries of ``forward``. Boxes are cxcywh in [0, 1] of the unpadded image.
-        ``normalizers`` (2,) are the divisors of the class and box losses.
-        """
-        # To the criterion, each group of a block is a separate block: (L * G, N, Q, …).
-        logits, boxes = (
-            each.unflatten(2, (self.num_groups, -1)).transpose(1, 2).flatten(0, 1)
-            for each in (logits, boxes)
-        )
-        return criterion.block_losses(logits, boxes, targets, normalizers)
-
-    def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """See ``SetCriterion.normalizers``. ``counts`` are the numbers of boxes per image."""
-        return criterion.normalizers(counts, self.num_queries)
 
 
 class _Layout(NamedTuple):
@@ -90,8 +37,6 @@ class _Layout(NamedTuple):
 
 class Denoising(nn.Module):
     """Denoising queries from the ground truth of a batch, and their losses."""
-
-    prefix = "loss_dn_"
 
     def __init__(
         self,
@@ -169,7 +114,6 @@ class Denoising(nn.Module):
             content=self.label_embed(labels),
             position=self.box_embed(code),
             masked=other_group | ~layout.valid[:, None],
-            reads_own=layout.valid.new_ones(layout.valid.shape[1]),
         )
 
     def noised_boxes(self, boxes: Tensor, negative: Tensor, shift: Tensor) -> Tensor:
@@ -189,13 +133,18 @@ class Denoising(nn.Module):
 
     def losses(
         self,
-        logits: Tensor,
-        boxes: Tensor,
+        outputs: dict[str, Tensor],
         targets: Targets,
         criterion: SetCriterion,
         normalizers: Tensor,
     ) -> dict[str, Tensor]:
-        """See ``QueryGroups.losses``. Returns the losses of each block."""
+        """Returns weighted losses by name, such as "loss_dn_ce", summed over the blocks.
+
+        ``outputs`` are "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4), cxcywh in
+        [0, 1] of the unpadded image, for the queries from ``forward``. ``normalizers`` (2,) are the
+        divisors of the class and box losses.
+        """
+        logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
         layout, device = self._layout(targets), logits.device
         # Concatenates the valid queries of all images. The indices are computed on the CPU from the
         # numbers of boxes, which needs no synchronization with the GPU.
@@ -216,16 +165,20 @@ class Denoising(nn.Module):
             boxes=targets.boxes.reshape(1, -1, 4),
             counts=(sum(targets.counts),),
         )
-        return criterion.block_losses(
+        losses = criterion.block_losses(
             logits[:, image, query][:, None],
             boxes[:, image, query][:, None],
             row,
             normalizers,
             Matches(*(index.to(device, non_blocking=True) for index in matched)),
         )
+        return {
+            name.replace("loss_", "loss_dn_"): self.weight * loss.sum()
+            for name, loss in losses.items()
+        }
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
-        """See ``QueryGroups.normalizers``."""
+        """See ``SetCriterion.normalizers``. ``counts`` are the numbers of boxes per image."""
         kept = sum(groups * used for groups, used in map(self._shape_of, counts))
         return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
 
@@ -248,57 +201,3 @@ class Denoising(nn.Module):
             negative=inside >= used,
             valid=index < total,
         )
-
-
-class AuxiliaryQueries(nn.ModuleDict):
-    """Contains "groups" (``QueryGroups``), "denoising" (``Denoising``), or both in this order."""
-
-    def forward(self, targets: Targets) -> QuerySet:
-        """Returns the queries for a batch. Different kinds do not attend to each other."""
-        parts = [kind(targets) for kind in self._kinds()]
-        widths = [part.content.shape[1] for part in parts]
-        rows = []
-        for index, part in enumerate(parts):
-            others = sum(widths[:index]), sum(widths[index + 1 :])
-            own = part.masked.expand(len(targets.counts), -1, -1)
-            rows.append(F.pad(own, others, value=True))
-        return QuerySet(
-            content=torch.cat([part.content for part in parts], dim=1),
-            position=torch.cat([part.position for part in parts], dim=1),
-            masked=torch.cat(rows, dim=1),
-            reads_own=torch.cat([part.reads_own for part in parts]),
-        )
-
-    def losses(
-        self,
-        outputs: dict[str, Tensor],
-        targets: Targets,
-        criterion: SetCriterion,
-        normalizers: Tensor,
-    ) -> dict[str, Tensor]:
-        """Returns weighted losses by name, such as "loss_group_ce", summed over the blocks.
-
-        ``outputs`` are "pred_logits" (L, N, E, K + 1) and "pred_boxes" (L, N, E, 4) for the queries
-        from ``forward``. ``normalizers`` (P, 2) has one row per kind of query.
-        """
-        logits, boxes = criterion.supervised(outputs)
-        losses: dict[str, Tensor] = {}
-        start = 0
-        for kind, divisors in zip(self._kinds(), normalizers, strict=True):
-            # Denoising queries are last, so all remaining queries belong to them.
-            width = len(kind.position.weight) if isinstance(kind, QueryGroups) else logits.shape[2]
-            own = slice(start, start + width)
-            parts = logits[:, :, own], boxes[:, :, own]
-            for name, loss in kind.losses(*parts, targets, criterion, divisors).items():
-                losses[name.replace("loss_", kind.prefix)] = kind.weight * loss.sum()
-            start += width
-        return losses
-
-    def normalizers(
-        self, counts: Sequence[int], criterion: SetCriterion
-    ) -> list[tuple[float, float]]:
-        """Returns the divisors for each kind of query, see ``SetCriterion.normalizers``."""
-        return [kind.normalizers(counts, criterion) for kind in self._kinds()]
-
-    def _kinds(self) -> list[QueryGroups | Denoising]:
-        return cast(list[QueryGroups | Denoising], list(self.values()))

@@ -192,7 +192,6 @@ class SetCriterion(nn.Module):
         class_weight: float = 1.0,
         l1_weight: float = 5.0,
         giou_weight: float = 2.0,
-        deep_supervision: bool = True,
     ) -> None:
         """
         Args:
@@ -201,7 +200,6 @@ class SetCriterion(nn.Module):
             class_weight: weight of the classification loss and of its matching cost.
             l1_weight: weight of the L1 distance of cxcywh boxes.
             giou_weight: weight of 1 - GIoU.
-            deep_supervision: whether all blocks have losses, or only the last block.
 
         Raises:
             ValueError: all weights are zero.
@@ -214,7 +212,6 @@ class SetCriterion(nn.Module):
         self.class_weight = class_weight
         self.l1_weight = l1_weight
         self.giou_weight = giou_weight
-        self.deep_supervision = deep_supervision
 
     def forward(
         self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
@@ -229,7 +226,7 @@ class SetCriterion(nn.Module):
             targets: ground truth of the N images.
             normalizers: (2,), from ``mean_normalizers`` of the effective batch.
         """
-        logits, boxes = self.supervised(outputs)
+        logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
         losses = self.block_losses(logits, boxes, targets, normalizers)
         last = len(logits) - 1
         return {
@@ -268,11 +265,6 @@ class SetCriterion(nn.Module):
         )
         # NaN would crash the solver. The trainer reports diverged models by checking the loss.
         return cost.nan_to_num(nan=1e6, posinf=1e6, neginf=-1e6)
-
-    def supervised(self, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns the logits and boxes of blocks that have a loss, in float32."""
-        first = 0 if self.deep_supervision else -1
-        return outputs["pred_logits"][first:].float(), outputs["pred_boxes"][first:].float()
 
     def block_losses(
         self,

@@ -42,19 +42,18 @@ class QuerySet:
 
     content: Tensor  # (N, E, C)
     position: Tensor  # (N, E, C)
-    masked: Tensor  # (N or 1, E, E), True if a query (row) may not attend to a query (column)
-    reads_own: Tensor  # (E,), True if a query attends to the decoder's own queries
+    masked: Tensor  # (N, E, E), True if a query (row) may not attend to a query (column)
 
     def mask(self, num_own: int) -> Tensor:
         """Returns (N, Q + E, Q + E), True if a query (row) may not attend to a query (column).
 
-        The decoder's own Q queries come first and do not attend to the additional ones.
+        The decoder's own Q queries come first and do not attend to the additional ones, which
+        attend to all of them.
         """
         num_images, num_extra = self.content.shape[:2]
         own = torch.arange(num_own + num_extra, device=self.masked.device) >= num_own
         above = own.expand(num_images, num_own, -1)
-        left = ~self.reads_own[:, None].expand(num_images, -1, num_own)
-        below = torch.cat([left, self.masked.expand(num_images, -1, -1)], dim=2)
+        below = F.pad(self.masked, (num_own, 0), value=False)
         return torch.cat([above, below], dim=1)
 
 

@@ -23,7 +23,7 @@ from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.contracts import pick_outputs
 from qbheat_det.modeling.image_model import check_value, find_cached_images
 
-from .auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
+from .auxiliary_queries import Denoising
 from .criterion import FocalClassification, SetCriterion, SoftmaxClassification, Targets
 from .decoder_block import DecoderWidths
 from .mf_decoder import MFDecoder
@@ -53,7 +53,7 @@ class MFDETR(nn.Module):
         in_features: Sequence[str],
         pixel_mean: Sequence[float],
         pixel_std: Sequence[float],
-        auxiliary_queries: AuxiliaryQueries | None = None,
+        auxiliary_queries: Denoising | None = None,
     ) -> None:
         """
         Args:
@@ -169,13 +169,13 @@ class MFDETR(nn.Module):
         extra = {name: values[:, :, num_own:] for name, values in outputs.items()}
         return {
             **self.criterion(own, targets, normalizers[0]),
-            **self.auxiliary_queries.losses(extra, targets, self.criterion, normalizers[1:]),
+            **self.auxiliary_queries.losses(extra, targets, self.criterion, normalizers[1]),
         }
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns (P, 2), the divisors of class and box losses for a batch.
 
-        The first row is for the object queries. Each kind of auxiliary queries adds a row.
+        The first row is for the object queries, the second for auxiliary queries, if there are any.
         """
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
@@ -186,7 +186,7 @@ class MFDETR(nn.Module):
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:
         rows = [self.criterion.normalizers(counts, self.decoder.num_queries)]
         if self.auxiliary_queries is not None:
-            rows += self.auxiliary_queries.normalizers(counts, self.criterion)
+            rows.append(self.auxiliary_queries.normalizers(counts, self.criterion))
         return torch.tensor(rows)  # on the CPU, so that all rows are transferred at once
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
@@ -263,10 +263,9 @@ def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder
 def _build_selection(node: CfgNode) -> QuerySelection | None:
     if not node.QUERY_SELECTION.ENABLED:
         return None
-    if node.DENOISING.GROUPS or node.QUERY_GROUPS.COUNT > 1 or node.CLASSIFICATION != "focal":
+    if node.DENOISING.GROUPS or node.CLASSIFICATION != "focal":
         raise ValueError(
-            "MODEL.MF_DETR.QUERY_SELECTION needs CLASSIFICATION 'focal', DENOISING.GROUPS 0 and "
-            "QUERY_GROUPS.COUNT 1"
+            "MODEL.MF_DETR.QUERY_SELECTION needs CLASSIFICATION 'focal' and DENOISING.GROUPS 0"
         )
     sizes = {"num_classes": node.NUM_CLASSES, "num_queries": node.NUM_OBJECT_QUERIES}
     own = {key.lower(): value for key, value in node.QUERY_SELECTION.items() if key != "ENABLED"}
@@ -284,26 +283,13 @@ def _build_criterion(node: CfgNode) -> SetCriterion:
         class_weight=node.CLASS_WEIGHT,
         l1_weight=node.L1_WEIGHT,
         giou_weight=node.GIOU_WEIGHT,
-        deep_supervision=node.DEEP_SUPERVISION,
     )
 
 
-def _build_auxiliary_queries(node: CfgNode) -> AuxiliaryQueries | None:
-    denoising, groups = node.DENOISING, node.QUERY_GROUPS
+def _build_auxiliary_queries(node: CfgNode) -> Denoising | None:
+    denoising = node.DENOISING
     check_value(denoising.GROUPS >= 0, "MF_DETR.DENOISING.GROUPS", denoising.GROUPS, "at least 0")
-    check_value(groups.COUNT >= 1, "MF_DETR.QUERY_GROUPS.COUNT", groups.COUNT, "at least 1")
-    kinds: dict[str, QueryGroups | Denoising] = {}
-    if groups.COUNT > 1:
-        kinds["groups"] = QueryGroups(
-            num_groups=groups.COUNT - 1,
-            num_queries=node.NUM_OBJECT_QUERIES,
-            dim=node.HIDDEN_DIM,
-            weight=groups.WEIGHT,
-        )
-    if denoising.GROUPS:
-        kinds["denoising"] = Denoising(
-            num_classes=node.NUM_CLASSES,
-            dim=node.HIDDEN_DIM,
-            **{name.lower(): value for name, value in denoising.items()},
-        )
-    return AuxiliaryQueries(kinds) if kinds else None
+    if not denoising.GROUPS:
+        return None
+    own = {name.lower(): value for name, value in denoising.items()}
+    return Denoising(num_classes=node.NUM_CLASSES, dim=node.HIDDEN_DIM, **own)

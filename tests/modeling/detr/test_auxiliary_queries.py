@@ -10,20 +10,18 @@ from detectron2.modeling import build_model
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.modeling.detr.auxiliary_queries import AuxiliaryQueries, Denoising, QueryGroups
+from qbheat_det.modeling.detr.auxiliary_queries import Denoising
 from qbheat_det.modeling.detr.criterion import Targets
 from qbheat_det.modeling.detr.mf_decoder import QuerySet
 from qbheat_det.modeling.detr.mf_detr import MFDETR
 from tests.engine.gradient_cases import MF_DETR, Case, make_case_config, make_image
 
 from ..reference_set_criterion import NoisedBox, Settings, denoising_losses, noised_boxes
-from .test_criterion import COUNTS, NO_OBJECT_WEIGHT, criterion, ground_truth, losses, predictions
+from .test_criterion import NO_OBJECT_WEIGHT, criterion, ground_truth, predictions
 from .test_decoder_against_reference import maps, small_decoder
 
 DENOISING = ("MODEL.MF_DETR.DENOISING.GROUPS", 3)
-GROUPS = ("MODEL.MF_DETR.QUERY_GROUPS.COUNT", 3)
 FOCAL = ("MODEL.MF_DETR.CLASSIFICATION", "focal")
-BOTH = (*DENOISING, *GROUPS)
 BATCHES = {"boxes": (0, 5, 1, 3), "no box": (5, 6)}
 
 
@@ -36,7 +34,7 @@ def build(*opts: Any) -> MFDETR:
 
 def test_the_network_of_inference_is_the_same_to_the_bit() -> None:
     images = [make_image(index) for index in (0, 5)]
-    plain, helped = build(*FOCAL).eval(), build(*BOTH, *FOCAL).eval()
+    plain, helped = build(*FOCAL).eval(), build(*DENOISING, *FOCAL).eval()
     names = {name for name in helped.state_dict() if not name.startswith("auxiliary_queries.")}
     assert names == set(plain.state_dict())
     for name, tensor in plain.state_dict().items():  # from the same seed
@@ -52,7 +50,7 @@ def test_the_network_of_inference_is_the_same_to_the_bit() -> None:
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 def test_every_parameter_has_a_gradient(batch: tuple[int, ...]) -> None:
-    model = build(*BOTH)
+    model = build(*DENOISING)
     sum(model([make_image(index) for index in batch]).values()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -60,45 +58,12 @@ def test_every_parameter_has_a_gradient(batch: tuple[int, ...]) -> None:
 
 
 def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:
-    # Images of 3, 0 and 1 boxes, 7 queries, 3 groups: 4 of 21 queries of a group find a box, and 12
-    # of 24 denoising queries are positive; no-object weighs 0.1.
-    model = build(*BOTH)
+    # Images of 3, 0 and 1 boxes, 7 queries, 3 groups: 4 of 21 object queries find a box, and 12 of
+    # 24 denoising queries are positive; no-object weighs 0.1.
+    model = build(*DENOISING)
     counts = model.loss_counts([make_image(index) for index in (0, 5, 1)])
-    group = [4 + 0.1 * 17, 4.0]
-    assert_close(counts, torch.tensor([group, group, [12 + 0.1 * 12, 12.0]]))
+    assert_close(counts, torch.tensor([[4 + 0.1 * 17, 4.0], [12 + 0.1 * 12, 12.0]]))
     assert_close(model.loss_normalizers(counts, parts=4), counts / 4)
-
-
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-def test_losses_are_the_sum_over_groups_of_what_each_costs_alone(counts: list[int]) -> None:
-    logits, boxes = predictions(2, len(counts), 18, classes=4)
-    targets, loss = Targets.stack(*ground_truth(counts, classes=4)), criterion(4)
-    groups = QueryGroups(num_groups=3, num_queries=6, dim=8, weight=0.5)
-    queries = AuxiliaryQueries({"groups": groups})
-    normalizers = loss.mean_normalizers(torch.tensor(queries.normalizers(counts, loss)), 1)
-    outputs = {"pred_logits": logits, "pred_boxes": boxes}
-    found = queries.losses(outputs, targets, loss, normalizers)
-    expected = dict.fromkeys(found, torch.zeros(()))
-    for group in range(3):
-        own = slice(6 * group, 6 * group + 6)
-        outputs = {"pred_logits": logits[:, :, own], "pred_boxes": boxes[:, :, own]}
-        for name, value in losses(loss, outputs, targets).items():
-            name = name.removesuffix("_0").replace("loss_", "loss_group_")
-            expected[name] = expected[name] + 0.5 * value
-    assert set(found) == {"loss_group_ce", "loss_group_bbox", "loss_group_giou"}
-    for name, value in found.items():
-        assert_close(value, expected[name], msg=name)
-
-
-class Given(torch.nn.Module):
-    """A kind of auxiliary queries that is there already."""
-
-    def __init__(self, queries: QuerySet) -> None:
-        super().__init__()
-        self.queries = queries
-
-    def forward(self, targets: Targets) -> QuerySet:
-        return self.queries
 
 
 def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
@@ -106,27 +71,21 @@ def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
     decoder, queries = small_decoder((1, 1, 1)), 9
     torch.manual_seed(0)
     hidden = torch.tensor([[False, True, False], [True, False, False], [True, True, False]])
-    other = QuerySet(
-        content=torch.randn(2, 3, 64).double(),
+    content = torch.randn(2, 3, 64).double().requires_grad_()
+    alone = torch.ones(3, 3, dtype=torch.bool).fill_diagonal_(False)
+    extra = QuerySet(
+        content=content,
         position=torch.randn(2, 3, 64).double(),
-        masked=torch.stack([hidden, torch.ones(3, 3, dtype=torch.bool)]),
-        reads_own=torch.tensor([True, False, True]),
+        masked=torch.stack([hidden, alone]),
     )
-    other.masked[1, 1, 1] = False  # who sees neither the own nor another sees itself
-    groups = QueryGroups(num_groups=2, num_queries=3, dim=64).double()
-    targets = Targets.stack(*ground_truth([1, 1], 3))
-    extra = AuxiliaryQueries({"groups": groups, "other": Given(other)})(targets)
     features = [torch.stack([f, f.flip(-1)]) for f in maps((12, 20), (24, 40))]
-    content = extra.content.clone().requires_grad_()
-    moved = QuerySet(content, extra.position, extra.masked, extra.reads_own)
-    states = decoder.refine_queries(features, extra=moved)[-1]
-    alone = decoder.refine_queries(features)[-1]
-    assert_close(states[:, :queries], alone, rtol=1e-10, atol=1e-10)
-    group_mask = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
+    states = decoder.refine_queries(features, extra=extra)[-1]
+    expected = decoder.refine_queries(features)[-1]
+    assert_close(states[:, :queries], expected, rtol=1e-10, atol=1e-10)
     for image in range(2):
-        sees = torch.block_diag(group_mask, ~other.masked[image]) | torch.eye(9).bool()
+        sees = ~extra.masked[image]
         reached = torch.linalg.matrix_power(sees.double(), 3) > 0  # in three blocks
-        for number in range(9):
+        for number in range(3):
             (gradient,) = torch.autograd.grad(
                 states[image, queries + number].sum(), content, retain_graph=True
             )
@@ -137,7 +96,7 @@ def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
     assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=0)
 
 
-K, DIM = 4, 8
+K, DIM, WEIGHT = 4, 8, 0.5
 COUNTS = {
     "an image without boxes": [2, 0, 3],
     "a hundred boxes": [100, 2],
@@ -154,7 +113,7 @@ SETTINGS = {
 
 def part(settings: Settings) -> Denoising:
     torch.manual_seed(0)
-    return Denoising(num_classes=K, dim=DIM, **dataclasses.asdict(settings))
+    return Denoising(num_classes=K, dim=DIM, weight=WEIGHT, **dataclasses.asdict(settings))
 
 
 def noise_for(counts: list[int], settings: Settings) -> tuple[Tensor, list[list[NoisedBox]]]:
@@ -173,7 +132,6 @@ def test_queries_equal_those_of_a_loop_over_images(counts: list[int], settings: 
     found = denoising(Targets.stack(*ground_truth(counts, K)), noise)
     assert found.content.shape[1] == max(len(queries) for queries in expected)
     assert found.content.shape[1] <= settings.max_queries
-    assert found.reads_own.all()
     for image, queries in enumerate(expected):
         for number, query in enumerate(queries):
             assert_close(found.content[image, number], denoising.label_embed.weight[query.label])
@@ -197,12 +155,14 @@ def test_losses_and_gradients_equal_the_naive_ones(counts: list[int], settings: 
     theirs = [t.detach().double().requires_grad_() for t in ours]
     denoising, loss = part(settings), criterion(K)
     normalizers = loss.mean_normalizers(torch.tensor(denoising.normalizers(counts, loss)), 1)
-    found = denoising.losses(*ours, Targets.stack(*truth), loss, normalizers)
+    outputs = dict(zip(("pred_logits", "pred_boxes"), ours, strict=True))
+    found = denoising.losses(outputs, Targets.stack(*truth), loss, normalizers)
     wanted = denoising_losses(*theirs, expected, list(zip(*truth, strict=True)), NO_OBJECT_WEIGHT)
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
-        assert_close(value.sum(), wanted[name].float(), rtol=1e-5, atol=1e-6, msg=name)
-    sum(value.sum() for value in found.values()).backward()
-    sum(wanted.values()).backward()
+    assert set(found) == {name.replace("loss_", "loss_dn_") for name in wanted}
+    for name, value in wanted.items():
+        own = found[name.replace("loss_", "loss_dn_")]
+        assert_close(own, WEIGHT * value.float(), rtol=1e-5, atol=1e-6, msg=name)
+    sum(found.values()).backward()
+    sum(WEIGHT * value for value in wanted.values()).backward()
     for own, reference in zip(ours, theirs, strict=True):
         assert_close(own.grad, reference.grad.float(), rtol=1e-4, atol=1e-6)

@@ -33,14 +33,13 @@ COUNTS = {
 }
 
 
-def criterion(classes: int, *, deep: bool = True) -> SetCriterion:
+def criterion(classes: int) -> SetCriterion:
     return SetCriterion(
         class_weight=CLASS_WEIGHT,
         l1_weight=L1_WEIGHT,
         giou_weight=GIOU_WEIGHT,
         num_classes=classes,
         classification=SoftmaxClassification(no_object_weight=NO_OBJECT_WEIGHT),
-        deep_supervision=deep,
     )
 
 
@@ -51,7 +50,7 @@ def losses(loss: SetCriterion, outputs: dict[str, Tensor], targets: Targets) -> 
 
 
 def both(
-    counts: list[int], *, deep: bool = True, queries: int = 6, blocks: int = 3
+    counts: list[int], *, queries: int = 6, blocks: int = 3
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
     """Losses by the package and by the reference, and the gradients of their sums."""
     logits, boxes = predictions(blocks, len(counts), queries, classes=4)
@@ -59,11 +58,11 @@ def both(
     ours = [tensor.clone().requires_grad_() for tensor in (logits, boxes)]
     theirs = [tensor.double().requires_grad_() for tensor in (logits, boxes)]
     outputs = dict(zip(("pred_logits", "pred_boxes"), ours, strict=True))
-    found = losses(criterion(4, deep=deep), outputs, Targets.stack(labels, true_boxes))
+    found = losses(criterion(4), outputs, Targets.stack(labels, true_boxes))
     expected = set_criterion(
         [
             {"pred_logits": theirs[0][block], "pred_boxes": theirs[1][block]}
-            for block in range(0 if deep else blocks - 1, blocks)
+            for block in range(blocks)
         ],
         [(label, box.double()) for label, box in zip(labels, true_boxes, strict=True)],
         NO_OBJECT_WEIGHT,
@@ -76,10 +75,9 @@ def both(
     return found, expected, gradients
 
 
-@pytest.mark.parametrize("deep", [True, False], ids=["deep", "last block only"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-def test_losses_and_gradients_equal_the_naive_ones(counts: list[int], deep: bool) -> None:
-    found, expected, gradients = both(counts, deep=deep)
+def test_losses_and_gradients_equal_the_naive_ones(counts: list[int]) -> None:
+    found, expected, gradients = both(counts)
     assert set(found) == set(expected)
     for name, loss in found.items():
         assert_close(loss, expected[name].float(), rtol=1e-5, atol=1e-6, msg=name)

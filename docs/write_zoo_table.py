@@ -1,0 +1,95 @@
+#!/usr/bin/env python
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Writes the entries of the package's model zoo into MODEL_ZOO.md.
+
+usage: python docs/write_zoo_table.py
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from qbheat_det.config import get_config_path  # noqa: E402
+from qbheat_det.model_zoo import Metric, ZooEntry, index, load_index, sources  # noqa: E402
+
+ZOO_FILE = ROOT / "MODEL_ZOO.md"
+_BEGIN, _END = "<!-- begin: docs/write_zoo_table.py -->", "<!-- end -->"
+_HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
+_NOTES = """\
+Parameters are those of the whole file. Multiply-adds are of convolutions, linear layers and
+attention on one image of the stated size; of pre-trained models, those of the backbone on it.
+Metrics are of the files as they are, in half precision, unless a note below says otherwise.
+"Shipped" files, 40 MB at most, are in the repository and in the wheel: their names work without a
+network, and `qbheat zoo verify` and the tests check that code and weights agree."""
+
+
+def update(text: str) -> str:
+    """Returns the content of MODEL_ZOO.md with the entries of the index between the marks."""
+    head, begin, rest = text.partition(_BEGIN)
+    _, end, tail = rest.partition(_END)
+    if not (begin and end):
+        sys.exit(f"MODEL_ZOO.md has no section between '{_BEGIN}' and '{_END}'")
+    return f"{head}{begin}\n\n{render_entries(load_index())}\n\n{end}{tail}"
+
+
+def render_entries(entries: Sequence[ZooEntry]) -> str:
+    """Returns Markdown: a table of the entries, then a section for each entry."""
+    entries = sorted(entries, key=lambda entry: (index.TASKS.index(entry.task), entry.name))
+    lines = [_HEADERS, ["---"] * len(_HEADERS), *map(_render_row, entries)]
+    table = "\n".join(f"| {' | '.join(c.replace('|', '/') for c in line)} |" for line in lines)
+    return "\n\n".join([table, _NOTES, *map(_describe_entry, entries)])
+
+
+def _describe_entry(entry: ZooEntry) -> str:
+    """Returns a section about an entry; raises a ``UserError`` if its recipe is missing."""
+    get_config_path(entry.config)
+    made = f"Made: {entry.date}, at commit `{entry.commit}`"
+    if entry.distribution:
+        made = f"Converted when fetched, from `{entry.distribution.requirement}` of Python's index"
+    if entry.encoder:
+        stored = entry.stored
+        made += f". Stored without the encoder of `{entry.encoder.name}`: {stored.size:,} bytes"
+    lines = (
+        f"Recipe: [{entry.config}](configs/{entry.config})",
+        f"Data: {entry.data} (licence: {entry.data_licence})",
+        f"Weights: `{entry.file}`, {entry.size:,} bytes, licence {entry.licence}, SHA-256 "
+        f"`{entry.sha256}`",
+        made,
+        *map(_format_metric, entry.metrics),
+    )
+    items = "\n".join(f"- {line}" for line in lines)
+    command = f"```sh\n{entry.command}\n```"
+    return f"### {entry.name}\n\n{entry.summary}\n\n{items}\n\n{command}"
+
+
+def _format_metric(metric: Metric) -> str:
+    """Returns text such as "AP 21.3 % on Aquarium val (±0.4, over 3 seeds; at 512)"."""
+    notes = "; ".join(filter(None, [metric.spread, metric.note]))
+    value = " ".join(filter(None, [metric.name, f"{metric.value:g}", metric.unit]))
+    return f"{value} on {metric.data}{f' ({notes})' if notes else ''}"
+
+
+def _render_row(entry: ZooEntry) -> Sequence[str]:
+    # GitHub removes dots and slashes from the anchors of headings.
+    anchor = "".join(letter for letter in entry.name.lower() if letter.isalnum() or letter in "-_")
+    stored = entry.stored
+    shipped = ", shipped" if (sources.SHIPPED / stored.file).is_file() else ""
+    size = f"{stored.size / 1e6:.1f} MB"
+    if entry.encoder:
+        size += f" + `{entry.encoder.name}`"
+    return (
+        f"[`{entry.name}`](#{anchor})",
+        entry.task,
+        "; ".join(map(str, entry.metrics)) or "—",
+        f"{entry.num_params / 1e6:.1f} M",
+        f"{entry.madds / 1e9:.2f} G at {entry.madds_input[0]}x{entry.madds_input[1]}",
+        f"{size}{shipped}",
+    )
+
+
+if __name__ == "__main__":
+    ZOO_FILE.write_text(update(ZOO_FILE.read_text("utf-8")), encoding="utf-8")
+    print(ZOO_FILE.relative_to(ROOT))

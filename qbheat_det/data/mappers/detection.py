@@ -1,0 +1,204 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The mappers for detection: Detectron2's mapper with faster reading, and DETR's augmentation.
+
+In training, crops, resizes and flips are drawn from the size in the file's header, with the same
+random numbers as in Detectron2. Then the file is decoded, at 1/2, 1/4 or 1/8 of its size if it is a
+JPEG that the first resize makes smaller than that, and resized with PyTorch's uint8 kernel. Boxes
+are equal to those of Detectron2, and pixels up to rounding, except for JPEGs of reduced size.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper
+from detectron2.data import transforms as T
+from detectron2.data.detection_utils import check_image_size, filter_empty_instances
+from detectron2.structures import Boxes, BoxMode, Instances
+from fvcore.transforms.transform import Transform
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from qbheat_det.data.checks import check_input_keys
+from qbheat_det.data.images import REDUCTIONS, open_image, resize
+from qbheat_det.modeling.contracts import TILE
+
+
+class DetectionMapper(DatasetMapper):
+    """Detectron2's mapper, which reads files faster in training.
+
+    Masks, keypoints and boxes are those of Detectron2. Inference, and everything that needs the
+    pixels of the whole image, such as other augmentations and semantic segmentation, is left to
+    Detectron2.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._needs_pixels = (
+            not self.is_train
+            or self.proposal_topk is not None
+            or self.image_format not in ("RGB", "BGR")
+            or not _depends_on_size(self.augmentations)
+        )
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
+        if self._needs_pixels or "sem_seg_file_name" in dataset_dict:
+            return super().__call__(dataset_dict)
+        try:
+            with open_image(dataset_dict["file_name"]) as file:
+                outline = _Outline(file.height, file.width)
+                check_image_size(dataset_dict, outline.image)
+                transforms = list(_flatten(self.augmentations(outline)))
+                pixels = file.decode(_find_reduction(transforms))
+        except UnidentifiedImageError:  # Detectron2 reads more formats
+            return super().__call__(dataset_dict)
+        image = pixels.permute(2, 0, 1)
+        for transform in transforms:
+            image = _transform(image, transform)
+        record = {**dataset_dict, "image": image if self.image_format == "RGB" else image.flip(0)}
+        if "annotations" in record:
+            record["annotations"] = [dict(each) for each in record["annotations"]]
+            self._transform_annotations(
+                record, T.TransformList(transforms), outline.image.shape[:2]
+            )
+        return record
+
+    def _transform_annotations(
+        self, dataset_dict: dict[str, Any], transforms: T.TransformList, image_shape: Any
+    ) -> None:
+        """Replaces "annotations" by "instances", all boxes at once."""
+        kept = [each for each in dataset_dict["annotations"] if not each.get("iscrowd", 0)]
+        modes = {each["bbox_mode"] for each in kept}
+        if self.use_instance_mask or self.use_keypoint or len(modes) != 1:
+            super()._transform_annotations(dataset_dict, transforms, image_shape)
+            return
+        del dataset_dict["annotations"]
+        # As in Detectron2, in float32 before the transforms and in float64 in them.
+        boxes = np.array([each["bbox"] for each in kept], dtype=np.float32)
+        boxes = BoxMode.convert(boxes, modes.pop(), BoxMode.XYXY_ABS).astype(np.float64)
+        height, width = image_shape
+        boxes = transforms.apply_box(boxes).clip(0, [width, height, width, height])
+        classes = torch.tensor([int(each["category_id"]) for each in kept])
+        instances = Instances((height, width), gt_boxes=Boxes(boxes), gt_classes=classes)
+        dataset_dict["instances"] = filter_empty_instances(instances)
+
+
+class DetrDatasetMapper(DetectionMapper):
+    """Detectron2's mapper, with DETR's random crop before the resize and flip.
+
+    "End-to-End Object Detection with Transformers", arXiv:2005.12872, Sec. A.4. The flip comes
+    last, as in Detectron2. This is statistically equivalent to the paper's order.
+
+    In training, with probability 1/2, the shorter side is resized to one of
+    ``INPUT.DETR_CROP_RESIZE``, and a region of random size is cropped. Boxes are clipped to the
+    crop. Images without remaining boxes are kept. Masks (``MODEL.MASK_ON``) are cropped too, which
+    requires ``shapely`` for polygons.
+    """
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
+        arguments: dict[str, Any] = super().from_config(cfg, is_train)
+        if is_train and len(cfg.INPUT.DETR_CROP_RESIZE):
+            crop = build_detr_crop(
+                resize_to=cfg.INPUT.DETR_CROP_RESIZE, crop_range=cfg.INPUT.DETR_CROP_RANGE
+            )
+            arguments["augmentations"].insert(0, crop)
+        return arguments
+
+
+def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T.Augmentation:
+    """Returns an augmentation that resizes and crops an image with probability 1/2.
+
+    The shorter side is resized to one of ``resize_to``, in pixels. ``crop_range`` is [min, max] of
+    the height and width of the crop. Raises a ``UserError`` if a value is invalid.
+    """
+    is_range = len(crop_range) == 2 and 0 < crop_range[0] <= crop_range[1]
+    check_input_keys(
+        ("DETR_CROP_RESIZE", resize_to, min(resize_to, default=0) > 0, "positive"),
+        ("DETR_CROP_RANGE", crop_range, is_range, "[min, max] with 0 < min <= max"),
+    )
+    resize = T.ResizeShortestEdge(list(resize_to), sample_style="choice")
+    crop = T.RandomCrop("absolute_range", tuple(crop_range))
+    return T.RandomApply(T.AugmentationList([resize, crop]), prob=0.5)
+
+
+@dataclass(frozen=True)
+class TileMapper:
+    """Crops the ``TILE`` of a record out of the decoded image, before all augmentations.
+
+    "height" and "width" of the entry are those of the tile.
+    """
+
+    mapper: DatasetMapper
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if TILE not in dataset_dict:
+            return self.mapper(dataset_dict)
+        x, y, width, height = dataset_dict[TILE]
+        cropping = copy.copy(self.mapper)
+        crop = T.CropTransform(x, y, width, height)
+        cropping.augmentations = T.AugmentationList([crop, self.mapper.augmentations])
+        return {**cropping(dataset_dict), "height": height, "width": width}
+
+
+class _Outline(T.AugInput):
+    """Stands for an image (h, w, 3), of which augmentations see only the size."""
+
+    def __init__(self, height: int, width: int) -> None:
+        super().__init__(np.broadcast_to(np.uint8(0), (height, width, 3)))
+        self._size = height, width
+
+    def transform(self, tfm: Transform) -> None:
+        height, width = self._size
+        if isinstance(tfm, T.ResizeTransform):
+            height, width = tfm.new_h, tfm.new_w
+        elif isinstance(tfm, T.CropTransform):
+            height, width = tfm.h, tfm.w
+        self._size = height, width
+        self.image = np.broadcast_to(np.uint8(0), (height, width, 3))
+
+
+def _depends_on_size(augmentation: T.Augmentation) -> bool:
+    """Whether an augmentation crops, resizes and flips, depending only on the image's size."""
+    if type(augmentation) is T.AugmentationList:
+        return all(map(_depends_on_size, augmentation.augs))
+    if type(augmentation) is T.RandomApply:
+        return _depends_on_size(augmentation.aug)
+    if type(augmentation) is T.ResizeShortestEdge:
+        return bool(augmentation.interp == Image.Resampling.BILINEAR)
+    return type(augmentation) in (T.RandomFlip, T.RandomCrop)
+
+
+def _flatten(transform: Transform) -> Iterator[Transform]:
+    if isinstance(transform, T.TransformList):
+        for part in transform.transforms:
+            yield from _flatten(part)
+    elif not isinstance(transform, T.NoOpTransform):
+        yield transform
+
+
+def _find_reduction(transforms: Sequence[Transform]) -> int:
+    """Returns by how much an image may be scaled down before its first transform, a resize.
+
+    Width and height must be multiples of it. Otherwise, boxes would not fit to the pixels.
+    """
+    first = transforms[0] if transforms else None
+    if not isinstance(first, T.ResizeTransform):
+        return 1
+    pairs = (first.h, first.new_h), (first.w, first.new_w)
+    fits = (by for by in REDUCTIONS if all(old % by == 0 and old >= by * new for old, new in pairs))
+    return next(fits, 1)
+
+
+def _transform(image: Tensor, transform: Transform) -> Tensor:
+    """Applies a resize, crop or flip to an image (3, H, W), uint8."""
+    if isinstance(transform, T.ResizeTransform):
+        return resize(image.permute(1, 2, 0), transform.new_h, transform.new_w)
+    if isinstance(transform, T.CropTransform):
+        rows = slice(transform.y0, transform.y0 + transform.h)
+        return image[:, rows, transform.x0 : transform.x0 + transform.w]
+    return image.flip(2 if isinstance(transform, T.HFlipTransform) else 1)
