@@ -96,6 +96,13 @@ _KEYS: dict[str, dict[str, Any]] = {
         "POSITIONS_PER_BOX": 6,  # positive positions per box in the training of the dense head
         "WEIGHT": 1.0,  # weight of the dense head's losses, relative to the main losses
     },
+    "MODEL.RETINANET.ATSS": {
+        # Assign anchors by ATSS, train scores on the IoU of the predicted boxes, and boxes with the
+        # GIoU loss. If False: Detectron2's MODEL.RETINANET.IOU_THRESHOLDS and losses.
+        "ENABLED": False,
+        "TOP_K": 9,  # candidates per box and level
+        "GIOU_WEIGHT": 2.0,  # weight of the GIoU loss
+    },
     "MODEL.FCOS": {  # Detectron2 has no FCOS keys; names are as in MODEL.RETINANET
         "NUM_CLASSES": 80,
         "IN_FEATURES": ["p3", "p4", "p5", "p6", "p7"],

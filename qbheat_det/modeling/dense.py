@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detectron2's RetinaNet and FCOS, with losses normalized over all processes.
+"""Dense detectors with losses normalized over all processes: the base class, and FCOS.
 
 Papers: arXiv:1708.02002 and arXiv:2006.09214. Detectron2 divides the losses by a running mean of
 the number of positive anchors. Each process keeps its own mean, which is lost on resume. Here the
@@ -21,7 +21,6 @@ import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, build_backbone
-from detectron2.modeling.meta_arch import RetinaNet
 from detectron2.modeling.meta_arch.dense_detector import DenseDetector
 from detectron2.modeling.meta_arch.fcos import FCOS, FCOSHead
 from detectron2.structures import Boxes, ImageList, Instances
@@ -33,7 +32,7 @@ from torchvision.ops import generalized_box_iou_loss
 from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED, pick_outputs
 from qbheat_det.modeling.image_model import find_cached_images
 
-_COUNT = "num_positives"  # ``losses`` returns the count under this key, next to the losses
+COUNT = "num_positives"  # ``losses`` returns the count under this key, next to the losses
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,8 @@ class DenseTeacherLoss:
     def __call__(self, student: DensePredictions, targets: DenseTargets) -> dict[str, Tensor]:
         """Returns the losses by name. Their mean over all parts is that of the effective batch."""
         logits, best, total = student.logits.float(), targets.scores.amax(dim=2), targets.total[0]
-        bce = F.binary_cross_entropy_with_logits(logits, targets.scores, reduction="none")
-        distance = (targets.scores - logits.sigmoid()).abs() ** self.gamma
-        losses = {"loss_teacher_cls": (distance * bce).sum() / total}
+        loss = quality_focal_loss(logits, targets.scores, self.gamma)
+        losses = {"loss_teacher_cls": loss.sum() / total}
         # Locations are weighted by the teacher's highest class score.
         top = best > 0
         weights = best[top] / total
@@ -140,6 +138,12 @@ class DenseTeacherLoss:
             )
             losses["loss_teacher_ctr"] = (weights * quality).sum()
         return {name: self.weight * loss for name, loss in losses.items()}
+
+
+def quality_focal_loss(logits: Tensor, targets: Tensor, gamma: float) -> Tensor:
+    """Returns the loss (arXiv:2006.04388) of logits against scores in [0, 1], of the same shape."""
+    bce = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return (targets - logits.sigmoid()).abs() ** gamma * bce
 
 
 class SyncNormalizer(DenseDetector):
@@ -164,7 +168,7 @@ class SyncNormalizer(DenseDetector):
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
-        count = outputs.pop(_COUNT)
+        count = outputs.pop(COUNT)
         if normalizers is None:
             if comm.get_world_size() > 1:
                 torch.distributed.all_reduce(count)
@@ -224,7 +228,7 @@ class SyncNormalizer(DenseDetector):
     ) -> dict[str, Tensor]:
         """Returns the detector's summed losses, not normalized, and the number of positives."""
         sums = super().losses(anchors, pred_logits, gt_labels, *others)
-        return {**sums, _COUNT: self._count_positives(gt_labels)}
+        return {**sums, COUNT: self._count_positives(gt_labels)}
 
     def _count_positives(self, gt_labels: list[Tensor]) -> Tensor:
         labels = torch.stack(gt_labels)  # (N, R): -1 is ignored, K is background
@@ -239,17 +243,6 @@ class SyncNormalizer(DenseDetector):
         # Checkpoints of Detectron2's class do not contain this buffer.
         state_dict.setdefault(f"{prefix}loss_normalizer", self.loss_normalizer)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-@META_ARCH_REGISTRY.register()
-class SyncRetinaNet(SyncNormalizer, RetinaNet):
-    """RetinaNet normalized over the effective batch. In one process, equal to Detectron2's."""
-
-    first_normalizer = 100.0
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {**super().from_config(cfg), "teacher_loss": DenseTeacherLoss.from_config(cfg)}
 
 
 @META_ARCH_REGISTRY.register()

@@ -8,7 +8,7 @@ from detectron2.modeling.box_regression import Box2BoxTransform
 from detectron2.modeling.matcher import Matcher
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 
-from qbheat_det.modeling.dense import SyncRetinaNet
+from qbheat_det.modeling.retinanet import SyncRetinaNet
 
 from ..data.constants import constants
 from .mobile_former_fpn import model as backbone

@@ -1,0 +1,146 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""RetinaNet normalized over all processes, with ATSS as an alternative to IoU thresholds.
+
+RetinaNet (arXiv:1708.02002) assigns anchors by fixed IoU thresholds, which many small boxes never
+reach. Adaptive training sample selection, ATSS (arXiv:1912.02424), computes a threshold for each
+box from the anchors near its center. With ATSS, one anchor per position is enough.
+
+In shapes, M is the number of boxes of an image, and R the number of anchors of all levels.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.modeling.meta_arch import RetinaNet
+from detectron2.structures import Boxes, Instances, pairwise_iou
+from detectron2.structures.boxes import matched_pairwise_iou
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.ops import generalized_box_iou_loss
+
+from .dense import COUNT, DenseTeacherLoss, SyncNormalizer, quality_focal_loss
+
+
+@dataclass(frozen=True)
+class AtssAssigner:
+    """Assigns anchors to the boxes of one image.
+
+    Candidates of a box are the ``top_k`` anchors of each level whose centers are nearest to its
+    center. Positives are those candidates whose IoU is at least the mean plus the standard
+    deviation of the candidates' IoUs, and whose center is in the box. In contrast to the paper, a
+    box without positives gets its best candidate. An anchor of several boxes learns the one with
+    the highest IoU.
+
+    Attributes:
+        top_k: number of candidates per box and level; the paper's 9.
+    """
+
+    top_k: int = 9
+
+    def __call__(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
+        """Returns (R,), the index of each anchor's box, or -1 for background.
+
+        Args:
+            anchors: anchors of each level, XYXY, in pixels of the padded batch.
+            boxes: the M boxes of the image, in the same frame.
+        """
+        if not len(boxes):
+            return torch.full((sum(map(len, anchors)),), -1, device=boxes.device)
+        every = Boxes.cat(anchors)
+        candidates = self._nearest(anchors, boxes)
+        overlaps = pairwise_iou(boxes, every)
+        near = overlaps.gather(1, candidates)
+        threshold = near.mean(1, keepdim=True) + near.std(1, correction=0, keepdim=True)
+        centers, corners = every.get_centers()[candidates], boxes.tensor[:, None]
+        inside = (centers > corners[..., :2]) & (centers < corners[..., 2:])
+        positive = (near >= threshold) & inside.all(-1)
+        lost, best = ~positive.any(1), near.argmax(1)
+        positive[lost, best[lost]] = True
+        quality = torch.full_like(overlaps, -1.0)
+        quality.scatter_(1, candidates, near.where(positive, -1.0))
+        value, index = quality.max(0)
+        return index.where(value >= 0, -1)
+
+    def _nearest(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
+        """Returns (M, candidates), indices into the anchors of all levels."""
+        rows, start = [], 0
+        for level in anchors:
+            distances = torch.cdist(boxes.get_centers(), level.get_centers())
+            count = min(self.top_k, len(level))
+            rows.append(distances.topk(count, largest=False).indices + start)
+            start += len(level)
+        return torch.cat(rows, dim=1)
+
+
+@META_ARCH_REGISTRY.register()
+class SyncRetinaNet(SyncNormalizer, RetinaNet):
+    """RetinaNet normalized over the effective batch. In one process, equal to Detectron2's.
+
+    With an ``assigner``, ATSS assigns the anchors, scores learn the IoU of the predicted boxes (as
+    in arXiv:2006.04388), and boxes learn with the GIoU loss.
+    """
+
+    first_normalizer = 100.0
+
+    @configurable
+    def __init__(
+        self, *, assigner: AtssAssigner | None = None, giou_weight: float = 2.0, **kwargs: Any
+    ) -> None:
+        """Takes RetinaNet's arguments, the assigner, and the weight of its GIoU loss."""
+        super().__init__(**kwargs)
+        self.assigner = assigner
+        self.giou_weight = giou_weight
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        node = cfg.MODEL.RETINANET.ATSS
+        return {
+            **super().from_config(cfg),
+            "teacher_loss": DenseTeacherLoss.from_config(cfg),
+            "assigner": AtssAssigner(top_k=node.TOP_K) if node.ENABLED else None,
+            "giou_weight": node.GIOU_WEIGHT,
+        }
+
+    @torch.no_grad()
+    def label_anchors(
+        self, anchors: list[Boxes], gt_instances: list[Instances]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """See ``RetinaNet``."""
+        if self.assigner is None:
+            return super().label_anchors(anchors, gt_instances)
+        labels, boxes = [], []
+        for truth in gt_instances:
+            index = self.assigner(anchors, truth.gt_boxes)
+            # Index -1 is the appended entry: background, which has no box.
+            classes = truth.gt_classes.new_tensor([self.num_classes])
+            labels.append(torch.cat([truth.gt_classes, classes])[index])
+            boxes.append(F.pad(truth.gt_boxes.tensor, (0, 0, 0, 1))[index])
+        return labels, boxes
+
+    def losses(
+        self,
+        anchors: list[Boxes],
+        pred_logits: list[Tensor],
+        gt_labels: list[Tensor],
+        pred_anchor_deltas: list[Tensor],
+        gt_boxes: list[Tensor],
+    ) -> dict[str, Tensor]:
+        """See ``SyncNormalizer``."""
+        if self.assigner is None:
+            return super().losses(anchors, pred_logits, gt_labels, pred_anchor_deltas, gt_boxes)
+        labels, logits = torch.stack(gt_labels), torch.cat(pred_logits, dim=1).float()
+        image, row = (labels != self.num_classes).nonzero(as_tuple=True)
+        truth = torch.stack(gt_boxes)[image, row]
+        deltas = torch.cat(pred_anchor_deltas, dim=1).float()[image, row]
+        found = self.box2box_transform.apply_deltas(deltas, Boxes.cat(anchors).tensor[row])
+        overlap = matched_pairwise_iou(Boxes(found.detach()), Boxes(truth))
+        targets = torch.zeros_like(logits)
+        targets[image, row, labels[image, row]] = overlap
+        return {
+            "loss_cls": quality_focal_loss(logits, targets, self.focal_loss_gamma).sum(),
+            "loss_box_reg": self.giou_weight * generalized_box_iou_loss(found, truth).sum(),
+            COUNT: self._count_positives(gt_labels),
+        }
