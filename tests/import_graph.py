@@ -10,9 +10,8 @@ PACKAGE = "qbheat_det"
 
 BASE = {"core", "config", "layers", "modeling.contracts"}
 MIDDLE = BASE | {"data", "checkpoint", "solver", "evaluation"}
-MODELING = {f"modeling.{name}" for name in ("backbone", "pretrain", "detr", "dense")} | {
-    "modeling.classification"
-}
+_KINDS = ("backbone", "pretrain", "detr", "dense", "retinanet", "classification")
+MODELING = {f"modeling.{name}" for name in _KINDS}
 CACHE = {"feature_cache"}
 INFERENCE = MIDDLE | MODELING | {"deployment", "inference", "model_zoo", "probing"}
 
@@ -28,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": BASE,
     "modeling.image_model": BASE,
     **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
+    "modeling.retinanet": BASE | {"modeling.backbone", "modeling.image_model", "modeling.dense"},
     # Weights for timm's own models.
     "modeling.classification": BASE | {"checkpoint", "modeling.backbone", "modeling.image_model"},
     "feature_cache": MIDDLE | {"modeling.backbone", "modeling.image_model"},

@@ -113,7 +113,7 @@ class DenseTeacherLoss:
         if comm.get_world_size() > 1:
             best = torch.cat(comm.all_gather(best.cpu()))
         least = best.topk(max(1, int(self.top_share * len(best)))).values[-1]
-        total = best[best >= least].sum() / (len(teacher) * comm.get_world_size())
+        total = best.where(best >= least, 0).sum() / (len(teacher) * comm.get_world_size())
         found = []
         for part, each in zip(teacher, scores, strict=True):
             is_top = each.amax(dim=2, keepdim=True) >= least.to(each.device)

@@ -57,8 +57,8 @@ class AtssAssigner:
         centers, corners = every.get_centers()[candidates], boxes.tensor[:, None]
         inside = (centers > corners[..., :2]) & (centers < corners[..., 2:])
         positive = (near >= threshold) & inside.all(-1)
-        lost, best = ~positive.any(1), near.argmax(1)
-        positive[lost, best[lost]] = True
+        best = torch.zeros_like(positive).scatter_(1, near.argmax(1, keepdim=True), True)
+        positive |= best & ~positive.any(1, keepdim=True)
         quality = torch.full_like(overlaps, -1.0)
         quality.scatter_(1, candidates, near.where(positive, -1.0))
         value, index = quality.max(0)
@@ -115,8 +115,7 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
         for truth in gt_instances:
             index = self.assigner(anchors, truth.gt_boxes)
             # Index -1 is the appended entry: background, which has no box.
-            classes = truth.gt_classes.new_tensor([self.num_classes])
-            labels.append(torch.cat([truth.gt_classes, classes])[index])
+            labels.append(F.pad(truth.gt_classes, (0, 1), value=self.num_classes)[index])
             boxes.append(F.pad(truth.gt_boxes.tensor, (0, 0, 0, 1))[index])
         return labels, boxes
 

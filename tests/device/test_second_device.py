@@ -41,6 +41,7 @@ DETECTORS = {
     "retinanet, cached": read_opts(CACHED),
     "retinanet, bfloat16": read_opts(f"{AMP} bfloat16"),
     "retinanet, unlabelled": read_opts(SEMI),
+    "retinanet, atss": read_opts("MODEL.RETINANET.ATSS.ENABLED True"),
     "fcos": read_opts(FCOS),
     "fcos, unlabelled": read_opts(FCOS + SEMI),
     "mf_detr": DETR | read_opts("SOLVER.ACCUMULATE 2"),
@@ -73,10 +74,8 @@ IN_A_STEP = {
     },
     "Detectron2's anchors and losses choose by masks": {
         "backward",
-        "modeling/dense.py SyncNormalizer.forward, matcher.__call__",
-        "modeling/dense.py SyncNormalizer.forward, wrappers.nonzero_tuple",
-        "modeling/dense.py SyncNormalizer.loss_counts, matcher.__call__",
-        "modeling/dense.py SyncNormalizer.loss_counts, wrappers.nonzero_tuple",
+        "modeling/retinanet.py SyncRetinaNet.label_anchors, matcher.__call__",
+        "modeling/retinanet.py SyncRetinaNet.label_anchors, wrappers.nonzero_tuple",
         "modeling/dense.py SyncNormalizer.losses, box_regression._dense_box_regression_loss",
         "modeling/dense.py SyncNormalizer.losses, box_regression.get_deltas",
         "modeling/dense.py SyncNormalizer.losses, fcos.compute_ctrness_targets",
@@ -84,8 +83,13 @@ IN_A_STEP = {
         "modeling/dense.py SyncNormalizer.losses, giou_loss.giou_loss",
         "modeling/dense.py SyncNormalizer.losses, retinanet.losses",
     },
+    "positives, and locations that learn from a teacher, are chosen by masks": {
+        "modeling/dense.py DenseTeacherLoss.__call__",
+        "modeling/retinanet.py SyncRetinaNet.losses",
+    },
     "torchvision's GIoU chooses by a mask": {
-        "modeling/dense.py DenseTeacherLoss.__call__, _utils._loss_inter_union"
+        "modeling/dense.py DenseTeacherLoss.__call__, _utils._loss_inter_union",
+        "modeling/retinanet.py SyncRetinaNet.losses, _utils._loss_inter_union",
     },
 }
 IN_AN_EVALUATION = {
