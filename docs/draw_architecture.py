@@ -22,17 +22,13 @@ ROWS = (
     ("analysis", "export"),
     ("engine", "inference"),
     ("feature_cache", "probing", "labelling", "deployment", "model_zoo"),
-    (
-        "modeling.detr",
-        "modeling.pretrain",
-        "modeling.dense",
-        "modeling.classification",
-    ),
+    ("modeling.retinanet", "modeling.detr", "modeling.pretrain", "modeling.classification"),
+    ("modeling.dense",),
     ("data", "checkpoint", "solver", "evaluation", "modeling.backbone", "modeling.image_model"),
     ("layers", "config", "core", "modeling.contracts"),
 )
 WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 108
-COLORS = ("#f6dede", "#fbe0ea", "#fde7d4", "#fff3c9", "#dcebfb", "#e3f3df", "#eeeeee")
+COLORS = ("#f6dede", "#fbe0ea", "#fde7d4", "#fff3c9", "#dcebfb", "#dcebfb", "#e3f3df", "#eeeeee")
 
 
 def draw() -> str:
