@@ -53,8 +53,6 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 _SAMPLED = 64  # number of headers to estimate the memory of a data set
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # of a JPEG's width and height in decoding
-
-
 _RGB = ImageReadMode.RGB.value
 
 

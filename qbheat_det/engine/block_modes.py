@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Memory of training steps: activation checkpointing, and memory that is kept for the next step.
+"""Memory and speed of training steps: activation checkpointing, kept memory, AMP on CPUs.
 
 Checkpointing applies to the repeated blocks of a model. A block is an element of an
 ``nn.Sequential`` or ``nn.ModuleList`` that has child modules, such as a block of Mobile-Former,
@@ -35,7 +35,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def apply_step_keys(cfg: CfgNode, model: nn.Module) -> "KeptMemory | None":
-    """Applies ``SOLVER.KEEP_MEMORY`` and ``MODEL.ACTIVATION_CHECKPOINTING``.
+    """Applies ``SOLVER.KEEP_MEMORY``, ``MODEL.ACTIVATION_CHECKPOINTING``, and AMP on CPUs.
 
     The model must already be on its device, and not yet be wrapped for distributed training.
 

@@ -157,10 +157,7 @@ class TiledPredictor:
     """
 
     def __init__(self, predictor: Predictor, tile: int) -> None:
-        """``tile`` is the side of a tile in pixels. 0 predicts on whole images only.
-
-        Raises a ``UserError`` if it is not an integer, or below 32.
-        """
+        """``tile`` is the side of a tile in pixels. Raises a ``UserError`` if it is below 32."""
         check_tile(tile)
         self._predictor = predictor
         self._tile = tile

@@ -57,7 +57,7 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
         results += [{**box, "image_id": number} for box in shown]
         counts = Counter(names.get(box["category_id"], box["category_id"]) for box in shown)
         text = ", ".join(f"{count} {name}" for name, count in counts.items())
-        thumbnail = _encode(_draw(image, _colour(shown)))
+        thumbnail = _encode(_draw(image, _with_colors(shown)))
         rows.append({"name": os.path.basename(path), "path": path, "boxes": text,
                      "image": thumbnail})  # fmt: skip
     files = {"selected.txt": "".join(f"{path}\n" for path in selection.files)}
@@ -83,7 +83,7 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
 def draw_image(selection: Selection, path: str, *, side: int) -> PIL.Image.Image:
     """Draws an image with the detector's boxes, with at most ``side`` pixels per side."""
     boxes = [box for box in selection.boxes.get(path, []) if box["score"] >= _LEAST_SCORE]
-    return _draw(_open_upright(path), _colour(boxes), side=side)
+    return _draw(_open_upright(path), _with_colors(boxes), side=side)
 
 
 def write_suspects(
@@ -139,7 +139,7 @@ def _load_template(name: str) -> Template:
     return Environment(loader=loader, autoescape=True, trim_blocks=True).get_template(name)
 
 
-def _colour(boxes: Sequence[dict[str, Any]]) -> Drawn:
+def _with_colors(boxes: Sequence[dict[str, Any]]) -> Drawn:
     return [(box["bbox"], get_class_color(box["category_id"])) for box in boxes]
 
 

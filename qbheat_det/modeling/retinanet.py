@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """RetinaNet normalized over all processes, with ATSS as an alternative to IoU thresholds.
 
-RetinaNet (arXiv:1708.02002) assigns anchors by fixed IoU thresholds, which many small boxes never
-reach. Adaptive training sample selection, ATSS (arXiv:1912.02424), computes a threshold for each
-box from the anchors near its center. With ATSS, one anchor per position is enough.
+RetinaNet (arXiv:1708.02002) assigns anchors by fixed IoU thresholds, which few anchors reach for a
+small box. Adaptive training sample selection, ATSS (arXiv:1912.02424), computes a threshold for
+each box from the anchors near its center. With ATSS, one anchor per position is enough.
 
 In shapes, M is the number of boxes of an image, and R the number of anchors of all levels.
 """
