@@ -36,8 +36,12 @@ _SQUARES: dict[str, Any] = {
 }  # fmt: skip
 JOBS = {
     "default_recipe": Case(
-        "RetinaNet on Lite0, the default recipe", "custom/retinanet_lite0_finetune.yaml",
+        "RetinaNet on Lite0, the default recipe at 288 px", "custom/retinanet_lite0_finetune.yaml",
         size=(288, 448), batch=4, file_size=(480, 640),
+        opts={
+            "INPUT.MIN_SIZE_TRAIN": (224, 256, 288), "INPUT.MAX_SIZE_TRAIN": 448,
+            "INPUT.DETR_CROP_RESIZE": [256, 320], "INPUT.DETR_CROP_RANGE": [192, 288],
+        },
     ),
     "retinanet_285m": Case("MF-285M + RetinaNet", "coco/retinanet_285M_finetune.yaml", **_BOXES),
     "mf_detr_285m_211": Case(
