@@ -219,13 +219,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # The split is stratified by class, depends on SEED, and is in OUTPUT_DIR/split.json.
         "VAL_FRACTION": 0.2,
     },
-    "DATALOADER": {
-        # Number of shards whose images are shuffled together; 0 shuffles all images together.
-        "SHUFFLE_SHARDS": 32,
-        # For remote shards: disk space of local copies (1e9 bytes), and time of retries (seconds).
-        "CACHE_GB": 20.0,
-        "RETRY_SECONDS": 300.0,
-    },
     "INPUT": {
         # "default": Detectron2's DatasetMapper. "detr": flips, scales and crops as in DETR.
         # "pretrain": random crop without annotations. "classify": the same with INPUT.CLASSIFY and

@@ -39,6 +39,9 @@ EPOCH_KEYS = {
 # Maps keys of earlier versions, which are in the configs of their weights, to the only value that
 # is still supported.
 _RETIRED: dict[str, object] = {
+    "DATALOADER.CACHE_GB": 20.0,
+    "DATALOADER.RETRY_SECONDS": 300.0,
+    "DATALOADER.SHUFFLE_SHARDS": 32,
     "MODEL.MF_DETR.DEEP_SUPERVISION": True,
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
     "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,

@@ -30,7 +30,6 @@ from torch import Tensor
 from torchvision.io import ImageReadMode
 from tqdm import tqdm
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 
 from .checks import DataError
@@ -298,7 +297,7 @@ def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
         with open_image(file_name) as image:
             full = image.width, image.height
             pixels = image.read((0, 0, *full), shorter_side)
-    except (MemoryError, UserError):  # a missing shard is not a broken image
+    except MemoryError:
         raise
     except Exception:  # the type depends on the format's decoder
         return None

@@ -56,8 +56,6 @@ from .hooks import (
     PeriodicCheckpointer,
     SkippedImages,
     build_average,
-    save_checkpoint,
-    step_before,
 )
 from .interruption import StopSignals, YieldToNewerStart
 from .launch import distribute
@@ -192,11 +190,6 @@ class Trainer(DefaultTrainer):
             write_atomically(path, text.encode())
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
-        except UserError:  # the loader cannot read images: save the steps so far
-            if self._trainer.is_between_steps and self.iter > self.start_iter:
-                with step_before(self):
-                    save_checkpoint(self)
-            raise
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
         logger.info(f"Done: weights in '{Path(self.cfg.OUTPUT_DIR) / 'model_final.safetensors'}'")

@@ -1,11 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Checkpoints go to an address, whole or not at all, and another machine continues from there."""
 
-import os
-import shutil
 import signal
-import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +9,6 @@ import pytest
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.engine import transfer
 from qbheat_det.engine.resume import decide_to_resume
-from tests.data.shard_cases import put
 
 from . import tiny_training
 from .test_interruption import signal_at
@@ -85,26 +80,3 @@ def test_an_address_that_fails_is_named_before_training(tiny_data: Path, tmp_pat
         with pytest.raises(UserError, match=address):
             start(tmp_path / "run", tiny_data, address)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.slow
-def test_a_run_continues_from_a_bucket(
-    tiny_data: Path, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On moto's server, as for shards: $MOTO_SERVER."""
-    command = os.environ.get("MOTO_SERVER") or shutil.which("moto_server")
-    if not command:
-        pytest.skip("install moto[s3], flask and flask-cors in an environment of their own")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    endpoint = f"http://127.0.0.1:{port}"
-    for key in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(f"AWS_{key}", "any")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with subprocess.Popen([command, "-H", "127.0.0.1", "-p", str(port)]) as server:
-        try:
-            put(f"{endpoint}/bucket", b"")
-            run_on_two_machines("s3://bucket/a/run", tiny_data, whole_run, tmp_path, monkeypatch)
-        finally:
-            server.terminate()
