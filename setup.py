@@ -56,7 +56,6 @@ setup(
         "torch>=2.6",
         "torchvision>=0.21",
         "filelock>=3.13",
-        "fsspec>=2023.5",  # torch needs it as well; minimum not tested
         "fvcore>=0.1.5.post20221221",
         "huggingface-hub>=0.30",  # timm needs it as well
         "Jinja2>=3.1",  # the page of reports

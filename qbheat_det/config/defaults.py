@@ -283,9 +283,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "REFERENCE_BATCH_SIZE": 0,
         "LR_SCALING": "linear",  # scaling with the batch size; or "sqrt", which suits AdamW
         "CHECKPOINTS_KEPT": 3,  # newest checkpoints to keep besides the best and last; 0: all
-        # URL to which each checkpoint is copied, such as s3://bucket/run. At the start of a run,
-        # the last checkpoint there is copied to OUTPUT_DIR.
-        "CHECKPOINT_URL": "",
         "LOG_PERIOD": 20,  # iterations between two lines of the log
         # On CPUs with glibc, keep freed memory for the next step. Applies to the whole process.
         "KEEP_MEMORY": True,

@@ -61,7 +61,6 @@ from .interruption import StopSignals, YieldToNewerStart
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model
 from .mean_teacher import MeanTeacher, build_eval_hooks
-from .mirror import Mirror
 from .monitors import build_token_monitor, build_visualization_hook
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
@@ -211,7 +210,6 @@ class Trainer(DefaultTrainer):
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
             ),
-            Mirror(cfg) if main and cfg.SOLVER.CHECKPOINT_URL else None,
             StopSignals(),
         ]
 
