@@ -43,7 +43,7 @@ INTEROP, PYTHON = PAGES["interop.md"], PAGES["python.md"]
 
 def test_named_tests_exist() -> None:
     named = re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXTS)
-    assert len(named) > 10
+    assert len(named) > 5
     for file, name in named:
         assert f"def {name}" in (TESTS / file).read_text(encoding="utf-8")
 
@@ -168,8 +168,8 @@ def test_files_and_make_targets_named_in_the_readme_exist() -> None:
 
 def test_the_code_of_the_interop_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", INTEROP, flags=re.DOTALL)
-    assert len(blocks) == 3  # the last one is run by test_lazy_configs.py
-    exec(compile("\n".join(blocks[:2]), "docs/interop.md", "exec"), {})
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), "docs/interop.md", "exec"), {})
 
 
 def test_the_table_of_timm_names_has_all_sizes() -> None:
