@@ -22,6 +22,7 @@ from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     check_image_folder,
+    check_tile,
     describe_source,
     find_image_errors,
     find_record_errors,
@@ -50,10 +51,6 @@ _RULES: Rules = {
     "DATALOADER.NUM_WORKERS": at_least(0),
     "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
     "INPUT.MIN_SIZE_TRAIN": (lambda value: value and min(value) >= 1, "lengths in pixels"),
-    "INPUT.TILE": (
-        lambda value: value == 0 or value >= 32,
-        "0, or the side of a tile of at least 32 pixels",
-    ),
     "TEST.KNN.K": at_least(1),
     "TEST.KNN.TEMPERATURE": (lambda value: value > 0, "a number above 0"),
     "TEST.PRECISE_BN.ENABLED": (
@@ -145,7 +142,8 @@ def _log_data(cfg: CfgNode) -> None:
 
 
 def _check_tile(cfg: CfgNode, flags: RunFlags) -> None:
-    """Raises a ``UserError`` if ``INPUT.TILE`` is set with a feature that does not support it."""
+    """Raises a ``UserError`` if ``INPUT.TILE`` is invalid, or a feature does not support it."""
+    check_tile(cfg.INPUT.TILE)
     refused = {
         "MODEL.MASK_ON": cfg.MODEL.MASK_ON,
         "MODEL.KEYPOINT_ON": cfg.MODEL.KEYPOINT_ON,
