@@ -179,11 +179,11 @@ def run_threads(
 
 def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError]:
     """Returns an error for each file that is missing, broken or has a wrong annotated size."""
-    found = run_threads(find_image_error, dataset_dicts, "Checking image files")
+    found = run_threads(_find_image_error, dataset_dicts, "Checking image files")
     return [error for error in found if error is not None]
 
 
-def find_image_error(record: dict[str, Any]) -> DataError | None:
+def _find_image_error(record: dict[str, Any]) -> DataError | None:
     """Returns the error of one record's image file, or None, see ``find_image_errors``."""
     path = record["file_name"]
     try:

@@ -7,7 +7,7 @@ labels of several sets are matched by class name.
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -79,18 +79,6 @@ def is_new(name: str, **files: object) -> bool:
             f"{', '.join(f'{key} {value}' for key, value in other.items())}: choose another name"
         )
     return False
-
-
-def list_source(source: Mapping[str, Any]) -> tuple[list[str], Records]:
-    """Returns the images of a source of folders, which is described in ``formats``.
-
-    Returns the image names relative to the source, and their records. Raises the errors of
-    ``load_image_folders``.
-    """
-    folders = source["image_folders"]
-    records, _ = load_image_folders(folders, labelled=source["labelled"])
-    base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
-    return [os.path.relpath(one["file_name"], base) for one in records], records
 
 
 def load_image_folders(

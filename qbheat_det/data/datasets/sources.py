@@ -25,7 +25,7 @@ from .image_folder import (
     PathLike,
     check_image_folder,
     is_new,
-    list_source,
+    load_image_folders,
     register_image_folders,
 )
 
@@ -169,7 +169,10 @@ def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any
     """Divides the images of a source into training and validation, see ``split_names``."""
     groups: list[Hashable]
     if "image_folders" in source:
-        names, records = list_source(source)
+        folders = source["image_folders"]
+        records, _ = load_image_folders(folders, labelled=source["labelled"])
+        base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
+        names = [os.path.relpath(record["file_name"], base) for record in records]
         groups = [record["label"] for record in records]
     else:
         annotations = read_annotations(source)
