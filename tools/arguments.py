@@ -100,7 +100,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         metavar="N",
-        help="choose epochs, image size and frozen stages for a run of this duration",
+        help="choose epochs and image size for a run of this duration",
     )
     parser.add_argument(
         "--batch", type=int, metavar="N", help="SOLVER.IMS_PER_BATCH, images per optimizer step"

@@ -94,13 +94,13 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from detectron2.utils import comm
 
-    from qbheat_det.api.training import train
     from qbheat_det.core.errors import UserError
     from qbheat_det.engine import RunFlags, Trainer, build_config, setup
     from qbheat_det.engine.budget import plan_run
     from qbheat_det.engine.dry_run import dry_run
     from qbheat_det.engine.logs import removes_empty_run
     from qbheat_det.engine.resume import decide_to_resume
+    from qbheat_det.engine.stages import find_first_stage, is_done, start_from
 
     if args.dry_run and args.eval_only:
         raise UserError("--dry-run rehearses training: leave out --eval-only")
@@ -110,19 +110,37 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     flags, plan = RunFlags.read(args), ""
     if args.minutes and not args.eval_only:
         flags, plan = plan_run(flags, build_trainer)
-    cfg = build_config(flags)
+    cfg, stage = build_config(flags), find_first_stage(flags)
     if args.dry_run:
-        report = dry_run(cfg, build_trainer)
+        reports = [dry_run(build_config(stage), build_trainer)] if stage else []
+        reports.append(dry_run(cfg, build_trainer))
         if comm.is_main_process():
-            print(f"{plan}\n{report}".lstrip())
+            print("\n\n".join([plan, *map(str, reports)]).lstrip())
         return {}
+    if stage:
+        stage.resume = decide_to_resume(stage)
+        if not is_done(stage):
+            train_stage(stage, build_config(stage), f"{plan}\nFirst stage of two")
+        flags = start_from(stage, flags)
+        cfg, plan = build_config(flags), "Second stage of two"
+    if args.eval_only:
+        setup(cfg, flags)
+        with removes_empty_run(Path(cfg.OUTPUT_DIR)):
+            return evaluate(cfg, resume=flags.resume)
+    return train_stage(flags, cfg, plan, allow_partial=args.allow_partial)
+
+
+def train_stage(flags: Any, cfg: Any, message: str, **options: Any) -> dict[str, Any]:
+    """Trains one stage of a run, whose log begins with a message."""
+    from qbheat_det.api.training import train
+    from qbheat_det.engine import setup
+    from qbheat_det.engine.logs import removes_empty_run
+
     setup(cfg, flags)
-    if plan:
-        logging.getLogger("qbheat_det").info(plan)
+    if message.strip():
+        logging.getLogger("qbheat_det").info(message.strip())
     with removes_empty_run(Path(cfg.OUTPUT_DIR)):
-        if args.eval_only:
-            return evaluate(cfg, resume=args.resume)
-        return train(cfg, resume=args.resume, allow_partial=args.allow_partial)
+        return train(cfg, resume=flags.resume, **options)
 
 
 def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:

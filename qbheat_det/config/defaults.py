@@ -270,6 +270,10 @@ _KEYS: dict[str, dict[str, Any]] = {
         "LOG_TOKENS": True,
         # Layer-wise decay of the learning rate, from the head down through the backbone.
         "LAYER_DECAY": 1.0,
+        # Config of a first stage, such as a head on cached features of the frozen encoder. It
+        # trains in OUTPUT_DIR/first_stage, and the run starts from its weights. A command that
+        # sets MODEL.WEIGHTS or freezes the backbone leaves it out.
+        "FIRST_STAGE": "",
         # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
         # total number of images per optimizer step.
         "ACCUMULATE": 1,

@@ -21,8 +21,9 @@ from qbheat_det.core.text import format_duration
 
 from .dry_run import dry_run
 from .resume import name_last_checkpoint
-from .run_flags import RunFlags, find_job
+from .run_flags import WHOLE_BACKBONE, RunFlags, find_job
 from .setup import build_config
+from .stages import find_first_stage
 from .trainer import Trainer
 
 _SIZES = (2 / 3, 7 / 9, 1, 4 / 3, 16 / 9)  # of the recipe's shorter side
@@ -46,42 +47,45 @@ class Pace:
 
 
 def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tuple[RunFlags, str]:
-    """Returns flags whose ``epochs``, ``image_size`` and ``freeze`` fit ``minutes``, and a summary.
+    """Returns flags whose epochs, image size and stages fit ``minutes``, and a summary.
 
     Flags given by the user do not change. A resumed run keeps the plan in its ``config.yaml``.
 
     Raises:
-        UserError: the recipe has no ``SOLVER.EPOCHS`` or trains from cached features, the user also
-            sets the epochs, or the time is too short for any training.
+        UserError: the recipe has no ``SOLVER.EPOCHS``, the user also sets the epochs, or the time
+            is too short for any training.
     """
     start, seconds = time.monotonic(), 60 * (flags.minutes or 0)
     flags = dataclasses.replace(RunFlags.read(flags), minutes=None)
     cfg = build_config(flags)
     if flags.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR)):
-        return _read_plan(flags, Path(cfg.OUTPUT_DIR)), "The run keeps the plan of its start"
-    usual = cfg.SOLVER.EPOCHS
-    if cfg.MODEL.CACHE_FEATURES.ENABLED or not usual:
-        raise UserError(
-            "--minutes plans runs by SOLVER.EPOCHS and without MODEL.CACHE_FEATURES: use --epochs"
-        )
+        return _read_plan(flags, cfg), "The run keeps the plan of its start"
+    if not cfg.SOLVER.EPOCHS:
+        raise UserError("--minutes plans runs by SOLVER.EPOCHS, which is 0: use --epochs")
     if "SOLVER.EPOCHS" in flags.overrides:
         raise UserError("--minutes and --epochs both set the length: leave one out")
-    pace = _measure(cfg, build_trainer)
-    size, freeze = None, False
+    pace, before = _measure(cfg, build_trainer), 0.0  # seconds of the first stage
+    if stage := find_first_stage(flags):
+        stage_cfg = build_config(stage)
+        stage_pace = _measure(stage_cfg, build_trainer)
+        before = stage_pace.fixed + stage_pace.epoch * stage_cfg.SOLVER.EPOCHS
     planned = _SHARE * seconds
-    if find_job(cfg) == "boxes" and flags.image_size is None:
-        size, freeze = _choose(cfg, pace, planned)
-        freeze = freeze and "MODEL.BACKBONE.FREEZE_AT" not in flags.overrides
-    if size or freeze:
-        flags = dataclasses.replace(flags, image_size=size, freeze=flags.freeze or freeze)
-        pace = _measure(build_config(flags), build_trainer)
-    left = comm.all_gather(planned - (time.monotonic() - start))[0]
-    epochs = min(pace.count_epochs(left), _MOST * usual)
+    if find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED:
+        size, freeze = _choose(cfg, pace, planned - before)
+        size = None if flags.image_size else size
+        if freeze and stage:  # only the first stage
+            flags = dataclasses.replace(flags, config_file=stage.config_file)
+            cfg, pace, before = build_config(flags), stage_pace, 0.0
+        elif size or (freeze and "MODEL.BACKBONE.FREEZE_AT" not in flags.overrides):
+            flags = dataclasses.replace(flags, image_size=size, freeze=freeze)
+            pace = _measure(build_config(flags), build_trainer)
+    left = comm.all_gather(planned - before - (time.monotonic() - start))[0]
+    epochs, usual = pace.count_epochs(left), cfg.SOLVER.EPOCHS
     if epochs < 0.01 * usual:
         least = format_duration(pace.fixed + 0.1 * usual * pace.epoch)
         raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {least}")
-    chosen = dataclasses.replace(flags, epochs=float(f"{epochs:.3g}"))
-    return chosen, _explain(cfg, chosen, pace, seconds)
+    chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * usual):.3g}"))
+    return chosen, _explain(cfg, chosen, pace, seconds, before)
 
 
 def _measure(cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer]) -> Pace:
@@ -114,20 +118,27 @@ def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]
     return (None, True) if freeze else (sizes[0], False)
 
 
-def _read_plan(flags: RunFlags, folder: Path) -> RunFlags:
-    """Returns flags with the plan that the ``config.yaml`` of a run records."""
-    cfg = load_config(folder / "config.yaml")
-    size = max(cfg.INPUT.MIN_SIZE_TRAIN) if find_job(cfg) == "boxes" else cfg.INPUT.PRETRAIN.SIZE
-    freeze = cfg.MODEL.BACKBONE.FREEZE_AT >= 5 and "MODEL.BACKBONE.FREEZE_AT" not in flags.opts
-    return dataclasses.replace(flags, epochs=cfg.SOLVER.EPOCHS, image_size=size, freeze=freeze)
+def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:
+    """Returns flags with the plan that the ``config.yaml`` in ``OUTPUT_DIR`` records."""
+    saved = load_config(Path(cfg.OUTPUT_DIR) / "config.yaml")
+    if saved.MODEL.CACHE_FEATURES.ENABLED:  # the plan had only the first stage
+        config = cfg.SOLVER.FIRST_STAGE or flags.config_file
+        return dataclasses.replace(flags, config_file=config, epochs=saved.SOLVER.EPOCHS)
+    is_detector = find_job(saved) == "boxes"
+    size = max(saved.INPUT.MIN_SIZE_TRAIN) if is_detector else saved.INPUT.PRETRAIN.SIZE
+    freeze = saved.MODEL.BACKBONE.FREEZE_AT >= WHOLE_BACKBONE
+    freeze = freeze and "MODEL.BACKBONE.FREEZE_AT" not in flags.opts
+    return dataclasses.replace(flags, epochs=saved.SOLVER.EPOCHS, image_size=size, freeze=freeze)
 
 
-def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float) -> str:
-    """Returns a summary of the chosen flags and their speed."""
-    words = f"--epochs {chosen.epochs:g}"
+def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float, before: float) -> str:
+    """Returns a summary of the chosen flags and their speed; ``before`` is for the first stage."""
+    words = f"--config-file {chosen.config_file} " if cfg.MODEL.CACHE_FEATURES.ENABLED else ""
+    words += f"--epochs {chosen.epochs:g}"
     words += f" --image-size {chosen.image_size}" if chosen.image_size else ""
     words += " --freeze, as there is no time to train the backbone" if chosen.freeze else ""
+    first = f" after a first stage of {format_duration(before)}" if before else ""
     return (
-        f"Plan for {format_duration(seconds)}: {words}; an epoch takes "
+        f"Plan for {format_duration(seconds)}: {words}{first}; an epoch takes "
         f"{format_duration(pace.epoch)}, and the recipe has {cfg.SOLVER.EPOCHS:g}"
     )

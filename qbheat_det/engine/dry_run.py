@@ -27,6 +27,7 @@ from torch import nn
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_bytes, format_duration
+from qbheat_det.feature_cache import Rehearsal
 
 from .hooks import EvalHook, PeriodicCheckpointer, TrainingRun
 from .logs import describe_model, filter_detectron2_logs
@@ -52,15 +53,13 @@ class DryRunReport:
         costs: maps each part of the run to seconds per call and number of calls.
         needs: maps each resource to the bytes that are needed and available. "Memory" is the peak
             of this process and its workers, "GPU memory" the peak of allocated tensors. "Disk" is
-            the largest sum of checkpoints and weights, and "Cache" the features of a teacher that
-            are not cached yet.
-        is_cached: whether the run will train from cached features.
+            the largest sum of checkpoints and weights, and "Cache" the features that are not
+            cached yet.
     """
 
     model: str
     costs: dict[str, tuple[float, int]]
     needs: dict[str, tuple[int, int]]
-    is_cached: bool
 
     @property
     def total_seconds(self) -> float:
@@ -82,11 +81,6 @@ class DryRunReport:
             for name, (needed, available) in self.needs.items()
             if name in _ADVICE and needed >= available
         ]
-        if self.is_cached:
-            lines.append(
-                "MODEL.CACHE_FEATURES.ENABLED is left out of this forecast: the run encodes each "
-                "view once, onto the disk, and its steps are shorter."
-            )
         lines.append("Larger images take more memory and time.")
         return "\n".join(
             [*lines, "A lower SOLVER.EPOCHS at the end of the command makes it shorter."]
@@ -118,15 +112,13 @@ def dry_run(
             "TEST.KNN.TRAIN": (),
             "TEST.KNN.VAL": (),  # the score would take as long as in the whole run
             "MODEL.SEMI.BURN_IN": 0.0,
-            "MODEL.CACHE_FEATURES.ENABLED": False,  # the forecast is for training without a cache
-            "MODEL.CACHE_FEATURES.FOLDER": str(folder),  # for the few views that a teacher encodes
         }
         trainer = build_trainer(with_values(cfg, values))
         planned, iterations = trainer.cfg, trainer.max_iter
         trainer.resume_or_load(resume=False)
-        begin = time.perf_counter()
-        cache = trainer.teacher and trainer.teacher.rehearse(trainer.data_loader, cfg)
-        start += time.perf_counter() - begin
+        cache = Rehearsal(folder, test_scale=num_images / max(1, num_tried))
+        if features := trainer.cached_features or trainer.teacher:
+            features.rehearsal = cache
         timer = _Timer(trainer)
         trainer.max_iter = min(iterations, num_steps)
         trainer.train()
@@ -136,9 +128,9 @@ def dry_run(
         times, disk = _forecast_disk(planned, iterations, folder)
     unlabelled = trainer.data_loader.unlabelled
     also = f", {unlabelled.batch_size} unlabelled" if unlabelled else ""
-    costs = {"Set-up": (timer.first_step_end - start, 1)}
-    if cache:
-        costs[f"Teacher on {cache.num_views:,} views"] = cache.seconds, 1
+    costs = {"Set-up": (timer.first_step_end - start - cache.spent, 1)}
+    if features:
+        costs[f"Encoding of {cache.num_views:,} views"] = cache.seconds, 1
     step = f"Step of {planned.SOLVER.IMS_PER_BATCH} images{also}"
     costs[step] = timer.step_seconds, iterations
     if num_images:
@@ -152,9 +144,8 @@ def dry_run(
         needs={
             **timer.get_memory(),
             "Disk": disk,
-            **({"Cache": (cache.num_bytes, cache.free_bytes)} if cache else {}),
+            **({"Cache": (cache.num_bytes, cache.free_bytes)} if features else {}),
         },
-        is_cached=cfg.MODEL.CACHE_FEATURES.ENABLED,
     )
 
 

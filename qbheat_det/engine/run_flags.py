@@ -28,7 +28,7 @@ _KEYS = {
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
 }
 _SMALLEST = 32  # pixels of --image-size
-_WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
+WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class RunFlags:
         output, device, epochs: ``OUTPUT_DIR``, ``MODEL.DEVICE`` and ``SOLVER.EPOCHS``.
         resume: continue the run in ``output``.
         eval_only: evaluate ``weights`` without training.
-        minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and ``freeze``.
+        minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and stages.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
         image_size: size in pixels, in training and evaluation: the shorter side of the images for
             detectors, the side of the square images for all other models.
@@ -121,7 +121,7 @@ class RunFlags:
             if value is not None and value is not False and value != "":
                 if key in self.opts[::2]:
                     raise UserError(f"--{name} and {key} set the same value: leave one out")
-                text = {"weights": find_weights, "freeze": lambda _: str(_WHOLE_BACKBONE)}
+                text = {"weights": find_weights, "freeze": lambda _: str(WHOLE_BACKBONE)}
                 pairs += [key, text.get(name, str)(value)]
         return [*pairs, *map(str, self.opts)]
 
@@ -143,9 +143,9 @@ class RunFlags:
             return load_config(self.config_file or None, opts)
         if self.eval_only:
             return load_run_config(weights, opts=opts)
-        wanted = self._find_job()
         if not weights:
-            return load_config(_DEFAULTS[wanted], opts)
+            return load_config(self.name_default_config(), opts)
+        wanted = self._find_job()
         cfg = load_run_config(weights, opts=opts)
         if (job := find_job(cfg)) != wanted:
             raise UserError(
@@ -155,6 +155,10 @@ class RunFlags:
         if "OUTPUT_DIR" not in self.overrides:  # the folder of the weights' run is in use
             cfg.OUTPUT_DIR = get_cfg().OUTPUT_DIR
         return cfg
+
+    def name_default_config(self) -> str:
+        """Returns the shipped config for the kind of data, if the command names no other."""
+        return _DEFAULTS[self._find_job()]
 
     def _find_job(self) -> str:
         if self.data:

@@ -322,13 +322,15 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
 
 
 def choose_precision(cfg: CfgNode) -> torch.dtype | None:
-    """Returns the autocast dtype that ``SOLVER.AMP`` names; None if AMP is disabled."""
+    """Returns the autocast dtype that ``SOLVER.AMP`` names; None for float32.
+
+    That is the case if AMP is disabled, or on a processor that only emulates bfloat16, where a step
+    would take ten times as long.
+    """
     if not cfg.SOLVER.AMP.ENABLED:
         return None
     device = torch.device(cfg.MODEL.DEVICE)
     if device.type == "cpu" and not supports_bfloat16(device):
-        logger.warning(
-            "This processor emulates half precision, which makes a step ten times as long: "
-            "set SOLVER.AMP.ENABLED False"
-        )
+        logger.warning("SOLVER.AMP: training in float32, as this processor has no bfloat16")
+        return None
     return PRECISIONS[cfg.SOLVER.AMP.PRECISION]

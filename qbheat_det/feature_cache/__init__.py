@@ -8,9 +8,10 @@
 
 from .encoder import CachedBackbone
 from .frozen import CachedFeatures, check_cacheable, use_cached_features
+from .rehearsal import Rehearsal
 from .teacher import TeacherFeatures
 
 __all__ = [
-    "CachedBackbone", "CachedFeatures", "TeacherFeatures", "check_cacheable",
+    "CachedBackbone", "CachedFeatures", "Rehearsal", "TeacherFeatures", "check_cacheable",
     "use_cached_features",
 ]  # fmt: skip

@@ -51,6 +51,7 @@ from qbheat_det.modeling.contracts import (
 )
 
 from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, make_key, open_store
+from .rehearsal import Rehearsal
 from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View, fill
 
 logger = logging.getLogger(__name__)
@@ -94,13 +95,18 @@ class CachedViews:
 
 
 class CachedFeatures:
-    """Builds the caches of a run, from which the training stream and the test loaders read."""
+    """Builds the caches of a run, from which the training stream and the test loaders read.
+
+    Attributes:
+        rehearsal: in a dry run, what encodes a few views instead of all.
+    """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
         """``backbone`` is the part of ``model`` that outputs the features."""
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
+        self.rehearsal: Rehearsal | None = None
         self._views: dict[str, FixedViews] = {}
         self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
 
@@ -185,12 +191,17 @@ class CachedFeatures:
             size_divisibility=whole.size_divisibility,
         )
         store = open_store(cfg, key, len(every))
-        logger.info(f"The {title}: cached in '{store.folder}'")
         encode = functools.partial(
             self._encode, is_train=is_train, is_exact=store.dtype == torch.float32
         )
         workers = cfg.DATALOADER.NUM_WORKERS
-        fill(store, every, encode, title=f"Encoding the {title}", num_workers=workers)
+        if self.rehearsal:
+            store = self.rehearsal.encode(
+                store, every, encode, is_train=is_train, num_workers=workers
+            )
+        else:
+            logger.info(f"The {title}: cached in '{store.folder}'")
+            fill(store, every, encode, title=f"Encoding the {title}", num_workers=workers)
         return CachedViews(store, every.views.count)
 
     def _encode(self, entries: Sequence[Mapped], *, is_train: bool, is_exact: bool) -> list[Stored]:

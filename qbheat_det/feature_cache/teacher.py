@@ -7,16 +7,11 @@ test images. All runs with the same teacher, images and views share a cache.
 
 import functools
 import logging
-import shutil
-import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
-from detectron2.utils import comm
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, info_of
 from qbheat_det.config import find_memory_format, with_values
@@ -35,7 +30,8 @@ from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
 from .encoder import check_cache_keys, encode_images, make_key, open_store
-from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Stored, View, fill
+from .rehearsal import Rehearsal
+from .store import AllViews, FeatureStore, View, fill
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +53,16 @@ def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class CacheCost:
-    """The estimated cost of completing the caches of a run."""
-
-    num_views: int
-    seconds: float
-    num_bytes: int
-    free_bytes: int
-
-
 class TeacherFeatures:
-    """Builds the caches of the teacher's features, which are the targets of a run."""
+    """Builds the caches of the teacher's features, which are the targets of a run.
+
+    Attributes:
+        rehearsal: in a dry run, what encodes a few views instead of all.
+    """
 
     def __init__(self, cfg: CfgNode) -> None:
         self._student_cfg = cfg
+        self.rehearsal: Rehearsal | None = None
         self._tests: dict[str, TargetViews] = {}
 
     @functools.cached_property
@@ -121,41 +112,6 @@ class TeacherFeatures:
         self._prepare_test_set(dataset_name)
         return build_image_batches(cfg, dataset_name, mapper=self._tests[dataset_name])
 
-    def rehearse(self, stream: TrainStream, cfg: CfgNode) -> CacheCost:
-        """Encodes a few views for a dry run, and makes the stream read only these views.
-
-        ``cfg`` is the config of the whole run. Its caches are not changed. Returns the estimated
-        cost of completing them with all processes.
-        """
-        assert isinstance(stream.mapper, FixedViews)
-        views = self._train_views(stream, stream.mapper)
-        number = min(VIEWS_PER_FILE, len(views))
-        folder = Path(self._cfg.MODEL.CACHE_FEATURES.FOLDER) / f"few_{comm.get_rank()}"
-        stores = [self._open(cfg, views, is_train=True)]
-        few = _FewViews(folder, number, dtype=stores[0].dtype)
-        encode_images([views[0]], self._teacher)  # warm-up
-        start = time.perf_counter()
-        entries = [views[i * len(views) // number] for i in range(number)]
-        loading = time.perf_counter() - start
-        encoded = encode_images(entries, self._teacher)
-        encoding = time.perf_counter() - start - loading
-        few.write(0, encoded)
-        stream.mapper = TargetViews(stream.mapper, few, flips=False)
-
-        for name in cfg.DATASETS.TEST:
-            stores.append(self._open(cfg, self._test_views(name), is_train=False))
-        lacking = sum(len(store.views_of(file)) for store in stores for file in store.missing())
-        workers = cfg.DATALOADER.NUM_WORKERS
-        seconds = max(loading / workers, encoding) if workers else loading + encoding
-        share = lacking / number
-        disk = next(folder for folder in stores[0].folder.parents if folder.is_dir())
-        return CacheCost(
-            num_views=lacking,
-            seconds=seconds * share / comm.get_world_size(),
-            num_bytes=round(few.path_of(0).stat().st_size * share),
-            free_bytes=shutil.disk_usage(disk).free,
-        )
-
     def _prepare_test_set(self, name: str) -> None:
         if name not in self._tests:
             store = self._make(f"test set '{name}'", self._test_views(name), is_train=False)
@@ -171,10 +127,10 @@ class TeacherFeatures:
         mapper = build_mapper(self._cfg, is_train=True)
         return AllViews(stream.dataset, FixedViews(mapper, views.count, views.seed))
 
-    def _open(self, cfg: CfgNode, views: AllViews, *, is_train: bool) -> FeatureStore:
-        """Returns the store of views in the cache folder of ``cfg``."""
+    def _make(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
+        cfg = self._cfg
         key = make_key(
-            self._cfg,
+            cfg,
             self._teacher.backbone,
             views,
             outputs=self._teacher.head_in_features,
@@ -182,13 +138,14 @@ class TeacherFeatures:
             device=self._teacher.device,
             size_divisibility=1,
         )
-        return open_store(cfg, key, len(views))
-
-    def _make(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
-        store = self._open(self._cfg, views, is_train=is_train)
-        logger.info(f"The teacher's features of the {title}: cached in '{store.folder}'")
+        store = open_store(cfg, key, len(views))
         encode = functools.partial(encode_images, encode=self._teacher)
-        workers = self._cfg.DATALOADER.NUM_WORKERS
+        workers = cfg.DATALOADER.NUM_WORKERS
+        if self.rehearsal:
+            return self.rehearsal.encode(
+                store, views, encode, is_train=is_train, num_workers=workers
+            )
+        logger.info(f"The teacher's features of the {title}: cached in '{store.folder}'")
         fill(store, views, encode, title=f"Encoding the {title}", num_workers=workers)
         return store
 
@@ -219,10 +176,3 @@ class TargetViews:
             entry["image"] = entry["image"].flip(-1)
             entry["targets"] = {name: target.flip(-1) for name, target in stored.features.items()}
         return entry
-
-
-class _FewViews(FeatureStore):
-    """A store of a few views, which are returned for all indices."""
-
-    def read(self, view_index: int) -> Stored:
-        return super().read(view_index % self.num_views)

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Epochs, image size and frozen stages for a number of minutes, by hand arithmetic."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,22 @@ from qbheat_det.data.datasets.toy import ToySpec, prepare_toy_set
 from qbheat_det.engine import RunFlags, budget
 from qbheat_det.engine.budget import plan_run
 from qbheat_det.engine.setup import build_config
+from qbheat_det.engine.stages import find_first_stage
 
 SETUP, EVALUATION = 10.0, 2.0  # seconds, of each run and of each epoch
-STEP = 8.0  # seconds of an epoch's steps at the recipe's 288 pixels
-USUAL = 18  # epochs of the recipe
+STEP = 8.0  # seconds of an epoch's steps at the recipe's 384 pixels
+CACHED_STEP = 0.5  # the same in the first stage, on cached features
+USUAL, USUAL_FIRST = 18, 20  # epochs of the two stages
+FIRST = SETUP + USUAL_FIRST * (EVALUATION + CACHED_STEP)
 
 
 def measure(cfg: CfgNode, *_: Any, **__: Any) -> Any:
-    epochs, area = cfg.SOLVER.EPOCHS, (max(cfg.INPUT.MIN_SIZE_TRAIN) / 288) ** 2
-    share = 0.25 if cfg.MODEL.BACKBONE.FREEZE_AT == 5 else 1.0
+    epochs, area = cfg.SOLVER.EPOCHS, (max(cfg.INPUT.MIN_SIZE_TRAIN) / 384) ** 2
+    is_cached = cfg.MODEL.CACHE_FEATURES.ENABLED
     costs = {
         "Set-up": (SETUP, 1),
-        "Step of 4 images": (STEP * share * area, epochs),
-        "Evaluation of 4 images": (EVALUATION * area, epochs),
+        "Step of 4 images": (CACHED_STEP if is_cached else STEP * area, epochs),
+        "Evaluation of 4 images": (EVALUATION if is_cached else EVALUATION * area, epochs),
     }
     return SimpleNamespace(costs=costs, total_seconds=sum(a * b for a, b in costs.values()))
 
@@ -40,40 +44,67 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFlags:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "size", "freeze", "each"),
+    ("seconds", "size", "each"),
     [
-        (30, None, True, 4.0),  # 192 pixels allow 4.2 epochs, less than a third of 18
-        (60, 192, False, 10.0 * (192 / 288) ** 2),  # 10.6 epochs
-        (100, 224, False, 10.0 * (224 / 288) ** 2),  # 13.9 epochs, and 8.5 at 288 pixels
-        (180, None, False, 10.0),
-        (340, 384, False, 10.0 * (384 / 288) ** 2),
-        (2000, 512, False, 10.0 * (512 / 288) ** 2),
+        (140, 256, 10.0 * (256 / 384) ** 2),  # 14.2 epochs after the first stage
+        (160, 288, 10.0 * (288 / 384) ** 2),
+        (240, None, 10.0),
+        (400, 512, 10.0 * (512 / 384) ** 2),
+        (2000, 672, 10.0 * (672 / 384) ** 2),
     ],
 )
 def test_the_largest_images_with_enough_epochs_fill_the_time(
-    flags: RunFlags, seconds: float, size: int | None, freeze: bool, each: float
+    flags: RunFlags, seconds: float, size: int | None, each: float
 ) -> None:
     flags.minutes = seconds / 60
     chosen, summary = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
-    assert (chosen.image_size, chosen.freeze) == (size, freeze)
+    assert (chosen.image_size, chosen.freeze) == (size, False)
     # Building configs takes part of the time.
-    expected = min((0.95 * seconds - SETUP) / each, 3 * USUAL)
+    expected = min((0.95 * seconds - FIRST - SETUP) / each, 3 * USUAL)
     assert chosen.epochs == pytest.approx(expected, abs=1.0)
     assert f"--epochs {chosen.epochs:g}" in summary
     cfg = build_config(chosen)
     assert cfg.SOLVER.EPOCHS == chosen.epochs
-    assert max(cfg.INPUT.MIN_SIZE_TRAIN) == (size or 288)
+    assert max(cfg.INPUT.MIN_SIZE_TRAIN) == (size or 384)
+
+
+def test_short_of_time_a_run_has_only_its_first_stage(flags: RunFlags) -> None:
+    flags.minutes = 60 / 60  # leaves nothing for the second stage
+    chosen, summary = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+    assert chosen.config_file == "custom/cached_retinanet_lite0_probe.yaml"
+    assert chosen.epochs == pytest.approx((0.95 * 60 - SETUP) / (EVALUATION + CACHED_STEP), abs=1)
+    assert chosen.config_file in summary
+    assert find_first_stage(chosen) is None
+    stop(build_config(chosen))
+    flags.resume, flags.minutes = True, 50
+    assert plan_run(flags, lambda cfg: None)[0] == dataclasses.replace(  # type: ignore
+        chosen, resume=True
+    )
+
+
+@pytest.mark.parametrize(("seconds", "freeze"), [(20, True), (60, False)])
+def test_short_of_time_a_recipe_of_one_stage_freezes_its_backbone(
+    flags: RunFlags, seconds: float, freeze: bool
+) -> None:
+    flags.minutes, flags.opts = seconds / 60, [*flags.opts, "SOLVER.FIRST_STAGE", ""]
+    chosen, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+    assert chosen.freeze == freeze
+
+
+def stop(cfg: CfgNode) -> None:
+    """Writes what a run with this config leaves when it is stopped."""
+    folder = Path(cfg.OUTPUT_DIR)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(cfg))
+    (folder / "model_0000001.pth").touch()
+    (folder / "last_checkpoint").write_text("model_0000001.pth")
 
 
 def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags: RunFlags) -> None:
     flags.minutes, flags.image_size = 5, 160
     chosen, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
     assert chosen.image_size == 160
-    cfg = build_config(chosen)
-    Path(cfg.OUTPUT_DIR).mkdir()
-    (Path(cfg.OUTPUT_DIR) / "config.yaml").write_text(dump_config(cfg))
-    (Path(cfg.OUTPUT_DIR) / "model_0000001.pth").touch()
-    (Path(cfg.OUTPUT_DIR) / "last_checkpoint").write_text("model_0000001.pth")
+    stop(build_config(chosen))
     flags.resume, flags.image_size, flags.minutes = True, None, 50
     resumed, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
     assert (resumed.image_size, resumed.epochs) == (160, chosen.epochs)
@@ -84,8 +115,7 @@ def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags: RunFlags) -> N
     [
         ({"epochs": 3}, "--epochs"),
         ({"minutes": 0.05}, "--minutes 0.05"),
-        ({"config_file": "custom/cached_retinanet_285M_probe.yaml"},
-         "MODEL.CACHE_FEATURES"),
+        ({"opts": ["SOLVER.EPOCHS", "0", "SOLVER.MAX_ITER", "5"]}, "SOLVER.EPOCHS"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_made_is_a_sentence(

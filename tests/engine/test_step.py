@@ -89,16 +89,21 @@ def test_parts_of_a_batch_give_the_gradients_and_losses_of_the_whole(
     torch.testing.assert_close({n: found[n] for n in names}, {n: expected[n] for n in names})
 
 
-@pytest.mark.parametrize(("flags", "warns"), [({"avx2"}, True), ({"avx2", "amx_bf16"}, False)])
-def test_a_processor_that_emulates_half_precision_is_named(
-    flags: set[str], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({"avx2"}, None), ({"avx2", "amx_bf16"}, torch.float16)]
+)
+def test_a_processor_that_emulates_half_precision_trains_in_float32(
+    flags: set[str],
+    dtype: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(environment, "read_cpu_flags", lambda: flags)
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.DEVICE", "cpu", "SOLVER.AMP.ENABLED", True])
     with caplog.at_level("WARNING", logger=step_module.__name__):
-        assert choose_precision(cfg) == torch.float16
-    assert ("SOLVER.AMP.ENABLED" in caplog.text) == warns
+        assert choose_precision(cfg) == dtype
+    assert ("SOLVER.AMP" in caplog.text) == (dtype is None)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])

@@ -185,8 +185,8 @@ def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_
     cfg = build_config(configure(folder, tmp_path / "run", **changes))
     report = dry_run(cfg, Trainer)
     assert not cache.exists()
-    (name,) = (name for name in report.costs if name.startswith("Teacher"))
-    assert name == "Teacher on 14 views"  # two of five images, one of four
+    (name,) = (name for name in report.costs if name.startswith("Encoding"))
+    assert name == "Encoding of 14 views"  # two of five images, one of four
     Trainer(cfg).train()
     files = [path.stat().st_size for path in cache.rglob("*.safetensors")]
     # The fewer views there are in a file, the more weighs what it has besides.

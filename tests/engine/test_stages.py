@@ -1,0 +1,121 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""A run of two stages equals two commands, and resumes in the stage in which it stopped."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qbheat_det.config import get_config_path
+from qbheat_det.data import ToySpec, prepare_toy_set
+from qbheat_det.engine import RunFlags
+from qbheat_det.engine.stages import find_first_stage
+from tests.tool_modules import load_tool
+
+from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state
+
+CONFIG = "demo/toy_retinanet.yaml"
+FIRST = """
+_BASE_: "{base}"
+MODEL:
+  BACKBONE: {{FREEZE_AT: 5}}
+  CACHE_FEATURES: {{ENABLED: True, FOLDER: "{folder}"}}
+INPUT:
+  MIN_SIZE_TRAIN: (32,)
+  FIXED_VIEWS: {{COUNT: 1}}
+SOLVER: {{EPOCHS: 0.0, MAX_ITER: 2, IMS_PER_BATCH: 2, CHECKPOINT_EPOCHS: 0.0}}
+"""
+SHARED = {
+    **TINY_ENCODER,
+    **read_opts("MODEL.FPN.OUT_CHANNELS 16 SEED 3 DATALOADER.NUM_WORKERS 0 MODEL.DEVICE cpu"),
+}
+OPTS = read_opts("""
+SOLVER.EPOCHS 0 SOLVER.CHECKPOINT_EPOCHS 0 SOLVER.MAX_ITER 3 SOLVER.IMS_PER_BATCH 2
+INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64 TEST.EVAL_PERIOD 0
+""")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of the first stage."""
+    folder = tmp_path_factory.mktemp("config")
+    path = folder / "first.yaml"
+    path.write_text(FIRST.format(base=get_config_path(CONFIG), folder=folder / "cache"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    spec = ToySpec(name="tiny", num_images=4, image_size=64)
+    return str(Path(prepare_toy_set(spec, tmp_path_factory.mktemp("toy"))) / "annotations.json")
+
+
+def words(opts: dict[str, str]) -> list[str]:
+    return [word for pair in opts.items() for word in pair]
+
+
+def train(config: str | Path, data: str, output: Path, opts: dict[str, str], *flags: str) -> None:
+    """Runs ``tools/train_net.py`` in this process."""
+    forget_runs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qbheat_det.engine.run_distributed", lambda main, args: main(args))
+        load_tool("train_net").invoke_main(
+            ["--config-file", str(config), "--data", data, "--val", data, "--output", str(output),
+             *flags, *words(opts)]
+        )  # fmt: skip
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual["model"].keys() == expected["model"].keys()
+    for name, tensor in actual["model"].items():
+        torch.testing.assert_close(tensor, expected["model"][name], rtol=0, atol=0)
+
+
+def test_two_stages_equal_two_commands_and_resume_exactly(
+    first: Path, data: str, tmp_path: Path
+) -> None:
+    weights = tmp_path / "by_hand" / "model_final.safetensors"
+    train(first, data, weights.parent, SHARED)
+    second = functools.partial(train, get_config_path(CONFIG), data)
+    second(tmp_path / "two", {**SHARED, **OPTS}, "--weights", str(weights))
+
+    staged = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
+    output = tmp_path / "staged"
+    second(output, staged)
+    assert_same(state(output / "first_stage"), state(weights.parent))
+    assert_same(state(output), state(tmp_path / "two"))
+
+    # Stopped between the stages: the first one is not trained again.
+    done = (output / "first_stage" / "model_final.pth").stat().st_mtime_ns
+    for path in [*output.glob("model_*"), output / "last_checkpoint"]:
+        path.unlink()
+    second(output, staged, "--resume")
+    assert (output / "first_stage" / "model_final.pth").stat().st_mtime_ns == done
+    assert_same(state(output), state(tmp_path / "two"))
+
+
+def test_the_first_stage_shares_data_device_and_model(first: Path, data: str) -> None:
+    opts = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
+    flags = RunFlags(
+        config_file=get_config_path(CONFIG), data=data, tile=64, output="o", opts=words(opts)
+    )
+    stage = find_first_stage(flags)
+    assert stage is not None
+    assert (stage.config_file, stage.data, stage.output) == (str(first), data, "o/first_stage")
+    assert stage.overrides == {**SHARED, "INPUT.TILE": "64", "OUTPUT_DIR": "o/first_stage"}
+    assert find_first_stage(stage) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"eval_only": True}, {"weights": "qbheat://distill/285M"}, {"freeze": True}]
+)
+def test_weights_and_frozen_backbones_need_no_first_stage(
+    data: str, change: dict[str, Any]
+) -> None:
+    flags = RunFlags(config_file="custom/retinanet_lite0_finetune.yaml", data=data)
+    assert find_first_stage(flags) is not None
+    for name, value in change.items():
+        setattr(flags, name, value)
+    assert find_first_stage(flags) is None
