@@ -56,7 +56,6 @@ setup(
         "torch>=2.6",
         "torchvision>=0.21",
         "filelock>=3.13",
-        "fsspec>=2023.5",  # torch needs it as well; minimum not tested
         "fvcore>=0.1.5.post20221221",
         "huggingface-hub>=0.30",  # timm needs it as well
         "Jinja2>=3.1",  # the page of reports
@@ -87,7 +86,6 @@ setup(
         ],  # minima not tested
         "app": ["gradio>=6.31,<7", "Pillow<13"],
         "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
-        "shards": ["obstore>=0.11"],  # training from buckets, and checkpoints in them
         "openvino": ["openvino>=2025.2"],  # minimum not tested
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
         "dev": [

@@ -41,7 +41,6 @@ BENCHMARKS = {
     "start": "CPU seconds from the start of Python to the first boxes, against Detectron2",
     "gpu": "on a CUDA GPU: detectors at batch 1 and 32, pre-training, and images in memory",
     "pretraining": "pre-training steps of QB-Heat, 285M and 3.7G, against MAE and SparK masking",
-    "shards": "images per second of the data stream from a folder, local shards and HTTP",
 }
 
 

@@ -43,7 +43,7 @@ INTEROP, PYTHON = PAGES["interop.md"], PAGES["python.md"]
 
 def test_named_tests_exist() -> None:
     named = re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXTS)
-    assert len(named) > 10
+    assert len(named) > 5
     for file, name in named:
         assert f"def {name}" in (TESTS / file).read_text(encoding="utf-8")
 
@@ -124,11 +124,6 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert all(any(words in title for title in titles) for words in SEARCHED)
 
 
-def test_what_users_search_for_is_a_heading() -> None:
-    headings = "\n".join(re.findall(r"^#+ (.*)$", TEXTS, flags=re.M)).lower()
-    assert [words for words in SEARCHED if words not in headings] == []
-
-
 def test_guides_end_with_faults() -> None:
     nav = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), yaml.SafeLoader)["nav"]
     guides = next(part["Guides"] for part in nav if "Guides" in part)
@@ -168,8 +163,8 @@ def test_files_and_make_targets_named_in_the_readme_exist() -> None:
 
 def test_the_code_of_the_interop_page_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", INTEROP, flags=re.DOTALL)
-    assert len(blocks) == 3  # the last one is run by test_lazy_configs.py
-    exec(compile("\n".join(blocks[:2]), "docs/interop.md", "exec"), {})
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), "docs/interop.md", "exec"), {})
 
 
 def test_the_table_of_timm_names_has_all_sizes() -> None:

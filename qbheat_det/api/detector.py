@@ -16,7 +16,6 @@ from qbheat_det.analysis.run import Run
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import check_tile
 from qbheat_det.deployment import deploy
 from qbheat_det.engine import build_config, evaluate, setup
 from qbheat_det.engine.logs import removes_empty_run
@@ -145,8 +144,6 @@ class Detector(Trained):
             raise UserError(f"threshold is {threshold}, expected a score from 0 to 1")
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, expected at least 1")
-        if tile is not None:
-            check_tile(tile)
         return find_boxes(
             self._predictor,
             open_images(images),

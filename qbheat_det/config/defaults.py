@@ -219,13 +219,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # The split is stratified by class, depends on SEED, and is in OUTPUT_DIR/split.json.
         "VAL_FRACTION": 0.2,
     },
-    "DATALOADER": {
-        # Number of shards whose images are shuffled together; 0 shuffles all images together.
-        "SHUFFLE_SHARDS": 32,
-        # For remote shards: disk space of local copies (1e9 bytes), and time of retries (seconds).
-        "CACHE_GB": 20.0,
-        "RETRY_SECONDS": 300.0,
-    },
     "INPUT": {
         # "default": Detectron2's DatasetMapper. "detr": flips, scales and crops as in DETR.
         # "pretrain": random crop without annotations. "classify": the same with INPUT.CLASSIFY and
@@ -294,9 +287,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "REFERENCE_BATCH_SIZE": 0,
         "LR_SCALING": "linear",  # scaling with the batch size; or "sqrt", which suits AdamW
         "CHECKPOINTS_KEPT": 3,  # newest checkpoints to keep besides the best and last; 0: all
-        # URL to which each checkpoint is copied, such as s3://bucket/run. At the start of a run,
-        # the last checkpoint there is copied to OUTPUT_DIR.
-        "CHECKPOINT_URL": "",
         "LOG_PERIOD": 20,  # iterations between two lines of the log
         # On CPUs with glibc, keep freed memory for the next step. Applies to the whole process.
         "KEEP_MEMORY": True,

@@ -39,9 +39,13 @@ EPOCH_KEYS = {
 # Maps keys of earlier versions, which are in the configs of their weights, to the only value that
 # is still supported.
 _RETIRED: dict[str, object] = {
+    "DATALOADER.CACHE_GB": 20.0,
+    "DATALOADER.RETRY_SECONDS": 300.0,
+    "DATALOADER.SHUFFLE_SHARDS": 32,
     "MODEL.MF_DETR.DEEP_SUPERVISION": True,
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
     "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
+    "SOLVER.CHECKPOINT_URL": "",
     "SOLVER.COMPILE": False,
     "SOLVER.WANDB_PROJECT": "",
     "TEST.COCO_EVAL_LIBRARY": "auto",
@@ -56,8 +60,7 @@ def get_config_path(name: str) -> str:
     """Returns the path of a config that is shipped with the package.
 
     Args:
-        name: path below ``configs/``, such as ``"coco/mf_detr_211_285M_probe.yaml"``, or of a
-            LazyConfig ``"lazy/coco/mf_detr_211_285M_probe.py"``.
+        name: path below ``configs/``, such as ``"coco/mf_detr_211_285M_probe.yaml"``.
 
     Raises:
         UserError: there is no such file; the message names the nearest ones.
@@ -67,8 +70,7 @@ def get_config_path(name: str) -> str:
     for root in roots:
         if (root / name).is_file():
             return str(root / name)
-    pattern = "lazy/**/*.py" if name.endswith(".py") else "**/*.yaml"
-    known = sorted({str(path.relative_to(root)) for root in roots for path in root.glob(pattern)})
+    known = sorted({str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")})
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
     raise UserError(f"no config named '{name}'; did you mean {', '.join(near)}?")
 

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Data sets, mappers, image reading, shards, and the iterator over training batches.
+"""Data sets, mappers, image reading, and the iterator over training batches.
 
 Importing this package registers the built-in sets, see ``register_builtin_sets``.
 """
@@ -50,23 +50,19 @@ from .mappers import (
     build_mapper,
     number_records,
 )
-from .shard_cache import configure_cache
-from .shard_packing import pack_source
-from .shards import absolute, is_in_shard
 from .tiles import check_tile, list_tiles
 from .unlabelled import StrongViews
 
 __all__ = [
     "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES", "SPLIT_FILE",
     "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "Mapper",
-    "PretrainingMapper", "Source", "StrongViews", "ToySpec", "TrainStream", "absolute",
-    "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
-    "build_train_stream", "check_image_folder", "check_same_classes", "check_tile",
-    "configure_cache", "cut", "describe_source", "find_image_errors", "find_kind",
-    "find_record_errors", "fingerprint_records", "forget_annotations", "is_in_shard",
-    "join_messages", "list_classes", "list_tiles", "load_class_folders", "load_classes",
-    "load_image_folders", "load_labelled_sets", "load_test_set", "number_records", "open_images",
-    "open_source", "origin_of", "pack_source", "prepare_toy_set", "raise_first", "read_annotations",
+    "PretrainingMapper", "Source", "StrongViews", "ToySpec", "TrainStream", "build_class_batches",
+    "build_detr_crop", "build_image_batches", "build_mapper", "build_train_stream",
+    "check_image_folder", "check_same_classes", "check_tile", "cut", "describe_source",
+    "find_image_errors", "find_kind", "find_record_errors", "fingerprint_records",
+    "forget_annotations", "join_messages", "list_classes", "list_tiles", "load_class_folders",
+    "load_classes", "load_image_folders", "load_labelled_sets", "load_test_set", "number_records",
+    "open_images", "open_source", "origin_of", "prepare_toy_set", "raise_first", "read_annotations",
     "read_split", "register_coco_json", "register_image_folders", "register_source", "split_source",
     "with_classes",
 ]  # fmt: skip

@@ -30,7 +30,6 @@ from torch import Tensor
 from torchvision.io import ImageReadMode
 from tqdm import tqdm
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 
 from .checks import DataError
@@ -180,11 +179,11 @@ def run_threads(
 
 def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError]:
     """Returns an error for each file that is missing, broken or has a wrong annotated size."""
-    found = run_threads(find_image_error, dataset_dicts, "Checking image files")
+    found = run_threads(_find_image_error, dataset_dicts, "Checking image files")
     return [error for error in found if error is not None]
 
 
-def find_image_error(record: dict[str, Any]) -> DataError | None:
+def _find_image_error(record: dict[str, Any]) -> DataError | None:
     """Returns the error of one record's image file, or None, see ``find_image_errors``."""
     path = record["file_name"]
     try:
@@ -298,7 +297,7 @@ def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
         with open_image(file_name) as image:
             full = image.width, image.height
             pixels = image.read((0, 0, *full), shorter_side)
-    except (MemoryError, UserError):  # a missing shard is not a broken image
+    except MemoryError:
         raise
     except Exception:  # the type depends on the format's decoder
         return None

@@ -30,7 +30,6 @@ from qbheat_det.modeling.contracts import TILE, UNLABELLED
 
 from .datasets.image_folder import list_classes, load_classes
 from .mappers import MAPPERS_OF_CLASSES, FixedViews, Mapper, build_mapper, number_records
-from .shards import fetch_ahead, plan_shards, shuffle_shards
 from .tiles import cut_records
 from .unlabelled import build_strong_views, load_unlabelled
 
@@ -68,7 +67,6 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         num_workers: int = 0,
         seed: int = 0,
         pin_memory: bool = False,
-        images_ahead: int = 0,
         unlabelled: "TrainStream | None" = None,
     ) -> None:
         """
@@ -83,8 +81,6 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             num_workers: number of worker processes. 0 loads images in this process.
             seed: seed of the order and the augmentation.
             pin_memory: return tensors in pinned memory.
-            images_ahead: number of images between the download of a shard and its use. 0 downloads
-                a shard when it is first used.
             unlabelled: stream of unlabeled images, which starts at the step ``burn_in``.
 
         Raises:
@@ -107,7 +103,6 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         self._sample = sample or partial(_shuffle, len(dataset))
         self.num_workers = num_workers
         self._pin_memory = pin_memory
-        self._images_ahead = images_ahead
         self.unlabelled, self.burn_in = unlabelled, 0
         if unlabelled:
             self.num_images += unlabelled.num_images
@@ -118,9 +113,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         # As a generator, this starts the workers at the first batch. A resumed run sets ``start``
         # and ``seed`` before.
         rank, world_size = comm.get_rank(), comm.get_world_size()
-        shares: Iterator[list[Entry]] = (cut(batch, world_size)[rank] for batch in self.batches())
-        if self._images_ahead:
-            shares = fetch_ahead(shares, self.dataset, images_ahead=self._images_ahead)
+        shares = (cut(batch, world_size)[rank] for batch in self.batches())
         loader: Iterable[list[dict[str, Any]]] = DataLoader(
             _SeededImages(self.dataset, self.mapper, self.seed),
             batch_sampler=shares,
@@ -237,14 +230,12 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
             batch_size=cfg.MODEL.SEMI.RATIO * cfg.SOLVER.IMS_PER_BATCH,
             **settings,
         )
-    sample, images_ahead = _choose_sampler(cfg, dataset)
     return TrainStream(
         dataset,
         mapper=mapper,
-        sample=sample,
+        sample=_choose_sampler(cfg, dataset),
         batch_size=cfg.SOLVER.IMS_PER_BATCH,
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
-        images_ahead=images_ahead,
         unlabelled=unlabelled,
         **settings,
     )
@@ -278,25 +269,20 @@ def load_test_set(cfg: CfgNode, dataset_name: str) -> list[dict[str, Any]]:
     return cut_records(records, cfg.INPUT.TILE, is_train=False)
 
 
-def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> tuple[Sample | None, int]:
-    """Returns the arguments ``sample`` and ``images_ahead`` of ``TrainStream``."""
+def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Sample | None:
+    """Returns the argument ``sample`` of ``TrainStream``."""
     keys = cfg.DATALOADER
     if keys.SAMPLER_TRAIN not in ("TrainingSampler", "RepeatFactorTrainingSampler"):
         raise UserError(
             f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is neither TrainingSampler nor "
             "RepeatFactorTrainingSampler"
         )
-    names = [str(entry.get("file_name", "")) for entry in dataset]
     if keys.SAMPLER_TRAIN == "TrainingSampler":
-        shards, ahead = plan_shards(names, keys.SHUFFLE_SHARDS)
-        if not shards:
-            return None, ahead
-        return lambda seed: shuffle_shards(shards, window=keys.SHUFFLE_SHARDS, seed=seed), ahead
+        return None
     factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
         dataset, keys.REPEAT_THRESHOLD
     )
-    _, ahead = plan_shards(names, 0)
-    return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)._infinite_indices(), ahead
+    return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)._infinite_indices()
 
 
 def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:

@@ -27,7 +27,7 @@ Rectangle = tuple[int, int, int, int]
 def check_tile(tile: object) -> None:
     """Raises a ``UserError`` unless ``tile`` is 0 (no tiles) or an integer of at least 32."""
     if type(tile) is not int or (tile != 0 and tile < SMALLEST):
-        raise UserError(f"tile is {tile!r}, expected 0 or an integer of at least {SMALLEST} pixels")
+        raise UserError(f"tile (INPUT.TILE) is {tile!r}, expected 0 or an integer >= {SMALLEST}")
 
 
 def tile_starts(size: int, tile: int) -> list[int]:
@@ -61,7 +61,6 @@ def cut_records(
     """
     if not tile:
         return list(records)
-    check_tile(tile)
     cut: list[dict[str, Any]] = []
     for record in records:
         if "width" not in record or "height" not in record:

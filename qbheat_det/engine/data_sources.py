@@ -21,7 +21,6 @@ from qbheat_det.data import (
     SPLIT_FILE,
     DataSource,
     Source,
-    absolute,
     build_mapper,
     check_same_classes,
     forget_annotations,
@@ -103,7 +102,7 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
     if job == "classes" and "train" in sources and len(only := list_classes(data.TRAIN)) < 2:
         raise UserError(f"'{flags.data}' has images of one class, '{only[0]}'")
     if flags.unlabelled:
-        folders = list(map(absolute, flags.unlabelled))
+        folders = list(map(os.path.abspath, flags.unlabelled))
         register_source(CUSTOM_UNLABELLED, {"image_folders": folders, "labelled": False})
         data.UNLABELLED = (CUSTOM_UNLABELLED,)
     _use_neighbours(cfg, flags, sources)
@@ -203,7 +202,7 @@ def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
     if flags.resume and file.is_file():
         return read_split(file)
     split = split_source(source, fraction=cfg.DATASETS.VAL_FRACTION, seed=max(cfg.SEED, 0))
-    return {"data": absolute(str(flags.data)), **split}
+    return {"data": os.path.abspath(str(flags.data)), **split}
 
 
 def _find_held_out(
@@ -219,7 +218,7 @@ def _find_held_out(
     if not file.is_file():
         return whole, None
     split = read_split(file)
-    if split.get("data") != absolute(str(flags.data)):
+    if split.get("data") != os.path.abspath(str(flags.data)):
         return whole, None
     logger.info(f"Evaluating on the {len(split['val']):,} images that '{file}' holds out")
     return {**whole, "split": {"file": str(file), "part": "val"}}, split

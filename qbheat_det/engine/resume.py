@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Decides whether a command starts or resumes a run, checks that it can, and records each start.
 
-- ``decide_to_resume`` runs first: it fetches the run from ``SOLVER.CHECKPOINT_URL`` and detects a
-  restart by torchrun.
+- ``decide_to_resume`` runs first: it detects a restart by torchrun.
 - ``check_start`` refuses a second run in the same folder, and new weights for a resumed run.
 - ``check_same_config`` and ``check_same_images`` compare a resumed run with its checkpoint.
 - ``write_run_record`` appends command, data, versions and device of each start to ``run.json``.
@@ -33,7 +32,6 @@ from qbheat_det.core.files import write_atomically
 from qbheat_det.data import TrainStream
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
-from .mirror import fetch_run
 from .run_flags import RunFlags
 
 logger = logging.getLogger(__name__)
@@ -41,11 +39,11 @@ RUN_FILE = "run.json"
 
 # Keys that may change in a resumed run: device, speed, length and logs.
 _FREE = (
-    "CUDNN_BENCHMARK", "DATALOADER.CACHE_GB", "DATALOADER.NUM_WORKERS", "DATALOADER.RETRY_SECONDS",
-    "DATASETS.CHECK_IMAGES", "DATASETS.TEST", "FLOAT32_PRECISION", "MODEL.ACTIVATION_CHECKPOINTING",
-    "MODEL.CACHE_FEATURES.FOLDER", "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*", "MODEL.DEVICE",
-    "MODEL.WEIGHTS", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY",
-    "SOLVER.LOG_*", "TEST.*", "VIS.*", "VIS_PERIOD",
+    "CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.CHECK_IMAGES", "DATASETS.TEST",
+    "FLOAT32_PRECISION", "MODEL.ACTIVATION_CHECKPOINTING", "MODEL.CACHE_FEATURES.FOLDER",
+    "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*", "MODEL.DEVICE", "MODEL.WEIGHTS", "OUTPUT_DIR",
+    "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY", "SOLVER.LOG_*", "TEST.*",
+    "VIS.*", "VIS_PERIOD",
 )  # fmt: skip
 _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
 
@@ -58,18 +56,12 @@ def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
     a checkpoint starts from the beginning.
 
     Raises:
-        UserError: the processes find different checkpoints, or ``SOLVER.CHECKPOINT_URL`` cannot
-            be read.
+        UserError: the processes find different checkpoints.
     """
     flags = RunFlags.read(args)
     if flags.eval_only:
         return flags.resume
-    cfg = flags.load_config()
-    if cfg.SOLVER.CHECKPOINT_URL:
-        if comm.get_local_rank() == 0:
-            fetch_run(cfg)
-        comm.synchronize()
-    folder = Path(cfg.OUTPUT_DIR)
+    folder = Path(flags.load_config().OUTPUT_DIR)
     last = name_last_checkpoint(folder)
     is_restart = bool(last) and not flags.resume and _began_in_this_launch(folder)
     views = comm.all_gather((last, flags.resume or is_restart))
@@ -79,8 +71,7 @@ def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
     if others := {name for name, _ in views} - {main}:
         raise UserError(
             f"OUTPUT_DIR '{folder}' ends with '{main or 'nothing'}' on the first machine, but with "
-            f"'{others.pop() or 'nothing'}' on another: all must see one folder, or bring the run "
-            "from SOLVER.CHECKPOINT_URL"
+            f"'{others.pop() or 'nothing'}' on another: all must see one folder"
         )
     return True
 

@@ -11,7 +11,7 @@ from detectron2.config import CfgNode
 from qbheat_det.checkpoint import find_weights, load_run_config
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, check_tile, find_kind
+from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, find_kind
 
 _DEFAULTS = {
     "boxes": "custom/retinanet_lite0_finetune.yaml",
@@ -94,8 +94,6 @@ class RunFlags:
         for name in ("epochs", "minutes", "batch"):
             if (number := vars(self)[name]) is not None and not number > 0:
                 raise UserError(f"--{name} must be above 0, not {number}")
-        if self.tile is not None:
-            check_tile(self.tile)
         self.images, self.val_images = _list_folders(self.images), _list_folders(self.val_images)
         self.unlabelled = _list_folders(self.unlabelled)
         self.val = None if self.val is None else str(self.val)

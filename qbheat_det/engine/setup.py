@@ -22,11 +22,10 @@ from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     check_image_folder,
-    configure_cache,
+    check_tile,
     describe_source,
     find_image_errors,
     find_record_errors,
-    is_in_shard,
     raise_first,
 )
 from qbheat_det.feature_cache import check_cacheable
@@ -50,13 +49,8 @@ _RULES: Rules = {
     "SOLVER.EMA.DECAY": (lambda value: 0 <= value < 1, "a factor in [0, 1)"),
     "DATASETS.VAL_FRACTION": (lambda value: 0 <= value < 1, "a share in [0, 1)"),
     "DATALOADER.NUM_WORKERS": at_least(0),
-    "DATALOADER.SHUFFLE_SHARDS": at_least(0),
     "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
     "INPUT.MIN_SIZE_TRAIN": (lambda value: value and min(value) >= 1, "lengths in pixels"),
-    "INPUT.TILE": (
-        lambda value: value == 0 or value >= 32,
-        "0, or the side of a tile of at least 32 pixels",
-    ),
     "TEST.KNN.K": at_least(1),
     "TEST.KNN.TEMPERATURE": (lambda value: value > 0, "a number above 0"),
     "TEST.PRECISE_BN.ENABLED": (
@@ -88,8 +82,6 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     _choose_device(cfg, is_given="MODEL.DEVICE" in given)
     if cfg.MODEL.WEIGHTS:
         check_weights_file(cfg.MODEL.WEIGHTS)
-    keys = cfg.DATALOADER
-    configure_cache(gigabytes=keys.CACHE_GB, retry_seconds=keys.RETRY_SECONDS)
     use_data_flags(cfg, args)  # before a seed is drawn, so that the split does not depend on it
     if cfg.SEED < 0 and not (args.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR))):
         cfg.SEED = comm.shared_random_seed()  # equal on all processes, and recorded
@@ -150,7 +142,8 @@ def _log_data(cfg: CfgNode) -> None:
 
 
 def _check_tile(cfg: CfgNode, flags: RunFlags) -> None:
-    """Raises a ``UserError`` if ``INPUT.TILE`` is set with a feature that does not support it."""
+    """Raises a ``UserError`` if ``INPUT.TILE`` is invalid, or a feature does not support it."""
+    check_tile(cfg.INPUT.TILE)
     refused = {
         "MODEL.MASK_ON": cfg.MODEL.MASK_ON,
         "MODEL.KEYPOINT_ON": cfg.MODEL.KEYPOINT_ON,
@@ -253,9 +246,8 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
                 mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
             )
         )
-        if cfg.DATASETS.CHECK_IMAGES:  # images in shards were checked when they were packed
-            files = [record for record in records if not is_in_shard(record["file_name"])]
-            raise_first(find_image_errors(files))
+        if cfg.DATASETS.CHECK_IMAGES:
+            raise_first(find_image_errors(records))
     for name in (name for name in cfg.DATASETS.TEST if name not in labelled):
         DatasetCatalog.get(name)
 

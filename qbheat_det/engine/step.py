@@ -51,7 +51,6 @@ class StepTrainer(SimpleTrainer):
     ``modeling/contracts.py`` lists optional methods of models, such as ``get_metrics``.
 
     Attributes:
-        is_between_steps: whether the trainer is waiting for a batch from the loader.
         asked_to_stop: whether this process received a signal.
         stops: whether the run ends after this step; equal on all processes.
     """
@@ -88,7 +87,7 @@ class StepTrainer(SimpleTrainer):
         self.seed = seed
         self.log_period = log_period
         self._teacher = teacher
-        self.is_between_steps = self.asked_to_stop = self.stops = False
+        self.asked_to_stop = self.stops = False
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         self._source = BatchSource(lambda: next(self._data_loader_iter), self._device)
@@ -101,9 +100,7 @@ class StepTrainer(SimpleTrainer):
         Raises:
             UserError: a loss is not finite on at least one process; all processes raise the error.
         """
-        self.is_between_steps = True
         share, data_time = self._source.take()
-        self.is_between_steps = False
         if len(share) < self.accumulate:
             raise UserError(
                 f"SOLVER.ACCUMULATE is {self.accumulate}, but a process has {len(share)} images of "

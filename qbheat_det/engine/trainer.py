@@ -56,14 +56,11 @@ from .hooks import (
     PeriodicCheckpointer,
     SkippedImages,
     build_average,
-    save_checkpoint,
-    step_before,
 )
 from .interruption import StopSignals, YieldToNewerStart
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model
 from .mean_teacher import MeanTeacher, build_eval_hooks
-from .mirror import Mirror
 from .monitors import build_token_monitor, build_visualization_hook
 from .resume import check_same_config, check_same_images, warn_of_weights
 from .step import StepTrainer, choose_precision
@@ -192,11 +189,6 @@ class Trainer(DefaultTrainer):
             write_atomically(path, text.encode())
         try:
             TrainerBase.train(self, self.start_iter, self.max_iter)
-        except UserError:  # the loader cannot read images: save the steps so far
-            if self._trainer.is_between_steps and self.iter > self.start_iter:
-                with step_before(self):
-                    save_checkpoint(self)
-            raise
         finally:  # otherwise workers wait for the garbage collector
             self._trainer.close()
         logger.info(f"Done: weights in '{Path(self.cfg.OUTPUT_DIR) / 'model_final.safetensors'}'")
@@ -218,7 +210,6 @@ class Trainer(DefaultTrainer):
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
             ),
-            Mirror(cfg) if main and cfg.SOLVER.CHECKPOINT_URL else None,
             StopSignals(),
         ]
 

@@ -15,7 +15,6 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
-from qbheat_det.data import check_tile
 
 from .exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor, build_exported_scorer
 from .images import (
@@ -90,8 +89,6 @@ def predict_files(
         found = classify_images(get_scorer(exported, cfg), files, cfg.MODEL.CLASS_NAMES)
         write_atomically(json_file, json.dumps(found.results).encode())
         return found
-    if tile is not None:
-        check_tile(tile)
     found = predict_images(
         get_predictor(exported, cfg),
         files,

@@ -157,8 +157,8 @@ def _open_readable(files: Sequence[InputFile]) -> Iterator[NamedImage]:
 def read_rgb(picture: Picture) -> Image:
     """Returns any picture as an RGB array (H, W, 3), uint8.
 
-    Detectron2's path manager opens files, including files in shards. Raises a ``UserError`` if a
-    file or URL is not a readable image, or an array or tensor has a wrong shape or type.
+    Detectron2's path manager opens files. Raises a ``UserError`` if a file or URL is not a readable
+    image, or an array or tensor has a wrong shape or type.
     """
     if isinstance(picture, PIL.Image.Image):
         return _to_array(picture, "the image")

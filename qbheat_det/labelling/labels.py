@@ -100,11 +100,11 @@ def open_labels(data: str, images: str = "") -> Labels:
     """Opens the training part of a data set with boxes, in any format of ``--data``.
 
     Raises:
-        UserError: the data set is invalid, is in shards, or has no boxes or fewer than 10 images.
+        UserError: the data set is invalid, or has no boxes or fewer than 10 images.
     """
     opened = open_source(data, images)
-    if opened.kind == "classes" or "shards" in opened.train:
-        raise UserError(f"'{data}' has no image files with boxes")
+    if opened.kind == "classes":
+        raise UserError(f"'{data}' has no images with boxes")
     forget_annotations()
     file = read_annotations(opened.train)
     raise_first(file.errors)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode, configurable
-from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, build_backbone
 from detectron2.modeling.meta_arch.dense_detector import DenseDetector
 from detectron2.modeling.meta_arch.fcos import FCOS, FCOSHead
@@ -258,12 +257,12 @@ class SyncFCOS(SyncNormalizer, FCOS):
         return {
             "teacher_loss": DenseTeacherLoss.from_config(cfg),
             "backbone": backbone,
-            "head": build_fcos_head(
+            "head": FCOSHead(
                 input_shape=input_shape,
                 num_classes=node.NUM_CLASSES,
                 conv_dims=[input_shape[0].channels] * node.NUM_CONVS,
                 prior_prob=node.PRIOR_PROB,
-                norm=node.NORM,
+                norm=_group_norm if node.NORM == "GN" else node.NORM,
             ),
             "head_in_features": node.IN_FEATURES,
             "num_classes": node.NUM_CLASSES,
@@ -283,24 +282,6 @@ class SyncFCOS(SyncNormalizer, FCOS):
     ) -> tuple[list[Tensor], Any]:
         """See ``FCOS``. In images without boxes, all locations are background."""
         return super().label_anchors(anchors, [_or_empty_box(found) for found in gt_instances])
-
-
-def build_fcos_head(
-    *,
-    input_shape: Sequence[ShapeSpec],
-    num_classes: int,
-    conv_dims: Sequence[int],
-    norm: str,
-    prior_prob: float,
-) -> FCOSHead:
-    """Builds Detectron2's ``FCOSHead``. ``input_shape`` is ordered from fine to coarse."""
-    return FCOSHead(
-        input_shape=list(input_shape),
-        num_classes=num_classes,
-        conv_dims=list(conv_dims),
-        norm=_group_norm if norm == "GN" else norm,
-        prior_prob=prior_prob,
-    )
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:

@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Optimizers, and schedules in epochs for Detectron2's learning-rate schedulers."""
 
-from .optimizer import adamw, build_optimizer, layers_above, parameter_groups
+from .optimizer import build_optimizer, layers_above, parameter_groups
 from .schedule import build_lr_scheduler, describe_schedule, resolve_schedule
 
 __all__ = [
-    "adamw", "build_lr_scheduler", "build_optimizer", "describe_schedule", "layers_above",
+    "build_lr_scheduler", "build_optimizer", "describe_schedule", "layers_above",
     "parameter_groups", "resolve_schedule",
 ]  # fmt: skip

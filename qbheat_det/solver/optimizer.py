@@ -149,24 +149,6 @@ def parameter_groups(
     return list(detectron2_build.reduce_param_groups(single))
 
 
-def adamw(
-    *,
-    params: Sequence[dict[str, Any]],
-    lr: float,
-    weight_decay: float,
-    betas: Sequence[float] = (0.9, 0.999),
-    max_norm: float = 0.0,
-) -> Optimizer:
-    """Builds AdamW over ``parameter_groups``, for LazyConfigs."""
-    first, second = map(float, betas)  # OmegaConf lists cannot be saved without pickle
-    built = build_fused(
-        torch.optim.AdamW, params, lr=lr, betas=(first, second), weight_decay=weight_decay
-    )
-    if max_norm:
-        clip_before_step(built, max_norm=max_norm, norm_type=2.0)
-    return built
-
-
 def layers_above(backbone: nn.Module) -> dict[str, int]:
     """Returns, by parameter name, the number of layers above a parameter, including the head.
 

@@ -19,7 +19,6 @@ from qbheat_det.analysis.comparison import (
     write_report,
 )
 from qbheat_det.analysis.comparison_plan import (
-    RANDOM,
     WEIGHTS,
     Comparison,
     Job,
@@ -59,13 +58,6 @@ def ask(folders: dict[str, str], tmp_path: Path) -> Any:
         )
 
     return build
-
-
-def test_all_shipped_objectives_have_one_encoder_and_one_image_size(ask: Any) -> None:
-    configs = {path.stem for path in Path(QB_HEAT).parent.glob("*.yaml")} - {"Base-Objective"}
-    assert {one.name for one in load_objectives([])} == {RANDOM, *configs}
-    commands = [row.jobs[0].command for row in list_rows(ask("supervised", "qb_heat"))]
-    assert [command[4] for command in commands] == ["--data", "--images"]
 
 
 def test_commands_are_those_that_a_person_would_type(

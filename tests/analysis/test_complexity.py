@@ -29,6 +29,7 @@ from ..analysis.tiny_runs import mf_detr_config
 from ..tool_modules import load_tool
 
 CORE, EXT = CountingRule
+LARGER = [pytest.param(variant, marks=pytest.mark.slow) for variant in ("1.0G", "3.7G")]
 
 
 class Attention(nn.Module):
@@ -100,15 +101,7 @@ def transformer_core(variant: str, depth: int) -> int:
     return encoder + 196 * channels * dim + depth * block + 1000 * (dim + token_dim)
 
 
-def test_instantiated_components_have_the_exact_counts() -> None:
-    linear = classifier_counts("285M", 0)
-    assert (linear.params, linear.core, linear.ext) == LINEAR["285M"]
-    counts = mf_decoder_counts("285M", (2, 1, 1))
-    assert (counts.params, counts.core, counts.ext) == DECODERS["285M", (2, 1, 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["285M", "1.0G", "3.7G"])
+@pytest.mark.parametrize("variant", ["285M", *LARGER])
 def test_all_components_have_the_exact_counts(variant: str) -> None:
     assert astuple(backbone_counts(variant)) == BACKBONES[variant]
     linear = classifier_counts(variant, 0)

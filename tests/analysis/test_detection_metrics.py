@@ -2,7 +2,6 @@
 """Metrics and error types by hand and against a naive matching; figures of detections."""
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,26 +94,6 @@ def judge(truth: dict[str, Any], found: list[dict[str, Any]]) -> DetectionErrors
 def list_kinds(judged: DetectionErrors) -> list[str]:
     pairs = zip(judged.correct, judged.wrong, strict=True)
     return ["correct" if right else "wrong" if wrong else "ignored" for right, wrong in pairs]
-
-
-def test_ap_and_precision_are_those_computed_by_hand() -> None:
-    scores = score(make_truth([(1, 3, A), (1, 3, B)]),
-                   [(1, 3, A, 0.9), (1, 3, C, 0.8), (1, 3, B, 0.7)])  # fmt: skip
-    # Correct, wrong, correct: precision 1 up to recall 1/2, and 2/3 up to 1; 51 of 101 recalls
-    # are at most 1/2.
-    for key in ("AP", "AP50", "AP75"):
-        assert scores.summary[key] == pytest.approx(100 * (51 + 50 * 2 / 3) / 101)
-    np.testing.assert_allclose(scores.precision, [[1.0] * 51 + [2 / 3] * 50] * 2)
-    assert scores.recall[50] == pytest.approx(0.5)
-    # IoU 0.52 with B and 0.77 with A: correct at 0.50 alone, and at 0.50 and 0.75.
-    loose = score(make_truth([(1, 3, B), (2, 3, A)]),
-                  [(1, 3, [50, 50, 70.8, 90], 0.9), (2, 3, [0, 0, 15.4, 20], 0.8)])  # fmt: skip
-    assert loose.precision[0].min() == 1.0
-    assert loose.precision[1].max() == pytest.approx(0.5)
-
-    nothing = score(make_truth([]), [(1, 3, A, 0.9)])
-    assert all(math.isnan(value) for value in nothing.summary.values())
-    assert score(make_truth([(1, 3, A)]), []).summary["AP"] == 0
 
 
 def _iou(one: list[float], other: list[float]) -> float:

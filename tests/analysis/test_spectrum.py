@@ -27,7 +27,6 @@ from qbheat_det.analysis.spectrum import (
     effective_rank,
     inverse_error,
     magnitude_correlation,
-    plot_magnitudes,
     read_linear_models,
     rotate_models,
 )
@@ -144,15 +143,6 @@ def test_checkpoints_and_their_controls_have_rows(tiny: TinyRuns, tmp_path: Path
         draw_spectrum([detector], FigureOptions())
     with pytest.raises(NotApplicable):
         draw_training_spectrum(detector.model, lambda number: [], detector.cfg)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("factor", "scale"), [(0.0, "linear"), (0.3, "log")])
-def test_models_as_initialised_are_drawn_without_a_warning(factor: float, scale: str) -> None:
-    """Linear models start from zero, which a logarithmic axis cannot show."""
-    learned = describe_models(make_models(factor))
-    chart = plot_magnitudes(learned, learned)
-    assert chart.axes[0].get_yscale() == scale
 
 
 def test_it_is_the_mean_over_all_pairs_of_positions() -> None:

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from benchmarks import data, gpu, pretraining, run, tables, training
-from benchmarks.cached_cases import CASES, shrunk
-from benchmarks.cached_training import measure_case
 from benchmarks.detectors import DETECTORS, OURS, random_images
-from benchmarks.forms import EAGER, Forwards
 from benchmarks.masked_peers import (
     MaskedConvolutionEncoder,
     TokenDroppingEncoder,
@@ -62,26 +59,6 @@ def test_quick_runs_measure_training_and_jpegs() -> None:
     names = {row.name for row in [*training.run(quick=True), *data.run(quick=True)]}
     assert names >= {f"training/{job}_step_s" for job in training.JOBS}
     assert "data/jpeg_to_batch_vs_torchvision" in names
-
-
-@pytest.mark.slow
-def test_processes_run_detectors_and_one_that_cannot_is_left_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    contenders = [("285m_211", EAGER), ("no detector", EAGER)]
-    with Forwards(contenders, 64, 64, threads=1, quick=True) as calls:
-        assert list(calls) == contenders[:1]
-        assert 0 < calls[contenders[0]]() < 60
-    assert "no detector, eager is left out: KeyError: 'no detector'" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_with_cached_features_training_takes_the_same_steps() -> None:
-    measured = measure_case(shrunk(CASES["285m_211"]), rounds=1, dtype="float32")
-    online, cached = measured.online.losses, measured.cached.losses
-    # The cache was made in another batch, whose convolutions round otherwise.
-    torch.testing.assert_close(cached, online, rtol=1e-5, atol=0.0)
-    assert len(set(online)) == len(online) == 2
 
 
 class Clock:

@@ -6,13 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultPredictor
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, FPN, build_backbone, build_model
 from torch import Tensor, nn
@@ -21,14 +19,11 @@ import qbheat_det
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
     WeightsInfo,
-    bare_backbone,
     load_run_config,
     read_weights,
     save_weights,
 )
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.predict import build_predictor
-from qbheat_det.model_zoo.sources import _write_pytorch
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.mobile_former import arch_from_config
@@ -246,17 +241,6 @@ def test_every_tensor_of_the_encoder_is_loaded(
         torch.testing.assert_close(dict(pyramid), expected, rtol=0, atol=0)
 
 
-def test_the_zoos_bare_files_find_their_place(
-    encoder: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    assert not bare_backbone(encoder)
-    source = tmp_path / "bare.pth"
-    torch.save({"model": encoder}, source)
-    own = _empty("foreign")
-    DetectionCheckpointer(own).load(str(_write_pytorch(source, tmp_path / "cache")))
-    torch.testing.assert_close(dict(_encoder_of(own).state_dict()), encoder, rtol=0, atol=0)
-
-
 def test_a_pre_trained_encoder_is_found_below_detectron2s_own_pyramid() -> None:
     cfg = qbheat_det.get_cfg()
     cfg.MODEL.MOBILE_FORMER.VARIANT = "285M"
@@ -282,14 +266,6 @@ def test_what_does_not_fill_the_encoder_is_an_error(
     torch.save({"model": state}, tmp_path / "w.pth")
     with pytest.raises(UserError, match="SafeCheckpointer"):
         DetectionCheckpointer(_empty(model)).load(str(tmp_path / "w.pth"))
-
-
-def test_default_predictor_takes_an_address() -> None:
-    cfg = load_run_config(f"qbheat://{DETECTOR}", device="cpu", opts=["INPUT.MIN_SIZE_TEST", "128"])
-    image = np.random.default_rng(0).integers(0, 255, (90, 120, 3), np.uint8)
-    found = DefaultPredictor(cfg)(image)["instances"]
-    expected = build_predictor(cfg)(image)["instances"]
-    torch.testing.assert_close(found.scores, expected.scores)
 
 
 def test_weights_of_a_network_that_pads_otherwise_are_refused(path: Path) -> None:

@@ -19,7 +19,7 @@ from qbheat_det.core.files import get_cache_dir
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.data import images as reading
 from qbheat_det.data.datasets import toy
-from qbheat_det.data.datasets.toy import CATEGORY_IDS, Scene, trace_polygons
+from qbheat_det.data.datasets.toy import CATEGORY_IDS, Scene
 from qbheat_det.data.images import ImageInMemory, decode_if_small, decode_images, open_image, resize
 from tests.data.pictures import draw, save
 
@@ -190,12 +190,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def decode(polygons: list[list[int]], height: int, width: int) -> NDArray[np.bool_]:
-    """Rasterises as Detectron2's ``polygons_to_bitmask`` and pycocotools do."""
-    rles = coco_mask.frPyObjects(polygons, height, width)
-    return coco_mask.decode(coco_mask.merge(rles)).astype(bool)
-
-
 def test_the_same_spec_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
     again = prepare_toy_set(SPEC, tmp_path)
     assert again.name == tiny.name
@@ -218,15 +212,8 @@ def test_annotations_agree_with_a_pixel_by_pixel_count() -> None:
             assert annotation["area"] == len(pixels)
             assert len(pixels) >= 0.5 * scene.areas[index]  # every object stays visible
             assert annotation["category_id"] == CATEGORY_IDS[scene.labels[index]]
-            mask = decode(annotation["segmentation"], 128, 128)
+            mask = coco_mask.decode(annotation["segmentation"])
             np.testing.assert_array_equal(mask, scene.owner == index)
-
-
-def test_polygons_give_back_any_mask() -> None:
-    # Random dots have every kind of corner: holes, touching diagonals, islands in holes.
-    for seed in range(6):
-        mask = np.random.default_rng(seed).random((23, 31)) < 0.2 + 0.1 * seed
-        np.testing.assert_array_equal(decode(trace_polygons(mask), 23, 31), mask)
 
 
 def test_a_cache_that_cannot_be_written_is_named_and_a_half_written_set_never_used(

@@ -277,24 +277,6 @@ def test_a_compiled_program_is_loaded_by_later_processes(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 @torch.no_grad()
-def test_another_process_builds_a_part_that_can_be_pickled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part, x, path = OneMap().eval(), torch.randn(1, 3, *SIZE), tmp_path / "program.pt2"
-    for dtype in (torch.float32, torch.bfloat16):
-        program = PartPrograms(part, dtype)
-        assert compiling._start_build([(program, (x,), ("key",), path)]).wait() == 0
-        monkeypatch.setattr(program, "_build", lambda *_: pytest.fail("compiled again"))
-        program.load_or_build((x,), ("key",), path)
-        path.unlink()
-    part.forward = lambda x: x
-    with pytest.raises(AttributeError):  # the caller builds it in this case
-        compiling._start_build([(PartPrograms(part, dtype), (x,), ("key",), path)])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
-@torch.no_grad()
 def test_a_compiled_detector_gives_the_plain_ones_boxes() -> None:
     model = build(make_config("mf_detr"))
     deployed = deploy(model, image_sizes=[SIZE, OTHER])

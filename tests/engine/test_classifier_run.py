@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qbheat_det.checkpoint import class_names_of
 from qbheat_det.config import get_config_path
-from qbheat_det.data import build_train_stream, register_image_folders
+from qbheat_det.data import build_train_stream
 from qbheat_det.engine import Trainer, evaluate
 from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
@@ -108,19 +108,6 @@ def test_classes_come_from_the_training_folder_and_labels_from_their_names(
     entries = [entry for batch in Trainer.build_test_loader(cfg, LABELLED_VAL) for entry in batch]
     assert labels_of(entries) == {("bee", 1), ("cat", 2), ("dog", 3)}
     assert len(entries) == 7
-
-
-def test_several_sets_of_unlike_classes_are_one(folders: Folders, tmp_path: Path) -> None:
-    more = make_classes(tmp_path / "more", {"cat": 1, "eel": 2}, first=400)
-    register_image_folders("more_classes", [more], labelled=True)
-    register_image_folders("some_classes", [folders[0]], labelled=True)
-    names = "('some_classes', 'more_classes')"
-    cfg, _ = configure({"DATASETS.TRAIN": names, "INPUT.PRETRAIN.MEMORY_GB": "0"})
-    assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog", "eel"]
-    stream = iter(build_train_stream(cfg))
-    seen = labels_of([entry for _ in range(4) for entry in next(stream)])
-    assert seen <= {(name, i) for i, name in enumerate(cfg.MODEL.CLASS_NAMES)}
-    assert len(seen) > 2
 
 
 def test_a_run_trains_evaluates_scores_neighbours_and_is_evaluated_alone(

@@ -180,7 +180,6 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
 
 
-RLE = {"size": [64, 64], "counts": [0, 64, 64 * 63]}
 RETINANET, MASK_RCNN = "retinanet_285M_toy.yaml", "mask_rcnn_285M_toy.yaml"
 
 
@@ -188,13 +187,9 @@ RETINANET, MASK_RCNN = "retinanet_285M_toy.yaml", "mask_rcnn_285M_toy.yaml"
 @pytest.mark.parametrize(
     ("spoil", "named", "config"),
     [
-        (lambda f: (f / "images" / "000002.jpg").unlink(), "json: image id 2", RETINANET),
         (lambda f: truncate(f / "images" / "000002.jpg"), r"2.jpg' \(image id 2\)", RETINANET),
         (edit(lambda c: c["annotations"][1].update(category_id=3)), "annotation id 2", RETINANET),
-        (edit(lambda c: c["images"][1].update(width=65)), "annotated with 65 x 64", RETINANET),
-        (lambda f: truncate(f / "annotations.json"), r"annotations\.json", RETINANET),
         (edit(lambda c: c["annotations"][1].pop("segmentation")), r"id 1.*MASK_ON", MASK_RCNN),
-        (edit(lambda c: c["annotations"][1].update(segmentation=RLE)), "MASK_FORMAT", MASK_RCNN),
     ],
 )
 def test_bad_data_are_named_before_anything_is_written(

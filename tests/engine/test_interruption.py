@@ -193,7 +193,7 @@ def test_signals_to_a_process_and_its_workers_lose_no_step(tiny_data: Path, tmp_
     [
         ("job", "job", True, False, True),
         ("job", "job", False, False, False),  # it ended before its first checkpoint
-        ("job", "other", True, False, False),
+        ("job", "earlier", True, False, False),  # only the last start counts
         ("none", "none", True, False, False),  # torchrun's default for every run
         ("", "", True, False, False),
         ("", "job", True, True, True),
@@ -209,7 +209,8 @@ def test_a_run_continues_by_itself_under_the_launch_that_began_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "run.json").write_text(json.dumps([{"launch": began if began != "none" else ""}]))
+    starts = [{"launch": "earlier"}, {"launch": began if began != "none" else ""}]
+    (tmp_path / "run.json").write_text(json.dumps(starts))
     if checkpoint:
         (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)

@@ -4,9 +4,6 @@
 import argparse
 import dataclasses
 import os
-import signal
-import subprocess
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -25,12 +22,10 @@ from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, launch, run_distributed
 from qbheat_det.engine import dry_run as dry_run_module
 from qbheat_det.engine.dry_run import dry_run
-from qbheat_det.engine.resume import read_run_record
 from qbheat_det.engine.setup import use_classes_of
 
 from .processes import free_port, make_args, torchrun_environment
 from .tiny_detectors import make_retinanet_config
-from .tiny_training import CONFIG, TINY
 
 
 @pytest.fixture
@@ -201,36 +196,6 @@ def test_bad_input_in_a_started_process_is_a_sentence_and_a_defect_a_traceback(
     assert capsys.readouterr().err == "error: the file is not there\n"
     with pytest.raises(ProcessRaisedException):  # a defect
         run_distributed(lambda _: 1 / 0, args)
-
-
-@pytest.mark.slow
-def test_torchrun_trains_evaluates_and_saves_with_two_processes_also_after_one_is_killed(
-    tmp_path: Path, tiny_data: Path
-) -> None:
-    truth, images = str(tiny_data / "annotations.json"), str(tiny_data / "images")
-    flags = ["--data", truth, "--val", truth, "--images", images]
-    opts = {**TINY, "MODEL.DEVICE": "cpu", "SOLVER.MAX_ITER": "40", "OUTPUT_DIR": str(tmp_path)}
-    opts["MODEL.RETINANET.SCORE_THRESH_TEST"] = "0.0"  # else nothing is found
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
-    command += ["--nproc-per-node", "2", str(ROOT / "tools" / "train_net.py")]
-    command += ["--config-file", CONFIG, *flags, *(word for pair in opts.items() for word in pair)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    with subprocess.Popen(command, env=environment) as torchrun:
-        children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children")
-        try:
-            while not (tmp_path / "last_checkpoint").exists() and torchrun.poll() is None:
-                time.sleep(0.01)
-            os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
-            assert torchrun.wait(240) == 0  # those that come do not wait for the one that is gone
-        finally:
-            torchrun.terminate()
-    assert '"bbox/AP"' in (tmp_path / "metrics.json").read_text()
-    starts = read_run_record(tmp_path / "run.json")
-    assert [(start["processes"], bool(start["resumed_from"])) for start in starts] == [
-        (2, False),
-        (2, True),
-    ]
 
 
 def test_parameters_without_gradients_are_looked_for_only_if_a_head_leaves_out_outputs() -> None:

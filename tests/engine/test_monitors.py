@@ -21,9 +21,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import monitors
-from qbheat_det.engine.data_sources import load_fixed_images
 from qbheat_det.engine.monitors import VisualizationHook, build_visualization_hook
-from tests.data.pictures import draw, save
 
 from .tiny_pretraining import make_folder, train
 from .tiny_training import losses, state
@@ -151,19 +149,6 @@ def test_a_model_that_cannot_be_scored_is_refused() -> None:
     cfg.TEST.KNN.TRAIN = ("any",)
     with pytest.raises(UserError, match=r"TEST\.KNN"):
         build_visualization_hook(cfg, nn.Linear(1, 1))
-
-
-def test_fixed_images_are_spread_over_the_set_and_can_be_read(tmp_path: Path) -> None:
-    for i in range(12):
-        save(tmp_path / f"{i:02d}.png", draw(40, 40) * 0 + 20 * i)
-    (tmp_path / "04.png").write_bytes(b"no image")
-    register_image_folders("grey", [tmp_path])
-    cfg = get_cfg()
-    cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.PRETRAIN.SIZE = "pretrain", 32
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("not_read",), ("grey",)
-    images = load_fixed_images(cfg, 3)
-    assert [int(entry["image"].float().mean().round()) for entry in images] == [0, 100, 160]
-    assert len(load_fixed_images(cfg, 64)) == 11
 
 
 def test_a_run_with_figures_and_tokens_logged_has_the_losses_and_weights_of_one_without(

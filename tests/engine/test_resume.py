@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from qbheat_det.checkpoint import ExactCheckpointer, WeightsInfo, read_weights, save_weights
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags, Trainer, build_config, resume
+from qbheat_det.engine import RunFlags, Trainer, build_config
 from qbheat_det.engine.resume import (
     check_same_config,
     check_same_images,
@@ -179,15 +179,6 @@ def test_a_resumed_run_has_the_config_that_it_began_with(
     else:
         with pytest.raises(UserError, match=f"{key} "):
             check_same_config(saved, cfg)
-
-
-def test_the_last_start_alone_tells_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "run.json").write_text('[{"launch": "one"}, {"launch": "two"}]')
-    for launch, is_restart in (("one", False), ("two", True), ("none", False), ("", False)):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
-        assert resume._began_in_this_launch(tmp_path) == is_restart
 
 
 def test_a_resumed_run_has_the_images_that_it_began_with() -> None:

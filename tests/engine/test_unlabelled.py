@@ -17,7 +17,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.data.unlabelled import FeatureNoise, StrongColours
 from qbheat_det.engine import Trainer, build_config
-from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
 from qbheat_det.modeling.contracts import STRONG, UNLABELLED
 
@@ -186,14 +185,6 @@ def test_images_that_all_have_labels_are_refused(tmp_path: Path, tiny_data: Path
     empty.mkdir()
     with pytest.raises(UserError, match="empty"):
         build_config(tiny_training.parse(tmp_path, tiny_data, SEMI, "--unlabelled", str(empty)))
-
-
-def test_the_dry_run_forecasts_steps_with_unlabelled_images(
-    tmp_path: Path, tiny_data: Path, photos: Path
-) -> None:
-    args = tiny_training.parse(tmp_path, tiny_data, SEMI, "--unlabelled", str(photos))
-    report = dry_run(build_config(args), Trainer, num_steps=2)
-    assert "Step of 2 images, 4 unlabelled" in report.costs
 
 
 def test_a_result_below_that_of_the_burn_in_is_warned_of_after_a_resume_too(

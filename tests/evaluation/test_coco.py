@@ -3,7 +3,6 @@
 
 import contextlib
 import copy
-import importlib.util
 import io
 import json
 import logging
@@ -224,11 +223,3 @@ def test_a_class_that_the_dataset_lacks_and_unknown_sets_are_named(
     with pytest.raises(UserError, match="never_registered"):
         build_evaluator(cfg, "never_registered")
     MetadataCatalog.pop("never_registered")
-
-
-def test_the_fast_library_is_used_only_where_it_is_installed(
-    register: Register, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = register(_make_dataset(np.random.default_rng(0)))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not CocoEvaluator(name)._use_fast_impl

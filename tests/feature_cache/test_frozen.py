@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from detectron2.config import CfgNode
-from PIL import Image
 from torch import nn
 from torchvision.ops import StochasticDepth
 
@@ -25,10 +24,8 @@ from qbheat_det.feature_cache import (
     use_cached_features,
 )
 from qbheat_det.feature_cache.frozen import check_frozen
-from tests.data.pictures import draw
 from tests.engine import tiny_training
 from tests.engine.conftest import TrainAfresh
-from tests.engine.test_classifier_run import PROBE, start
 
 FROZEN = {
     "MODEL.BACKBONE.FREEZE_AT": "5",
@@ -182,40 +179,6 @@ def test_evaluation_encodes_the_test_set_alone_and_other_weights_make_another_ca
     assert len(list(folder.iterdir())) == 4
     trainer.bare_model(next(iter(trainer.data_loader)))
     assert next(backbone.encoder.parameters()).device.type == "cpu"
-
-
-def test_a_module_of_a_failed_step_on_cached_features_is_named(
-    tmp_path: Path, tiny_data: Path, cache: dict[str, str]
-) -> None:
-    trainer = build_trainer(tmp_path, tiny_data, {**MF_DETR, **cache})
-    with torch.no_grad():
-        dict(trainer.bare_model.named_parameters())["decoder.class_embed.weight"].fill_(torch.inf)
-    with pytest.raises(UserError, match=r"iteration 0 .*decoder.*weights not finite"):
-        trainer.train()
-
-
-def test_a_probe_from_a_float32_cache_is_the_probe_online_to_the_bit(tmp_path: Path) -> None:
-    folder = tmp_path / "train"
-    for index in range(12):  # so large that images kept in memory are scaled down
-        large = Image.fromarray(draw(100, 75, seed=index)).resize((1000, 750))
-        path = folder / ("blue", "green", "red")[index // 4] / f"{index % 4}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        large.save(path, compress_level=1)
-    (folder / "red" / "broken.png").write_bytes(b"no image")
-    # Online, the encoder would be in half precision too.
-    views = tiny_training.read_opts("""
-MODEL.CHANNELS_LAST True SOLVER.MAX_ITER 3 SOLVER.AMP.ENABLED False INPUT.PRETRAIN.MEMORY_GB 4.0
-INPUT.FIXED_VIEWS.COUNT 2
-""")
-    cache = {**ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache")}
-    found = []
-    for name, opts in {"online": views, "cached": {**views, **cache}}.items():
-        torch.manual_seed(0)
-        trainer = start(tmp_path / name, PROBE, str(folder), opts, "--val", str(folder))
-        results = trainer.train()
-        found.append((results, trainer.data_loader.skipped, tiny_training.losses(tmp_path / name)))
-    assert found[0] == found[1]
-    assert ["broken.png" in where for where in found[0][1]] == [True]
 
 
 @pytest.mark.parametrize(

@@ -174,16 +174,6 @@ def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
     assert found["loss"] == expected[-1]["feature/loss"]
 
 
-def test_whole_images_can_follow_on_quarters(folder: Path, tmp_path: Path) -> None:
-    quarters = build(folder, tmp_path / "quarters", MODEL__QB_HEAT__VISIBLE="both")
-    quarters.export("quarters")
-    weights = str(tmp_path / "quarters" / "quarters.safetensors")
-    whole = build(folder, tmp_path / "whole", MODEL__WEIGHTS=weights).bare_model
-    expected = quarters.bare_model.state_dict()
-    for name, tensor in whole.state_dict().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
-
-
 def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     changes = {

@@ -14,7 +14,7 @@ from qbheat_det import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.layers import SinePositionEncoding
 from qbheat_det.modeling import contracts
-from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, TimmBackbone, shapes_of
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, TimmBackbone
 from qbheat_det.modeling.classification.image_classifier import BatchMixing
 from qbheat_det.modeling.detr import SetCriterion
 from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
@@ -99,7 +99,6 @@ def test_config_values_out_of_range_are_named(name: str, words: str) -> None:
         (partial(MobileFormer, arch=ARCH, out_features=["res4"]), "res4"),
         (partial(TimmBackbone, name="resnet18", out_features=["s8"], freeze_at=6), "FREEZE_AT"),
         (partial(TimmBackbone, name="resnet18", out_features=["res4"]), "res4"),
-        (partial(shapes_of, arch=ARCH, names=["p3"]), "p3"),
         (partial(SetCriterion, num_classes=1, class_weight=0, l1_weight=0, giou_weight=0), "zero"),
         (partial(FeatureQueue, size=0, dim=2), "0"),
         (partial(build, "MFDETR", "MF_DETR.IN_FEATURES ['s16_expanded','s8']"), "strides"),

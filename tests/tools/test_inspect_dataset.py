@@ -144,21 +144,6 @@ def test_every_error_is_found_at_once(inspect: Any, data: dict[str, Path], tmp_p
     assert (tmp_path / "out" / "samples.jpg").is_file()
 
 
-def test_unusable_files_are_errors(inspect: Any, data: dict[str, Path]) -> None:
-    # In this order: each change hides the one before.
-    for update, expected in (
-        ({"categories": [{"id": i, "name": f"other{i}"} for i in (1, 2, 3)]}, "lacks 'other1'"),
-        ({"annotations": []}, "no box to train on"),
-        ({"images": []}, "'images' is empty"),
-    ):
-        change(data["train"], lambda content, update=update: content.update(update))
-        code, text = inspect()
-        assert (code, expected in text) == (1, True)
-    (data["train"] / "annotations.json").write_text("hello")
-    code, text = inspect()
-    assert (code, "JSON" in text) == (1, True)
-
-
 def test_what_training_can_handle_is_a_warning(inspect: Any, data: dict[str, Path]) -> None:
     def drop_a_class(content: Content) -> None:
         gone = content["annotations"][0]["category_id"]

@@ -80,8 +80,7 @@ class CocoFile:
 
         Args:
             json_file: path of the annotations, which is also used in messages.
-            image_root: folder of the images, or an address of shards. Images in shards are not
-                checked.
+            image_root: folder of the images.
             needed: lists that the file must have. Without "annotations", images need no size.
             converted: lists to check instead of the content of ``json_file``.
 
@@ -94,12 +93,11 @@ class CocoFile:
         self.errors, self.warnings = list(converted.errors), list(converted.warnings)
         self.annotations: list[Entry] = []
         self._lists, self._places = converted.lists, converted.places
-        is_folder = "://" not in image_root
-        if is_folder and not os.path.isdir(image_root):
+        if not os.path.isdir(image_root):
             raise UserError(f"the image folder '{image_root}' of {json_file} does not exist")
 
         def find_file(entry: Entry) -> Found:
-            if not is_folder or os.path.isfile(os.path.join(image_root, entry["file_name"])):
+            if os.path.isfile(os.path.join(image_root, entry["file_name"])):
                 return None
             name = short(entry["file_name"])
             where = f"in '{image_root}', which file_name must be relative to"

@@ -5,10 +5,10 @@
 functions and add a row. To add the export of an annotation tool, add a reader to ``label_files``.
 
 A source is a dict that describes a training or validation set. It is saved as JSON with each run,
-and has one of these keys: ``json_file`` (with ``image_root``), ``yolo_file``, ``voc_folder``,
-``labels_path`` or ``shards`` (with ``subset``), or ``image_folders``. ``labelled`` is whether to
-read the boxes or classes. ``classes`` sets the classes of formats that do not list them. ``split``
-selects a part of the images, see ``split.json``.
+and has one of these keys: ``json_file`` (with ``image_root``), ``yolo_file``, ``voc_folder`` or
+``labels_path`` (with ``subset``), or ``image_folders``. ``labelled`` is whether to read the boxes
+or classes. ``classes`` sets the classes of formats that do not list them. ``split`` selects a part
+of the images, see ``split.json``.
 """
 
 import hashlib
@@ -26,7 +26,6 @@ from typing import Any, Literal, NamedTuple
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir
 from qbheat_det.core.text import format_bytes, one_line
-from qbheat_det.data.shards import absolute, are_shards, read_index
 
 from .conversion import Converted
 from .image_folder import IMAGE_SUFFIXES, PART_NAMES
@@ -84,7 +83,6 @@ _TITLES = {
     "yolo_file": "YOLO",
     "voc_folder": "Pascal VOC",
     "image_folders": "image folders",
-    "shards": "shards",
     "labels_path": "labels",
 }
 
@@ -92,9 +90,6 @@ _TITLES = {
 def find_kind(path: str) -> Kind:
     """Returns the format of a file or folder. Raises a ``UserError`` if it is unknown."""
     path = unpack(path)
-    if are_shards(path):
-        packed: dict[str, Kind] = {"boxes": "coco", "classes": "classes", "images": "images"}
-        return packed[read_index(absolute(path))["kind"]]
     root = Path(path).absolute()
     if not root.exists():
         raise UserError(f"'{path}' does not exist")
@@ -115,19 +110,15 @@ def find_kind(path: str) -> Kind:
 
 
 def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
-    """Returns the sources of a file, a folder, a zip or shards, or raises a ``UserError``.
+    """Returns the sources of a file, a folder or a zip, or raises a ``UserError``.
 
     ``image_root`` is the image folder of a label file, such as a COCO json. If it is empty, the
     images are searched in ``likely_root``, and then next to the label file.
     """
     path = unpack(path)
     kind, root = find_kind(path), Path(path).absolute()
-    if image_root and (kind not in ("coco", "labels") or are_shards(path)):
+    if image_root and kind not in ("coco", "labels"):
         raise UserError(f"'{path}' contains its images: leave out the image folder '{image_root}'")
-    if are_shards(path):
-        if kind == "images":
-            raise UserError(f"the shards at '{path}' have no labels: pass them with --images")
-        return _open_shards(kind, path)
     if kind == "coco":
         files = [file for part in _COCO if (file := _find_json(root, part))][:2] or [root]
         return DataSource(kind, *(_locate_images(file, image_root, likely_root) for file in files))
@@ -142,20 +133,9 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
 
 
 def open_images(paths: Sequence[str]) -> DataSource:
-    """Returns the source of unlabeled images, which are in folders or in one set of shards."""
-    if not any(map(are_shards, paths)):
-        folders = [os.path.abspath(folder) for folder in paths]
-        return DataSource("images", {"image_folders": folders, "labelled": False})
-    if len(paths) > 1:
-        raise UserError(f"--images needs one set of shards: pack {' and '.join(paths)} together")
-    return _open_shards("images", paths[0])
-
-
-def _open_shards(kind: Kind, path: str) -> DataSource:
-    address = absolute(path)
-    source = {"shards": address, "labelled": kind != "images"}
-    parts = [part for part in ("train", "val") if part in read_index(address)["parts"]]
-    return DataSource(kind, *({**source, "subset": part} for part in parts))
+    """Returns the source of unlabeled images in folders."""
+    folders = [os.path.abspath(folder) for folder in paths]
+    return DataSource("images", {"image_folders": folders, "labelled": False})
 
 
 def _find_class_folders(path: Path) -> list[str]:

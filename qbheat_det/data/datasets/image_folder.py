@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Registers image folders and shards, with class labels or without labels.
+"""Registers image folders, with class labels or without labels.
 
 The files are listed by name when a set is first loaded. Class indices are specific to a set, so
 labels of several sets are matched by class name.
@@ -7,14 +7,13 @@ labels of several sets are matched by class name.
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data.shards import PREFIX, locate_image, read_part
 
 logger = logging.getLogger(__name__)
 
@@ -80,31 +79,6 @@ def is_new(name: str, **files: object) -> bool:
             f"{', '.join(f'{key} {value}' for key, value in other.items())}: choose another name"
         )
     return False
-
-
-def list_source(source: Mapping[str, Any]) -> tuple[list[str], Records, list[str]]:
-    """Returns the images of a source of folders, or of shards without boxes.
-
-    ``source`` is described in ``formats``. Returns the image names relative to the source, their
-    records, and the class names. Raises the errors of ``read_part`` and ``load_image_folders``.
-    """
-    if "shards" in source:
-        address, part = source["shards"], read_part(source["shards"], source["subset"])
-        images = sorted(part["images"], key=lambda image: int(image["id"]))
-        keys = ("width", "height", *(("label",) if source["labelled"] else ()))
-        records = [
-            {
-                "file_name": f"{PREFIX}{address}/{locate_image(image)}",
-                "image_id": image["id"],
-                **{key: image[key] for key in keys},
-            }
-            for image in images
-        ]
-        return [image["file_name"] for image in images], records, part.get("classes", [])
-    folders = source["image_folders"]
-    records, class_names = load_image_folders(folders, labelled=source["labelled"])
-    base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
-    return [os.path.relpath(one["file_name"], base) for one in records], records, class_names
 
 
 def load_image_folders(

@@ -17,16 +17,15 @@ from detectron2.data.datasets import register_coco_instances
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.checks import raise_first
-from qbheat_det.data.shards import PREFIX, has_boxes, locate_image, read_part
 
 from .coco_file import CocoFile
-from .conversion import MISSING_IMAGE, Converted
+from .conversion import MISSING_IMAGE
 from .formats import FORMATS, Source, origin_of
 from .image_folder import (
     PathLike,
     check_image_folder,
     is_new,
-    list_source,
+    load_image_folders,
     register_image_folders,
 )
 
@@ -35,8 +34,7 @@ SPLIT_FILE = "split.json"
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
     """Registers a COCO file. Raises a ``UserError`` if the name has different files."""
-    root = str(image_root) if "://" in str(image_root) else os.path.abspath(image_root)
-    path = os.path.abspath(json_file)
+    path, root = os.path.abspath(json_file), os.path.abspath(image_root)
     if is_new(name, json_file=path, image_root=root, unlabelled=None):
         register_coco_instances(name, {}, path, root)
 
@@ -98,10 +96,6 @@ def _read_annotations(key: str) -> CocoFile:
     if "json_file" in source:
         return CocoFile(source["json_file"], source["image_root"])
     file = origin_of(source)
-    if "shards" in source:
-        part = read_part(file, source["subset"])
-        lists = {key: part[key] for key in ("images", "annotations", "categories")}
-        return CocoFile(file, f"{PREFIX}{file}", converted=Converted(lists))
     root = source.get("image_root") or (file if os.path.isdir(file) else os.path.dirname(file))
     converted = next(row.convert(source) for row in FORMATS.values() if row.key in source)
     return CocoFile(file, root, converted=converted)
@@ -110,7 +104,6 @@ def _read_annotations(key: str) -> CocoFile:
 def forget_annotations() -> None:
     """Clears the cache of ``read_annotations``, so that changed files are read again."""
     _read_annotations.cache_clear()
-    read_part.cache_clear()
 
 
 def register_source(
@@ -132,23 +125,10 @@ def register_source(
         register_image_folders(
             name, source["image_folders"], labelled=source["labelled"], keep=keep
         )
-    elif "shards" in source and not has_boxes(source):
-        _register_shards(name, source, keep)
     else:
         annotations = _register_annotated(name, source, keep)
     MetadataCatalog.get(name).source = source
     return annotations
-
-
-def _register_shards(name: str, source: Source, keep: Collection[str] | None) -> None:
-    names, records, classes = list_source(source)
-    pairs = zip(names, records, strict=True)
-    kept = [record for file_name, record in pairs if keep is None or file_name in keep]
-    DatasetCatalog.register(name, lambda: kept)
-    metadata = MetadataCatalog.get(name)
-    metadata.set(labelled=source["labelled"], unlabelled=True, evaluator_type="reconstruction")
-    if source["labelled"]:
-        metadata.folder_classes = classes
 
 
 def _register_annotated(name: str, source: Source, keep: Collection[str] | None) -> CocoFile | None:
@@ -168,11 +148,7 @@ def _register_annotated(name: str, source: Source, keep: Collection[str] | None)
     annotations.check()
     files = origin, annotations.image_root
     if keep is not None or "json_file" not in source:
-        lists = annotations.keep(keep)
-        if "shards" in source:
-            named = [{**one, "file_name": locate_image(one)} for one in lists["images"]]
-            lists = {**lists, "images": named}
-        files = _write_json(name, origin, lists), annotations.image_root
+        files = _write_json(name, origin, annotations.keep(keep)), annotations.image_root
     register_coco_json(name, *files)
     ids = {category: index for index, category in enumerate(annotations.category_ids)}
     MetadataCatalog.get(name).set(
@@ -192,8 +168,11 @@ def forget_source(name: str) -> None:
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
     """Divides the images of a source into training and validation, see ``split_names``."""
     groups: list[Hashable]
-    if "image_folders" in source or ("shards" in source and not has_boxes(source)):
-        names, records, _ = list_source(source)
+    if "image_folders" in source:
+        folders = source["image_folders"]
+        records, _ = load_image_folders(folders, labelled=source["labelled"])
+        base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
+        names = [os.path.relpath(record["file_name"], base) for record in records]
         groups = [record["label"] for record in records]
     else:
         annotations = read_annotations(source)

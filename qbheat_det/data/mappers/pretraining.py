@@ -20,7 +20,6 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import Box, ImageInMemory, decode_if_small, open_image, resize
@@ -123,7 +122,7 @@ class PretrainingMapper:
             with nullcontext(decoded) if decoded else open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
                 pixels = picture.read(box, self.size)
-        except (MemoryError, UserError):  # a missing shard is not a broken image
+        except MemoryError:
             raise
         except Exception as error:  # the type depends on the format's decoder
             if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:

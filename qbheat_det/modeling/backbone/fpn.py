@@ -8,8 +8,6 @@ paper (Table 14). No single design of P6 matches the paper's multiply-adds for a
 Padding is treated as part of the image, as in Detectron2.
 """
 
-from typing import Any
-
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
@@ -49,13 +47,6 @@ class StridedLevels(nn.Module):
         return levels
 
 
-def pyramid_on(*, bottom_up: Backbone, **kwargs: Any) -> FPN:
-    """Builds Detectron2's FPN, which loads ``bottom_up`` from files with or without prefixes."""
-    fpn = FPN(bottom_up=bottom_up, **kwargs)
-    accept_prefixes(fpn)
-    return fpn
-
-
 @BACKBONE_REGISTRY.register()
 def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds an FPN on the outputs ``MODEL.FPN.IN_FEATURES`` of ``MODEL.FPN.BOTTOM_UP``.
@@ -79,7 +70,7 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     own = with_values(cfg, {f"MODEL.{kind}.OUT_FEATURES": wanted for kind in kinds})
     bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
     stride = pick_outputs(bottom_up, wanted, "MODEL.FPN.IN_FEATURES")[-1].stride
-    return pyramid_on(
+    fpn = FPN(
         bottom_up=bottom_up,
         in_features=node.IN_FEATURES,
         out_channels=node.OUT_CHANNELS,
@@ -91,6 +82,8 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
         ),
         fuse_type=node.FUSE_TYPE,
     )
+    accept_prefixes(fpn)
+    return fpn
 
 
 def build_bare_backbone(cfg: CfgNode) -> Backbone:

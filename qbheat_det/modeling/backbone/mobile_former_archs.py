@@ -209,11 +209,3 @@ def named_arch(variant: str) -> MobileFormerArch:
         known = [*MOBILE_FORMER_ARCHS, "custom"]
         raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")
     return MOBILE_FORMER_ARCHS[variant]
-
-
-def shapes_of(*, arch: MobileFormerArch, names: Sequence[str]) -> list[ShapeSpec]:
-    """Returns the shapes of named outputs, for LazyConfigs. ``ValueError`` if one is unknown."""
-    shapes = arch.output_shapes()
-    if set(names) - set(shapes):
-        raise ValueError(f"outputs of MobileFormer are {[*shapes]}, not {list(names)}")
-    return [shapes[name] for name in names]

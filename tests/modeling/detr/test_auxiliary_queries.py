@@ -22,7 +22,6 @@ from .test_decoder_against_reference import maps, small_decoder
 
 DENOISING = ("MODEL.MF_DETR.DENOISING.GROUPS", 3)
 FOCAL = ("MODEL.MF_DETR.CLASSIFICATION", "focal")
-BATCHES = {"boxes": (0, 5, 1, 3), "no box": (5, 6)}
 
 
 def build(*opts: Any) -> MFDETR:
@@ -46,15 +45,6 @@ def test_the_network_of_inference_is_the_same_to_the_bit() -> None:
                     getattr(v, "tensor", v) for v in (value, expected["instances"].get(field))
                 ]
                 assert_close(*values, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-def test_every_parameter_has_a_gradient(batch: tuple[int, ...]) -> None:
-    model = build(*DENOISING)
-    sum(model([make_image(index) for index in batch]).values()).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert torch.isfinite(parameter.grad).all(), name
 
 
 def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:

@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
-from detectron2.structures import Boxes, Instances
 from torch import Tensor
 from torch.testing import assert_close
 
-from qbheat_det.modeling.backbone import MobileFormer
-from qbheat_det.modeling.detr import MFDETR, MFDecoder, SetCriterion
+from qbheat_det.modeling.detr import MFDecoder, SetCriterion
 from qbheat_det.modeling.detr.criterion import FocalClassification, Targets
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
 from qbheat_det.modeling.detr.query_selection import QuerySelection, refine_boxes
 
 from ..reference_mf_decoder import mf_decoder
 from ..reference_mobile_former import Weights, randomise_
-from ..tiny_pretraining import SMALL_ARCH
 
 BLOCKS = {"522": (5, 2, 2), "211": (2, 1, 1)}
 CHANNELS = {"3.7G": (192, 2880), "1.0G": (96, 1440), "285M": (48, 720)}
@@ -228,41 +225,3 @@ def test_a_padded_batch_gives_what_its_images_give_alone() -> None:
         single = decoder(maps)
         for key in ("pred_logits", "pred_boxes"):
             assert_close(outputs[key][:, image], single[key][:, 0], rtol=0, atol=1e-9)
-
-
-def test_it_learns_one_image() -> None:
-    torch.manual_seed(0)
-    names = ["s8", "s16_expanded"]
-    backbone = MobileFormer(arch=SMALL_ARCH, out_features=names)
-    shapes = backbone.output_shape()
-    model = MFDETR(
-        backbone=backbone,
-        decoder=build_decoder([shapes[name] for name in names]),
-        criterion=build_criterion(),
-        in_features=names,
-        pixel_mean=[127.0] * 3,
-        pixel_std=[128.0] * 3,
-    ).train()
-    instances = Instances((64, 96))
-    instances.gt_boxes = Boxes([[8.0, 10.0, 40.0, 50.0], [50.0, 20.0, 90.0, 60.0]])
-    instances.gt_classes = torch.tensor([0, 2])
-    empty = Instances((64, 96), gt_boxes=Boxes([]), gt_classes=torch.zeros(0, dtype=torch.long))
-    batch: list[dict[str, Any]] = [
-        {"image": torch.randint(0, 256, (3, 64, 96)).float(), "instances": each}
-        for each in (instances, empty)
-    ]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(60):
-        losses = model(batch)
-        optimizer.zero_grad()
-        sum(losses.values()).backward()
-        if not step:
-            missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-            assert not missing
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        found = model(batch[:1])[0]["instances"]
-    for label, box in zip(instances.gt_classes, instances.gt_boxes.tensor, strict=True):
-        same = found[found.pred_classes == label]
-        assert_close(same.pred_boxes.tensor[same.scores.argmax()], box, rtol=0, atol=8)

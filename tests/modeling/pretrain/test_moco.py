@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import Backbone, build_model
+from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,7 +16,6 @@ from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, save_weights
 from qbheat_det.modeling.pretrain import MoCo
 from qbheat_det.modeling.pretrain.base import ProjectionHead
 from qbheat_det.modeling.pretrain.moco import FeatureQueue, MomentumCopy
-from tests.modeling.tiny_pretraining import make_tiny_config
 
 SIZE = 8
 
@@ -160,22 +159,6 @@ def test_its_own_files_bring_a_copy_of_their_own(tmp_path: Path) -> None:
     other = nn.ModuleDict({"backbone": TinyBackbone(), "head": nn.Linear(2, 2)})
     SafeCheckpointer(other).load(str(path))
     torch.testing.assert_close(other["backbone"].stem.weight, trained.backbone.stem.weight)
-
-
-def test_every_parameter_of_a_backbone_with_tokens_has_a_gradient() -> None:
-    cfg = make_tiny_config("MoCo")
-    cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.MOCO.QUEUE_SIZE = 4, 8
-    cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s16_expanded", "tokens"]
-    model = build_model(cfg).train()
-    size = (3, 64, 64)
-    batch = [{key: torch.randint(256, size, dtype=torch.uint8) for key in ("image", "image_key")}
-             for _ in range(4)]  # fmt: skip
-    model(batch)["loss_contrastive"].backward()
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    assert missing == []
-    assert set(model.head_in_features) == set(model.backbone.output_shape())
-    model.after_step()
-    assert int(model.queue.next) == 4
 
 
 def test_a_copy_of_equal_weights_keeps_its_bits_and_its_own_statistics() -> None:

@@ -109,16 +109,6 @@ def test_evaluation_takes_the_places_in_turn() -> None:
     assert [result["place"] for result in results] == [*QUADRANTS, *QUADRANTS[:2]]
 
 
-@pytest.mark.parametrize(("num_images", "num_models"), [(1, 8), (8, 2)])
-def test_the_gradient_reaches_every_parameter(num_images: int, num_models: int) -> None:
-    model = build_model(make_tiny_config(NUM_MODELS=num_models))
-    model(make_inputs(num_images))["loss_reconstruction"].backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        # A single image has but one place.
-        assert num_images == 1 or parameter.grad.abs().sum() > 0, name
-
-
 def test_a_resnet_is_pre_trained_from_a_map_of_another_stride() -> None:
     cfg = make_config(IN_FEATURE="s32")
     cfg.MODEL.BACKBONE.NAME, cfg.MODEL.TIMM.OUT_FEATURES = "timm:resnet18", ["s32"]
