@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qbheat_det.modeling.contracts import TILE
 
+_MAX_SIDE = 0.5  # of the tile's longer side; larger boxes come from the whole image
 _EDGE = 2  # pixels; a box this close to the edge of a tile counts as cut
 _NMS_IOU = 0.5
 _COVERED = 0.5  # a cut box is dropped if a whole box of its class covers this share
@@ -27,13 +28,18 @@ def merge_tiles(
 ) -> Instances:
     """Merges the boxes of a whole image with those of its tiles.
 
+    Boxes longer than half of their tile are dropped: they are often parts of objects that the model
+    finds in the whole image.
+
     Args:
         whole: boxes in the whole image, on the CPU.
         tiles: rectangles (x, y, width, height) in pixels of the image, and the boxes in them.
     """
     found, is_cut = [whole], [torch.zeros(len(whole), dtype=torch.bool)]
     height, width = whole.image_size
-    for (x, y, tile_width, tile_height), instances in tiles:
+    for (x, y, tile_width, tile_height), every in tiles:
+        sides = every.pred_boxes.tensor[:, 2:] - every.pred_boxes.tensor[:, :2]
+        instances = every[sides.amax(dim=1) <= _MAX_SIDE * max(tile_width, tile_height)]
         boxes = instances.pred_boxes.tensor + torch.tensor([x, y, x, y])
         tile = (x, y, x + tile_width, y + tile_height)
         is_cut.append(_touches_inner_edge(boxes, tile, (height, width)))

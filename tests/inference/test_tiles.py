@@ -10,6 +10,7 @@ import torch
 from detectron2.structures import Boxes, Instances
 
 from qbheat_det.data.tiles import OVERLAP, tile_starts
+from qbheat_det.evaluation.tiles import merge_tiles
 from qbheat_det.inference.images import Image
 from qbheat_det.inference.predict import TiledPredictor
 
@@ -114,3 +115,18 @@ def test_a_large_box_replaces_boxes_at_edges_of_tiles_but_not_of_the_image() -> 
         expected += [(0, along, 20, along + 20), (268, along, 288, along + 20)]
         expected += [(along, 0, along + 20, 20), (along, 268, along + 20, 288)]
     assert sorted(map(tuple, found.pred_boxes.tensor.tolist())) == sorted(expected)
+
+
+def test_a_large_box_in_a_tile_is_taken_for_a_part() -> None:
+    def boxes(*rows: list[float], size: tuple[int, int]) -> Instances:
+        classes = torch.zeros(len(rows), dtype=torch.int64)
+        scores = torch.full((len(rows),), 0.9)
+        return Instances(
+            size, pred_boxes=Boxes(torch.tensor(rows)), pred_classes=classes, scores=scores
+        )
+
+    whole = boxes([0.0, 0.0, 300.0, 250.0], size=(300, 300))
+    tile = boxes([30.0, 30.0, 110.0, 60.0], [30.0, 70.0, 111.0, 100.0], size=(TILE, TILE))
+    merged = merge_tiles(whole, [((100, 0, TILE, TILE), tile)])
+    expected = [[0, 0, 300, 250], [130, 30, 210, 60]]  # 80 of 160 pixels are not too long
+    assert merged.pred_boxes.tensor.tolist() == expected
