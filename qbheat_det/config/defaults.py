@@ -280,6 +280,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Schedules in epochs. If not 0 or empty, they determine MAX_ITER, STEPS, WARMUP_ITERS and
         # CHECKPOINT_PERIOD.
         "EPOCHS": 0.0,
+        # Fewest iterations of EPOCHS. With fewer images, all keys in epochs grow. A command that
+        # sets EPOCHS sets this to 0.
+        "MIN_ITER": 0,
         "STEP_EPOCHS": [],
         "WARMUP_EPOCHS": 0.0,
         "CHECKPOINT_EPOCHS": 0.0,

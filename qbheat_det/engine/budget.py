@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
 
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
+from qbheat_det.solver import count_epochs
 
 from .dry_run import dry_run
 from .resume import name_last_checkpoint
@@ -36,10 +38,11 @@ _SHARE = 0.95  # planned share of the budget, as the duration of steps varies
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a run that do not depend on its length, and seconds per epoch."""
+    """Seconds of a run that do not depend on its length, seconds per epoch, and usual epochs."""
 
     fixed: float
     epoch: float
+    usual: float
 
     def count_epochs(self, seconds: float, area: float = 1.0) -> float:
         """Returns the epochs that fit in ``seconds``, if images have ``area`` times the pixels."""
@@ -66,9 +69,8 @@ def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tu
         raise UserError("--minutes and --epochs both set the length: leave one out")
     pace, before = _measure(cfg, build_trainer), 0.0  # seconds of the first stage
     if stage := find_first_stage(flags):
-        stage_cfg = build_config(stage)
-        stage_pace = _measure(stage_cfg, build_trainer)
-        before = stage_pace.fixed + stage_pace.epoch * stage_cfg.SOLVER.EPOCHS
+        stage_pace = _measure(build_config(stage), build_trainer)
+        before = stage_pace.fixed + stage_pace.epoch * stage_pace.usual
     planned = _SHARE * seconds
     if find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED:
         size, freeze = _choose(cfg, pace, planned - before)
@@ -80,11 +82,11 @@ def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tu
             flags = dataclasses.replace(flags, image_size=size, freeze=freeze)
             pace = _measure(build_config(flags), build_trainer)
     left = comm.all_gather(planned - before - (time.monotonic() - start))[0]
-    epochs, usual = pace.count_epochs(left), cfg.SOLVER.EPOCHS
-    if epochs < 0.01 * usual:
-        least = format_duration(pace.fixed + 0.1 * usual * pace.epoch)
+    epochs = pace.count_epochs(left)
+    if epochs < 0.01 * pace.usual:
+        least = format_duration(pace.fixed + 0.1 * pace.usual * pace.epoch)
         raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {least}")
-    chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * usual):.3g}"))
+    chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * pace.usual):.3g}"))
     return chosen, _explain(cfg, chosen, pace, seconds, before)
 
 
@@ -97,8 +99,9 @@ def _measure(cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer]) -> Pace:
         logging.disable(logging.NOTSET)
     growing = sum(seconds * times for name, (seconds, times) in report.costs.items()
                   if name.startswith(("Step", "Evaluation")))  # fmt: skip
-    pace = Pace(report.total_seconds - growing, growing / cfg.SOLVER.EPOCHS)
-    return Pace(*comm.all_gather((pace.fixed, pace.epoch))[0])
+    usual = float(count_epochs(cfg, sum(len(DatasetCatalog.get(n)) for n in cfg.DATASETS.TRAIN)))
+    pace = report.total_seconds - growing, growing / usual
+    return Pace(*comm.all_gather(pace)[0], usual)
 
 
 def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]:
@@ -108,7 +111,7 @@ def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]
     If that size allows less than ``_FEWEST`` of the recipe's epochs, keeps the recipe's size and
     freezes the backbone.
     """
-    usual, epochs = max(cfg.INPUT.MIN_SIZE_TRAIN), cfg.SOLVER.EPOCHS
+    usual, epochs = max(cfg.INPUT.MIN_SIZE_TRAIN), pace.usual
     sizes = [round(share * usual / _STRIDE) * _STRIDE for share in _SIZES]
     affordable = {size: pace.count_epochs(seconds, (size / usual) ** 2) for size in sizes}
     enough = [size for size in sizes if affordable[size] >= _ENOUGH * epochs]
@@ -140,5 +143,5 @@ def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float, before:
     first = f" after a first stage of {format_duration(before)}" if before else ""
     return (
         f"Plan for {format_duration(seconds)}: {words}{first}; an epoch takes "
-        f"{format_duration(pace.epoch)}, and the recipe has {cfg.SOLVER.EPOCHS:g}"
+        f"{format_duration(pace.epoch)}, and the recipe has {pace.usual:g}"
     )

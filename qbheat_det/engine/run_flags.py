@@ -123,7 +123,10 @@ class RunFlags:
                     raise UserError(f"--{name} and {key} set the same value: leave one out")
                 text = {"weights": find_weights, "freeze": lambda _: str(WHOLE_BACKBONE)}
                 pairs += [key, text.get(name, str)(value)]
-        return [*pairs, *map(str, self.opts)]
+        given = [*pairs, *map(str, self.opts)]
+        if "SOLVER.EPOCHS" in given[::2] and "SOLVER.MIN_ITER" not in given[::2]:
+            given += ["SOLVER.MIN_ITER", "0"]  # the number of epochs as asked for
+        return given
 
     def load_config(self) -> CfgNode:
         """Builds the config from the flags, without the keys that depend on the data sets.

@@ -2,9 +2,9 @@
 """Optimizers, and schedules in epochs for Detectron2's learning-rate schedulers."""
 
 from .optimizer import build_optimizer, layers_above, parameter_groups
-from .schedule import build_lr_scheduler, describe_schedule, resolve_schedule
+from .schedule import build_lr_scheduler, count_epochs, describe_schedule, resolve_schedule
 
 __all__ = [
-    "build_lr_scheduler", "build_optimizer", "describe_schedule", "layers_above",
+    "build_lr_scheduler", "build_optimizer", "count_epochs", "describe_schedule", "layers_above",
     "parameter_groups", "resolve_schedule",
 ]  # fmt: skip

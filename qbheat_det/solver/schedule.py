@@ -42,6 +42,7 @@ _EPOCH_RULES: Rules = {
     "SOLVER.BASE_LR": (lambda value: 0 < value < math.inf, "a number above 0"),
     "SOLVER.STEP_EPOCHS": (_rises, "epochs that rise from above 0"),
     "SOLVER.EPOCHS": _EPOCHS,
+    "SOLVER.MIN_ITER": at_least(0),
     "SOLVER.WARMUP_EPOCHS": _EPOCHS,
     "SOLVER.CHECKPOINT_EPOCHS": _EPOCHS,
     "TEST.EVAL_EPOCHS": _EPOCHS,
@@ -62,8 +63,9 @@ _ITERATION_RULES: Rules = {
 def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     """Converts epochs to iterations, and scales the learning rate by the batch size.
 
-    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. Numbers of iterations are rounded
-    up. ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
+    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. If ``SOLVER.EPOCHS`` are fewer
+    than ``SOLVER.MIN_ITER``, all keys in epochs are multiplied by the same factor. Numbers of
+    iterations are rounded up. ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
     ``SOLVER.REFERENCE_BATCH_SIZE``, or by its square root (``SOLVER.LR_SCALING``).
 
     The result keeps the keys in epochs, and its reference is its own batch size. Resolving it again
@@ -84,10 +86,10 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     check_values(cfg, _EPOCH_RULES)
     resolved = with_values(cfg)
     solver = resolved.SOLVER
+    stretch = count_epochs(cfg, num_images) / _exact(solver.EPOCHS) if solver.EPOCHS else 1
 
     def to_iterations(epochs: float) -> int:
-        # Uses the decimal value, so that 0.1 of 30 images is exactly 3 images.
-        return math.ceil(Fraction(repr(epochs)) * num_images / solver.IMS_PER_BATCH)
+        return math.ceil(_exact(epochs) * num_images / solver.IMS_PER_BATCH * stretch)
 
     for node, epochs, iterations in (
         (solver, "EPOCHS", "MAX_ITER"),
@@ -110,6 +112,17 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     if cfg.is_frozen():
         resolved.freeze()
     return resolved
+
+
+def count_epochs(cfg: CfgNode, num_images: int) -> Fraction:
+    """Returns ``SOLVER.EPOCHS``, or more if these are fewer than ``SOLVER.MIN_ITER`` iterations."""
+    least = Fraction(cfg.SOLVER.MIN_ITER * cfg.SOLVER.IMS_PER_BATCH, num_images)
+    return max(_exact(cfg.SOLVER.EPOCHS), least)
+
+
+def _exact(epochs: float) -> Fraction:
+    """Returns the decimal value, so that 0.1 epochs of 30 images are exactly 3 images."""
+    return Fraction(repr(epochs))
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:

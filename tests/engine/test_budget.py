@@ -38,6 +38,7 @@ def measure(cfg: CfgNode, *_: Any, **__: Any) -> Any:
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFlags:
     monkeypatch.setattr(budget, "dry_run", measure)
+    monkeypatch.setattr(budget, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
     data = prepare_toy_set(ToySpec(name="tiny", num_images=4, image_size=64), tmp_path / "toy")
     file = str(Path(data) / "annotations.json")
     return RunFlags(data=file, val=file, output=str(tmp_path / "run"), opts=["SEED", "1"])

@@ -9,7 +9,12 @@ from detectron2.config import CfgNode
 
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.solver import build_lr_scheduler, describe_schedule, resolve_schedule
+from qbheat_det.solver import (
+    build_lr_scheduler,
+    count_epochs,
+    describe_schedule,
+    resolve_schedule,
+)
 
 COCO = 118287
 
@@ -49,6 +54,19 @@ def test_coco_in_epochs_is_what_the_paper_trains() -> None:
     assert resolved.SOLVER.CHECKPOINT_PERIOD == 36965
     assert resolved.TEST.EVAL_PERIOD == 73930
     assert resolved.VIS.PERIOD == 7393
+
+
+def test_few_images_are_seen_more_often() -> None:
+    cfg = config(EPOCHS=10.0, WARMUP_EPOCHS=0.8, IMS_PER_BATCH=8, MIN_ITER=600)
+    cfg.TEST.EVAL_EPOCHS = 5.0
+    # 10 epochs of 40 images are 50 iterations, so all epochs are multiplied by 12.
+    resolved = resolve_schedule(cfg, num_images=40)
+    assert resolved.SOLVER.MAX_ITER == 600
+    assert resolved.SOLVER.WARMUP_ITERS == 48
+    assert resolved.TEST.EVAL_PERIOD == 300
+    assert count_epochs(cfg, 40) == 120
+    assert resolve_schedule(resolved, num_images=40) == resolved
+    assert resolve_schedule(cfg, num_images=800).SOLVER.MAX_ITER == 1000
 
 
 def test_the_rate_follows_the_batch() -> None:
