@@ -60,12 +60,12 @@ def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tu
     """
     start, seconds = time.monotonic(), 60 * (flags.minutes or 0)
     flags = dataclasses.replace(RunFlags.read(flags), minutes=None)
-    cfg = build_config(flags)
+    cfg, given = build_config(flags), flags.overrides
     if flags.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR)):
         return _read_plan(flags, cfg), "The run keeps the plan of its start"
     if not cfg.SOLVER.EPOCHS:
         raise UserError("--minutes plans runs by SOLVER.EPOCHS, which is 0: use --epochs")
-    if "SOLVER.EPOCHS" in flags.overrides:
+    if "SOLVER.EPOCHS" in given:
         raise UserError("--minutes and --epochs both set the length: leave one out")
     pace, before = _measure(cfg, build_trainer), 0.0  # seconds of the first stage
     if stage := find_first_stage(flags):
@@ -74,12 +74,12 @@ def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tu
     planned = _SHARE * seconds
     if find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED:
         size, freeze = _choose(cfg, pace, planned - before)
-        size = None if flags.image_size else size
+        size, freeze = flags.image_size or size, freeze and "MODEL.BACKBONE.FREEZE_AT" not in given
         if freeze and stage:  # only the first stage
             flags = dataclasses.replace(flags, config_file=stage.config_file)
             cfg, pace, before = build_config(flags), stage_pace, 0.0
-        elif size or (freeze and "MODEL.BACKBONE.FREEZE_AT" not in flags.overrides):
-            flags = dataclasses.replace(flags, image_size=size, freeze=freeze)
+        elif freeze or size != flags.image_size:
+            flags = dataclasses.replace(flags, image_size=size, freeze=flags.freeze or freeze)
             pace = _measure(build_config(flags), build_trainer)
     left = comm.all_gather(planned - before - (time.monotonic() - start))[0]
     epochs = pace.count_epochs(left)
