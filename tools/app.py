@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="folders of images to select from; everyone who opens the page can see these images",
     )
-    parser.add_argument("--data", metavar="SRC", help="labeled images, which are not selected")
+    parser.add_argument("--data", metavar="SRC", help="labelled images, which are not selected")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, help="port (default: the first free one from 7860)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if a GPU is available)")

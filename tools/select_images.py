@@ -9,7 +9,7 @@ examples:
   # later rounds: select images with objects of all classes; the boxes become pre-annotations
   qbheat select --images photos/ --budget 50 --weights output/mine --data data.yaml --output next/
 
-  # simulate how many labels each strategy saves, on a labeled data set
+  # simulate how many labels each strategy saves, on a labelled data set
   qbheat select --simulate 50 100 200 --data data.yaml --output curve/ SOLVER.EPOCHS 40
 
 The output folder contains selected.txt (one path per line), index.html (a contact sheet), and tasks
@@ -32,8 +32,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--budget", type=int, metavar="N", help="number of images to select")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the results")
     add("--weights", help=f"trained detector for later rounds: {WEIGHTS}")
-    add("--data", metavar="SRC", help="labeled images, in any format of qbheat train; these images "
-        "and their near-duplicates are not selected")  # fmt: skip
+    add("--data", metavar="SRC", help="labelled images, in any format of qbheat train; they and "
+        "their near-duplicates are not selected")  # fmt: skip
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
     add("--strategy", choices=["typiclust", "prob_cover", "k_center", "balanced", "uncertainty"],

@@ -37,7 +37,7 @@ def serve(
         port: by default the first free port from 7860.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
         images: folders from which visitors can select images to label.
-        data: labeled images that are not selected again, in any format of ``--data``.
+        data: labelled images that are not selected again, in any format of ``--data``.
 
     Raises:
         UserError: Gradio is not installed, a model does not exist, or the port is in use.

@@ -15,11 +15,11 @@ from qbheat_det.labelling import Selection, draw_image, select, write_selection
 
 @dataclass(frozen=True)
 class Pools:
-    """The folders from which a visitor can select, and the labeled images.
+    """The folders from which a visitor can select, and the labelled images.
 
     Attributes:
         folders: folders of images. Visitors cannot select from any other folder.
-        data: labeled images that are not selected again, in any format of ``--data``; or None.
+        data: labelled images that are not selected again, in any format of ``--data``; or None.
         device: "cpu" or "cuda"; None for "cuda" if a GPU is available.
     """
 

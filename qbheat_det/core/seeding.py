@@ -21,7 +21,8 @@ IMAGE, STEP, VIEW = 1, 2, 3
 def seed_place(*place: int) -> None:
     """Seeds the CPU generators of Python, NumPy and torch from non-negative integers.
 
-    Different sequences of integers give independent random numbers. Trailing zeros are ignored.
+    Different sequences of integers give independent random numbers, except that trailing zeros make
+    no difference: (1, 2) equals (1, 2, 0).
     """
     words = np.random.SeedSequence(place).generate_state(4)
     random.seed(int(words[0]))

@@ -89,7 +89,8 @@ class ImageFile:
     def read(self, box: Box, at_least: int) -> Tensor:
         """Decodes the crop in a box to (h, w, 3), uint8, RGB. It can be called only once.
 
-        The crop may be scaled down, but h and w are at least ``at_least`` or those of the box.
+        Large crops may be decoded at a lower resolution, but their shorter side stays at least
+        ``at_least``. Smaller crops are not scaled.
         """
         side = min(box[2] - box[0], box[3] - box[1])
         reduction = next((by for by in REDUCTIONS if side >= by * at_least), 1)

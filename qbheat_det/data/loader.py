@@ -51,9 +51,9 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         mapper: the mapper that the next iterator uses.
         fingerprint: checksum of the records. A run can only be resumed with the same records.
         skipped: maps each image that this process skipped to its error.
-        num_images: number of images per epoch, including unlabeled images.
-        unlabelled: stream of unlabeled images, which are added to entries as ``UNLABELLED``.
-        burn_in: first step with unlabeled images.
+        num_images: number of images per epoch, including unlabelled images.
+        unlabelled: stream of unlabelled images, which are added to entries as ``UNLABELLED``.
+        burn_in: first step with unlabelled images.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             num_workers: number of worker processes. 0 loads images in this process.
             seed: seed of the order and the augmentation.
             pin_memory: return tensors in pinned memory.
-            unlabelled: stream of unlabeled images, which starts at the step ``burn_in``.
+            unlabelled: stream of unlabelled images, which starts at the step ``burn_in``.
 
         Raises:
             UserError: there are no images, or ``batch_size`` is below the number of processes.

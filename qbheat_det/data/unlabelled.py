@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Unlabeled images for semi-supervised detection: strong views, and removal of duplicates."""
+"""Unlabelled images for semi-supervised detection: strong views, and removal of duplicates."""
 
 import hashlib
 import logging
@@ -139,7 +139,7 @@ def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[di
 
 
 def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
-    """Returns the indices of the unlabeled images to use, and logs how many are left out."""
+    """Returns the indices of the unlabelled images to use, and logs how many are left out."""
     found = {}
     for name, records in sets.items():
         paths = [str(record["file_name"]) for record in records]

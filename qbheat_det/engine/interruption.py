@@ -21,10 +21,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignals(HookBase):
     """Ends a run on SIGINT, SIGTERM or SIGUSR1; must be the last hook.
 
-    The all-reduce of losses also communicates signals, so that all processes end after the same
-    step, before the checkpoint hook runs. A signal interrupts an evaluation immediately: the step
-    is saved, and ``--resume`` starts with the evaluation. A second Ctrl-C ends the process
-    immediately, except under torchrun, which repeats the first signal.
+    Processes share signals in the all-reduce of the losses. So all of them know about a signal
+    before the checkpoint hook runs, and stop after the same step. A signal interrupts an evaluation
+    immediately: the step is saved, and ``--resume`` starts with the evaluation. A second Ctrl-C
+    ends the process immediately, but not under torchrun, which itself sends the first signal again.
     """
 
     trainer: Any

@@ -95,7 +95,7 @@ class MFDETRHead(Head):
 class DenseHead(Head):
     """Selects the top scores of RetinaNet or FCOS, then applies NMS.
 
-    R is ``TEST.DETECTIONS_PER_IMAGE``.
+    The tables have R = ``TEST.DETECTIONS_PER_IMAGE`` rows.
     """
 
     task = "detection"

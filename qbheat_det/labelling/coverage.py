@@ -118,7 +118,7 @@ def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
 
 
 def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[int]:
-    """Repeatedly selects the image farthest from all labeled and selected images.
+    """Repeatedly selects the image farthest from all labelled and selected images.
 
     If there are none, the first selected image is the one nearest to the mean.
     """
@@ -137,7 +137,7 @@ def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[in
 def choose_uncertain(
     vectors: Tensor, uncertainties: Tensor, budget: int, taken: Sequence[int] = ()
 ) -> list[int]:
-    """Selects uncertain images that differ from each other and from labeled images.
+    """Selects uncertain images that differ from each other and from labelled images.
 
     The candidates are the images with the largest uncertainties (N,), four times as many as the
     budget. ``k_center`` selects from them, starting with the most uncertain image.
@@ -158,7 +158,7 @@ def choose_balanced(
     """Selects images with many objects of all classes.
 
     Greedily maximizes the sum over classes of log(1 + n), where n is the number of objects of a
-    class in the labeled and selected images. So an object of a rare class counts more. When no
+    class in the labelled and selected images. So an object of a rare class counts more. When no
     other image has objects, ``k_center`` selects the remaining images.
 
     Args:

@@ -212,7 +212,7 @@ def make_errors(
 
     Returns:
         The changed labels, and for each image the indices in ``truth`` of the deleted, moved or
-        relabeled boxes.
+        relabelled boxes.
     """
     classes = np.unique(np.concatenate([one.classes.numpy() for one in truth]))
     changed, errors = [], []

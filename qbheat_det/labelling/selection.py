@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Selects the images to label next from a pool of unlabeled images.
+"""Selects the images to label next from a pool of unlabelled images.
 
 Without a detector, the selection covers the pool (see ``coverage``). With a detector, it consists
 of images with many objects of all classes, or of images about which the detector is uncertain. The
@@ -53,9 +53,9 @@ class Pool:
     """Images with and without labels, and their features.
 
     Attributes:
-        files: paths of all readable images, starting with the labeled images.
+        files: paths of all readable images, starting with the labelled images.
         vectors: unit vectors (N, D) of ``files``.
-        num_labelled: number of labeled images.
+        num_labelled: number of labelled images.
         free: indices of the images that can be selected.
         repeated: maps each image that is left out as a near-duplicate to the image it repeats.
         unreadable: maps the path of each unreadable image to the reason.
@@ -120,7 +120,7 @@ class _Chooser:
         return predict_boxes(files, self._detector) if self._detector else {}
 
     def choose(self, budget: int, seen: Collection[str] = ()) -> list[str]:
-        """Returns up to ``budget`` paths. Images in ``seen`` count as labeled."""
+        """Returns up to ``budget`` paths. Images in ``seen`` count as labelled."""
         known = range(self._num_labelled)
         taken = [*known, *(i for i, path in enumerate(self._files) if path in seen)]
         vectors = self._vectors
@@ -151,7 +151,7 @@ def select(
         budget: number of images to select.
         weights: trained detector, whose predictions decide which images are selected; None in the
             first round.
-        data: labeled images, in any format of ``--data``. These images, including their validation
+        data: labelled images, in any format of ``--data``. These images, including their validation
             part, and near-duplicates of them are not selected.
         encoder: weights of the encoder whose features are compared.
         strategy: by default "balanced" if ``weights`` are given, else "typiclust".
@@ -216,7 +216,7 @@ def _open_pool(
 
 
 def list_labelled(data: str) -> list[str]:
-    """Returns the image paths of a labeled data set, including its validation part."""
+    """Returns the image paths of a labelled data set, including its validation part."""
     source = open_source(data)
     files: list[str] = []
     for part in filter(None, (source.train, source.val)):

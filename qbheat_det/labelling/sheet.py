@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Writes selected images as a list, a contact sheet and labeling tasks, and suspects as a page."""
+"""Writes selected images as a list, a contact sheet and labelling tasks, and suspects as a page."""
 
 import base64
 import functools

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Simulates rounds of labeling on a labeled data set, to compare selection strategies."""
+"""Simulates rounds of labelling on a labelled data set, to compare selection strategies."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,7 @@ def simulate(
 ) -> list[Point]:
     """Trains a detector for each strategy, seed and number of images.
 
-    A strategy starts without labeled images and adds images up to each budget. "random" is the
+    A strategy starts without labelled images and adds images up to each budget. "random" is the
     baseline. Strategies that need a detector use "typiclust" for the first budget. The detector is
     a RetinaNet head on cached features of the frozen encoder. Calling the function again continues
     an interrupted simulation.

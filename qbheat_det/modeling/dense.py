@@ -56,8 +56,8 @@ class DenseTargets:
     Attributes:
         scores: (N, R, K), the teacher's class scores at the selected locations; zero elsewhere.
         boxes: (N, R, 4), the teacher's boxes, XYXY, in pixels of the padded batch.
-        total: (N,), equal for all images: the sum of the highest scores at all selected locations,
-            divided by the number of micro-batches of all processes.
+        total: (N,), the same value for each image. It is the sum over all selected locations of the
+            highest class score, divided by the number of micro-batches of all processes.
         quality: (N, R), the teacher's centerness; None for RetinaNet.
     """
 
@@ -163,7 +163,7 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """See the detector. By default, ``normalizers`` are computed over all processes."""
+        """Like the base detector's. By default, ``normalizers`` are computed over all processes."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
@@ -200,7 +200,7 @@ class SyncNormalizer(DenseDetector):
         return DensePredictions(logits, torch.stack(boxes), *(each.squeeze(2) for each in quality))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
-        """See the detector. Inputs with cached "features" become a ``CachedImages``."""
+        """Like the base detector's. Inputs with cached "features" become a ``CachedImages``."""
         cached = find_cached_images(batched_inputs, self.backbone.size_divisibility, self.device)
         return super().preprocess_image(batched_inputs) if cached is None else cached
 

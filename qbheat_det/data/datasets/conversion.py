@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Converts labeled images of any format to COCO's format.
+"""Converts labelled images of any format to COCO's format.
 
 The reader of each format returns ``LabelledImage`` objects. ``convert`` reads the image sizes that
 they lack, assigns ids, and returns COCO's ``images``, ``annotations`` and ``categories`` lists.
@@ -71,7 +71,7 @@ class LabelledImage:
         size: (width, height) if the label file has them.
         boxes: valid objects; empty for an image without objects.
         errors: errors of invalid objects.
-        is_skipped: whether the image was not labeled. Such images are left out.
+        is_skipped: whether the image was not labelled. Such images are left out.
     """
 
     place: str
@@ -138,10 +138,10 @@ def convert(
     *,
     by_index: bool = False,
 ) -> Converted:
-    """Converts labeled images to COCO's format.
+    """Converts labelled images to COCO's format.
 
     Args:
-        images: the labeled images.
+        images: the labelled images.
         names: class names, in the order of the category ids.
         root: folder to which file names will be relative.
         by_index: whether the class of a box is its index (as a str) instead of its name.

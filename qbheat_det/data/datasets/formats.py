@@ -133,7 +133,7 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
 
 
 def open_images(paths: Sequence[str]) -> DataSource:
-    """Returns the source of unlabeled images in folders."""
+    """Returns the source of unlabelled images in folders."""
     folders = [os.path.abspath(folder) for folder in paths]
     return DataSource("images", {"image_folders": folders, "labelled": False})
 

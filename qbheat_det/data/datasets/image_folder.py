@@ -98,7 +98,7 @@ def load_image_folders(
 
 
 def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Records, Records]:
-    """Returns the labeled records of a training and a validation folder with class folders.
+    """Returns the labelled records of a training and a validation folder with class folders.
 
     The classes are those of ``train_folder``. Raises a ``UserError`` if there is only one class, or
     ``val_folder`` has a class that ``train_folder`` lacks.
@@ -140,7 +140,7 @@ def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
 
 
 def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
-    """Returns the labeled records of registered training and validation sets.
+    """Returns the labelled records of registered training and validation sets.
 
     The classes are those of ``train``. Raises a ``UserError`` if a set has no labels, ``train`` has
     only one class, or ``val`` has a class that ``train`` lacks.
