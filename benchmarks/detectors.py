@@ -125,6 +125,42 @@ _RT_DETR_R18: dict[str, Any] = {
     "hidden_expansion": 0.5,
 }
 
+
+def _load_d_fine_n() -> Callable[[], nn.Module]:
+    from transformers import DFineConfig, DFineForObjectDetection
+
+    # The architecture of D-FINE-N (arXiv:2410.13842), with HGNetV2-B0.
+    config = DFineConfig(
+        num_labels=80,
+        backbone_config={
+            "model_type": "hgnet_v2",
+            "stem_channels": [3, 16, 16],
+            "stage_in_channels": [16, 64, 256, 512],
+            "stage_mid_channels": [16, 32, 64, 128],
+            "stage_out_channels": [64, 256, 512, 1024],
+            "hidden_sizes": [64, 256, 512, 1024],
+            "stage_num_blocks": [1, 1, 2, 1],
+            "stage_numb_of_layers": [3, 3, 3, 3],
+            "use_learnable_affine_block": True,
+            "out_features": ["stage3", "stage4"],
+        },
+        encoder_in_channels=[512, 1024],
+        feat_strides=[16, 32],
+        encoder_hidden_dim=128,
+        encode_proj_layers=[1],
+        encoder_ffn_dim=512,
+        hidden_expansion=0.34,
+        depth_mult=0.5,
+        d_model=128,
+        decoder_in_channels=[128, 128],
+        decoder_ffn_dim=512,
+        num_feature_levels=2,
+        decoder_layers=3,
+        decoder_n_points=[6, 6],
+    )
+    return lambda: DFineForObjectDetection(config).eval()
+
+
 DETECTORS = {
     "285m_211": Detector("MF-285M + MF-Dec-211", partial(load_mf_detr, "285M", (2, 1, 1))),
     "3.7g_522": Detector("MF-3.7G + MF-Dec-522", partial(load_mf_detr, "3.7G", (5, 2, 2))),
@@ -133,6 +169,7 @@ DETECTORS = {
     "rt_detr_r18": Detector(
         "RT-DETR-R18 (transformers)", partial(_load_rt_detr, **_RT_DETR_R18), call_transformers
     ),
+    "d_fine_n": Detector("D-FINE-N (transformers)", _load_d_fine_n, call_transformers),
     "rt_detr_r50": Detector("RT-DETR-R50 (transformers)", _load_rt_detr, call_transformers),
 }
 

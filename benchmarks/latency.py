@@ -2,10 +2,10 @@
 """Latency of detectors on a CPU at batch size 1: as built, and in their fastest forms.
 
 Detectron2 models (ours and a peer) are timed from ``batched_inputs`` to ``Instances``, with
-normalization, padding and post-processing. DETR and RT-DETR are timed from pixels to logits and
-boxes. ``forms.py`` describes the forms. RT-DETR is compared at its own image size, 640 x 640. Each
-detector has its own process, because deploying changes how a process keeps freed memory. The
-processes take turns.
+normalization, padding and post-processing. DETR, RT-DETR and D-FINE are timed from pixels to logits
+and boxes. ``forms.py`` describes the forms. RT-DETR and D-FINE are compared at their own image
+size, 640 x 640. Each detector has its own process, because deploying changes how a process keeps
+freed memory. The processes take turns.
 """
 
 import torch
@@ -41,6 +41,7 @@ AT_640: list[tuple[Contender, Contender]] = [
     (("285m_211", EAGER), ("rt_detr_r18", EAGER)),
     (("285m_211", DEPLOYED), ("rt_detr_r18", EAGER)),
     (("285m_211", DEPLOYED), ("rt_detr_r18", COMPILED)),
+    (("285m_211", DEPLOYED), ("d_fine_n", COMPILED)),
 ]
 
 

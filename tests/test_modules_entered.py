@@ -2,6 +2,7 @@
 """How many of our modules a reader meets on the way of one image, so that it stays few."""
 
 import logging
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,20 @@ def test_one_image_through_predict_enters_few_modules(
         predict.main([*command.split(), "--device", "cpu"])
     assert list(drawn.iterdir())
     assert len(entered) <= OF_PREDICT, "\n".join(sorted(entered))
+
+
+@pytest.mark.slow
+def test_a_prediction_imports_no_training_and_no_drawing(tmp_path: Path) -> None:
+    image = save_image(tmp_path / "image.jpg")
+    large = ("scipy", "matplotlib", "pandas", "onnx", "fsspec", "jinja2", "qbheat_det.engine")
+    large += ("qbheat_det.analysis", "qbheat_det.export", "qbheat_det.feature_cache")
+    program = f"""if True:
+        import sys, qbheat_det
+        qbheat_det.load("retinanet/285M_bccd", device="cpu").predict({str(image)!r})
+        print(*{{*sys.modules}} & {{*{large}}})
+    """
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert run.stdout.split() == []
 
 
 PACKAGE = Path(qbheat_det.__file__).parent

@@ -6,20 +6,16 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import PIL.Image
 from detectron2.config import CfgNode
 from torch import Tensor
 
-from qbheat_det.analysis.run import Run
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy
-from qbheat_det.engine import build_config, evaluate, setup
-from qbheat_det.engine.logs import removes_empty_run
-from qbheat_det.engine.run_flags import RunFlags
 from qbheat_det.inference.images import Image, Picture, is_collection, is_video, open_images
 from qbheat_det.inference.predict import (
     BatchPredictor,
@@ -30,7 +26,9 @@ from qbheat_det.inference.predict import (
 from qbheat_det.inference.results import Detections
 
 from .encoder import Trained, names_mistakes
-from .training import train
+
+if TYPE_CHECKING:
+    from qbheat_det.analysis.run import Run
 
 _PREDICT_MISTAKES = {
     "conf": "threshold",
@@ -193,6 +191,8 @@ class Detector(Trained):
             UserError: the data are invalid or their classes differ from those of the detector, or
                 the detector is exported or deployed.
         """
+        from qbheat_det.engine import RunFlags, build_config, evaluate
+
         self._require_weights("evaluate", deployed=False)
         with tempfile.TemporaryDirectory(prefix="qbheat_evaluate_") as folder:
             flags = RunFlags(
@@ -215,7 +215,7 @@ class Detector(Trained):
         output: str | Path | None = None,
         overrides: Mapping[str, Any] | None = None,
         **flags: Any,
-    ) -> Run:
+    ) -> "Run":
         """Fine-tunes the detector on a data set, and replaces its weights by the trained ones.
 
         Args:
@@ -233,6 +233,13 @@ class Detector(Trained):
         Raises:
             UserError: the data or an override is invalid, or the detector is exported or deployed.
         """
+        # Prediction needs neither the engine nor the analysis.
+        from qbheat_det.analysis.run import Run
+        from qbheat_det.engine import RunFlags, build_config, setup
+        from qbheat_det.engine.logs import removes_empty_run
+
+        from .training import train
+
         self._require_weights("train", deployed=False)
         folder = Path(output) if output is not None else _find_free(Path(get_cfg().OUTPUT_DIR))
         if output is not None and (folder / "config.yaml").exists():

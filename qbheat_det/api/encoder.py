@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import DeployedModel
-from qbheat_det.export import ExportReport, export_model
 from qbheat_det.inference.encoder import encode
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import Image, Picture, is_video, open_images
 from qbheat_det.model_zoo.hub import push_to_hub, save_pretrained
+
+if TYPE_CHECKING:
+    from qbheat_det.export import ExportReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,7 +85,7 @@ class Trained:
         overwrite: bool = False,
         image_size: Sequence[int] = (),
         int8_images: Sequence[str | Path] = (),
-    ) -> ExportReport:
+    ) -> "ExportReport":
         """Writes an ONNX file and compares its outputs with PyTorch, see docs/export.md.
 
         Args:
@@ -99,6 +101,8 @@ class Trained:
         Raises:
             UserError: the model cannot be exported, or its outputs differ from PyTorch.
         """
+        from qbheat_det.export import export_model  # takes long to import
+
         self._require_weights("export")
         return export_model(
             self.cfg,

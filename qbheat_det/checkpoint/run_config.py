@@ -10,6 +10,7 @@ import yaml
 from detectron2.config import CfgNode
 
 from qbheat_det.config import get_cfg, load_config
+from qbheat_det.config.loading import Loader
 from qbheat_det.core.errors import UserError
 
 from .matching import bare_backbone
@@ -76,8 +77,8 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
     files that Detectron2 would unpickle. ``opts`` are overrides, as alternating keys and values.
     """
     try:
-        events = list(yaml.parse(text, Loader=yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError) as error:
+        events = list(yaml.parse(text, Loader=Loader))
+    except yaml.YAMLError as error:
         raise UserError(f"{where} is not plain YAML") from error
     # A small file with nested aliases could fill the memory.
     if "_BASE_" in text or any(isinstance(event, yaml.AliasEvent) for event in events):

@@ -6,6 +6,7 @@ resolves, such as ``qbheat://retinanet/285M_bccd``.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -26,14 +27,14 @@ from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from qbheat_det.config import dump_config
-from qbheat_det.config.loading import TIMM_PREFIX
+from qbheat_det.config.loading import TIMM_PREFIX, load_yaml
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
 
 # All metadata have one key, as safetensors writes several keys in random order, and equal weights
 # should give equal files.
 _METADATA_KEY = "qbheat_det"
-BACKBONE_NAMES = "backbone_names"  # lists tensor names whose prefix "backbone." was removed
+_ZOO = "qbheat://"
 # Suffixes that identify a file. Names in the model zoo have none, but can have a dot, as in "1.0G".
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pkl", ".pickle", ".bin", ".onnx", ".pt2")
 # Keys under which training scripts store weights; plain weights come before moving averages.
@@ -81,10 +82,7 @@ class WeightsInfo:
 
     def value_of(self, key: str) -> object:
         """Returns the value of a key such as "MODEL.DEVICE" in the stored config, or None."""
-        try:
-            found = yaml.safe_load(self.config)
-        except yaml.YAMLError:
-            return None
+        found = _parse_config(self.config)
         for part in key.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         return found
@@ -120,6 +118,14 @@ class WeightsInfo:
         return dataclasses.replace(info, iteration=-1) if untrained else info
 
 
+@functools.lru_cache(maxsize=4)
+def _parse_config(text: str) -> object:
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError:
+        return None
+
+
 @dataclass
 class WeightsFile:
     """Content of a file: tensors by name, the rest of the checkpoint, and the description."""
@@ -146,8 +152,7 @@ def read_weights_file(path: str) -> WeightsFile:
 
     Raises a ``UserError`` if the file is missing or damaged, has no weights, or could run code.
     """
-    check_weights_file(path)
-    path = local_weights(path)
+    path = check_weights_file(path)
     file = _read_safetensors(path) if _is_safetensors(path) else _read_pytorch(path)
     for name, tensor in file.state.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -162,6 +167,8 @@ def local_weights(path: str) -> str:
     """
     if "://" not in path:
         return path
+    # Without a suffix, the model zoo writes a copy for Detectron2.
+    path = f"{path}.safetensors" if path.startswith(_ZOO) else path
     try:
         return str(PathManager.get_local_path(path))
     except UserError:
@@ -180,7 +187,7 @@ def find_weights(name: str | os.PathLike[str]) -> str:
     if not name or "://" in name or path.is_file() or path.suffix.lower() in _SUFFIXES:
         return name
     if not path.is_dir():
-        return f"qbheat://{name}"
+        return f"{_ZOO}{name}"
     for best in ("model.safetensors", "model_best.safetensors", "model_final.safetensors"):
         if (path / best).is_file():
             return str(path / best)
@@ -205,8 +212,7 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 def info_of(path: str) -> WeightsInfo | None:
     """Returns the description in a file (None if it has none), without reading tensors."""
-    check_weights_file(path)
-    path = local_weights(path)
+    path = check_weights_file(path)
     if _is_safetensors(path):
         with _open_safetensors(path) as opened:
             return _parse_metadata(opened.metadata())
@@ -220,8 +226,11 @@ def class_names_of(path: str) -> tuple[str, ...]:
     return () if info is None else info.class_names
 
 
-def check_weights_file(weights: str) -> None:
-    """Raises a ``UserError`` if a path cannot be a file of weights; downloads addresses."""
+def check_weights_file(weights: str) -> str:
+    """Returns the local path of a file of weights, after downloading an address.
+
+    Raises a ``UserError`` if the path cannot be a file of weights.
+    """
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
             f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
@@ -234,6 +243,7 @@ def check_weights_file(weights: str) -> None:
         raise UserError(f"weights file '{weights}' does not exist")
     if not path.stat().st_size:
         raise UserError(f"weights file '{weights}' is empty: download or copy it again")
+    return str(path)
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
@@ -262,10 +272,7 @@ def _read_pytorch(path: str) -> WeightsFile:
         for key in _STATE_KEYS:
             if _is_state(loaded.get(key)):
                 rest = {name: value for name, value in loaded.items() if name != key}
-                bare = rest.pop(BACKBONE_NAMES, ())
-                bare = set(bare) if isinstance(bare, list) else set()
-                state = {f"backbone.{n}" if n in bare else n: t for n, t in loaded[key].items()}
-                return WeightsFile(state, rest, WeightsInfo.from_dict(rest.get("info")))
+                return WeightsFile(loaded[key], rest, WeightsInfo.from_dict(rest.get("info")))
         if _is_state(loaded):
             return WeightsFile(loaded)
     raise UserError(f"'{path}' contains no weights: expected a dict of named tensors")

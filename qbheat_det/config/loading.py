@@ -24,8 +24,9 @@ from .defaults import get_cfg
 logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_MAX_DEPTH = 100  # of nested values in YAML
 
 # Maps keys in epochs to Detectron2's keys in iterations, which are computed from them.
 EPOCH_KEYS = {
@@ -142,9 +143,20 @@ def _to_dict(cfg: CfgNode) -> dict[str, object]:
     return {k: _to_dict(v) if isinstance(v, CfgNode) else v for k, v in cfg.items()}
 
 
+def load_yaml(text: str) -> Any:
+    """Parses YAML. Raises a ``YAMLError`` if it is invalid, or so nested that libyaml crashes."""
+    depth = 0
+    for event in yaml.parse(text, Loader=Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise yaml.YAMLError(f"values are nested in more than {_MAX_DEPTH} levels")
+    return yaml.load(text, Loader=Loader)
+
+
 def read_values(text: str) -> dict[str, object]:
     """Parses a config in YAML; returns its values by dotted key."""
-    return dict(list_leaves(yaml.load(text, Loader=_Loader) or {}))
+    return dict(list_leaves(load_yaml(text) or {}))
 
 
 def without_retired(values: Mapping[str, object], source: str) -> dict[str, object]:
@@ -213,7 +225,7 @@ def _read_layers(
     if not path.is_file():
         raise UserError(f"config file '{path}' does not exist")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not plain YAML: {one_line(error)}") from error
     if not isinstance(content, dict):

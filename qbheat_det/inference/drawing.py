@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import cv2
-import matplotlib
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
@@ -101,6 +100,8 @@ def draw_boxes(
 @lru_cache(maxsize=16)
 def get_font(size: int) -> PIL.ImageFont.FreeTypeFont:
     """Returns the font of all labels in a size of ``size`` pixels."""
+    import matplotlib
+
     # matplotlib ships this font, so labels are the same on every machine.
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
     return PIL.ImageFont.truetype(str(path), size)

@@ -7,6 +7,7 @@ The weights are separate files, which are identified by name and SHA-256; see ``
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import json
 import os
 import re
@@ -196,9 +197,14 @@ def load_index(path: Path | None = None) -> tuple[ZooEntry, ...]:
     """Reads an index (by default that of the package); raises a ``UserError`` if it is invalid."""
     path = INDEX_FILE if path is None else path
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return _parse_index(path.read_text(encoding="utf-8"), path)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the index '{path}' cannot be read: {error}") from error
+
+
+@functools.lru_cache(maxsize=4)  # each address is looked up in it
+def _parse_index(text: str, path: Path) -> tuple[ZooEntry, ...]:
+    content = json.loads(text)
     if not isinstance(content, list):
         raise UserError(f"the index '{path}' is not a list of entries")
     return _parse_all(content, path)

@@ -41,7 +41,6 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.checkpoint.matching import BELOW_FPN
-from qbheat_det.checkpoint.weights_file import BACKBONE_NAMES
 from qbheat_det.config import load_config, refuse_bad_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, file_lock, hash_file, write_atomically
@@ -219,14 +218,20 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
 
 
 class ZooWeights(PathHandler):
-    """Resolves ``qbheat://NAME`` to a ``.pth`` file, as Detectron2 cannot read ``.safetensors``."""
+    """Resolves ``qbheat://NAME`` to a ``.pth`` file, as Detectron2 cannot read ``.safetensors``.
+
+    ``qbheat://NAME.safetensors`` is the file in the model zoo.
+    """
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        entry = find_entry(path)
-        return str(_write_pytorch(fetch(entry), cache_folder(entry)))
+        entry = find_entry(path.removesuffix(".safetensors"))
+        file = fetch(entry)
+        return str(
+            file if path.endswith(file.suffix) else _write_pytorch(file, cache_folder(entry))
+        )
 
 
 @functools.lru_cache
@@ -235,13 +240,12 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     state, info = read_weights(str(source))
     tensors = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
     # Detectron2 matches suffixes of names. Without the prefix "backbone.", it finds the encoder in
-    # any model. ``read_weights`` restores the prefix.
+    # any model.
     bare = {} if any(name.startswith(BELOW_FPN) for name in tensors) else bare_backbone(tensors)
     if tensors.keys() & bare.values():
         bare = {}
     content: dict[str, Any] = {
         "model": {bare.get(name, name): tensor for name, tensor in tensors.items()},
-        BACKBONE_NAMES: list(bare.values()),
         "matching_heuristics": bool(bare) or not bare_backbone(tensors),
         **({"info": info.to_dict()} if info else {}),
     }

@@ -253,7 +253,7 @@ def test_a_pre_trained_encoder_is_found_below_detectron2s_own_pyramid() -> None:
     found = own.trunk.bottom_up.state_dict()
     for name, tensor in found.items():
         if not name.endswith("num_batches_tracked"):
-            torch.testing.assert_close(tensor, state[f"backbone.{name}"], rtol=0, atol=0)
+            torch.testing.assert_close(tensor, state[f"backbone.{name}"].float(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("model", ["bare", "pyramid", "foreign"])

@@ -59,6 +59,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
         ("SOLVER: {MAX_ITER: {DEEP: 1}}\n", "MAX_ITER"),
         ("- 1\n", "top level"),
         ("a: [1\n", "not plain YAML"),
+        ("- " * 100_000 + "1", "more than 100 levels"),  # libyaml would crash
         ("", "top level"),
         ("_BASE_: nowhere.yaml\n", r"nowhere\.yaml.*does not exist"),
         ("1: 2\n", "unknown config key '1'"),

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from detectron2.utils import comm
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -242,6 +241,8 @@ class SetCriterion(nn.Module):
         Takes logits (L, N, Q, K + 1) and boxes (L, N, Q, 4). Returns min(Q, T_i) matches for each
         block and image i, sorted by block, image and query.
         """
+        from scipy.optimize import linear_sum_assignment  # half a second, in training only
+
         cost = self.matching_cost(logits.float(), boxes.float(), targets).cpu().numpy()
         rows = [np.empty((4, 0), dtype=np.int64)]
         for block, image in np.ndindex(*cost.shape[:2]):
