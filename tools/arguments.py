@@ -109,7 +109,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--image-size",
         type=int,
         metavar="PIXELS",
-        help="shorter side of images for detectors; side of the square images for other models",
+        help="detectors: largest shorter side of training images, or shorter side of test images "
+        "with evaluate; other models: side of the square images",
     )
     parser.add_argument("--tile", type=int, metavar="PX", help="detectors: train and evaluate also "
                         "on overlapping tiles (default: as in --weights; 0: off)")  # fmt: skip

@@ -27,6 +27,8 @@ _KEYS = {
     "tile": "INPUT.TILE",
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
 }
+_SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "DETR_CROP_RESIZE",
+          "DETR_CROP_RANGE")  # fmt: skip
 _SMALLEST = 32  # pixels of --image-size
 WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
 
@@ -60,8 +62,9 @@ class RunFlags:
         eval_only: evaluate ``weights`` without training.
         minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and stages.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
-        image_size: size in pixels, in training and evaluation: the shorter side of the images for
-            detectors, the side of the square images for all other models.
+        image_size: size in pixels. For detectors, the largest shorter side in training, or the
+            shorter side in evaluation with ``eval_only``; the other sizes keep their ratios. For
+            all other models, the side of the square images.
         tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
         freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 5``).
         opts: config overrides, as alternating keys and values.
@@ -137,7 +140,7 @@ class RunFlags:
         """
         cfg = self._load_config()
         if self.image_size is not None:
-            _set_image_size(cfg, self.image_size, self.overrides)
+            _set_image_size(cfg, self.image_size, self.overrides, eval_only=self.eval_only)
         return cfg
 
     def _load_config(self) -> CfgNode:
@@ -171,11 +174,14 @@ class RunFlags:
         return "images"
 
 
-def _set_image_size(cfg: CfgNode, size: int, overrides: Mapping[str, str]) -> None:
+def _set_image_size(
+    cfg: CfgNode, size: int, overrides: Mapping[str, str], *, eval_only: bool
+) -> None:
     """Sets the image size in place.
 
-    For detectors, ``size`` becomes the largest training size and the test size (shorter sides), and
-    the other sizes keep their ratios. For other models, it is ``INPUT.PRETRAIN.SIZE``.
+    For detectors, ``size`` becomes the largest training size, or the test size if the command only
+    evaluates (shorter sides). The other sizes keep their ratios. For other models, it is
+    ``INPUT.PRETRAIN.SIZE``.
 
     Raises:
         UserError: the size is below 32, or an override also sets an image size.
@@ -183,7 +189,7 @@ def _set_image_size(cfg: CfgNode, size: int, overrides: Mapping[str, str]) -> No
     node, is_detector = cfg.INPUT, find_job(cfg) == "boxes"
     keys = ["PRETRAIN.SIZE"]
     if is_detector:
-        keys = ["MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST"]
+        keys = [*_SIZES]
     if same := next((key for key in keys if f"INPUT.{key}" in overrides), None):
         raise UserError(f"--image-size and INPUT.{same} both set the image size: leave one out")
     if size < _SMALLEST:
@@ -191,11 +197,11 @@ def _set_image_size(cfg: CfgNode, size: int, overrides: Mapping[str, str]) -> No
     if not is_detector:
         node.PRETRAIN.SIZE = size
         return
-    share = size / max(node.MIN_SIZE_TRAIN)
-    node.MIN_SIZE_TRAIN = tuple(round(share * one) for one in node.MIN_SIZE_TRAIN)
-    node.MAX_SIZE_TRAIN = round(share * node.MAX_SIZE_TRAIN)
-    node.MAX_SIZE_TEST = round(size * node.MAX_SIZE_TEST / max(1, node.MIN_SIZE_TEST))
-    node.MIN_SIZE_TEST = size
+    share = size / max(1, node.MIN_SIZE_TEST if eval_only else max(node.MIN_SIZE_TRAIN))
+    for key in _SIZES:
+        old = node[key]
+        node[key] = round(share * old) if isinstance(old, int) else [round(share * o) for o in old]
+    node.MIN_SIZE_TRAIN = tuple(node.MIN_SIZE_TRAIN)
 
 
 def _list_folders(given: str | os.PathLike[str] | Iterable[str]) -> list[str]:

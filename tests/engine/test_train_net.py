@@ -281,6 +281,12 @@ def test_flags_of_config_keys_and_the_image_size() -> None:
     assert (cfg.MODEL.BACKBONE.FREEZE_AT, cfg.INPUT.MIN_SIZE_TRAIN) == (5, (100, 114, 128))
     ratio = plain.INPUT.MAX_SIZE_TEST / plain.INPUT.MIN_SIZE_TEST
     assert pytest.approx(128 * ratio, abs=1) == cfg.INPUT.MAX_SIZE_TEST
+    assert cfg.INPUT.DETR_CROP_RESIZE == [114, 142]  # of 256 and 320 for 288
+    default = "custom/retinanet_lite0_finetune.yaml"  # tests at 480, trains up to 384
+    for eval_only, expected in ((False, (576, 720)), (True, (461, 576))):
+        sizes = RunFlags(config_file=default, image_size=576, eval_only=eval_only).load_config()
+        largest = max(sizes.INPUT.MIN_SIZE_TRAIN)
+        assert sorted((largest, sizes.INPUT.MIN_SIZE_TEST)) == sorted(expected)
     for field, key in (("epochs", "SOLVER.EPOCHS"), ("image_size", "INPUT.MIN_SIZE_TEST")):
         flags: Any = {field: 64, "opts": [key, "64"]}
         with pytest.raises(UserError, match=key):
