@@ -109,8 +109,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--image-size",
         type=int,
         metavar="PIXELS",
-        help="detectors: largest shorter side of training images, or shorter side of test images "
-        "with evaluate; other models: side of the square images",
+        help="largest shorter side of a detector's images, or side of square images of other models",
     )
     parser.add_argument("--tile", type=int, metavar="PX", help="detectors: train and evaluate also "
                         "on overlapping tiles (default: as in --weights; 0: off)")  # fmt: skip
