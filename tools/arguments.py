@@ -109,7 +109,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--image-size",
         type=int,
         metavar="PIXELS",
-        help="largest shorter side of a detector's images, or side of square images of other models",
+        help="largest shorter side of a detector's images, or side of square images otherwise",
     )
     parser.add_argument("--tile", type=int, metavar="PX", help="detectors: train and evaluate also "
                         "on overlapping tiles (default: as in --weights; 0: off)")  # fmt: skip
