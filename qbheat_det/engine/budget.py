@@ -100,8 +100,8 @@ def _measure(cfg: CfgNode, build_trainer: Callable[[CfgNode], Trainer]) -> Pace:
     growing = sum(seconds * times for name, (seconds, times) in report.costs.items()
                   if name.startswith(("Step", "Evaluation")))  # fmt: skip
     usual = float(count_epochs(cfg, sum(len(DatasetCatalog.get(n)) for n in cfg.DATASETS.TRAIN)))
-    pace = report.total_seconds - growing, growing / usual
-    return Pace(*comm.all_gather(pace)[0], usual)
+    fixed, epoch = comm.all_gather((report.total_seconds - growing, growing / usual))[0]
+    return Pace(fixed, epoch, usual)
 
 
 def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]:
