@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from qbheat_det.engine.dry_run import dry_run
     from qbheat_det.engine.logs import removes_empty_run
     from qbheat_det.engine.resume import decide_to_resume
-    from qbheat_det.engine.stages import find_first_stage, is_done, start_from
+    from qbheat_det.engine.stages import find_first_stage, start_from
 
     if args.dry_run and args.eval_only:
         raise UserError("--dry-run rehearses training: leave out --eval-only")
@@ -118,9 +118,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             print("\n\n".join([plan, *map(str, reports)]).lstrip())
         return {}
     if stage:
-        stage.resume = decide_to_resume(stage)
-        if not is_done(stage):
-            train_stage(stage, build_config(stage), f"{plan}\nFirst stage of two")
+        train_stage(stage, build_config(stage), f"{plan}\nFirst stage of two")
         flags = start_from(stage, flags)
         cfg, plan = build_config(flags), "Second stage of two"
     if args.eval_only:

@@ -8,7 +8,7 @@ of the images. The chosen settings are timed again to determine the number of ep
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from qbheat_det.solver import count_epochs
 
 from .dry_run import dry_run
 from .resume import name_last_checkpoint
-from .run_flags import WHOLE_BACKBONE, RunFlags, find_job
+from .run_flags import SIZES, WHOLE_BACKBONE, RunFlags, find_job
 from .setup import build_config
-from .stages import find_first_stage
+from .stages import find_first_stage, is_done
 from .trainer import Trainer
 
 _SIZES = (2 / 3, 7 / 9, 1, 4 / 3, 16 / 9)  # of the recipe's shorter side
@@ -68,24 +68,30 @@ def plan_run(flags: RunFlags, build_trainer: Callable[[CfgNode], Trainer]) -> tu
     if "SOLVER.EPOCHS" in given:
         raise UserError("--minutes and --epochs both set the length: leave one out")
     pace, before = _measure(cfg, build_trainer), 0.0  # seconds of the first stage
-    if stage := find_first_stage(flags):
+    stage = find_first_stage(flags)
+    has_first = stage is not None and is_done(stage)
+    if stage and not has_first:
         stage_pace = _measure(build_config(stage), build_trainer)
         before = stage_pace.fixed + stage_pace.epoch * stage_pace.usual
     planned = _SHARE * seconds
     if find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED:
         size, freeze = _choose(cfg, pace, planned - before)
-        size, freeze = flags.image_size or size, freeze and "MODEL.BACKBONE.FREEZE_AT" not in given
+        size = flags.image_size if flags.image_size or _sets_size(given) else size
+        freeze = freeze and not has_first and "MODEL.BACKBONE.FREEZE_AT" not in given
         if freeze and stage:  # only the first stage
-            flags = dataclasses.replace(flags, config_file=stage.config_file)
-            cfg, pace, before = build_config(flags), stage_pace, 0.0
+            output = "" if "OUTPUT_DIR" in flags.opts else cfg.OUTPUT_DIR
+            flags = dataclasses.replace(flags, config_file=stage.config_file, output=output)
+            cfg, before = build_config(flags), 0.0
+            pace = _measure(cfg, build_trainer)
         elif freeze or size != flags.image_size:
             flags = dataclasses.replace(flags, image_size=size, freeze=flags.freeze or freeze)
             pace = _measure(build_config(flags), build_trainer)
     left = comm.all_gather(planned - before - (time.monotonic() - start))[0]
     epochs = pace.count_epochs(left)
     if epochs < 0.01 * pace.usual:
-        least = format_duration(pace.fixed + 0.1 * pace.usual * pace.epoch)
-        raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {least}")
+        least = before + time.monotonic() - start + pace.fixed + 0.1 * pace.usual * pace.epoch
+        needed = format_duration(least / _SHARE)
+        raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {needed}")
     chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * pace.usual):.3g}"))
     return chosen, _explain(cfg, chosen, pace, seconds, before)
 
@@ -131,7 +137,12 @@ def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:
     size = max(saved.INPUT.MIN_SIZE_TRAIN) if is_detector else saved.INPUT.PRETRAIN.SIZE
     freeze = saved.MODEL.BACKBONE.FREEZE_AT >= WHOLE_BACKBONE
     freeze = freeze and "MODEL.BACKBONE.FREEZE_AT" not in flags.opts
+    size = None if _sets_size(flags.overrides) else size
     return dataclasses.replace(flags, epochs=saved.SOLVER.EPOCHS, image_size=size, freeze=freeze)
+
+
+def _sets_size(overrides: Mapping[str, str]) -> bool:
+    return any(f"INPUT.{key}" in overrides for key in SIZES)
 
 
 def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float, before: float) -> str:

@@ -45,7 +45,7 @@ _FREE = (
     "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY", "SOLVER.LOG_*", "TEST.*",
     "VIS.*", "VIS_PERIOD",
 )  # fmt: skip
-_END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER")
+_END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
 
 
 def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:

@@ -27,7 +27,7 @@ _KEYS = {
     "tile": "INPUT.TILE",
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
 }
-_SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "DETR_CROP_RESIZE",
+SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "DETR_CROP_RESIZE",
           "DETR_CROP_RANGE")  # fmt: skip
 _SMALLEST = 32  # pixels of --image-size
 WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
@@ -189,7 +189,7 @@ def _set_image_size(
     node, is_detector = cfg.INPUT, find_job(cfg) == "boxes"
     keys = ["PRETRAIN.SIZE"]
     if is_detector:
-        keys = [*_SIZES]
+        keys = [*SIZES]
     if same := next((key for key in keys if f"INPUT.{key}" in overrides), None):
         raise UserError(f"--image-size and INPUT.{same} both set the image size: leave one out")
     if size < _SMALLEST:
@@ -198,7 +198,7 @@ def _set_image_size(
         node.PRETRAIN.SIZE = size
         return
     share = size / max(1, node.MIN_SIZE_TEST if eval_only else max(node.MIN_SIZE_TRAIN))
-    for key in _SIZES:
+    for key in SIZES:
         old = node[key]
         node[key] = round(share * old) if isinstance(old, int) else [round(share * o) for o in old]
     node.MIN_SIZE_TRAIN = tuple(node.MIN_SIZE_TRAIN)

@@ -8,14 +8,18 @@ and the second stage trains all weights. Each stage is a run in a folder of its 
 import dataclasses
 from pathlib import Path
 
-from .resume import name_last_checkpoint
-from .run_flags import WHOLE_BACKBONE, RunFlags
+from detectron2.config import CfgNode
+
+from qbheat_det.core.errors import UserError
+
+from .resume import decide_to_resume, name_last_checkpoint
+from .run_flags import WHOLE_BACKBONE, RunFlags, find_job
 
 _FOLDER = "first_stage"
 _WEIGHTS = "model_final.safetensors"
 # Overrides that both stages share; all others are for the second stage.
-_SHARED = ("DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "INPUT.TILE", "MODEL.", "SEED",
-           "SOLVER.AMP.")  # fmt: skip
+_SHARED = ("DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "INPUT.FORMAT", "INPUT.TILE", "MODEL.",
+           "SEED", "SOLVER.AMP.")  # fmt: skip
 _OWN = ("DATASETS.UNLABELLED", "MODEL.BACKBONE.FREEZE_AT", "MODEL.CACHE_FEATURES.ENABLED",
         "MODEL.SEMI.")  # fmt: skip
 
@@ -24,7 +28,11 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
     """Returns the flags of the first stage, or None if the run has none.
 
     The first stage has the same data, device and model. It is left out if the command evaluates,
-    names weights or freezes the backbone, and if the second stage already has a checkpoint.
+    names weights or freezes the backbone, and if the second stage already has a checkpoint. It is
+    resumed under the same conditions as the run. All processes must call this function.
+
+    Raises:
+        UserError: the config cannot be read, is for another model, or has a first stage itself.
     """
     cfg = flags.load_config()
     overrides = flags.overrides
@@ -36,7 +44,7 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
     shared = {
         k: v for k, v in overrides.items() if k.startswith(_SHARED) and not k.startswith(_OWN)
     }
-    return dataclasses.replace(
+    stage = dataclasses.replace(
         flags,
         config_file=cfg.SOLVER.FIRST_STAGE,
         output=str(folder / _FOLDER),
@@ -48,10 +56,34 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
         tile=None,
         opts=[text for pair in shared.items() for text in pair],
     )
+    _check(stage, cfg)
+    stage.resume = decide_to_resume(stage)
+    return stage
+
+
+def _check(stage: RunFlags, cfg: CfgNode) -> None:
+    """Raises a ``UserError`` if the weights of a first stage would not fit ``cfg``."""
+    name = f"SOLVER.FIRST_STAGE '{stage.config_file}'"
+    try:
+        first = stage.load_config()
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+    if first.SOLVER.FIRST_STAGE:
+        raise UserError(f"{name} has a SOLVER.FIRST_STAGE itself, but a run has two stages at most")
+    if find_job(first) != find_job(cfg):
+        raise UserError(f"{name} trains on {find_job(first)}, but the run on {find_job(cfg)}")
+    for node, key in (("", "META_ARCHITECTURE"), ("BACKBONE", "NAME"), ("FPN", "BOTTOM_UP"),
+                      ("FPN", "OUT_CHANNELS")):  # fmt: skip
+        one, other = (
+            model[node][key] if node else model[key] for model in (first.MODEL, cfg.MODEL)
+        )
+        if one != other:
+            path = f"MODEL.{node}.{key}" if node else f"MODEL.{key}"
+            raise UserError(f"{name} has {path} {one}, but the run has {other}")
 
 
 def is_done(stage: RunFlags) -> bool:
-    """Whether a first stage that is resumed has its final weights."""
+    """Whether a resumed first stage already has its final weights."""
     return stage.resume and (Path(stage.output) / _WEIGHTS).is_file()
 
 

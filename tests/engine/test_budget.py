@@ -101,6 +101,15 @@ def stop(cfg: CfgNode) -> None:
     (folder / "last_checkpoint").write_text("model_0000001.pth")
 
 
+def test_a_finished_first_stage_is_not_planned_again(flags: RunFlags) -> None:
+    first = Path(flags.output) / "first_stage" / "model_final.safetensors"
+    first.parent.mkdir(parents=True)
+    first.touch()
+    flags.minutes, flags.resume = 60 / 60, True
+    chosen, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+    assert (chosen.config_file, chosen.freeze, chosen.image_size) == ("", False, 256)
+
+
 def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags: RunFlags) -> None:
     flags.minutes, flags.image_size = 5, 160
     chosen, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qbheat_det.config import get_config_path
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.stages import find_first_stage
@@ -106,6 +107,27 @@ def test_the_first_stage_shares_data_device_and_model(first: Path, data: str) ->
     assert (stage.config_file, stage.data, stage.output) == (str(first), data, "o/first_stage")
     assert stage.overrides == {**SHARED, "INPUT.TILE": "64", "OUTPUT_DIR": "o/first_stage"}
     assert find_first_stage(stage) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("nowhere.yaml", "nowhere"),
+        ("custom/retinanet_lite0_finetune.yaml", "itself"),
+        ("custom/distill_285M_cpu.yaml", "images"),
+        ("custom/cached_mf_detr_211_lite0_probe.yaml", "MODEL.META_ARCHITECTURE"),
+        ("custom/cached_retinanet_285M_probe.yaml", "MODEL"),
+    ],
+)
+def test_an_unsuitable_first_stage_is_refused(data: str, config: str, named: str) -> None:
+    flags = RunFlags(
+        config_file="custom/retinanet_lite0_finetune.yaml",
+        data=data,
+        opts=["SOLVER.FIRST_STAGE", config],
+    )
+    with pytest.raises(UserError, match=r"SOLVER\.FIRST_STAGE") as error:
+        find_first_stage(flags)
+    assert named in str(error.value)
 
 
 @pytest.mark.parametrize(
