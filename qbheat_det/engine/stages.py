@@ -6,6 +6,8 @@ and the second stage trains all weights. Each stage is a run in a folder of its 
 """
 
 import dataclasses
+import functools
+import operator
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -22,6 +24,9 @@ _SHARED = ("DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "INPUT.FORMAT", "INP
            "SEED", "SOLVER.AMP.")  # fmt: skip
 _OWN = ("DATASETS.UNLABELLED", "MODEL.BACKBONE.FREEZE_AT", "MODEL.CACHE_FEATURES.ENABLED",
         "MODEL.SEMI.")  # fmt: skip
+# Keys that must be equal in both stages, so that the weights fit.
+_EQUAL = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP",
+          "MODEL.FPN.OUT_CHANNELS")  # fmt: skip
 
 
 def find_first_stage(flags: RunFlags) -> RunFlags | None:
@@ -72,14 +77,10 @@ def _check(stage: RunFlags, cfg: CfgNode) -> None:
         raise UserError(f"{name} has a SOLVER.FIRST_STAGE itself, but a run has two stages at most")
     if find_job(first) != find_job(cfg):
         raise UserError(f"{name} trains on {find_job(first)}, but the run on {find_job(cfg)}")
-    for node, key in (("", "META_ARCHITECTURE"), ("BACKBONE", "NAME"), ("FPN", "BOTTOM_UP"),
-                      ("FPN", "OUT_CHANNELS")):  # fmt: skip
-        one, other = (
-            model[node][key] if node else model[key] for model in (first.MODEL, cfg.MODEL)
-        )
+    for key in _EQUAL:
+        one, other = (functools.reduce(operator.getitem, key.split("."), c) for c in (first, cfg))
         if one != other:
-            path = f"MODEL.{node}.{key}" if node else f"MODEL.{key}"
-            raise UserError(f"{name} has {path} {one}, but the run has {other}")
+            raise UserError(f"{name} has {key} {one}, but the run has {other}")
 
 
 def is_done(stage: RunFlags) -> bool:
