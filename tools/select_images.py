@@ -36,7 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "their near-duplicates are not selected")  # fmt: skip
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
-    add("--strategy", choices=["typiclust", "prob_cover", "k_center", "balanced", "uncertainty"],
+    add("--strategy", choices=["typiclust", "k_center", "balanced"],
         help="default: balanced with --weights, else typiclust")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "

@@ -3,8 +3,6 @@
 
 - ``typiclust``: "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets",
   arXiv:2202.02794. Selects the most typical image of each uncovered cluster.
-- ``prob_cover``: "Active Learning Through a Covering Lens", arXiv:2205.11320. Selects images whose
-  balls of a fixed radius cover as many images as possible.
 - ``k_center``: "Active Learning for Convolutional Neural Networks: A Core-Set Approach",
   arXiv:1708.00489. Repeatedly selects the image that is farthest from all selected images.
 
@@ -28,10 +26,7 @@ _DIMENSIONS = 128
 _NO_DIFFERENCE = 0.01  # an image equals the mean if its relative distance is below this
 _NEIGHBOURS = 20  # neighbors that define typicality, as in TypiClust
 _MAX_CLUSTERS = 500  # as in TypiClust
-_PURITY = 0.95  # share of pure balls in ProbCover
-_CANDIDATES = 4  # number of candidates per selected image
-COVERING = ("typiclust", "prob_cover", "k_center")
-WITH_DETECTOR = ("balanced", "uncertainty")
+COVERING = ("typiclust", "k_center")
 
 
 def unit_vectors(features: Tensor) -> Tensor:
@@ -103,8 +98,7 @@ def cover(
     """Selects images with a strategy in ``COVERING``. ``seed`` is the seed of the clustering."""
     if strategy == "k_center":
         return k_center(vectors, budget, taken)
-    choose = typiclust if strategy == "typiclust" else prob_cover
-    return choose(vectors, budget, taken, seed=seed)
+    return typiclust(vectors, budget, taken, seed=seed)
 
 
 def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
@@ -132,24 +126,6 @@ def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[in
         nearest = torch.maximum(nearest, vectors @ vectors[index])
         nearest[index] = torch.inf
     return chosen
-
-
-def choose_uncertain(
-    vectors: Tensor, uncertainties: Tensor, budget: int, taken: Sequence[int] = ()
-) -> list[int]:
-    """Selects uncertain images that differ from each other and from labelled images.
-
-    The candidates are the images with the largest uncertainties (N,), four times as many as the
-    budget. ``k_center`` selects from them, starting with the most uncertain image.
-    """
-    is_free = torch.ones(len(vectors), dtype=torch.bool)
-    is_free[list(taken)] = False
-    order = uncertainties.argsort(descending=True, stable=True)
-    candidates = order[is_free[order]][: _CANDIDATES * budget].tolist()
-    near = [*taken, *candidates]
-    known = range(len(taken) + len(candidates[:1]))
-    others = k_center(vectors[near], min(budget, len(candidates)) - 1, known)
-    return [near[i] for i in (*known[len(taken) :], *others)]
 
 
 def choose_balanced(
@@ -219,54 +195,6 @@ def _typicality(vectors: Tensor, clusters: Tensor) -> Tensor:
             distances = (2 - 2 * best).clamp(min=0).sqrt()
             typical[members[rows]] = 1 / (distances.mean(1) if count else 1.0)
     return typical
-
-
-def prob_cover(
-    vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
-) -> list[int]:
-    """Repeatedly selects the image whose ball covers the most uncovered images.
-
-    The radius is the largest one for which 95% of the balls are pure, see ``choose_cosine``. The
-    number of clusters is the total number of images with labels after this selection. When all
-    images are covered, ``k_center`` selects the remaining images.
-    """
-    least = choose_cosine(vectors, len(set(taken)) + budget, seed=seed)
-    uncovered = _find_nearest(vectors, taken) < least
-    gains = _count_neighbours(vectors, vectors[uncovered], least)
-    gains[list(taken)] = -1
-    chosen: list[int] = []
-    while len(chosen) < budget and int(gains.max()) > 0:
-        index = int(gains.argmax())
-        fresh = uncovered & (vectors @ vectors[index] >= least)
-        uncovered &= ~fresh
-        gains -= _count_neighbours(vectors, vectors[fresh], least)
-        gains[index] = -1  # excludes it even if rounding leaves a gain
-        chosen.append(index)
-    return chosen + k_center(vectors, budget - len(chosen), [*taken, *chosen])
-
-
-def _count_neighbours(vectors: Tensor, others: Tensor, least: float) -> Tensor:
-    """Counts, for each vector, the vectors in ``others`` whose cosine is at least ``least``."""
-    counts = torch.zeros(len(vectors), dtype=torch.int64)
-    for part in others.split(_count_rows(vectors)):
-        is_near = vectors @ part.T >= least
-        counts += is_near.view(torch.uint8).sum(1, dtype=torch.int32)  # faster than a sum of bool
-    return counts
-
-
-def choose_cosine(vectors: Tensor, num_clusters: int, *, seed: int = 0) -> float:
-    """Returns the smallest cosine (largest radius) for which 95% of the balls are pure.
-
-    A ball is pure if all of its images are in the same k-means cluster.
-    """
-    clusters = k_means(vectors, min(num_clusters, _MAX_CLUSTERS, len(vectors)), seed=seed)
-    nearest_other = torch.full((len(vectors),), -1.0)
-    for rows, cosines in _blocks(vectors):
-        is_same = clusters[rows, None] == clusters
-        nearest_other[rows] = cosines.masked_fill_(is_same, -1.0).amax(1)
-    # The margins allow for rounding: the result must be above the cosine of the nearest image of
-    # another cluster, and below 1, so that a ball contains its own center.
-    return min(float(nearest_other.quantile(_PURITY)) + 1e-5, 1 - 1e-4)
 
 
 def k_means(vectors: Tensor, count: int, *, seed: int = 0, iterations: int = 30) -> Tensor:

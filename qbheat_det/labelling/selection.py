@@ -2,8 +2,7 @@
 """Selects the images to label next from a pool of unlabelled images.
 
 Without a detector, the selection covers the pool (see ``coverage``). With a detector, it consists
-of images with many objects of all classes, or of images about which the detector is uncertain. The
-feature vectors of the images are cached on disk.
+of images with many objects of all classes. The feature vectors of the images are cached on disk.
 """
 
 import os
@@ -26,17 +25,16 @@ from qbheat_det.inference.predict import Predictor, is_classifier
 
 from .coverage import (
     COVERING,
-    WITH_DETECTOR,
     choose_balanced,
-    choose_uncertain,
     cover,
     find_duplicates,
     unit_vectors,
 )
 from .embedding import embed_images
 
-Strategy = Literal["typiclust", "prob_cover", "k_center", "balanced", "uncertainty"]
+Strategy = Literal["typiclust", "k_center", "balanced"]
 Boxes = dict[str, list[dict[str, Any]]]
+BALANCED: Strategy = "balanced"  # needs a detector
 _SET = "images_with_labels"
 _LEAST_SCORE = 0.05
 
@@ -110,7 +108,7 @@ class _Chooser:
         self._num_labelled, self._strategy, self._seed = pool.num_labelled, strategy, seed
         self._detector = detector
         self._boxes: Boxes | None = None
-        if detector and strategy in WITH_DETECTOR:
+        if detector and strategy == BALANCED:
             self._boxes = predict_boxes(self._files, detector)
 
     def predict(self, files: Sequence[str]) -> Boxes:
@@ -125,9 +123,8 @@ class _Chooser:
         taken = [*known, *(i for i, path in enumerate(self._files) if path in seen)]
         vectors = self._vectors
         if self._boxes is not None:
-            chosen = choose_by_boxes(
-                self._strategy, self._files, self._boxes, vectors, budget, taken
-            )
+            counts = count_objects(self._files, self._boxes)
+            chosen = choose_balanced(vectors, counts, budget, taken)
         else:
             chosen = cover(self._strategy, vectors, budget, taken, seed=self._seed)
         return [self._files[i] for i in chosen]
@@ -162,11 +159,11 @@ def select(
         UserError: the budget is larger than the pool, weights cannot be read, or the strategy
             needs ``weights``.
     """
-    strategy = strategy or ("balanced" if weights else "typiclust")
-    if strategy not in (*COVERING, *WITH_DETECTOR):
-        known = ", ".join([*COVERING, *WITH_DETECTOR])
+    strategy = strategy or (BALANCED if weights else "typiclust")
+    if strategy not in (*COVERING, BALANCED):
+        known = ", ".join([*COVERING, BALANCED])
         raise UserError(f"there is no strategy '{strategy}': use one of {known}")
-    if strategy in WITH_DETECTOR and not weights:
+    if strategy == BALANCED and not weights:
         raise UserError(f"the strategy '{strategy}' needs a detector: add --weights RUN")
     if budget < 1:
         raise UserError(f"--budget is {budget}, but must be at least 1")
@@ -250,30 +247,6 @@ def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
     return boxes
 
 
-def choose_by_boxes(
-    strategy: str,
-    files: Sequence[str],
-    boxes: Boxes,
-    vectors: Tensor,
-    budget: int,
-    taken: Sequence[int],
-) -> list[int]:
-    """Selects images with a strategy in ``WITH_DETECTOR``.
-
-    Args:
-        strategy: "balanced" or "uncertainty".
-        files: paths of all N images.
-        boxes: the detector's boxes in all images, by path.
-        vectors: unit vectors (N, D) of all images.
-        budget: number of images to select.
-        taken: indices of the images with labels.
-    """
-    if strategy == "balanced":
-        return choose_balanced(vectors, count_objects(files, boxes), budget, taken)
-    values = [uncertainty([box["score"] for box in boxes.get(path, ())]) for path in files]
-    return choose_uncertain(vectors, torch.tensor(values), budget, taken)
-
-
 def count_objects(files: Sequence[str], boxes: Boxes) -> Tensor:
     """Returns the sum of squared scores (N, K) of each image and class.
 
@@ -285,9 +258,3 @@ def count_objects(files: Sequence[str], boxes: Boxes) -> Tensor:
         for box in boxes.get(path, ()):
             row[ids.index(box["category_id"])] += box["score"] ** 2
     return counts
-
-
-def uncertainty(scores: Sequence[float]) -> float:
-    """Returns the sum of the binary entropies of an image's detections, in nats."""
-    p = torch.tensor(scores, dtype=torch.float64)
-    return float(torch.special.entr(p).sum() + torch.special.entr(1 - p).sum())

@@ -22,9 +22,9 @@ from qbheat_det.data import open_source, raise_first, read_annotations
 from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
-from .coverage import COVERING, WITH_DETECTOR, cover, unit_vectors
+from .coverage import COVERING, choose_balanced, cover, unit_vectors
 from .embedding import embed_images
-from .selection import choose_by_boxes, open_detector, predict_boxes
+from .selection import BALANCED, count_objects, open_detector, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"
 _POINTS, _CURVE = "points.json", "curve.svg"
@@ -57,9 +57,9 @@ def simulate(
     """Trains a detector for each strategy, seed and number of images.
 
     A strategy starts without labelled images and adds images up to each budget. "random" is the
-    baseline. Strategies that need a detector use "typiclust" for the first budget. The detector is
-    a RetinaNet head on cached features of the frozen encoder. Calling the function again continues
-    an interrupted simulation.
+    baseline. "balanced" needs a detector, so it uses "typiclust" for the first budget. The detector
+    is a RetinaNet head on cached features of the frozen encoder. Calling the function again
+    continues an interrupted simulation.
 
     Args:
         data: data set with boxes, in any format of ``--data``.
@@ -102,7 +102,7 @@ def simulate(
         for budget in budgets:
             chosen = _choose(strategy, paths, vectors, budget, chosen, seed, run)
             is_done = (strategy, seed, budget) in {(p.strategy, p.seed, p.images) for p in points}
-            if is_done and (strategy not in WITH_DETECTOR or budget == budgets[-1]):
+            if is_done and (strategy != BALANCED or budget == budgets[-1]):
                 continue
             names = {file.images[i]["file_name"] for i in chosen}
             run, num_boxes, metrics = _train(file.keep(names), flags, folder / "labels.json", seed)
@@ -136,7 +136,7 @@ def _open_boxes(data: str, val: str, images: str, strategies: Sequence[str]) -> 
     opened = open_source(data, images)
     if opened.kind == "classes" or not (val or opened.val):
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
-    if unknown := {*strategies} - {"random", *COVERING, *WITH_DETECTOR}:
+    if unknown := {*strategies} - {"random", *COVERING, BALANCED}:
         raise UserError(f"there is no strategy '{unknown.pop()}'")
     file = read_annotations(opened.train)
     raise_first(file.errors)
@@ -159,11 +159,10 @@ def _choose(
     need = budget - len(chosen)
     if strategy == "random":
         return np.random.default_rng(seed).permutation(len(paths))[:budget].tolist()
-    if strategy in WITH_DETECTOR:
+    if strategy == BALANCED:
         if run:
-            boxes = predict_boxes(paths, open_detector(run))
-            new = choose_by_boxes(strategy, paths, boxes, vectors, need, chosen)
-            return [*chosen, *new]
+            counts = count_objects(paths, predict_boxes(paths, open_detector(run)))
+            return [*chosen, *choose_balanced(vectors, counts, need, chosen)]
         strategy = "typiclust"
     return [*chosen, *cover(strategy, vectors, need, chosen, seed=seed)]
 

@@ -47,30 +47,7 @@ def test_typiclust_passes_over_clusters_with_labels() -> None:
     assert sorted(clusters[coverage.typiclust(vectors, 2, taken)].tolist()) == [1, 2]
 
 
-def test_prob_cover_is_the_greedy_cover_by_balls() -> None:
-    vectors, _ = make_pool([12, 7, 4, 1], spread=0.15)
-    least = coverage.choose_cosine(vectors, 4)
-    near = vectors @ vectors.T >= least
-    uncovered = torch.ones(len(vectors), dtype=torch.bool)
-    for index in coverage.prob_cover(vectors, 4):
-        gains = (near & uncovered).sum(1)
-        if not gains.max():
-            break  # the rest are chosen by k_center
-        assert gains[index] == gains.max()
-        uncovered &= ~near[index]
-
-
-def test_the_radius_leaves_balls_in_one_cluster() -> None:
-    vectors, clusters = make_pool([20, 20, 20])
-    least = coverage.choose_cosine(vectors, 3)
-    pure = [
-        bool((clusters[vectors @ vector > least] == cluster).all())
-        for vector, cluster in zip(vectors, clusters, strict=True)
-    ]
-    assert sum(pure) >= 0.95 * len(pure)
-
-
-@pytest.mark.parametrize("choose", [coverage.k_center, coverage.typiclust, coverage.prob_cover])
+@pytest.mark.parametrize("choose", [coverage.k_center, coverage.typiclust])
 def test_choices_are_new_distinct_and_within_the_pool(choose: object) -> None:
     vectors, _ = make_pool([6, 3])
     for budget, taken in itertools.product((1, 4, 20), ([], [0, 8])):
@@ -110,17 +87,6 @@ def test_choices_do_not_depend_on_the_blocks(
     expected = coverage.cover(strategy, vectors, 9, [3, 40])
     monkeypatch.setattr(coverage, "_BLOCK", 100)
     assert coverage.cover(strategy, vectors, 9, [3, 40]) == expected
-
-
-def test_uncertain_images_differ_from_each_other_and_the_most_uncertain_comes_first() -> None:
-    vectors, clusters = make_pool([8, 8, 8, 8])
-    values = torch.rand(32, generator=torch.Generator().manual_seed(0)) + (clusters != 3)
-    values[[5, 0]] = torch.tensor([9.0, 99])
-    chosen = coverage.choose_uncertain(vectors, values, 3, taken=[0, 16])
-    assert chosen[0] == 5
-    assert clusters[chosen].tolist()[1] == 1  # cluster 3 is certain, 0 and 2 have images
-    assert len(set(chosen) - {0, 16}) == 3
-    assert sorted(coverage.choose_uncertain(vectors[:4], values[:4], 9, [0])) == [1, 2, 3]
 
 
 def test_balanced_images_are_the_greedy_maximum_and_the_rest_is_covered() -> None:

@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.labelling import embedding, select, selection, write_selection
-from qbheat_det.labelling.selection import uncertainty
+from qbheat_det.labelling import embedding, select, write_selection
 from tests.tool_modules import load_tool
 
 DETECTOR = "retinanet/285M_bccd"
@@ -60,7 +59,7 @@ def write_labels(folder: Path, copied: dict[str, Path]) -> str:
     return str(folder / "labels.json")
 
 
-@pytest.mark.parametrize("strategy", ["typiclust", "prob_cover", "k_center"])
+@pytest.mark.parametrize("strategy", ["typiclust", "k_center"])
 def test_each_picture_is_selected_once_and_what_is_left_out_is_named(
     photos: Path, strategy: str
 ) -> None:
@@ -143,27 +142,8 @@ def test_vectors_come_from_the_cache(photos: Path, monkeypatch: pytest.MonkeyPat
         embedding.embed_images(files)
 
 
-def test_uncertainty_by_hand() -> None:
-    assert uncertainty([]) == uncertainty([0.0, 1.0]) == 0
-    assert uncertainty([0.5, 0.5]) == pytest.approx(2 * np.log(2))
-    assert uncertainty([0.5]) > uncertainty([0.9])
-
-
-def test_objects_are_counted_by_class_and_squared_score() -> None:
-    boxes = {
-        "a": [{"category_id": 7, "score": 0.5}, {"category_id": 7, "score": 1.0}],
-        "c": [{"category_id": 3, "score": 0.1}],
-    }
-    counts = selection.count_objects(["a", "b", "c"], boxes)
-    torch.testing.assert_close(counts, torch.tensor([[0, 1.25], [0, 0], [0.01, 0]]).double())
-    assert selection.count_objects(["a"], {}).shape == (1, 0)
-
-
-@pytest.mark.parametrize("strategy", [None, "uncertainty"])
-def test_a_detector_brings_its_images_and_its_boxes(
-    photos: Path, tmp_path: Path, strategy: Any
-) -> None:
-    found = select([photos, CELLS], 2, weights=DETECTOR, strategy=strategy)
+def test_a_detector_brings_its_images_and_its_boxes(photos: Path, tmp_path: Path) -> None:
+    found = select([photos, CELLS], 2, weights=DETECTOR)
     assert Path(found.files[0]).name == "cells.jpg"  # the only one with cells
     found = dataclasses.replace(found, files=found.files[:1])
     paths = {path.name: path for path in write_selection(found, tmp_path)}
@@ -182,7 +162,7 @@ def test_a_detector_brings_its_images_and_its_boxes(
     [
         (["--budget", "7"], "--budget"),
         (["--budget", "0"], "--budget"),
-        (["--budget", "1", "--strategy", "uncertainty"], "--weights"),
+        (["--budget", "1", "--strategy", "balanced"], "--weights"),
         (["--budget", "1", "--encoder", DETECTOR], DETECTOR),
         (["--budget", "1", "--weights", "no_such_run"], "no_such_run"),
     ],
