@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from figure_flags import number
-
 if TYPE_CHECKING:  # imported below after the arguments are parsed
     from qbheat_det.analysis.paper_tables import PaperCell
 
@@ -24,12 +22,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--all", action="store_true", help="all models of the paper's tables")
     which.add_argument("--config-file", metavar="F", help="YAML of a detector")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells of the tables")
-    parser.add_argument(
-        "--size", type=number(int, 32), nargs=2, default=(800, 1333), metavar=("H", "W")
-    )
+    parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"))
     parser.add_argument("--depth", type=int, default=2, help="levels of modules (default: 2)")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
     args = parser.parse_args(argv)
+    if min(args.size) < 32:
+        parser.error("--size is at least 32 x 32 pixels")
     if args.json and not args.all:
         parser.error("--json needs --all")
     return args

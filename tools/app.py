@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Serve a web page that detects objects, draws figures of encoders, and selects images to label.
+"""Serve a web page that detects objects and draws figures of encoders.
 
 examples:
   # offer the models of the model zoo at http://127.0.0.1:7860
@@ -8,9 +8,6 @@ examples:
 
   # also offer your own run, as the first model
   qbheat app --weights output/run
-
-  # accept or skip each image that qbheat select selects from your folder
-  qbheat app --images photos/
 
   # serve the page to a trusted network; there is no authentication
   qbheat app --host 0.0.0.0 --port 8080
@@ -34,14 +31,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="additional models to offer: files, folders of runs, or model zoo names",
     )
-    parser.add_argument(
-        "--images",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="folders of images to select from; everyone who opens the page can see these images",
-    )
-    parser.add_argument("--data", metavar="SRC", help="labelled images, which are not selected")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, help="port (default: the first free one from 7860)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if a GPU is available)")
@@ -54,14 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from qbheat_det.app import serve
     from qbheat_det.core.errors import exit_on_user_error
 
-    exit_on_user_error(serve)(
-        args.weights,
-        host=args.host,
-        port=args.port,
-        device=args.device,
-        images=args.images,
-        data=args.data,
-    )
+    exit_on_user_error(serve)(args.weights, host=args.host, port=args.port, device=args.device)
 
 
 if __name__ == "__main__":

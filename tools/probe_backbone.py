@@ -19,7 +19,7 @@ examples:
       --data flowers/train --val flowers/val --probes knn linear \\
       INPUT.PRETRAIN.SIZE 224
 
-  # wider decoders; qbheat visualize probes draws the results as Fig. 8 of the paper
+  # wider decoders, as in Fig. 8 of the paper
   qbheat probe --weights output/pretraining/model_final.pth \\
       --data flowers/train --val flowers/val --probes tran-1:192 tran-1:384 \\
       --json output/pretraining/probes.json

@@ -36,21 +36,18 @@ Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
 Found = TypeVar("Found")
 
-PROBE_FILES = ("probes.json", "comparison.json")
-"""Files with results of probes, in the folder of a run or of a comparison."""
 _FINAL = ("model_final.safetensors", "model_final.pth")
 _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
 
 
 @dataclass
 class Run:
-    """A run's folder, a checkpoint, or a file with results of probes. See ``open``."""
+    """A run's folder or a checkpoint. See ``open``."""
 
     label: str
     path: Path
     folder: Path | None = None
     checkpoint: Path | None = None
-    probe_file: Path | None = None
     _config_file: str | None = None
     _device: str | None = None
     _opts: Sequence[str] = ()
@@ -69,8 +66,7 @@ class Run:
 
         Args:
             path: an ``OUTPUT_DIR`` (its checkpoint is ``model_final``, or else the last one), a
-                checkpoint, ``qbheat://NAME``, results of probes (``.json``), or the folder of a
-                comparison of objectives.
+                checkpoint, or ``qbheat://NAME``.
             label: the name in legends. None uses the names of folder and file.
             config_file: YAML config of the model. None uses the config in or next to the weights.
             device: "cpu" or "cuda". None uses a GPU if there is one.
@@ -88,27 +84,23 @@ class Run:
         if given.is_dir():
             if config_file is None and (given / "config.yaml").is_file():
                 config_file = str(given / "config.yaml")
-            name, files = given.resolve().name, _search_folder(given)
-        elif given.suffix in (".safetensors", ".pth", ".json"):
-            name = f"{given.resolve().parent.name}/{given.stem}"
-            files = (None, None, given) if given.suffix == ".json" else (None, given, None)
+            name, folder, checkpoint = given.resolve().name, given, _find_checkpoint(given)
+        elif given.suffix in (".safetensors", ".pth"):
+            name, folder, checkpoint = f"{given.resolve().parent.name}/{given.stem}", None, given
         else:
-            raise UserError(f"'{given}' is neither a checkpoint nor a .json file")
-        return cls(label or name, given, *files, config_file, device, opts)
+            raise UserError(f"'{given}' is neither a run's folder nor a checkpoint")
+        return cls(label or name, given, folder, checkpoint, config_file, device, opts)
 
     @property
     def weights(self) -> Path:
         """The checkpoint. Raises ``NotApplicable`` if there is none."""
         if self.checkpoint is None:
-            what = "no checkpoint yet" if self.folder else "results of probes and no model"
-            raise NotApplicable(f"'{self.label}' has {what}")
+            raise NotApplicable(f"'{self.label}' has no checkpoint yet")
         return self.checkpoint
 
     @cached_property
     def cfg(self) -> CfgNode:
-        """The config with current paths. Raises ``NotApplicable`` for results of probes."""
-        if self.folder is None and self.checkpoint is None:
-            raise NotApplicable(f"'{self.label}' has results of probes and no model")
+        """The config with current paths."""
         weights = str(self.checkpoint or "")
         if not weights and self._config_file is None:
             raise UserError(f"'{self.folder}' has no config.yaml: use --config-file")
@@ -241,15 +233,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
-    """Returns (folder of a run, its checkpoint, file with results of probes), or None for each."""
-    probe_file = next((given / name for name in PROBE_FILES if (given / name).is_file()), None)
-    is_run = any((given / name).exists() for name in _RUN_FILES)
-    if not is_run and probe_file is None:
-        raise UserError(f"'{given}' is not a run's folder: it has no config.yaml or checkpoint")
-    names = filter(None, (*_FINAL, Path(name_last_checkpoint(given)).name))
-    checkpoint = next((given / name for name in names if (given / name).is_file()), None)
-    return given if is_run else None, checkpoint, probe_file
+def _find_checkpoint(folder: Path) -> Path | None:
+    if not any((folder / name).exists() for name in _RUN_FILES):
+        raise UserError(f"'{folder}' is not a run's folder: it has no config.yaml or checkpoint")
+    names = filter(None, (*_FINAL, Path(name_last_checkpoint(folder)).name))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 @dataclass(frozen=True)

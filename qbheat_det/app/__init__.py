@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The web page of ``qbheat app``, which needs Gradio (the extra ``app``).
 
-Visitors choose among the models in the model zoo and on the command line. They can select from the
-folders of images on the command line, but cannot open other paths on the server.
+Visitors choose among the models in the model zoo and on the command line. They cannot open other
+paths on the server.
 """
 
 import os
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from qbheat_det.core.errors import UserError
 
-from .review import Pools
 from .uploads import Models
 
 __all__ = ["Models", "serve"]
@@ -26,8 +25,6 @@ def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
     device: str | None = None,
-    images: Sequence[str] = (),
-    data: str | None = None,
 ) -> None:
     """Serves the page until the process is interrupted, and then removes temporary files.
 
@@ -36,8 +33,6 @@ def serve(
         host: address to listen on.
         port: by default the first free port from 7860.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
-        images: folders from which visitors can select images to label.
-        data: labelled images that are not selected again, in any format of ``--data``.
 
     Raises:
         UserError: Gradio is not installed, a model does not exist, or the port is in use.
@@ -56,4 +51,4 @@ def serve(
             raise UserError(
                 f"the page needs Gradio ({error}): pip install 'gradio>=6.31,<7'"
             ) from error
-        launch(models, Pools(images, data, device), Path(folder), host=host, port=port)
+        launch(models, Path(folder), host=host, port=port)

@@ -12,17 +12,14 @@ from typing import Any
 import gradio as gr
 from starlette.middleware import Middleware
 
+from qbheat_det.api import Detections
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.images import VIDEO_SUFFIXES
 
-from .review import Pools, Review
 from .uploads import (
     IMAGE_SUFFIXES,
     LOWEST_SCORE,
     MAX_BYTES,
     MAX_FILES,
-    MAX_FRAMES,
-    Found,
     Models,
     detect,
     draw_encoder,
@@ -40,15 +37,6 @@ _CSS = (
     # Without a border, the slider's thumb is white on white in the light theme.
     "input[type=range]::-webkit-slider-thumb {border: 2px solid var(--slider-color) !important}"
 )
-_NO_DETECTOR = "none (first round)"
-# Keys click the buttons of the review while they are visible, unless a field has the focus.
-_KEYS = """() => document.addEventListener("keydown", (event) => {
-  const name = {a: "accept", s: "skip", b: "back"}[event.key];
-  const button = name && document.getElementById(name);
-  if (!button || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
-  if (event.target.closest("input, textarea, [contenteditable]")) return;
-  if (button.offsetParent && !button.disabled) button.click();
-})"""
 # Without this policy, Gradio's page would load fonts and scripts from other hosts.
 _POLICY = (
     "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
@@ -73,11 +61,11 @@ class _Headers:
         await self._app(scope, receive, send_with_policy)
 
 
-def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int | None) -> None:
+def launch(models: Models, folder: Path, *, host: str, port: int | None) -> None:
     """Serves the page until the process is interrupted. ``folder`` is for temporary files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of Gradio's dependencies
-        page = build_page(models, pools, folder)
+        page = build_page(models, folder)
     try:
         _, url, _ = page.launch(
             server_name=host,
@@ -86,7 +74,6 @@ def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int |
             max_file_size=MAX_BYTES,
             theme=gr.themes.Default(font=_FONTS, font_mono=("monospace",)),
             css=_CSS,
-            js=_KEYS,
             footer_links=[],
             ssr_mode=False,
             quiet=True,
@@ -102,7 +89,7 @@ def launch(models: Models, pools: Pools, folder: Path, *, host: str, port: int |
             remove_old_files(folder, _KEPT)
 
 
-def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
+def build_page(models: Models, folder: Path) -> gr.Blocks:
     """Returns the page. It runs one job at a time, and queues up to sixteen."""
     with gr.Blocks(title=_TITLE, analytics_enabled=False) as page:
         gr.Markdown("# qbheat_det\nBoxes on your images, and what the encoder sees in them.")
@@ -110,9 +97,6 @@ def build_page(models: Models, pools: Pools, folder: Path) -> gr.Blocks:
             _build_detection(models, folder)
         with gr.Tab("What the encoder sees"):
             _build_encoder(models, folder)
-        if pools.folders:
-            with gr.Tab("Select images to label"):
-                _build_review(models, pools, folder)
     page.queue(max_size=16, default_concurrency_limit=1)
     return page
 
@@ -123,9 +107,9 @@ def _build_detection(models: Models, folder: Path) -> None:
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
             files = gr.File(
-                label=f"Images or videos, at most {MAX_FILES}",
+                label=f"Images, at most {MAX_FILES}",
                 file_count="multiple",
-                file_types=[*IMAGE_SUFFIXES, *sorted(VIDEO_SUFFIXES)],
+                file_types=list(IMAGE_SUFFIXES),
                 height=180,
             )
             model = gr.Dropdown(labels, value=labels[0], label="Model")
@@ -133,14 +117,14 @@ def _build_detection(models: Models, folder: Path) -> None:
             classes = gr.Dropdown([], multiselect=True, label="Classes", info="Empty for all")
             button = gr.Button("Find objects", variant="primary")
             gr.Markdown(
-                f"At most {MAX_BYTES // 2**20} MB a file and {MAX_FRAMES} frames a video. Files "
-                "stay on the machine that serves this page and are removed after an hour."
+                f"At most {MAX_BYTES // 2**20} MB a file. Files stay on the machine that serves "
+                "this page and are removed after an hour."
             )
         with gr.Column(scale=2, min_width=300):
             status = gr.Markdown(elem_id="status")
             outputs = _build_results()
 
-    def show(found: list[Found], least: float, names: list[str]) -> tuple[Any, ...]:
+    def show(found: list[Detections], least: float, names: list[str]) -> tuple[Any, ...]:
         drawn, rows, archive = render(found, _make_folder(folder), threshold=least, classes=names)
         # In a grid, Gradio would crop a single picture, so the first one is selected.
         pictures = gr.Gallery(drawn, selected_index=0 if drawn else None)
@@ -150,7 +134,7 @@ def _build_detection(models: Models, folder: Path) -> None:
         paths: list[str] | None, label: str, least: float, names: list[str]
     ) -> tuple[Any, ...]:
         if not paths:
-            raise UserError("choose images or a video first")
+            raise UserError("choose images first")
         detector = models.open_detector(label)
         found, skipped = detect(detector, [Path(path) for path in paths])
         known = list(detector.cfg.MODEL.CLASS_NAMES)
@@ -185,7 +169,7 @@ def _build_results() -> list[Any]:
         label="Pictures", object_fit="contain", height=_HEIGHT, buttons=["fullscreen"]
     )
     table = gr.Dataframe(
-        headers=["file", "frame", "class", "score", "x1", "y1", "x2", "y2"],
+        headers=["file", "class", "score", "x1", "y1", "x2", "y2"],
         label="Boxes, in pixels", interactive=False, max_height=320,
     )  # fmt: skip
     download = gr.DownloadButton("Download boxes.json (COCO) and pictures", interactive=False)
@@ -218,50 +202,6 @@ def _build_encoder(models: Models, folder: Path) -> None:
         return *shown, *empty
 
     button.click(_with_messages(show), [file, model], figures, api_visibility="private")
-
-
-def _build_review(models: Models, pools: Pools, folder: Path) -> None:
-    state = gr.State(None, time_to_live=_KEPT)
-    with gr.Row():
-        with gr.Column(scale=1, min_width=300):
-            source = gr.Dropdown([*pools.folders], label="Images")
-            budget = gr.Number(50, label="Number of images", precision=0, minimum=1)
-            detectors = [_NO_DETECTOR, *models.list_detectors()]
-            model = gr.Dropdown(detectors, label="Detector", info="Finds images with objects")
-            start = gr.Button("Select", variant="primary")
-            finish = gr.Button("Write list and tasks of the accepted images")
-            download = gr.DownloadButton("Download selection.zip", interactive=False)
-        with gr.Column(scale=2, min_width=300):
-            status = gr.Markdown(elem_id="review")
-            picture = gr.Image(show_label=False, height=_HEIGHT, buttons=[], interactive=False)
-            with gr.Row():
-                accept = gr.Button("Accept (A)", elem_id="accept", variant="primary")
-                skip = gr.Button("Skip (S)", elem_id="skip")
-                back = gr.Button("Back (B)", elem_id="back")
-
-    def select(name: str, number: int, label: str) -> tuple[Any, ...]:
-        weights = None if label == _NO_DETECTOR else models.get_weights(label)
-        return show(pools.select(name, number, weights))
-
-    def show(review: Review) -> tuple[Any, ...]:
-        return review, review.describe(), review.draw(), gr.DownloadButton(interactive=False)
-
-    def write(review: Review | None) -> Any:
-        if not review:
-            raise UserError("select images first")
-        return gr.DownloadButton(value=review.write(folder), interactive=True)
-
-    outputs = [state, status, picture, download]
-    start.click(_with_messages(select), [source, budget, model], outputs, api_visibility="private")
-    for button, step in ((accept, Review.accept), (skip, Review.skip), (back, Review.back)):
-
-        def proceed(review: Review | None, step: Callable[[Review], Review] = step) -> Any:
-            if not review:
-                raise UserError("select images first")
-            return show(step(review))
-
-        button.click(_with_messages(proceed), state, outputs, api_visibility="private")
-    finish.click(_with_messages(write), state, download, api_visibility="private")
 
 
 def _make_folder(parent: Path) -> Path:

@@ -7,8 +7,8 @@ feature vectors of the images are cached on disk.
 """
 
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -78,59 +78,12 @@ class Selection:
         pool: the images from which they were selected.
         boxes: maps paths to the detector's boxes in COCO's format; empty without a detector.
         class_names: maps category ids to the detector's class names.
-        skipped: paths that ``skip`` removed.
     """
 
     files: list[str]
     pool: Pool
     boxes: Boxes = field(default_factory=dict)
     class_names: dict[int, str] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-    _chooser: "_Chooser | None" = field(default=None, repr=False)
-
-    def skip(self, path: str) -> "Selection":
-        """Returns a selection without an image, and with the next image of the strategy at the end.
-
-        The next image differs from all images seen so far. If none is left, the result has one
-        image less.
-        """
-        assert self._chooser
-        new = self._chooser.choose(1, {*self.files, *self.skipped})
-        files = [*(file for file in self.files if file != path), *new]
-        boxes = {**self.boxes, **self._chooser.predict(new)}
-        return replace(self, files=files, boxes=boxes, skipped=(*self.skipped, path))
-
-
-class _Chooser:
-    """Selects images from a pool with a strategy."""
-
-    def __init__(self, pool: Pool, strategy: Strategy, seed: int, detector: Detector | None):
-        rows = [*range(pool.num_labelled), *pool.free]
-        self._files, self._vectors = [pool.files[i] for i in rows], pool.vectors[rows]
-        self._num_labelled, self._strategy, self._seed = pool.num_labelled, strategy, seed
-        self._detector = detector
-        self._boxes: Boxes | None = None
-        if detector and strategy in WITH_DETECTOR:
-            self._boxes = predict_boxes(self._files, detector)
-
-    def predict(self, files: Sequence[str]) -> Boxes:
-        """Returns the detector's boxes by path; empty without a detector."""
-        if self._boxes is not None:
-            return {path: self._boxes[path] for path in files if path in self._boxes}
-        return predict_boxes(files, self._detector) if self._detector else {}
-
-    def choose(self, budget: int, seen: Collection[str] = ()) -> list[str]:
-        """Returns up to ``budget`` paths. Images in ``seen`` count as labelled."""
-        known = range(self._num_labelled)
-        taken = [*known, *(i for i, path in enumerate(self._files) if path in seen)]
-        vectors = self._vectors
-        if self._boxes is not None:
-            chosen = choose_by_boxes(
-                self._strategy, self._files, self._boxes, vectors, budget, taken
-            )
-        else:
-            chosen = cover(self._strategy, vectors, budget, taken, seed=self._seed)
-        return [self._files[i] for i in chosen]
 
 
 def select(
@@ -173,14 +126,23 @@ def select(
     detector = open_detector(weights, device) if weights else None
     labelled = list_labelled(str(data)) if data else []
     pool = _open_pool(images, labelled, encoder, budget, device)
-    chooser = _Chooser(pool, strategy, seed, detector)
-    files = chooser.choose(budget)
+    rows = [*range(pool.num_labelled), *pool.free]
+    candidates, vectors = [pool.files[i] for i in rows], pool.vectors[rows]
+    taken = range(pool.num_labelled)
+    if detector and strategy in WITH_DETECTOR:
+        boxes = predict_boxes(candidates, detector)
+        chosen = choose_by_boxes(strategy, candidates, boxes, vectors, budget, taken)
+        files = [candidates[i] for i in chosen]
+        boxes = {path: boxes[path] for path in files if path in boxes}
+    else:
+        files = [candidates[i] for i in cover(strategy, vectors, budget, taken, seed=seed)]
+        boxes = predict_boxes(files, detector) if detector else {}
     names: dict[int, str] = {}
     if detector:
         model = detector.cfg.MODEL
         ids = model.CATEGORY_IDS or range(1, len(model.CLASS_NAMES) + 1)
         names = dict(zip(ids, model.CLASS_NAMES, strict=False))
-    return Selection(files, pool, chooser.predict(files), names, _chooser=chooser)
+    return Selection(files, pool, boxes, names)
 
 
 def _open_pool(

@@ -80,12 +80,6 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def draw_image(selection: Selection, path: str, *, side: int) -> PIL.Image.Image:
-    """Draws an image with the detector's boxes, with at most ``side`` pixels per side."""
-    boxes = [box for box in selection.boxes.get(path, []) if box["score"] >= _LEAST_SCORE]
-    return _draw(_open_upright(path), _with_colors(boxes), side=side)
-
-
 def write_suspects(
     labels: Labels, suspects: Sequence[LabelSuspect], folder: Path, command: str
 ) -> Path:

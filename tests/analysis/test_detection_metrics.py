@@ -234,7 +234,7 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
     assert run["errors"] == {"correct": 1, "wrong": 2, "missed": 2}
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
-        "ap", "predictions_1", "predictions_2", "predictions_3", "precision_recall", "errors",
+        "ap", "predictions_1", "predictions_2", "predictions_3", "errors",
         "confusion",
     ]  # fmt: skip
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))

@@ -39,12 +39,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("temporary")
-    photos = tmp_path_factory.mktemp("photos")
-    for number in range(6):
-        coarse = np.random.default_rng(number).integers(0, 255, (4, 4, 3), dtype=np.uint8)
-        PIL.Image.fromarray(coarse).resize((160, 120)).save(photos / f"{number}.png")
     command = [sys.executable, str(TOOL), "--port", str(port), "--weights", ENTRY]
-    command += ["--images", str(photos)]
     server = subprocess.Popen(
         command, env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(TOOL.parents[1])}
     )
@@ -136,7 +131,7 @@ def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(
 
 def test_nothing_to_predict_on_is_an_error_in_the_page(page: Any) -> None:
     page.get_by_role("button", name="Find objects").click()
-    page.get_by_text("choose images or a video first").wait_for()
+    page.get_by_text("choose images first").wait_for()
 
 
 def test_the_second_tab_draws_attention_and_reconstructions(page: Any, photo: Path) -> None:
@@ -146,33 +141,3 @@ def test_the_second_tab_draws_attention_and_reconstructions(page: Any, photo: Pa
     page.get_by_text("What a part tells of the rest").wait_for()
     for text in ("Where each token looks", "Which tokens each place reads"):
         assert page.get_by_text(text).is_visible()
-
-
-def test_images_are_accepted_and_skipped_with_keys_and_buttons(page: Any) -> None:
-    page.get_by_role("tab", name="Select images to label").click()
-    page.get_by_label("Number of images").fill("3")
-    page.get_by_role("button", name="Select", exact=True).click()
-    status, seen = page.locator("#review"), []
-    for counts, act in (
-        ("0 of 3 accepted, 0 skipped", lambda: page.keyboard.press("a")),
-        ("1 of 3 accepted, 0 skipped", lambda: page.keyboard.press("s")),
-        ("1 of 3 accepted, 1 skipped", lambda: page.keyboard.press("b")),
-        ("0 of 3 accepted, 1 skipped", lambda: page.locator("#accept").click()),
-        ("1 of 3 accepted, 1 skipped", lambda: page.locator("#skip").click()),
-        ("1 of 3 accepted, 2 skipped", lambda: page.keyboard.press("a")),
-    ):
-        page.get_by_text(counts).wait_for()
-        seen.append(status.locator("code").inner_text())
-        page.locator("h1").click()  # the keys are for the page, not for a field
-        act()
-    page.get_by_text("2 of 3 accepted").wait_for()
-    assert seen[0] == seen[3]
-    assert len({*seen}) == 4
-    page.get_by_role("button", name="Write list").click()
-    with page.expect_download() as waiting:
-        page.get_by_role("button", name="Download selection.zip").click()
-    with zipfile.ZipFile(waiting.value.path()) as archive:
-        listed = archive.read("selected.txt").decode().splitlines()
-        tasks = json.loads(archive.read("label_studio.json"))
-    assert [Path(path).name for path in listed] == [seen[0], seen[5]]
-    assert len(tasks) == 2

@@ -70,21 +70,6 @@ def test_each_picture_is_selected_once_and_what_is_left_out_is_named(
     assert [Path(path).name for path in found.pool.unreadable] == ["broken.png"]
 
 
-@pytest.mark.parametrize("strategy", ["typiclust", "balanced"])
-def test_a_skipped_image_is_replaced_until_none_is_left(photos: Path, strategy: str) -> None:
-    weights = DETECTOR if strategy == "balanced" else None
-    found = select([photos, CELLS], 3, strategy=strategy, weights=weights)  # type: ignore[arg-type]
-    seen = [*found.files]
-    for number in range(1, 8):
-        last, found = found, found.skip(found.files[0])
-        assert found.files[:2] == last.files[1:3]
-        seen += found.files[2:]
-        assert len(found.files) == min(3, 7 - number)
-    assert names(seen) == {"cells.jpg", *(f"{number}.png" for number in range(6))}
-    assert len(seen) == 7
-    assert (CELLS.name in {Path(path).name for path in found.boxes}) is bool(weights)
-
-
 def test_images_with_labels_and_their_copies_are_never_selected(
     photos: Path, tmp_path: Path
 ) -> None:
