@@ -71,7 +71,7 @@ class SharedEncoder:
 
 @dataclasses.dataclass(frozen=True)
 class ZooEntry:
-    """One file of weights and its origin; docs/zoo.md describes the fields.
+    """One file of weights and its origin.
 
     ``config`` is a path below ``configs/``. ``size`` is in bytes. ``madds`` is the number of
     multiply-adds for one image of ``madds_input`` (H, W) pixels.
