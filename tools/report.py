@@ -90,9 +90,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--images", type=Path, metavar="DIR", help="folder of images, with subfolders (default: "
         "the run's test set, else training set)")  # fmt: skip
     add("--num-images", type=int, default=6, metavar="N", help="images to draw (default: 6)")
-    add("--config-file", metavar="FILE", help="YAML of all models (default: that of each run)")
     add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
-    add("--opts", nargs="+", default=[], metavar="KEY VALUE", help="overrides of all configs")
     add("--output", type=Path, default=Path("output/report.html"), metavar="FILE",
         help="the page (default: output/report.html); its files are in the folder of the same name",
         )  # fmt: skip
@@ -134,7 +132,7 @@ def write_report(args: argparse.Namespace) -> int:
     }
     results = build_report(
         [name for name in FIGURES if name in args.only],
-        open_runs(args.runs, config_file=args.config_file, device=args.device, opts=args.opts),
+        open_runs(args.runs, device=args.device),
         FigureOptions(args.images, args.num_images),
         keywords,
         output=args.output,

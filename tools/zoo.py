@@ -9,7 +9,6 @@ examples:
   # names with metrics, size, and the source of each file
   qbheat zoo list
   qbheat zoo list 'retinanet/*'
-  qbheat zoo list --json
 
   # download weights, check their SHA-256, and print their paths
   qbheat zoo fetch 'retinanet/*'
@@ -25,8 +24,6 @@ exit code: 0 on success, 2 if a file cannot be found, downloaded or written.
 """
 
 import argparse
-import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -40,7 +37,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     own = commands.add_parser("list", help="list names with metrics, sizes and sources")
     own.add_argument("pattern", nargs="?", default="*", help="pattern, as in 'retinanet/*'")
-    own.add_argument("--json", action="store_true", help="print all fields")
     own.set_defaults(run=run_list)
     own = commands.add_parser("fetch", help="download weights")
     own.add_argument("names", nargs="+", metavar="NAME", help="name, or pattern of names")
@@ -60,10 +56,6 @@ def run_list(args: argparse.Namespace) -> int:
     from qbheat_det.model_zoo.sources import describe_source
 
     entries = list_entries(args.pattern)
-    if args.json:
-        plain = [{**dataclasses.asdict(entry), "from": describe_source(entry)} for entry in entries]
-        print(json.dumps(plain, indent=1, ensure_ascii=False))
-        return 0
     if not entries:
         print(f"the model zoo has no name that matches '{args.pattern}'", file=sys.stderr)
         return 2

@@ -48,19 +48,11 @@ class Run:
     path: Path
     folder: Path | None = None
     checkpoint: Path | None = None
-    _config_file: str | None = None
-    _device: str | None = None
-    _opts: Sequence[str] = ()
+    device: str | None = None
 
     @classmethod
     def open(
-        cls,
-        path: str | Path,
-        *,
-        label: str | None = None,
-        config_file: str | None = None,
-        device: str | None = None,
-        opts: Sequence[str] = (),
+        cls, path: str | Path, *, label: str | None = None, device: str | None = None
     ) -> "Run":
         """Locates the files of a run without reading them.
 
@@ -68,9 +60,7 @@ class Run:
             path: an ``OUTPUT_DIR`` (its checkpoint is ``model_final``, or else the last one), a
                 checkpoint, or ``qbheat://NAME``.
             label: the name in legends. None uses the names of folder and file.
-            config_file: YAML config of the model. None uses the config in or next to the weights.
             device: "cpu" or "cuda". None uses a GPU if there is one.
-            opts: alternating keys and values that override the config.
 
         Raises:
             UserError: the path is not a run, or a download fails.
@@ -82,14 +72,12 @@ class Run:
         if not given.exists():
             raise UserError(f"'{given}' does not exist: name an OUTPUT_DIR or a checkpoint")
         if given.is_dir():
-            if config_file is None and (given / "config.yaml").is_file():
-                config_file = str(given / "config.yaml")
             name, folder, checkpoint = given.resolve().name, given, _find_checkpoint(given)
         elif given.suffix in (".safetensors", ".pth"):
             name, folder, checkpoint = f"{given.resolve().parent.name}/{given.stem}", None, given
         else:
             raise UserError(f"'{given}' is neither a run's folder nor a checkpoint")
-        return cls(label or name, given, folder, checkpoint, config_file, device, opts)
+        return cls(label or name, given, folder, checkpoint, device)
 
     @property
     def weights(self) -> Path:
@@ -101,10 +89,11 @@ class Run:
     @cached_property
     def cfg(self) -> CfgNode:
         """The config with current paths."""
-        weights = str(self.checkpoint or "")
-        if not weights and self._config_file is None:
-            raise UserError(f"'{self.folder}' has no config.yaml: use --config-file")
-        cfg = load_run_config(weights, self._config_file, device=self._device, opts=self._opts)
+        weights, file = str(self.checkpoint or ""), (self.folder or Path()) / "config.yaml"
+        config_file = str(file) if self.folder and file.is_file() else None
+        if not (weights or config_file):
+            raise UserError(f"'{self.folder}' has neither a config.yaml nor a checkpoint")
+        cfg = load_run_config(weights, config_file, device=self.device)
         if self.folder is not None:
             cfg.OUTPUT_DIR = str(self.folder)
         return cfg
@@ -163,7 +152,7 @@ class Run:
 
     def find_detections(self, name: str) -> Path | None:
         """Returns the file with the last evaluation's detections, or None for other weights."""
-        if self.folder is None or self.checkpoint is None or self._opts:
+        if self.folder is None or self.checkpoint is None:
             return None
         name = name.removesuffix(f" of {self.folder.resolve()}")
         path = self.folder / "inference" / name / "coco_instances_results.json"
@@ -192,22 +181,14 @@ class Run:
         return entries
 
 
-def open_runs(
-    paths: Sequence[str],
-    *,
-    config_file: str | None = None,
-    device: str | None = None,
-    opts: Sequence[str] = (),
-) -> list[Run]:
+def open_runs(paths: Sequence[str], *, device: str | None = None) -> list[Run]:
     """Opens runs with unique labels, see ``Run.open``. ``LABEL=PATH`` sets a label."""
     runs, unnamed = [], []
     for path in paths:
         label, equals, behind = path.partition("=")
         if not equals or Path(path).exists():
             label, behind = "", path
-        runs.append(
-            Run.open(behind, label=label, config_file=config_file, device=device, opts=opts)
-        )
+        runs.append(Run.open(behind, label=label, device=device))
         unnamed += [] if label else runs[-1:]
     names = [run.label for run in unnamed]
     for run in unnamed:
@@ -216,9 +197,6 @@ def open_runs(
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         raise UserError(f"two runs have one label: use LABEL=PATH, not {', '.join(labels)}")
-    if config_file or opts:  # reports a misspelt key before anything is drawn
-        with contextlib.suppress(NotApplicable):
-            _ = runs[0].cfg
     return runs
 
 

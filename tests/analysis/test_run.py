@@ -83,8 +83,6 @@ def test_labels_are_short_unless_two_are_equal(tmp_path: Path) -> None:
     for twice in ([f"x={paths[0]}", f"x={paths[1]}"], [paths[2], paths[2]]):
         with pytest.raises(UserError, match="LABEL=PATH"):
             open_runs(twice)
-    with pytest.raises(UserError, match="NO_SUCH"):
-        open_runs(paths, opts=["NO_SUCH", "1"])
 
 
 def test_broken_runs_are_left_out_with_their_label(
@@ -228,7 +226,6 @@ def test_flags_are_the_keyword_arguments_of_the_registered_figures() -> None:
     [
         ("--only aurora", "aurora"),
         ("nowhere --only spectrum", "nowhere"),
-        ("--opts MODEL.FOO 1", "MODEL.FOO"),
         ("--threshold nan", "--threshold"),
         ("--num-images many", "--num-images"),
         ("--num-images 0", "--num-images"),
