@@ -21,9 +21,8 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from detectron2.config import CfgNode
@@ -34,7 +33,6 @@ from torch import Tensor, nn
 
 from qbheat_det.checkpoint import (
     ExactCheckpointer,
-    LoadReport,
     bare_backbone,
     holds_backbone_alone,
     load_run_config,
@@ -63,13 +61,11 @@ _HUB_PREFIX, _HUB_FILE = "hf://", "model.safetensors"
 _REPO = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model or bare backbone in eval mode; ``report`` is None if weights are random."""
+class TrainedModel(NamedTuple):
+    """A model or bare backbone in eval mode, and its config."""
 
     model: nn.Module
     cfg: CfgNode
-    report: LoadReport | None
 
 
 def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
@@ -106,10 +102,10 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
     with refuse_bad_values(f"the config of '{weights}'"):
         model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
     model.to(torch.device(cfg.MODEL.DEVICE))
-    checkpointer = ExactCheckpointer(model, class_names=() if is_bare else cfg.MODEL.CLASS_NAMES)
     if trained:
-        checkpointer.load(weights)
-    return TrainedModel(model.eval(), cfg, checkpointer.report)
+        names = () if is_bare else cfg.MODEL.CLASS_NAMES
+        ExactCheckpointer(model, class_names=names).load(weights)
+    return TrainedModel(model.eval(), cfg)
 
 
 def cache_folder(entry: ZooEntry) -> Path:
