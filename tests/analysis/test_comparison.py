@@ -97,9 +97,13 @@ def test_other_encoders_and_images_are_refused(tmp_path: Path) -> None:
             load_objectives(words)
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
+def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(
+    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data", folders["train"], "--val", folders["val"], "--epochs", "2"]
+    words += ["--output", str(tmp_path / "out"), "--objectives", "random", "--recalibrate-bn", "8"]
+    main = load_tool("compare_pretraining").main
+    for flags, named in (
         ("--objectives simclr", "simclr"),
         ("--probes svm", "svm"),
         ("--epochs 0", "--epochs"),
@@ -108,16 +112,8 @@ def test_other_encoders_and_images_are_refused(tmp_path: Path) -> None:
         ("SOLVER.BASE_LR", "partner"),
         ("SOLVER.BASE_RATE 1", "SOLVER.BASE_RATE"),
         ("--val NONE", "NONE"),
-    ],
-)
-def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(
-    flags: str, named: str, folders: dict[str, str], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    words = ["--data", folders["train"], "--val", folders["val"], "--epochs", "2"]
-    words += ["--output", str(tmp_path / "out"), "--objectives", "random", "--recalibrate-bn", "8"]
-    main = load_tool("compare_pretraining").main
-    assert named in refuse(main, [*words, *flags.split()], capsys)
+    ):
+        assert named in refuse(main, [*words, *flags.split()], capsys)
     assert main([*words, "--plan"]) == 0
     assert capsys.readouterr().out.startswith("random seed 1 probes: ")
     assert not (tmp_path / "out").exists()
