@@ -193,10 +193,9 @@ def _plan_pretraining(comparison: Comparison, row: Row) -> Job:
         *(sys.executable, str(comparison.tools / "train_net.py"), "--config-file", file),
         *("--data" if is_labelled else "--images", comparison.train_folder),
         *("--output", str(row.folder / "pretraining"), "--resume", "SEED", str(row.seed), *opts),
-        *(
-            ("DATASETS.VAL_FRACTION", "0") if is_labelled else ()
-        ),  # the probes have a validation set
     ]
+    if is_labelled:  # the probes have a validation set
+        command += ["DATASETS.VAL_FRACTION", "0"]
     settings = dict(list_leaves(yaml.safe_load(load_config(file, opts).dump())))
     settings["contents"] = comparison.contents[0]
     title = f"{row.objective.name} seed {row.seed} pretraining"

@@ -154,6 +154,6 @@ def test_the_process_serves_and_ends_on_sigterm() -> None:
             with urllib.request.urlopen(f"{address}/predict", data=CELLS) as answer:
                 assert json.load(answer)["boxes"]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
