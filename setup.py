@@ -81,7 +81,6 @@ setup(
         # The page of `qbheat app`: Gradio as it was tested, and the Pillow that it takes.
         "serve": [
             "fastapi>=0.115",
-            "python-multipart>=0.0.18",
             "uvicorn>=0.30",
         ],  # minima not tested
         "app": ["gradio>=6.31,<7", "Pillow<13"],

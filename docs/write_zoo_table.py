@@ -23,7 +23,7 @@ Parameters are those of the whole file. Multiply-adds are of convolutions, linea
 attention on one image of the stated size; of pre-trained models, those of the backbone on it.
 Metrics are of the files as they are, in half precision, unless a note below says otherwise.
 "Shipped" files, 40 MB at most, are in the repository and in the wheel: their names work without a
-network, and `qbheat zoo verify` and the tests check that code and weights agree."""
+network, and the tests check that code and weights agree."""
 
 
 def update(text: str) -> str:

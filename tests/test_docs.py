@@ -143,7 +143,7 @@ def test_pages_are_short() -> None:
 
 def test_figures_are_explained_and_listed() -> None:
     page = PAGES["visualize.md"]
-    for name in load_tool("figure_flags").FIGURES:
+    for name in load_tool("report").FIGURES:
         assert f"\n### {name}\n" in page
         assert f"| [`{name}`](#{name}) |" in page
 

@@ -1,19 +1,252 @@
+#!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Count multiply-adds and parameters of the paper's models, or of the detector of a config.
 
 python tools/analyze_model.py --all [--json FILE]
 python tools/analyze_model.py --config-file F [--size H W] [--depth N] [KEY VALUE …]
+
+The paper is Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, with Tables 1, 5, 6,
+7, 14 and 15. It does not state its counting rules. The rules used here reproduce most cells: EXT
+for detectors and linear classifiers, and CORE for transformer classifiers. Parameters of detection
+backbones exclude BatchNorm's scale and offset, which are buffers in frozen backbones.
 """
 
 import argparse
-from collections.abc import Sequence
+import json
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import groupby
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from figure_flags import number
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import build_model
+from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
+from fvcore.nn import parameter_count
+from tabulate import tabulate
+from torch import nn
 
-if TYPE_CHECKING:  # imported below after the arguments are parsed
-    from qbheat_det.analysis.paper_tables import PaperCell
+from qbheat_det.config import get_cfg, load_config
+from qbheat_det.core.errors import exit_on_user_error
+from qbheat_det.core.files import write_atomically
+from qbheat_det.evaluation.complexity import (
+    CountingRule,
+    count_detector_madds,
+    count_madds,
+    count_parameters,
+)
+from qbheat_det.modeling.backbone import (
+    MOBILE_FORMER_ARCHS,
+    MobileFormer,
+    build_mobile_former_fpn_backbone,
+)
+from qbheat_det.modeling.classification import LinearDecoder, TransformerDecoder
+from qbheat_det.modeling.contracts import train_only_modules
+from qbheat_det.modeling.detr import MFDecoder
+
+DETECTION_SIZE = (800, 1333)
+CLASSIFICATION_SIZE = (224, 224)
+DECODER_DIMS = {"3.7G": 768, "1.0G": 384, "285M": 192}
+"""Widths of the "tran" classifiers (Table 11)."""
+
+# Printed numbers, as strings, because their number of digits is the precision of a match.
+_LINEAR_MADDS = {"285M": ("285", "M"), "1.0G": ("1.0", "G"), "3.7G": ("3.7", "G")}
+_LINEAR_PARAMS = {"285M": "5.8", "1.0G": "13.5"}
+_BACKBONE = {"3.7G": ("77.5", "25.0"), "1.0G": ("20.4", "11.7"), "285M": ("5.6", "4.9")}
+_MF_DECODER = {
+    (5, 2, 2): {"3.7G": ("34.6", "19.4"), "1.0G": ("32.3", "18.6"), "285M": ("31.1", "18.2")},
+    (2, 1, 1): {"3.7G": ("15.7", "9.2"), "1.0G": ("13.4", "8.4"), "285M": ("12.2", "8.0")},
+}
+_TRANSFORMER = {
+    (6, 1): {"285M": ("0.4", "6"), "1.0G": ("1.4", "15"), "3.7G": ("5.5", "35")},
+    (15, 4): {"285M": ("0.7", "7"), "1.0G": ("2.6", "20"), "3.7G": ("9.9", "57")},
+}
+# RetinaNet: multiply-adds including the backbone, parameters, and the input of P6 for which
+# multiply-adds match. No single input matches for all three sizes.
+_RETINANET = {
+    "3.7G": ("237.7", "61.4", "s16_expanded"),
+    "1.0G": ("178.1", "17.2", None),
+    "285M": ("163.1", "9.5", "s16"),
+}
+_ALL = "all parameters"
+_NO_BN = "parameters of the backbone without BatchNorm's scale and offset"
+_EXT, _CORE = "MAdds by EXT", "MAdds by CORE"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters, parameters without BatchNorm's scale and offset, and multiply-adds by rule."""
+
+    params: int
+    params_no_bn: int
+    core: int
+    ext: int
+
+
+@cache
+def backbone_counts(variant: str) -> Counts:
+    """Counts the detection backbone at 800x1333, up to the last 1x1 convolution."""
+    return _count(_build_backbone(variant), torch.zeros(1, 3, *DETECTION_SIZE))
+
+
+@cache
+def classifier_counts(variant: str, depth: int) -> Counts:
+    """Counts encoder and 1000-class decoder at 224x224. ``depth`` 0 means a linear decoder."""
+    backbone = _build_backbone(variant)
+    shape = backbone.output_shape()
+    decoder: nn.Module = LinearDecoder(input_shape=shape, num_classes=1000)
+    if depth:
+        dim = DECODER_DIMS[variant]
+        decoder = TransformerDecoder(input_shape=shape, num_classes=1000, dim=dim, depth=depth)
+    model = nn.Sequential(OrderedDict(encoder=backbone, decoder=decoder))
+    return _count(model, torch.zeros(1, 3, *CLASSIFICATION_SIZE))
+
+
+@cache
+def mf_decoder_counts(variant: str, num_blocks: tuple[int, int, int]) -> Counts:
+    """Counts MF-DETR's decoder with 100 queries and 91 classes for an 800x1333 image."""
+    shape = _build_backbone(variant).output_shape()
+    shapes = [shape["s8"], shape["s16_expanded"]]
+    decoder = MFDecoder(input_shape=shapes, num_classes=91, num_blocks=num_blocks)
+    features = [
+        torch.zeros(1, spec.channels or 0, *_map_size(DETECTION_SIZE, spec.stride or 1))
+        for spec in shapes
+    ]
+    return _count(decoder, features)
+
+
+@cache
+def retinanet_counts(variant: str) -> Counts:
+    """Counts RetinaNet's pyramid and head, without padding and without the multiply-adds of P6."""
+    cfg = get_cfg()
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.MOBILE_FORMER.VARIANT = variant
+    cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
+    pyramid = build_mobile_former_fpn_backbone(cfg, ShapeSpec(channels=3))
+    levels = [ShapeSpec(channels=256)] * 5
+    head = RetinaNetHead(input_shape=levels, num_classes=80, num_anchors=9, conv_dims=[256] * 4)
+    p3, p4, p5, p6, p7 = pyramid_positions(DETECTION_SIZE)
+    to_p5, _, to_p7 = pyramid.top_block.convs
+    madds = (
+        convolution_madds([pyramid.fpn_lateral3, pyramid.fpn_output3], p3)
+        + convolution_madds([pyramid.fpn_lateral4, pyramid.fpn_output4], p4)
+        + convolution_madds([to_p5], p5)
+        + convolution_madds([to_p7], p7)
+        + convolution_madds([head], p3 + p4 + p5 + p6 + p7)
+    )
+    own = count_parameters(pyramid) - count_parameters(pyramid.bottom_up)
+    params = own + count_parameters(head)
+    return Counts(params=params, params_no_bn=params, core=madds, ext=madds)
+
+
+def pyramid_positions(size: tuple[int, int]) -> list[int]:
+    """Returns the numbers of positions of P3 … P7 for an image of ``size`` (H, W)."""
+    maps = [_map_size(size, 2**level) for level in range(3, 8)]
+    return [height * width for height, width in maps]
+
+
+def convolution_madds(modules: Iterable[nn.Module], positions: int) -> int:
+    """Returns the multiply-adds of all convolutions in ``modules`` for ``positions`` outputs."""
+    layers = (layer for module in modules for layer in module.modules())
+    return positions * sum(x.weight.numel() for x in layers if isinstance(x, nn.Conv2d))
+
+
+@dataclass(frozen=True)
+class PaperCell:
+    """A number printed in a table, our count by ``rule`` in the same unit, and if they match."""
+
+    table: int
+    cell: str
+    unit: str
+    paper: float
+    ours: float
+    match: bool
+    rule: str
+
+
+def compare_with_paper() -> list[PaperCell]:
+    """Builds and counts every component, which takes about a minute on one core."""
+    cells = [*_list_classifiers(), *_list_detectors()]
+    return [_compare(*cell) for cell in sorted(cells, key=lambda cell: cell[0])]
+
+
+_Cell = tuple[int, str, str, str, int, str]
+"""(table, name, printed number, unit, our count, rule)."""
+
+
+def _list_classifiers() -> Iterator[_Cell]:
+    for variant, (printed, unit) in _LINEAR_MADDS.items():
+        c = classifier_counts(variant, 0)
+        where = "Section 6, not in the table" if variant == "3.7G" else "lin"
+        yield 1, f"MF-{variant} MAdds ({where})", printed, unit, c.ext, _EXT
+        if variant in _LINEAR_PARAMS:
+            printed = _LINEAR_PARAMS[variant]
+            yield 1, f"MF-{variant} params (lin)", printed, "M", c.params, _ALL
+    for (table, depth), rows in _TRANSFORMER.items():
+        for variant, (madds, params) in rows.items():
+            c = classifier_counts(variant, depth)
+            name = f"MF-{variant} + tran-{depth}"
+            yield table, f"{name} MAdds", madds, "G", c.core, _CORE
+            yield table, f"{name} params", params, "M", c.params, _ALL
+
+
+def _list_detectors() -> Iterator[_Cell]:
+    for variant, (madds, params) in _BACKBONE.items():
+        c = backbone_counts(variant)
+        yield 5, f"backbone MF-{variant} MAdds", madds, "G", c.ext, _EXT
+        yield 5, f"backbone MF-{variant} params", params, "M", c.params_no_bn, _NO_BN
+    for num_blocks, rows in _MF_DECODER.items():
+        for variant, (madds, params) in rows.items():
+            c = mf_decoder_counts(variant, num_blocks)
+            name = f"MF-Dec-{''.join(map(str, num_blocks))} on MF-{variant}"
+            yield 5, f"{name} MAdds", madds, "G", c.ext, _EXT
+            yield 5, f"{name} params", params, "M", c.params, _ALL
+    b, d = backbone_counts("3.7G"), mf_decoder_counts("3.7G", (5, 2, 2))
+    yield 7, "QB-MF-DETR MAdds", "112", "G", b.ext + d.ext, _EXT
+    yield 7, "QB-MF-DETR params", "44", "M", b.params_no_bn + d.params, _NO_BN
+    for variant, (madds, params, p6_from) in _RETINANET.items():
+        c = retinanet_counts(variant)
+        total, rule = backbone_counts(variant).ext + c.core, "no P6"
+        if p6_from:
+            backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=(p6_from,))
+            channels = backbone.output_shape()[p6_from].channels
+            total += 9 * channels * 256 * pyramid_positions(DETECTION_SIZE)[3]
+            rule = f"P6 from {channels} channels"
+        name = f"RetinaNet on MF-{variant}"
+        yield 14, f"{name} MAdds, backbone included", madds, "G", total, f"{_EXT}, {rule}"
+        rule = f"{_ALL}, P6 from 256 channels"
+        yield 14, f"{name} params, backbone excluded", params, "M", c.params, rule
+
+
+def _compare(table: int, name: str, printed: str, unit: str, count: int, rule: str) -> PaperCell:
+    decimals, scale = len(printed.partition(".")[2]), {"G": 10**9, "M": 10**6}[unit]
+    match = f"{count / scale:.{decimals}f}" == printed
+    paper = float(printed) if decimals else int(printed)
+    return PaperCell(table, name, unit, paper, count / scale, match, rule)
+
+
+def _build_backbone(variant: str) -> MobileFormer:
+    outputs = ("s8", "s16_expanded", "tokens")
+    return MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=outputs)
+
+
+def _count(model: nn.Module, inputs: object) -> Counts:
+    madds = count_madds(model, inputs)
+    return Counts(
+        params=count_parameters(model),
+        params_no_bn=count_parameters(model, batch_norm_affine=False),
+        core=madds.total(CountingRule.CORE),
+        ext=madds.total(CountingRule.EXT),
+    )
+
+
+def _map_size(size: Sequence[int], stride: int) -> tuple[int, int]:
+    height, width = size
+    return ceil(height / stride), ceil(width / stride)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -24,12 +257,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--all", action="store_true", help="all models of the paper's tables")
     which.add_argument("--config-file", metavar="F", help="YAML of a detector")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells of the tables")
-    parser.add_argument(
-        "--size", type=number(int, 32), nargs=2, default=(800, 1333), metavar=("H", "W")
-    )
+    parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"))
     parser.add_argument("--depth", type=int, default=2, help="levels of modules (default: 2)")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
     args = parser.parse_args(argv)
+    if min(args.size) < 32:
+        parser.error("--size is at least 32 x 32 pixels")
     if args.json and not args.all:
         parser.error("--json needs --all")
     return args
@@ -37,17 +270,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    from qbheat_det.core.errors import exit_on_user_error
-
     exit_on_user_error(analyze)(args)
 
 
 def analyze(args: argparse.Namespace) -> None:
     """Prints one of the two reports. Raises a ``UserError`` if the config is invalid."""
-    import warnings
-
-    from qbheat_det.evaluation.complexity import CountingRule
-
     warnings.filterwarnings("ignore")  # the tracer warns of Python numbers in every model
     for rule in CountingRule:
         print(f"{rule.name}: {rule.value}")
@@ -59,12 +286,6 @@ def analyze(args: argparse.Namespace) -> None:
 
 def report_paper(path: Path | None) -> None:
     """Prints the numbers of the paper's tables and our counts, and writes them to ``path``."""
-    import json
-    from dataclasses import asdict
-
-    from qbheat_det.analysis.paper_tables import compare_with_paper
-    from qbheat_det.core.files import write_atomically
-
     cells = compare_with_paper()
     print(format_cells(cells))
     if path is not None:
@@ -72,10 +293,8 @@ def report_paper(path: Path | None) -> None:
         write_atomically(path, text.encode())
 
 
-def format_cells(cells: "Sequence[PaperCell]") -> str:
+def format_cells(cells: Sequence[PaperCell]) -> str:
     """Returns the cells as aligned tables with a summary below."""
-    from itertools import groupby
-
     width = max(len(cell.cell) for cell in cells)
     lines: list[str] = []
     for table, group in groupby(cells, key=lambda cell: cell.table):
@@ -99,14 +318,6 @@ def format_cells(cells: "Sequence[PaperCell]") -> str:
 
 def report_config(file: str, opts: Sequence[str], size: Sequence[int], depth: int) -> None:
     """Prints the counts of a detector's modules in inference."""
-    from detectron2.modeling import build_model
-    from fvcore.nn import parameter_count
-    from tabulate import tabulate
-
-    from qbheat_det.config import load_config
-    from qbheat_det.evaluation.complexity import CountingRule, count_detector_madds
-    from qbheat_det.modeling.contracts import train_only_modules
-
     cfg = load_config(file, ["MODEL.DEVICE", "cpu", *opts])
     model = build_model(cfg).eval()
     for name in train_only_modules(model):

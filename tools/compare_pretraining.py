@@ -12,9 +12,9 @@ examples:
   qbheat compare --data flowers/train --val flowers/val \\
       --epochs 20 --seeds 1 2 3 --output output/comparison --plan
 
-  # all objectives, the random encoder first; two commands at once
+  # all objectives, the random encoder first
   qbheat compare --data flowers/train --val flowers/val \\
-      --epochs 20 --seeds 1 2 3 --output output/comparison --jobs 2
+      --epochs 20 --seeds 1 2 3 --output output/comparison
 
   # two objectives and a config file
   qbheat compare --data flowers/train --val flowers/val \\
@@ -48,7 +48,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recalibrate-bn", type=int, default=1024, metavar="N",
         help="training images for BatchNorm statistics (default: 1024)")  # fmt: skip
     add("--output", type=Path, required=True, metavar="DIR", help="folder of all results")
-    add("--jobs", type=int, default=1, help="number of commands that run in parallel (default: 1)")
     add("--plan", action="store_true", help="print the commands without running them")
     add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs")
     args = parser.parse_intermixed_args(argv)
@@ -56,8 +55,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("overrides are pairs of KEY VALUE, but one has no partner")
     if reserved := [key for key in args.opts[::2] if key in _RESERVED]:
         parser.error(f"{reserved[0]} is set by a flag, or by the config of the objective")
-    if not args.epochs > 0 or args.jobs < 1 or args.recalibrate_bn < 1:
-        parser.error("--epochs must be above 0, --jobs and --recalibrate-bn at least 1")
+    if not args.epochs > 0 or args.recalibrate_bn < 1:
+        parser.error("--epochs must be above 0, --recalibrate-bn at least 1")
     if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
         parser.error(f"--seeds must be different numbers from 0, not {args.seeds}")
     return args
@@ -72,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Runs or lists the commands. Returns the exit code."""
-    from qbheat_det.analysis.comparison import compare
-    from qbheat_det.analysis.comparison_plan import Comparison, list_rows, load_objectives
+    from qbheat_det.analysis.comparison import Comparison, compare, list_rows, load_objectives
     from qbheat_det.probing import check_probes
 
     check_probes(args.probes)
@@ -93,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         for job in (job for row in list_rows(comparison) for job in row.jobs):
             print(f"{job.title}: {'done' if job.is_done() else shlex.join(job.command)}")
         return 0
-    table, failed = compare(comparison, jobs=args.jobs)
+    table, failed = compare(comparison)
     print(table)
     for title, reason in failed.items():
         print(f"failed: {title}: {reason}", file=sys.stderr)

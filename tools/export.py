@@ -58,7 +58,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         action="append",
         metavar="FILE",
-        help=f"{WEIGHTS}; with --shared-encoder, repeat it for each head, as NAME=FILE or FILE",
+        help=f"{WEIGHTS}; with --shared-encoder, repeat it for each head, as NAME=FILE",
     )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
@@ -139,36 +139,11 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error("--backbone uses the config in the weights, not --config-file")
     if args.backbone and not args.recalibrate_bn and (args.images or args.opts):
         parser.error("--backbone takes --images and config overrides with --recalibrate-bn only")
-    try:
-        args.heads = name_heads(args.weights) if args.shared_encoder else {}
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def name_heads(weights: list[str]) -> dict[str, str]:
-    """Returns files of weights by the name of the head.
-
-    Args:
-        weights: items are NAME=FILE or FILE. Without NAME, the head is named after the file, or
-            after its folder if the file has a common name such as model_final.
-
-    Raises:
-        ValueError: two heads have the same name, or a name is not valid in a file name.
-    """
-    named: dict[str, str] = {}
-    for argument in weights:
-        name, is_named, file = argument.partition("=")
-        if not is_named:
-            file, path = argument, Path(argument)
-            is_common = re.fullmatch(r"model_(final|best|\d+)", path.stem)
-            name = path.parent.name if is_common else path.stem
-        if name in named or not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(
-                f"'{name}' is the name of another head, or not valid: name this head, as "
-                f"--weights NAME={file}"
-            )
-        named[name] = file
-    return named
+    if args.shared_encoder:
+        args.heads = dict(weights.split("=", 1) for weights in args.weights if "=" in weights)
+        names_are_valid = all(re.fullmatch(r"[\w.-]+", name) for name in args.heads)
+        if len(args.heads) < len(args.weights) or not names_are_valid:
+            parser.error("--shared-encoder needs --weights NAME=FILE with different names")
 
 
 def main(argv: list[str] | None = None) -> None:

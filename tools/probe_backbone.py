@@ -19,10 +19,9 @@ examples:
       --data flowers/train --val flowers/val --probes knn linear \\
       INPUT.PRETRAIN.SIZE 224
 
-  # wider decoders; qbheat visualize probes draws the results as Fig. 8 of the paper
+  # a wider decoder, as in Fig. 8 of the paper
   qbheat probe --weights output/pretraining/model_final.pth \\
-      --data flowers/train --val flowers/val --probes tran-1:192 tran-1:384 \\
-      --json output/pretraining/probes.json
+      --data flowers/train --val flowers/val --probes tran-1 MODEL.CLASSIFIER.WIDTH 384
 
 With --json, a repeated command continues with the missing rows.
 """
@@ -70,8 +69,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="PROBE",
         nargs="+",
         default=["knn", "linear", "tran-1"],
-        help="knn, linear, tran-1, tran-4 (default: the first three); tran-1:384 sets the width, a "
-        "multiple of 64, instead of MODEL.CLASSIFIER.WIDTH",
+        help="knn, linear, tran-1, tran-4 (default: the first three)",
     )
     add(
         "--recalibrate-bn",

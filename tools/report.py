@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Draw every figure of runs on one page that needs no other file.
+"""Draw figures of runs or checkpoints on one page that needs no other file.
 
 examples:
   # a pre-training, and a detector on its frozen encoder, beside one on random weights
@@ -11,15 +11,19 @@ examples:
   qbheat report ours=output/pretraining random=output/random \\
       --images photos/ --output output/report.html
 
-  # some figures only (qbheat visualize --help lists all)
+  # some figures only
   qbheat report output/pretraining --only curves spectrum --output output/report.html
 
-The folder report/ next to report.html contains each image as a file, and its numbers as JSON. The
-end of the page lists missing figures with the reason. The page is rewritten after each figure, so
-after Ctrl-C it has the figures that were drawn before.
+figures:
+{figures}
 
-exit code: 0 on success; 1 if a figure failed (the page has all other figures); 2 if a run or flag
-is invalid; 130 after Ctrl-C.
+A run is the output folder of a training (OUTPUT_DIR), or a checkpoint (.safetensors, .pth). Several
+runs are drawn side by side. The folder report/ next to report.html contains each image as a file,
+and its numbers as JSON. The end of the page lists missing figures with the reason. The page is
+rewritten after each figure, so after Ctrl-C it has the figures that were drawn before.
+
+exit code: 0 on success; 1 if a figure failed (the page has all other figures) or none was drawn;
+2 if a run or flag is invalid; 130 after Ctrl-C.
 """
 
 import argparse
@@ -27,35 +31,83 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import make_parser
-from figure_flags import FIGURES, add_figure_flags, add_run_flags, read_keywords
+
+FIGURES = {
+    "curves": "losses, scores and learning rate of runs on one axis",
+    "reconstructions": "images reconstructed from a corner and from the center",
+    "correlation": "histograms over images of the spatial correlation of feature maps",
+    "attention": "attention between global tokens and pixels, both ways",
+    "detections": "AP by size and class, missed and wrong boxes",
+    "classes": "confusion matrix of a classifier",
+    "spectrum": "eigenvalues of A and B at both scales, and Table 3",
+}
+"""Descriptions by figure name, in the order of the page."""
+FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    "correlation": {
+        "correlated_images": {
+            "type": int,
+            "metavar": "N",
+            "help": "number of images in the histograms (default: 64; the paper uses 1000)",
+        },
+        "map": {
+            "metavar": "NAME",
+            "help": "feature map, such as s16 (default: the one that each model reads)",
+        },
+    },
+    "attention": {
+        "attention_heads": {
+            "choices": ("mean", "apart"),
+            "help": "mean: average over heads (default); apart: a row per head, as in the paper",
+        },
+    },
+    "detections": {
+        "data": {
+            "metavar": "SRC",
+            "help": "annotated images; if they have a validation part, only this part is used; "
+            "--images can be their folder (default: the test set of each run)",
+        },
+        "threshold": {
+            "type": float,
+            "metavar": "T",
+            "help": "lowest score of boxes that are drawn and counted as errors (default: the "
+            "score with the best F1, for each run); AP uses all boxes",
+        },
+    },
+}
+"""Arguments of ``add_argument``, by figure name and keyword argument of the figure's function."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    add_run_flags(parser)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("output/report.html"),
-        metavar="FILE",
+    figures = "\n".join(f"  {name:<16} {about}" for name, about in FIGURES.items())
+    parser = make_parser(str(__doc__).replace("{figures}", figures))
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="folder of a run (OUTPUT_DIR) or checkpoint "
+        "(.safetensors, .pth, qbheat://NAME); LABEL=PATH sets the label")  # fmt: skip
+    add("--images", type=Path, metavar="DIR", help="folder of images, with subfolders (default: "
+        "the run's test set, else training set)")  # fmt: skip
+    add("--num-images", type=int, default=6, metavar="N", help="images to draw (default: 6)")
+    add("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    add("--output", type=Path, default=Path("output/report.html"), metavar="FILE",
         help="the page (default: output/report.html); its files are in the folder of the same name",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=FIGURES,
-        default=list(FIGURES),
-        metavar="FIGURE",
-        help="draw only these figures (default: all)",
-    )
-    for name in FIGURES:
-        add_figure_flags(name, parser)
+        )  # fmt: skip
+    add("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="FIGURE",
+        help="draw only these figures (default: all)")  # fmt: skip
+    for name, flags in FLAGS.items():
+        group = parser.add_argument_group(f"of '{name}'")
+        for keyword, settings in flags.items():
+            flag = f"--{keyword.replace('_', '-')}"
+            group.add_argument(flag, default=argparse.SUPPRESS, **settings)
     args = parser.parse_args(argv)
     if args.output.suffix not in (".html", ".htm"):
         parser.error(f"--output is a page, so it ends in .html, unlike '{args.output}'")
+    if min(args.num_images, getattr(args, "correlated_images", 1)) < 1:
+        parser.error("--num-images and --correlated-images must be at least 1")
+    if not 0 <= getattr(args, "threshold", 0) <= 1:
+        parser.error("--threshold is from 0 to 1")
     return args
 
 
@@ -74,11 +126,15 @@ def write_report(args: argparse.Namespace) -> int:
     from qbheat_det.analysis.run import FigureOptions, open_runs
 
     load_figures()
+    keywords = {
+        name: {keyword: vars(args)[keyword] for keyword in flags if keyword in args}
+        for name, flags in FLAGS.items()
+    }
     results = build_report(
         [name for name in FIGURES if name in args.only],
-        open_runs(args.runs, config_file=args.config_file, device=args.device, opts=args.opts),
+        open_runs(args.runs, device=args.device),
         FigureOptions(args.images, args.num_images),
-        {name: read_keywords(name, args) for name in args.only},
+        keywords,
         output=args.output,
         command=args.command,
     )
@@ -86,7 +142,8 @@ def write_report(args: argparse.Namespace) -> int:
         if result.figure is None:
             print(f"{result.name}: {result.reason}", file=sys.stderr)
     print(f"report: {args.output}\nfiles:  {args.output.with_suffix('')}")
-    return int(any(result.failed for result in results))
+    is_empty = all(result.figure is None for result in results)
+    return int(is_empty or any(result.failed for result in results))
 
 
 if __name__ == "__main__":

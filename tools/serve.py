@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             from qbheat_det.app.server import Limits, serve
         except ImportError as error:
             raise UserError(
-                f"the server needs FastAPI ({error}): pip install fastapi uvicorn python-multipart"
+                f"the server needs FastAPI ({error}): pip install fastapi uvicorn"
             ) from error
         limits = Limits(args.max_megabytes, args.max_megapixels, args.max_waiting)
         serve(

@@ -15,7 +15,6 @@ def load_figures() -> dict[str, Callable[..., Figure]]:
         curves,
         detections,
         pretraining,
-        probes,
         spectrum,
     )
 

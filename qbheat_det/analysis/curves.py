@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The figure "curves": training curves from ``metrics.json``, by epochs, images seen or steps."""
+"""The figure "curves": training curves from ``metrics.json``, by epochs."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from matplotlib.figure import Figure as Chart
@@ -16,8 +16,6 @@ from .run import FigureOptions, Run, run_each
 
 Curve = tuple[list[float], list[float]]
 """Ascending positions on the x axis, and values. A nan value is a gap."""
-Axis = Literal["epochs", "images", "steps"]
-AXES: dict[Axis, str] = {"epochs": "epochs", "images": "images seen", "steps": "steps"}
 _QUANTITIES = {  # pattern of keys: chart title, axis label
     r"^total_loss$": ("Total loss", "loss"),
     r"loss(?!.*_\d+$)": ("Loss: {}", "loss"),  # excludes earlier decoder blocks (_0, _1, …)
@@ -36,12 +34,12 @@ _EXPLANATION = (
 
 
 @register_figure("curves")
-def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "epochs") -> Figure:
+def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws one panel per logged quantity, with one line per run."""
 
     def check(run: Run) -> Run:
-        if not _find_length(run, axis):
-            raise NotApplicable(f"'{run.label}' has no metrics.json with {AXES[axis]}")
+        if not read_series(run.metrics, "epoch")[0]:
+            raise NotApplicable(f"'{run.label}' has no metrics.json with epochs")
         return run
 
     results = run_each(runs, check, nothing="no curves")
@@ -57,32 +55,30 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions, *, axis: Axis = "ep
                 groups = {f", {model}": [run for run, own in zip(logged, models, strict=True)
                                          if own == model] for model in models}  # fmt: skip
         for suffix, group in groups.items():
-            curves = {run.label: select_curve(run, key, axis) for run in group}
+            curves = {run.label: select_curve(run, key) for run in group}
             curves = {name: curve for name, curve in curves.items() if curve[0]}
             for name, (positions, values) in curves.items():
-                data[name][key] = {axis: positions, "values": values}
+                data[name][key] = {"epochs": positions, "values": values}
             # Single values are only in the table.
             if any(len(positions) > 1 for positions, _ in curves.values()):
                 panels[title + suffix] = label, curves
     images = {}
     if panels:
-        chart = plot_curves(panels, [run.label for run in logged], AXES[axis])
+        chart = plot_curves(panels, [run.label for run in logged])
         images["all"] = plotting.chart_image(chart, caption=f"{', '.join(panels)}.")
     keys = [key for key, (_, label) in quantities.items()
             if label.endswith("(%)") or key == "total_loss"]  # fmt: skip
     rows = []
     for run in logged:
-        lengths = [_find_length(run, one) or math.nan for one in AXES]
-        last = [_last(read_series(run.metrics, key)[1]) for key in keys]
-        rows.append((run.label, *(_format(value) for value in (*lengths, *last))))
-    table = Table(("Run", *AXES.values(), *keys), rows)
-    title = "Training curves"
-    return results.draw("curves", title, _EXPLANATION, images, table, axis=axis, runs=data)
+        last = [_last(read_series(run.metrics, key)[1]) for key in ("epoch", *keys)]
+        rows.append((run.label, *map(_format, last)))
+    table = Table(("Run", "epochs", *keys), rows)
+    return results.draw("curves", "Training curves", _EXPLANATION, images, table, runs=data)
 
 
 @plotting.themed
 def plot_curves(
-    panels: Mapping[str, tuple[str, Mapping[str, Curve]]], names: Sequence[str], axis: str
+    panels: Mapping[str, tuple[str, Mapping[str, Curve]]], names: Sequence[str]
 ) -> Chart:
     """Draws one panel per title, with a y label, and one line per run."""
     columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
@@ -101,7 +97,7 @@ def plot_curves(
             axes.set_ylim(bottom=min(0, *finite))
         axes.set_xlim(left=0)
         axes.set_title(title)
-        axes.set_xlabel(axis)
+        axes.set_xlabel("epochs")
         axes.set_ylabel(label)
     plotting.add_legend(figure, *figure.axes)
     return figure
@@ -136,21 +132,12 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
     return found
 
 
-def select_curve(run: Run, key: str, axis: Axis) -> Curve:
-    """Returns the curve of a key. It is empty if the positions on the axis are unknown."""
-    iterations, values = read_series(run.metrics, key)
-    if axis == "epochs":
-        epochs = dict(zip(*read_series(run.metrics, "epoch"), strict=True))
-        known = [(epochs[i], value) for i, value in zip(iterations, values, strict=True)
-                 if i in epochs]  # fmt: skip
-        return [epoch for epoch, _ in known], [value for _, value in known]
-    batch = 1 if axis == "steps" else _read_config(run, "SOLVER", "IMS_PER_BATCH")
-    return ([(i + 1) * batch for i in iterations], values) if batch else ([], [])
-
-
-def _find_length(run: Run, axis: Axis) -> float:
-    """Returns the last position on the axis, or 0 if it is unknown."""
-    return max(select_curve(run, "iteration", axis)[0], default=0)
+def select_curve(run: Run, key: str) -> Curve:
+    """Returns the curve of a key over epochs. It is empty if the epochs are unknown."""
+    epochs = dict(zip(*read_series(run.metrics, "epoch"), strict=True))
+    known = [(epochs[i], value) for i, value in zip(*read_series(run.metrics, key), strict=True)
+             if i in epochs]  # fmt: skip
+    return [epoch for epoch, _ in known], [value for _, value in known]
 
 
 def _format(value: float) -> str:

@@ -22,8 +22,6 @@ Array = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 Entry = Mapping[str, Any]
 
-CURVE_IOUS = {0.5: 0, 0.75: 5}
-"""IoUs of the precision-recall curves, and their indices in COCO's thresholds (0.50 to 0.95)."""
 _MATCH_IOU = 0.5
 
 
@@ -32,15 +30,12 @@ class DetectionScores:
     """COCO metrics. Values are nan for classes or sizes without ground truth.
 
     ``summary`` has "AP", "AP50", "AP75", "APs", "APm" and "APl" in percent. ``class_ap`` (K,) is
-    the AP of each class, and ``num_boxes`` (K,) its number of boxes without crowds. ``precision``
-    (2, R) is the mean over classes at ``CURVE_IOUS`` and ``recall`` (R,).
+    the AP of each class, and ``num_boxes`` (K,) its number of boxes without crowds.
     """
 
     summary: dict[str, float]
     class_ap: Array
     num_boxes: Indices
-    recall: Array
-    precision: Array
 
 
 @dataclass(frozen=True)
@@ -112,8 +107,6 @@ def score_detections(evaluator: Any) -> DetectionScores:
             summary={key: float(100 * np.nanmean(part)) for key, part in parts.items()},
             class_ap=100 * np.nanmean(precision[..., 0], axis=(0, 1)),
             num_boxes=np.array([classes.count(k) for k in evaluator.params.catIds], np.int64),
-            recall=np.asarray(evaluator.params.recThrs),
-            precision=np.nanmean(precision[list(CURVE_IOUS.values()), :, :, 0], axis=2),
         )
 
 

@@ -106,9 +106,6 @@ def draw_detections(
     about = f"AP on {len(dataset.content['images']):,} images."
     images = {"ap": chart_image(plot_ap(found, dataset.class_names), caption=about)}
     images |= draw_predictions(dataset, found, options.num_images)
-    about = "Precision over recall, mean over classes. The areas are AP50 and AP75."
-    curves = plot_precision_recall(found)
-    images["precision_recall"] = chart_image(curves, caption=about)
     for index, run in enumerate(found, start=1):
         suffix = f"_{index}" if len(found) > 1 else ""
         if sheet := draw_errors(dataset, run):
@@ -160,23 +157,6 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
     for entry in results:
         entry["category_id"] = dataset.category_ids[entry["category_id"]]
     return results
-
-
-@plotting.themed
-def plot_precision_recall(runs: Sequence[RunDetections]) -> MplFigure:
-    """Draws precision-recall curves, averaged over classes, at IoU 0.50 and 0.75."""
-    figure = plotting.start_figure(height=3.8, width=6.4)
-    panels = figure.subplots(1, len(metrics.CURVE_IOUS), sharey=True)
-    for row, (axes, iou) in enumerate(zip(panels, metrics.CURVE_IOUS, strict=True)):
-        for run, style in zip(runs, plotting.list_styles(len(runs)), strict=True):
-            line = style | {"marker": "", "label": plotting.to_text(run.label)}
-            axes.plot(run.scores.recall, run.scores.precision[row], **line)
-        axes.set_title(f"IoU {iou:.2f}")
-        axes.set_xlabel("recall")
-        axes.set_ylim(0, 1.03)
-    panels[0].set_ylabel("precision")
-    plotting.add_legend(figure, panels[0])
-    return figure
 
 
 @plotting.themed
@@ -274,8 +254,8 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
     use += f" --threshold {runs[0].threshold:.2g}"
     return [
         *([f"Detect objects in other images: {use}"] if len(runs) == 1 else []),
-        "AP and curves are COCO's and use all detections. Errors and images use detections from a "
-        f"score threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
+        "AP is COCO's and uses all detections. Errors and images use detections from a score "
+        f"threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
         "A correct detection matches a box of its class at IoU 0.50. A missed box has no match.",
     ]
 
@@ -297,14 +277,12 @@ def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, 
     return {
         "images": len(dataset.content["images"]),
         "boxes": dict(zip(names, first.num_boxes.tolist(), strict=True)),
-        "recall": first.recall,
         "runs": {
             run.label: {
                 **run.scores.summary,
                 "class_ap": dict(zip(names, run.scores.class_ap, strict=True)),
                 "errors_from_score": run.threshold,
                 "errors": metrics.count_errors(run.errors, run.threshold),
-                "precision": dict(zip(metrics.CURVE_IOUS, run.scores.precision, strict=True)),
             }
             for run in runs
         },

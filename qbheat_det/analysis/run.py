@@ -36,45 +36,31 @@ Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
 Found = TypeVar("Found")
 
-PROBE_FILES = ("probes.json", "comparison.json")
-"""Files with results of probes, in the folder of a run or of a comparison."""
 _FINAL = ("model_final.safetensors", "model_final.pth")
 _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
 
 
 @dataclass
 class Run:
-    """A run's folder, a checkpoint, or a file with results of probes. See ``open``."""
+    """A run's folder or a checkpoint. See ``open``."""
 
     label: str
     path: Path
     folder: Path | None = None
     checkpoint: Path | None = None
-    probe_file: Path | None = None
-    _config_file: str | None = None
-    _device: str | None = None
-    _opts: Sequence[str] = ()
+    device: str | None = None
 
     @classmethod
     def open(
-        cls,
-        path: str | Path,
-        *,
-        label: str | None = None,
-        config_file: str | None = None,
-        device: str | None = None,
-        opts: Sequence[str] = (),
+        cls, path: str | Path, *, label: str | None = None, device: str | None = None
     ) -> "Run":
         """Locates the files of a run without reading them.
 
         Args:
             path: an ``OUTPUT_DIR`` (its checkpoint is ``model_final``, or else the last one), a
-                checkpoint, ``qbheat://NAME``, results of probes (``.json``), or the folder of a
-                comparison of objectives.
+                checkpoint, or ``qbheat://NAME``.
             label: the name in legends. None uses the names of folder and file.
-            config_file: YAML config of the model. None uses the config in or next to the weights.
             device: "cpu" or "cuda". None uses a GPU if there is one.
-            opts: alternating keys and values that override the config.
 
         Raises:
             UserError: the path is not a run, or a download fails.
@@ -86,33 +72,28 @@ class Run:
         if not given.exists():
             raise UserError(f"'{given}' does not exist: name an OUTPUT_DIR or a checkpoint")
         if given.is_dir():
-            if config_file is None and (given / "config.yaml").is_file():
-                config_file = str(given / "config.yaml")
-            name, files = given.resolve().name, _search_folder(given)
-        elif given.suffix in (".safetensors", ".pth", ".json"):
-            name = f"{given.resolve().parent.name}/{given.stem}"
-            files = (None, None, given) if given.suffix == ".json" else (None, given, None)
+            name, folder, checkpoint = given.resolve().name, given, _find_checkpoint(given)
+        elif given.suffix in (".safetensors", ".pth"):
+            name, folder, checkpoint = f"{given.resolve().parent.name}/{given.stem}", None, given
         else:
-            raise UserError(f"'{given}' is neither a checkpoint nor a .json file")
-        return cls(label or name, given, *files, config_file, device, opts)
+            raise UserError(f"'{given}' is neither a run's folder nor a checkpoint")
+        return cls(label or name, given, folder, checkpoint, device)
 
     @property
     def weights(self) -> Path:
         """The checkpoint. Raises ``NotApplicable`` if there is none."""
         if self.checkpoint is None:
-            what = "no checkpoint yet" if self.folder else "results of probes and no model"
-            raise NotApplicable(f"'{self.label}' has {what}")
+            raise NotApplicable(f"'{self.label}' has no checkpoint yet")
         return self.checkpoint
 
     @cached_property
     def cfg(self) -> CfgNode:
-        """The config with current paths. Raises ``NotApplicable`` for results of probes."""
-        if self.folder is None and self.checkpoint is None:
-            raise NotApplicable(f"'{self.label}' has results of probes and no model")
-        weights = str(self.checkpoint or "")
-        if not weights and self._config_file is None:
-            raise UserError(f"'{self.folder}' has no config.yaml: use --config-file")
-        cfg = load_run_config(weights, self._config_file, device=self._device, opts=self._opts)
+        """The config with current paths."""
+        weights, file = str(self.checkpoint or ""), (self.folder or Path()) / "config.yaml"
+        config_file = str(file) if self.folder and file.is_file() else None
+        if not (weights or config_file):
+            raise UserError(f"'{self.folder}' has neither a config.yaml nor a checkpoint")
+        cfg = load_run_config(weights, config_file, device=self.device)
         if self.folder is not None:
             cfg.OUTPUT_DIR = str(self.folder)
         return cfg
@@ -171,7 +152,7 @@ class Run:
 
     def find_detections(self, name: str) -> Path | None:
         """Returns the file with the last evaluation's detections, or None for other weights."""
-        if self.folder is None or self.checkpoint is None or self._opts:
+        if self.folder is None or self.checkpoint is None:
             return None
         name = name.removesuffix(f" of {self.folder.resolve()}")
         path = self.folder / "inference" / name / "coco_instances_results.json"
@@ -200,22 +181,14 @@ class Run:
         return entries
 
 
-def open_runs(
-    paths: Sequence[str],
-    *,
-    config_file: str | None = None,
-    device: str | None = None,
-    opts: Sequence[str] = (),
-) -> list[Run]:
+def open_runs(paths: Sequence[str], *, device: str | None = None) -> list[Run]:
     """Opens runs with unique labels, see ``Run.open``. ``LABEL=PATH`` sets a label."""
     runs, unnamed = [], []
     for path in paths:
         label, equals, behind = path.partition("=")
         if not equals or Path(path).exists():
             label, behind = "", path
-        runs.append(
-            Run.open(behind, label=label, config_file=config_file, device=device, opts=opts)
-        )
+        runs.append(Run.open(behind, label=label, device=device))
         unnamed += [] if label else runs[-1:]
     names = [run.label for run in unnamed]
     for run in unnamed:
@@ -224,9 +197,6 @@ def open_runs(
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         raise UserError(f"two runs have one label: use LABEL=PATH, not {', '.join(labels)}")
-    if config_file or opts:  # reports a misspelt key before anything is drawn
-        with contextlib.suppress(NotApplicable):
-            _ = runs[0].cfg
     return runs
 
 
@@ -241,15 +211,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _search_folder(given: Path) -> tuple[Path | None, Path | None, Path | None]:
-    """Returns (folder of a run, its checkpoint, file with results of probes), or None for each."""
-    probe_file = next((given / name for name in PROBE_FILES if (given / name).is_file()), None)
-    is_run = any((given / name).exists() for name in _RUN_FILES)
-    if not is_run and probe_file is None:
-        raise UserError(f"'{given}' is not a run's folder: it has no config.yaml or checkpoint")
-    names = filter(None, (*_FINAL, Path(name_last_checkpoint(given)).name))
-    checkpoint = next((given / name for name in names if (given / name).is_file()), None)
-    return given if is_run else None, checkpoint, probe_file
+def _find_checkpoint(folder: Path) -> Path | None:
+    if not any((folder / name).exists() for name in _RUN_FILES):
+        raise UserError(f"'{folder}' is not a run's folder: it has no config.yaml or checkpoint")
+    names = filter(None, (*_FINAL, Path(name_last_checkpoint(folder)).name))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from qbheat_det.checkpoint import load_run_config
+from qbheat_det.checkpoint import find_weights, load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.encoder import is_encoder, is_timm, locate_weights, open_encoder
+from qbheat_det.inference.encoder import is_encoder, is_timm, open_encoder
 from qbheat_det.inference.exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
 from qbheat_det.inference.files import predict_files
 from qbheat_det.inference.predict import build_detector
@@ -45,7 +45,7 @@ def load(
         UserError: the file, name or device does not exist, or the file does not fit its config.
     """
     _check_device(device)
-    name = locate_weights(str(weights))
+    name = find_weights(str(weights))
     if name.lower().endswith(EXPORTED_SUFFIXES):
         if fast:
             raise UserError(f"'{name}' is exported: leave out fast, which is for weights")

@@ -16,7 +16,6 @@ from qbheat_det.deployment import DeployedModel
 from qbheat_det.inference.encoder import encode
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import Image, Picture, is_video, open_images
-from qbheat_det.model_zoo.hub import push_to_hub, save_pretrained
 
 if TYPE_CHECKING:
     from qbheat_det.export import ExportReport
@@ -46,7 +45,7 @@ def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Calla
 
 
 class Trained:
-    """The base class of trained models, which can be exported and shared.
+    """The base class of trained models, which can be exported.
 
     Attributes:
         cfg: config of the model, including ``MODEL.WEIGHTS``.
@@ -113,29 +112,6 @@ class Trained:
             image_size=tuple(image_size),
             int8_images=[str(path) for path in int8_images],
         )
-
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Writes ``model.safetensors`` and a model card into a folder, for ``load``.
-
-        Raises:
-            UserError: the model is exported, or the folder cannot be written.
-        """
-        self._require_weights("save")
-        return save_pretrained(self.cfg, Path(folder), is_detector=self._is_detector)
-
-    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Uploads the files of ``save_pretrained`` to the Hugging Face Hub, and returns the URL.
-
-        Args:
-            repo_id: repository "user/name", which is created if needed. ``load("hf://user/name")``
-                opens the uploaded model.
-            private: whether a new repository is private.
-            token: access token; by default that of ``hf auth login`` or ``$HF_TOKEN``.
-
-        Raises:
-            UserError: the model is exported, or the upload fails.
-        """
-        return push_to_hub(self.save_pretrained, repo_id, private=private, token=token)
 
     def _require_weights(self, verb: str, *, deployed: bool = True) -> None:
         if self.model is None or (not deployed and isinstance(self.model, DeployedModel)):

@@ -12,8 +12,8 @@ from typing import Any
 import gradio as gr
 from starlette.middleware import Middleware
 
+from qbheat_det.api import Detections
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.images import VIDEO_SUFFIXES
 
 from .review import Pools, Review
 from .uploads import (
@@ -21,8 +21,6 @@ from .uploads import (
     LOWEST_SCORE,
     MAX_BYTES,
     MAX_FILES,
-    MAX_FRAMES,
-    Found,
     Models,
     detect,
     draw_encoder,
@@ -123,9 +121,9 @@ def _build_detection(models: Models, folder: Path) -> None:
     with gr.Row():
         with gr.Column(scale=1, min_width=300):
             files = gr.File(
-                label=f"Images or videos, at most {MAX_FILES}",
+                label=f"Images, at most {MAX_FILES}",
                 file_count="multiple",
-                file_types=[*IMAGE_SUFFIXES, *sorted(VIDEO_SUFFIXES)],
+                file_types=list(IMAGE_SUFFIXES),
                 height=180,
             )
             model = gr.Dropdown(labels, value=labels[0], label="Model")
@@ -133,14 +131,14 @@ def _build_detection(models: Models, folder: Path) -> None:
             classes = gr.Dropdown([], multiselect=True, label="Classes", info="Empty for all")
             button = gr.Button("Find objects", variant="primary")
             gr.Markdown(
-                f"At most {MAX_BYTES // 2**20} MB a file and {MAX_FRAMES} frames a video. Files "
-                "stay on the machine that serves this page and are removed after an hour."
+                f"At most {MAX_BYTES // 2**20} MB a file. Files stay on the machine that serves "
+                "this page and are removed after an hour."
             )
         with gr.Column(scale=2, min_width=300):
             status = gr.Markdown(elem_id="status")
             outputs = _build_results()
 
-    def show(found: list[Found], least: float, names: list[str]) -> tuple[Any, ...]:
+    def show(found: list[Detections], least: float, names: list[str]) -> tuple[Any, ...]:
         drawn, rows, archive = render(found, _make_folder(folder), threshold=least, classes=names)
         # In a grid, Gradio would crop a single picture, so the first one is selected.
         pictures = gr.Gallery(drawn, selected_index=0 if drawn else None)
@@ -150,7 +148,7 @@ def _build_detection(models: Models, folder: Path) -> None:
         paths: list[str] | None, label: str, least: float, names: list[str]
     ) -> tuple[Any, ...]:
         if not paths:
-            raise UserError("choose images or a video first")
+            raise UserError("choose images first")
         detector = models.open_detector(label)
         found, skipped = detect(detector, [Path(path) for path in paths])
         known = list(detector.cfg.MODEL.CLASS_NAMES)
@@ -185,7 +183,7 @@ def _build_results() -> list[Any]:
         label="Pictures", object_fit="contain", height=_HEIGHT, buttons=["fullscreen"]
     )
     table = gr.Dataframe(
-        headers=["file", "frame", "class", "score", "x1", "y1", "x2", "y2"],
+        headers=["file", "class", "score", "x1", "y1", "x2", "y2"],
         label="Boxes, in pixels", interactive=False, max_height=320,
     )  # fmt: skip
     download = gr.DownloadButton("Download boxes.json (COCO) and pictures", interactive=False)

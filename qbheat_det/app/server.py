@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,8 +24,6 @@ from detectron2.config import CfgNode
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
@@ -42,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 LOWEST_SCORE = 0.01  # boxes with a lower score are never returned
 _IMAGE = {"schema": {"type": "string", "format": "binary"}}
-_FORM = {"schema": {"type": "object", "properties": {"image": _IMAGE["schema"]}}}
-_BODY = {"required": True, "content": {"image/*": _IMAGE, "multipart/form-data": _FORM}}
+_BODY = {"required": True, "content": {"image/*": _IMAGE}}
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ def build_server(
 ) -> FastAPI:
     """Returns an ASGI application that serves a detector and runs it only in ``thread``.
 
-    ``POST /predict`` detects objects in an image, which is the request body or a form field.
+    ``POST /predict`` detects objects in an image, which is the request body.
     ``GET /health`` returns success when the model is loaded. ``GET /model`` returns the weights and
     class names. ``/docs`` documents the API.
     """
@@ -171,7 +168,7 @@ def build_server(
             raise HTTPException(503, "busy: try again later", {"Retry-After": "1"})
         active += 1
         try:
-            body = await _read_image_bytes(request, limits)
+            body = await _read_body(request, limits)
             async with slots:
                 image = await asyncio.to_thread(_decode, body, limits, detector.cfg)
                 found = await asyncio.wrap_future(batches.submit(image))
@@ -200,39 +197,23 @@ def _decode(body: bytes, limits: Limits, cfg: CfgNode) -> Image:
     return image
 
 
-async def _read_image_bytes(request: Request, limits: Limits) -> bytes:
-    """Returns the body of a request, or the file if the body is a form."""
+async def _read_body(request: Request, limits: Limits) -> bytes:
+    """Returns the body of a request, or raises an ``HTTPException`` beyond a limit."""
+
+    async def read() -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > round(limits.megabytes * 1e6):
+                raise HTTPException(413, f"the image has more than {limits.megabytes:g} MB")
+        return bytes(body)
+
     try:
-        body = await asyncio.wait_for(_read_body(request, limits), limits.seconds)
+        return await asyncio.wait_for(read(), limits.seconds)
     except asyncio.TimeoutError as error:
         raise HTTPException(408, f"the image took more than {limits.seconds:g} s") from error
     except ClientDisconnect as error:  # nobody will receive the response
         raise HTTPException(400, "the client closed the connection") from error
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        return body
-
-    async def stream() -> AsyncIterator[bytes]:
-        yield body
-
-    try:
-        form = await MultiPartParser(request.headers, stream(), max_files=1).parse()
-    except (MultiPartException, KeyError) as error:
-        raise HTTPException(400, f"the form is malformed: {error}") from error
-    file = next((value for value in form.values() if isinstance(value, UploadFile)), None)
-    if file is None or len(form) > 1:
-        hint = "curl -F image=@photo.jpg 'http://…/predict?threshold=0.5'"
-        raise HTTPException(400, f"send one file, and the threshold in the address: {hint}")
-    return await file.read()
-
-
-async def _read_body(request: Request, limits: Limits) -> bytes:
-    limit = round(limits.megabytes * 1e6)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise HTTPException(413, f"the image has more than {limits.megabytes:g} MB")
-    return bytes(body)
 
 
 def serve(

@@ -1,9 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The functions behind the page: opening models, checking uploads, detection, encoder figures.
 
-Uploads are checked before they are decoded. Images must have one of four formats, and videos must
-start with the signature of their container. Other formats could run programs (EPS) or make the
-decoder read local files (playlists).
+Uploads are checked before they are decoded. Images must have one of four formats. Other formats
+could run programs (EPS).
 """
 
 import contextlib
@@ -11,9 +10,8 @@ import functools
 import json
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +22,15 @@ from qbheat_det.analysis.run import FigureOptions, Kind, Run
 from qbheat_det.api import Detections, Detector, load
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
-from qbheat_det.inference.images import (
-    VIDEO_SUFFIXES,
-    Image,
-    UnreadableImage,
-    decode_image,
-    open_frames,
-    open_video,
-)
+from qbheat_det.inference.images import Image, UnreadableImage, decode_image
 from qbheat_det.inference.results import Predictions
 from qbheat_det.model_zoo.index import find_entry, get_address, list_entries
 
-MAX_FILES, MAX_BYTES, MAX_PIXELS, MAX_FRAMES = 20, 50 * 2**20, 50_000_000, 300
+MAX_FILES, MAX_BYTES, MAX_PIXELS = 20, 50 * 2**20, 50_000_000
 LOWEST_SCORE = 0.05
 """Lowest value of the score slider, which filters the boxes without predicting again."""
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
-_SHOWN_FRAMES = 6  # frames of a video in the gallery
 _ENCODER_CAPTIONS = {
     "attention_to_former_1": "**Where each token looks:** bright areas get more attention. The "
     "value is 1 where attention is uniform.",
@@ -50,22 +40,6 @@ _ENCODER_CAPTIONS = {
     "part of the image, and predicts it from the rest.",
 }
 """Captions by figure name. Reports have different captions, for several images and runs."""
-_VIDEO_STARTS = {
-    ".mp4": (4, b"ftyp"),
-    ".mov": (4, b"ftyp"),
-    ".avi": (0, b"RIFF"),
-    ".mkv": (0, b"\x1a\x45\xdf\xa3"),
-    ".webm": (0, b"\x1a\x45\xdf\xa3"),
-}
-
-
-@dataclass(frozen=True)
-class Found:
-    """The detections in an upload: one entry for an image, or one per frame for a video."""
-
-    name: str
-    detections: Sequence[Detections]
-    fps: float = 0.0  # 0 for an image
 
 
 def open_image(path: Path) -> Image:
@@ -74,47 +48,13 @@ def open_image(path: Path) -> Image:
         return decode_image(file, path, formats=FORMATS, max_pixels=MAX_PIXELS)
 
 
-def read_upload(path: Path) -> tuple[Iterator[Image], float]:
-    """Returns an iterator over the image or the first frames, and the frame rate (0 for an image).
-
-    Raises ``UnreadableImage`` if the file is neither an image nor a video, or its content does not
-    match its suffix.
-    """
-    suffix = path.suffix.lower()
-    if suffix in IMAGE_SUFFIXES:
-        return iter([open_image(path)]), 0.0
-    if suffix not in VIDEO_SUFFIXES:
-        raise UnreadableImage(path, "neither an image nor a video")
-    start, expected = _VIDEO_STARTS[suffix]
-    with path.open("rb") as stream:
-        if not stream.read(16)[start:].startswith(expected):
-            raise UnreadableImage(path, "not a video")
-    frames, fps, _ = open_frames(path, path.name)
-
-    def check() -> Iterator[Image]:
-        for frame in islice(frames, MAX_FRAMES):
-            if frame.image.shape[0] * frame.image.shape[1] > MAX_PIXELS // 5:
-                raise UnreadableImage(path, "frames too large")
-            yield frame.image
-
-    return check(), fps
-
-
-def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Found], list[str]]:
+def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Detections], list[str]]:
     """Predicts on uploads. Returns the results, and a message for each file that was skipped."""
     found, skipped = [], [f"`{p.name}`: more than {MAX_FILES} files" for p in paths[MAX_FILES:]]
     for path in paths[:MAX_FILES]:
         try:
-            images, fps = read_upload(path)
-            results = [
-                replace(
-                    detector.predict(image, threshold=LOWEST_SCORE),
-                    file_name=path.name,
-                    frame=index if fps else None,
-                )
-                for index, image in enumerate(images)
-            ]
-            found.append(Found(path.name, results, fps))
+            result = detector.predict(open_image(path), threshold=LOWEST_SCORE)
+            found.append(replace(result, file_name=path.name))
         except UserError as error:
             reason = error.reason if isinstance(error, UnreadableImage) else error
             skipped.append(f"`{path.name}`: {reason}")
@@ -122,7 +62,7 @@ def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Found], list
 
 
 def render(
-    found: Sequence[Found], folder: Path, *, threshold: float, classes: Sequence[str]
+    found: Sequence[Detections], folder: Path, *, threshold: float, classes: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[list[Any]], str]:
     """Draws the boxes whose score is at least ``threshold``, and writes them into a folder.
 
@@ -130,35 +70,22 @@ def render(
 
     Returns:
         (image path, caption) of each drawn image, the rows of the table of boxes, and the path of
-        an archive with the drawn files and ``boxes.json`` in COCO's results format.
+        an archive with the drawn images and ``boxes.json`` in COCO's results format.
     """
-    gallery, rows, files, every = [], [], [], Predictions()
-    for index, one in enumerate(found, start=1):
-        stem = f"{index}-{Path(one.name).stem}"
-        video, step = folder / f"{stem}.mp4", max(1, -(-len(one.detections) // _SHOWN_FRAMES))
-        with open_video(video, one.fps) if one.fps else contextlib.nullcontext() as append:
-            for number, detections in enumerate(one.detections):
-                shown = detections.select(threshold, classes)
-                every.add(shown)
-                frame = number if one.fps else ""
-                rows += [
-                    [one.name, frame, box.class_name, round(box.score, 3), *map(round, box.xyxy)]
-                    for box in shown
-                ]
-                drawn = shown.draw()
-                if append is not None:
-                    append(drawn)
-                if number % step == 0:
-                    files.append(folder / f"{stem}{f'-{number}' if one.fps else ''}.jpg")
-                    PIL.Image.fromarray(drawn).save(files[-1], quality=92)
-                    at = f", frame {number}" if one.fps else ""
-                    gallery.append((str(files[-1]), f"{one.name}{at}: {len(shown)} boxes"))
-        files += [video] if one.fps else []
+    gallery, rows, every = [], [], Predictions()
+    for index, detections in enumerate(found, start=1):
+        name, shown = str(detections.file_name), detections.select(threshold, classes)
+        every.add(shown)
+        rows += [[name, box.class_name, round(box.score, 3), *map(round, box.xyxy)]
+                 for box in shown]  # fmt: skip
+        file = folder / f"{index}-{Path(name).stem}.jpg"
+        PIL.Image.fromarray(shown.draw()).save(file, quality=92)
+        gallery.append((str(file), f"{name}: {len(shown)} boxes"))
     archive = folder / "qbheat.zip"
     with zipfile.ZipFile(archive, "w") as stream:
         stream.writestr("boxes.json", json.dumps(every.results))
-        for file in files:
-            stream.write(file, file.name)
+        for path, _ in gallery:
+            stream.write(path, Path(path).name)
     return gallery, rows, str(archive)
 
 

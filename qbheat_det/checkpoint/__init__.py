@@ -4,7 +4,7 @@
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
 from .convert import TimmWeights
 from .matching import bare_backbone, fit_weights, without_children
-from .report import LoadReport, check_exact
+from .report import check_exact
 from .run_config import (
     holds_backbone_alone,
     load_embedded_config,
@@ -23,7 +23,7 @@ from .weights_file import (
 )
 
 __all__ = [
-    "ExactCheckpointer", "LoadReport", "SafeCheckpointer", "TimmWeights", "WeightsInfo",
+    "ExactCheckpointer", "SafeCheckpointer", "TimmWeights", "WeightsInfo",
     "bare_backbone", "check_exact", "check_weights_file", "class_names_of", "find_weights",
     "fit_weights", "holds_backbone_alone", "info_of", "load_embedded_config", "load_run_config",
     "local_weights", "read_weights", "refuse_encoder", "save_weights", "without_children",

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
-    find_weights,
     holds_backbone_alone,
     info_of,
     load_run_config,
@@ -20,7 +19,6 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES
-from qbheat_det.model_zoo.hub import HUB_PREFIX, download
 from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs
@@ -32,16 +30,11 @@ from .images import Image
 _TIMM = "timm://"
 
 
-def locate_weights(weights: str) -> str:
-    """Returns the path or address of the weights of a run's folder or a model zoo entry."""
-    return download(weights) if weights.startswith(HUB_PREFIX) else find_weights(weights)
-
-
 def open_encoder(name: str, device: str | None = None) -> tuple[nn.Module, CfgNode]:
     """Opens the backbone of a pre-trained model, a classifier, an encoder file or a timm model.
 
     Args:
-        name: a result of ``locate_weights``.
+        name: a result of ``find_weights``.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
 
     Raises:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qbheat_det.checkpoint import local_weights
+from qbheat_det.checkpoint import find_weights, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_file
 from qbheat_det.data import DataError, PretrainingMapper
-from qbheat_det.inference.encoder import encode, locate_weights, open_encoder
+from qbheat_det.inference.encoder import encode, open_encoder
 from qbheat_det.probing import find_feature
 
 Vector = npt.NDArray[np.float16]
@@ -46,7 +46,7 @@ def embed_images(
     Raises:
         UserError: the weights are not of an encoder, or no image can be read.
     """
-    name = locate_weights(encoder)
+    name = find_weights(encoder)
     model, cfg = open_encoder(name, device)
     feature, size = find_feature(model), cfg.INPUT.PRETRAIN.SIZE
     mapper = PretrainingMapper(size=size, is_train=False)

@@ -10,9 +10,7 @@
 """
 
 from .index import (
-    Fingerprint,
     Metric,
-    OutputStats,
     ZooEntry,
     find_entry,
     get_address,
@@ -24,7 +22,6 @@ from .index import list_names as list
 from .sources import ZooWeights, get, get_checkpoint, get_config
 
 __all__ = [
-    "Fingerprint", "Metric", "OutputStats", "ZooEntry", "ZooWeights", "find_entry", "get",
-    "get_address", "get_checkpoint", "get_config", "get_config_file", "list", "list_entries",
-    "load_index",
+    "Metric", "ZooEntry", "ZooWeights", "find_entry", "get", "get_address", "get_checkpoint",
+    "get_config", "get_config_file", "list", "list_entries", "load_index",
 ]  # fmt: skip

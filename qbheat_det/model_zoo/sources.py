@@ -8,19 +8,21 @@ differs from the index is an error.
 An entry that was trained on the frozen encoder of another entry is stored as a *part*, in which the
 encoder's tensors are empty. Joining part and encoder always gives the same bytes.
 
-Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``.
+Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``, and ``hf://USER/NAME``
+for weights on Hugging Face's hub.
 """
 
 import functools
 import io
+import os
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from detectron2.config import CfgNode
@@ -31,8 +33,6 @@ from torch import Tensor, nn
 
 from qbheat_det.checkpoint import (
     ExactCheckpointer,
-    LoadReport,
-    WeightsInfo,
     bare_backbone,
     holds_backbone_alone,
     load_run_config,
@@ -44,7 +44,7 @@ from qbheat_det.checkpoint.matching import BELOW_FPN
 from qbheat_det.config import load_config, refuse_bad_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, file_lock, hash_file, write_atomically
-from qbheat_det.core.text import format_bytes
+from qbheat_det.core.text import format_bytes, one_line
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
 from .index import (
@@ -54,19 +54,18 @@ from .index import (
     find_entry,
     get_address,
     get_config_file,
-    zoo_folders,
 )
 
 SHIPPED = Path(__file__).with_name("weights")
+_HUB_PREFIX, _HUB_FILE = "hf://", "model.safetensors"
+_REPO = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model or bare backbone in eval mode; ``report`` is None if weights are random."""
+class TrainedModel(NamedTuple):
+    """A model or bare backbone in eval mode, and its config."""
 
     model: nn.Module
     cfg: CfgNode
-    report: LoadReport | None
 
 
 def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Module:
@@ -103,10 +102,10 @@ def open_trained(weights: str, *, trained: bool = True, device: str | None = Non
     with refuse_bad_values(f"the config of '{weights}'"):
         model: nn.Module = build_bare_backbone(cfg) if is_bare else build_model(cfg)
     model.to(torch.device(cfg.MODEL.DEVICE))
-    checkpointer = ExactCheckpointer(model, class_names=() if is_bare else cfg.MODEL.CLASS_NAMES)
     if trained:
-        checkpointer.load(weights)
-    return TrainedModel(model.eval(), cfg, checkpointer.report)
+        names = () if is_bare else cfg.MODEL.CLASS_NAMES
+        ExactCheckpointer(model, class_names=names).load(weights)
+    return TrainedModel(model.eval(), cfg)
 
 
 def cache_folder(entry: ZooEntry) -> Path:
@@ -134,7 +133,7 @@ def fetch(entry: ZooEntry) -> Path:
             if entry.distribution:
                 _convert_distribution(entry, entry.distribution, target)
             elif entry.encoder:
-                write_whole(fetch(entry.stored), fetch(find_encoder(entry.encoder.name)), target)
+                write_whole(fetch(entry.stored), fetch(find_entry(entry.encoder.name)), target)
             else:
                 raise _missing(entry, "no folder has it")
     return check_hash(target, entry)
@@ -148,12 +147,14 @@ def _missing(entry: ZooEntry, reason: str) -> UserError:
     )
 
 
-def find_encoder(name: str) -> ZooEntry:
-    """Returns an entry that can be a shared encoder, or raises a ``UserError``."""
-    entry = find_entry(name)
-    if entry.encoder:
-        raise UserError(f"'{name}' is stored without its encoder, so it cannot be a shared encoder")
-    return entry
+def zoo_folders() -> tuple[Path, ...]:
+    """Returns the folders in ``$QBHEAT_ZOO``; raises a ``UserError`` if one does not exist."""
+    names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
+    folders = tuple(Path(name).expanduser() for name in names if name.strip())
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"$QBHEAT_ZOO names '{folder}', which is not a folder")
+    return folders
 
 
 def find_local(entry: ZooEntry) -> Path | None:
@@ -257,42 +258,51 @@ def _write_pytorch(source: Path, folder: Path) -> Path:
     return target
 
 
-def write_part(whole: Path, encoder: Path, part: Path) -> None:
-    """Writes ``part``, the weights of ``whole`` without the tensors of the frozen encoder.
-
-    Raises a ``UserError`` if the encoder tensors of ``whole`` differ from those in ``encoder``, or
-    if ``whole`` contains no config.
-    """
-    state, info = _read_described(whole)
-    own, known = bare_backbone(state), _read_encoder(encoder)
-    for name, short in own.items():
-        if short not in known or not torch.equal(state[name], known[short]):
-            raise UserError(f"the encoder of '{whole}' differs from '{encoder}' in '{name}'")
-    empty = {name: state[name].new_empty(0) for name in own}
-    save_weights(str(part), {**state, **empty}, info)
-
-
 def write_whole(part: Path, encoder: Path, whole: Path) -> None:
     """Joins a part and its encoder to ``whole``; raises a ``UserError`` if a tensor is missing."""
-    state, info = _read_described(part)
-    known, own = _read_encoder(encoder), bare_backbone(state)
+    state, info = read_weights(str(part))
+    assert info is not None  # the hash of the part is checked
+    known, own = read_encoder(encoder), bare_backbone(state)
     if lacking := own.values() - known.keys():
         raise UserError(f"'{part}' needs '{min(lacking)}', which '{encoder}' does not have")
     joined = {name: known[short] for name, short in own.items()}
     save_weights(str(whole), {**state, **joined}, info)
 
 
-def _read_described(path: Path) -> tuple[dict[str, Tensor], WeightsInfo]:
-    state, info = read_weights(str(path))
-    if info is None:
-        raise UserError(f"'{path}' has no config inside")
-    return state, info
-
-
-def _read_encoder(path: Path) -> Mapping[str, Tensor]:
+def read_encoder(path: Path) -> Mapping[str, Tensor]:
     """Returns the tensors of an encoder, by name without the prefix of a backbone."""
     state, _ = read_weights(str(path))
     return {short: state[name] for name, short in bare_backbone(state).items()} or state
 
 
+class HubWeights(PathHandler):
+    """Resolves ``hf://user/name`` and ``hf://user/name@revision`` to Hugging Face's hub.
+
+    The weights are the file ``model.safetensors`` of the repository. It cannot run code.
+    """
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [_HUB_PREFIX]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        return _download(path)
+
+
+@functools.lru_cache
+def _download(address: str) -> str:
+    """Returns the local path of an address of the hub. Asks the hub once per process."""
+    from huggingface_hub import hf_hub_download  # takes long to import
+
+    name, _, revision = address.removeprefix(_HUB_PREFIX).partition("@")
+    if not _REPO.fullmatch(address.removeprefix(_HUB_PREFIX)):
+        raise UserError(f"'{address}' is not hf://user/name or hf://user/name@revision")
+    try:
+        return str(hf_hub_download(name, _HUB_FILE, revision=revision or None))
+    except Exception as error:  # errors of network, token and repository have no common base
+        raise UserError(
+            f"'{address}' has no {_HUB_FILE} that can be downloaded: {one_line(error)}"
+        ) from error
+
+
 PathManager.register_handler(ZooWeights())
+PathManager.register_handler(HubWeights())

@@ -2,9 +2,8 @@
 """Decoder probing: kNN, linear and tran-k classifiers on the features of a frozen backbone."""
 
 from .features import FrozenFeatures, cache_features, find_feature
-from .run import BackboneProbe, check_probes, parse_transformer
+from .run import BackboneProbe, check_probes
 
 __all__ = [
     "BackboneProbe", "FrozenFeatures", "cache_features", "check_probes", "find_feature",
-    "parse_transformer",
 ]  # fmt: skip

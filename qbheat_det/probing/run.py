@@ -52,11 +52,9 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 PROBES = ("knn", "linear", "tran-1", "tran-4")
-"""kNN and the paper's probes. In "tran-k", k can be any number. "tran-k:width" sets a width."""
+"""kNN and the paper's probes. In "tran-k", k can be any number."""
 
-_TRANSFORMER = re.compile(r"tran-([1-9]\d?)(?::([1-9]\d{0,4}))?")
-_HEAD = 64  # width of an attention head, which divides all widths
-
+_TRANSFORMER = re.compile(r"tran-([1-9]\d?)")
 _DELAY = 2.0  # seconds before a progress bar appears
 _DIGITS = 12  # length of the hash of a backbone's weights
 
@@ -104,9 +102,7 @@ def run_probe(
         )
         logits = linear(val.joined)
     else:
-        depth, width = parse_transformer(name)
-        own = settings.transformer
-        own = dataclasses.replace(own, depth=depth, width=width or own.width)
+        own = dataclasses.replace(settings.transformer, depth=find_depth(name))
         transformer, chosen = fit_transformer_probe(
             train, num_classes=classes, settings=own, seed=seed, device=settings.device
         )
@@ -115,19 +111,17 @@ def run_probe(
 
 
 def check_probes(names: Sequence[str]) -> None:
-    """Raises a ``UserError`` if a name is not a probe, or if its width is invalid."""
-    unknown = [n for n in names if n not in ("knn", "linear") and not parse_transformer(n)[0]]
+    """Raises a ``UserError`` if a name is not a probe."""
+    unknown = [n for n in names if n not in ("knn", "linear") and not find_depth(n)]
     if unknown or not names:
         given = ", ".join(map(repr, unknown)) or "none"
         raise UserError(f"probes are {', '.join(PROBES)}, not {given}")
-    if uneven := [name for name in names if parse_transformer(name)[1] % _HEAD]:
-        raise UserError(f"the width of tran-k must be a multiple of {_HEAD}, not '{uneven[0]}'")
 
 
-def parse_transformer(name: str) -> tuple[int, int]:
-    """Returns (k, width) of "tran-k:width", (k, 0) of "tran-k", and (0, 0) of all other probes."""
+def find_depth(name: str) -> int:
+    """Returns k of "tran-k", and 0 of all other probes."""
     found = _TRANSFORMER.fullmatch(name)
-    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
+    return int(found[1]) if found else 0
 
 
 class BackboneProbe:
@@ -164,7 +158,7 @@ class BackboneProbe:
                 ``SEED`` configure the probes.
             train_folder: class folders on which the probes are trained.
             val_folder: class folders that the probes classify.
-            probes: names as in ``PROBES``. "tran-k:width" overrides ``MODEL.CLASSIFIER.WIDTH``.
+            probes: names as in ``PROBES``.
             num_recalibrated: number of training images on which BatchNorm is recalibrated for a
                 second row per probe. 0 for no second row.
             feature: name of the feature map, by default the last one with the coarsest stride.
@@ -176,11 +170,8 @@ class BackboneProbe:
             UserError: the images, ``json_file`` or a name is invalid.
         """
         check_probes(probes)
-        records = load_class_folders(train_folder, val_folder)
-        self._cfg = cfg
-        # "tran-1:width" is the same probe as "tran-1" if the width is that of the config.
-        own = f":{cfg.MODEL.CLASSIFIER.WIDTH}"
-        self._probes = list(dict.fromkeys(name.removesuffix(own) for name in probes))
+        records, self._cfg = load_class_folders(train_folder, val_folder), cfg
+        self._probes = list(dict.fromkeys(probes))
         self._sizes = [len(part) for part in records]
         self._images = tuple(map(self._load, records))
         self._num_recalibrated, self._memory_gb, self._on_row = num_recalibrated, memory_gb, on_row
@@ -247,9 +238,7 @@ class BackboneProbe:
             recalibrated = self._recalibrate(backbone) if recalibrates else 0
             if recalibrates and not recalibrated:  # without BatchNorm, results would be equal
                 continue
-            train, val = self._extract(
-                backbone, name, keep_maps=any(parse_transformer(one)[0] for one in missing)
-            )
+            train, val = self._extract(backbone, name, keep_maps=any(map(find_depth, missing)))
             for probe in missing:
                 begin = time.perf_counter()
                 score, chosen = run_probe(probe, train, val, settings=self._settings)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Metrics and error types by hand and against a naive matching; figures of detections."""
+"""Metrics and types of errors by hand; figures of detections."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from PIL import Image
 from qbheat_det.analysis import detections
 from qbheat_det.analysis.detection_metrics import (
     DetectionErrors,
-    DetectionScores,
     choose_threshold,
     count_confusions,
     count_errors,
@@ -22,7 +21,6 @@ from qbheat_det.analysis.detection_metrics import (
     find_errors,
     find_missed_boxes,
     find_wrong,
-    score_detections,
 )
 from qbheat_det.analysis.detections import draw_detections
 from qbheat_det.analysis.run import FigureOptions, Run, open_runs
@@ -64,29 +62,6 @@ def to_xywh(xyxy: Sequence[float]) -> list[float]:
     return [x0, y0, x1 - x0, y1 - y0]
 
 
-def draw_case(seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Random boxes of two classes in four images, with crowds, and detections about them."""
-    rng = np.random.default_rng(seed)
-
-    def box() -> list[float]:
-        start = rng.uniform(0, 60, 2)
-        return [*start, *(start + rng.uniform(10, 40, 2))]
-
-    true = [(int(rng.integers(1, 4)), int(rng.choice([3, 7])), box()) for _ in range(14)]
-    found = []
-    for image, category, corners in true * 3:
-        moved = np.array(corners) + rng.normal(0, 4, 4)
-        category = category if rng.uniform() < 0.7 else int(rng.choice([3, 7]))
-        # Few different scores: many are equal.
-        found.append((image, category, moved.tolist(), float(rng.integers(1, 9)) / 8))
-    found += [(int(rng.integers(1, 5)), 3, box(), 0.5) for _ in range(10)]  # image 4 has no boxes
-    return make_truth(true, crowds=(0, 5)), make_found(found)
-
-
-def score(truth: dict[str, Any], found: Found) -> DetectionScores:
-    return score_detections(evaluate_boxes(truth, make_found(found)))
-
-
 def judge(truth: dict[str, Any], found: list[dict[str, Any]]) -> DetectionErrors:
     return find_errors(evaluate_boxes(truth, found))
 
@@ -94,57 +69,6 @@ def judge(truth: dict[str, Any], found: list[dict[str, Any]]) -> DetectionErrors
 def list_kinds(judged: DetectionErrors) -> list[str]:
     pairs = zip(judged.correct, judged.wrong, strict=True)
     return ["correct" if right else "wrong" if wrong else "ignored" for right, wrong in pairs]
-
-
-def _iou(one: list[float], other: list[float]) -> float:
-    """Of XYWH boxes, by their sides."""
-    width = min(one[0] + one[2], other[0] + other[2]) - max(one[0], other[0])
-    height = min(one[1] + one[3], other[1] + other[3]) - max(one[1], other[1])
-    common = max(width, 0) * max(height, 0)
-    return common / (one[2] * one[3] + other[2] * other[3] - common)
-
-
-def _is_on_crowd(found: list[float], crowd: list[float]) -> bool:
-    """COCO's overlap with a crowd is the share of the detection that lies in it."""
-    width = min(found[0] + found[2], crowd[0] + crowd[2]) - max(found[0], crowd[0])
-    height = min(found[1] + found[3], crowd[1] + crowd[3]) - max(found[1], crowd[1])
-    return max(width, 0) * max(height, 0) >= 0.5 * found[2] * found[3]
-
-
-def _judge_naively(truth: dict[str, Any], found: list[dict[str, Any]]) -> list[str]:
-    """One detection after another, one box after another."""
-    kinds = [""] * len(found)
-    taken: set[int] = set()
-    for d in sorted(range(len(found)), key=lambda d: -found[d]["score"]):  # stable
-        boxes = [a for a in truth["annotations"] if a["image_id"] == found[d]["image_id"]]
-        own = [a for a in boxes if a["category_id"] == found[d]["category_id"]]
-        iou = {a["id"]: _iou(found[d]["bbox"], a["bbox"]) for a in boxes if not a["iscrowd"]}
-        free = [a["id"] for a in own if a["id"] not in taken and iou.get(a["id"], 0) >= 0.5]
-        if free:
-            taken.add(max(free, key=iou.__getitem__))
-            kinds[d] = "correct"
-        elif any(_is_on_crowd(found[d]["bbox"], a["bbox"]) for a in own if a["iscrowd"]):
-            kinds[d] = "ignored"
-        else:
-            kinds[d] = "wrong"
-    return kinds
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_types_are_those_of_a_naive_matching_and_the_threshold_has_the_best_f1(seed: int) -> None:
-    truth, found = draw_case(seed)
-    judged = judge(truth, found)
-    expected = _judge_naively(truth, found)
-    assert list_kinds(judged) == expected
-    assert set(expected) == {"correct", "wrong", "ignored"}
-
-    def f1(threshold: float) -> float:
-        counts = count_errors(judged, threshold)
-        kept = counts["correct"] + counts["wrong"]
-        return 2 * counts["correct"] / (kept + len(judged.matches))
-
-    candidates = sorted(set(judged.scores.tolist()), reverse=True)
-    assert choose_threshold(judged) == max(candidates, key=f1)  # the highest of equal ones
 
 
 def test_types_and_thresholds_by_hand() -> None:
@@ -167,6 +91,11 @@ def test_types_and_thresholds_by_hand() -> None:
     truth = make_truth([(1, 3, A), (1, 7, B)])
     assert choose_threshold(judge(truth, make_found([(1, 7, A, 0.03), (1, 3, FAR, 0.02)]))) == 0.03
     assert choose_threshold(judge(truth, [])) == 0.5
+    # Detections on a crowd of their class are ignored, and do not change the threshold.
+    truth = make_truth([(1, 3, A), (1, 3, C)], crowds=[1])
+    judged = judge(truth, make_found([(1, 3, A, 0.3), (1, 3, C, 0.9), (1, 3, FAR, 0.2)]))
+    assert list_kinds(judged) == ["correct", "ignored", "wrong"]
+    assert choose_threshold(judged) == 0.3
     # Beyond a hundred detections of an image and class none counts.
     many = [(1, 3, A, 1 - i / 1000) for i in range(103)]
     kinds = list_kinds(judge(make_truth([(1, 3, A)]), make_found(many)))
@@ -234,7 +163,7 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
     assert run["errors"] == {"correct": 1, "wrong": 2, "missed": 2}
     assert ["AP (%)", f"{AP_DISC / 2:.2f}"] in [list(row) for row in figure.table.rows]
     assert list(figure.images) == [
-        "ap", "predictions_1", "predictions_2", "predictions_3", "precision_recall", "errors",
+        "ap", "predictions_1", "predictions_2", "predictions_3", "errors",
         "confusion",
     ]  # fmt: skip
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures as files, drawn boxes and grids of images pixel by pixel, and tools/visualize.py."""
+"""Figures as files, and drawn boxes and overlays pixel by pixel."""
 
-import inspect
 import json
 import math
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 from detectron2.structures import BitMasks, Boxes, Instances
 
-from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.detections import draw_classes
 from qbheat_det.analysis.plotting import crop_box, overlay_map, plot_confusion
 from qbheat_det.analysis.run import FigureOptions, Run
@@ -27,8 +25,6 @@ from qbheat_det.core.figures import (
 )
 from qbheat_det.evaluation import ClassificationEvaluator
 from qbheat_det.inference.drawing import draw_boxes, draw_instances, get_class_color
-
-from ..tool_modules import load_tool, refuse
 
 
 def make_figure(*images: str) -> Figure:
@@ -104,66 +100,6 @@ def test_an_overlay_is_brightest_at_the_peak_of_the_map_in_the_image_s_frame() -
     # viridis begins at (68, 1, 84), and values beyond its ends have the colours of the ends.
     dark = overlay_map(grey, -np.ones((3, 5)), stride=8, high=1.0)[0, 0]
     np.testing.assert_allclose(dark, 0.65 * np.array([68, 1, 84]) + 0.35 * 128, atol=1.01)
-
-
-FLAGS = load_tool("figure_flags")
-
-TOOL = load_tool("visualize")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    """A run without a checkpoint."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "metrics.json").touch()
-    (tmp_path / "a" / "config.yaml").write_text("SEED: 1\n")
-    return str(tmp_path / "a")
-
-
-def test_flags_are_the_keyword_arguments_of_the_registered_figures() -> None:
-    for name, draw in load_figures().items():
-        keywords = {
-            parameter.name
-            for parameter in inspect.signature(draw).parameters.values()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-        assert set(FLAGS.FLAGS.get(name, {})) == keywords, name
-        assert name in FLAGS.FIGURES
-
-
-def test_a_figure_s_files_are_listed_and_none_is_exit_code_1(
-    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert TOOL.main(["spectrum", run, "--output", str(out)]) == 1
-    assert "'a'" in capsys.readouterr().err
-    assert not out.exists()
-    names = ["A1", "A2", "B1", "B2", "C11", "C12", "C21", "C22"]
-    state = {f"predictor.scales.corner.{name}": torch.randn(4, 4) for name in names}
-    torch.save({"model": state}, tmp_path / "weights.pth")
-    words = ["spectrum", str(tmp_path / "weights.pth"), "--output", str(out)]
-    assert TOOL.main(words) == 0
-    written = {Path(line) for line in capsys.readouterr().out.splitlines()}
-    assert written == set(out.iterdir())
-    assert {path.suffix for path in written} == {".json", ".svg"}
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("", "FIGURE"),
-        ("aurora run", "aurora"),
-        ("spectrum nowhere", "nowhere"),
-        ("spectrum {run} --output {run}/metrics.json", "metrics.json"),
-        ("spectrum {run} --opts MODEL.FOO 1", "MODEL.FOO"),
-        ("detections run --threshold nan", "--threshold"),
-        ("curves run --num-images many", "--num-images"),
-    ],
-)
-def test_wrong_arguments_are_exit_code_2(
-    run: str, capsys: pytest.CaptureFixture[str], words: str, named: str
-) -> None:
-    assert named in refuse(TOOL.main, words.format(run=run).split(), capsys)
 
 
 RED = (200, 10, 10)

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Runs and checkpoints, loaded on first use; reports of figures that fail one at a time."""
 
+import inspect
 import json
 import pickle
 import re
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.attention import crop_squares, find_size
 from qbheat_det.analysis.report import FigureResult, write_page
 from qbheat_det.analysis.run import FigureOptions, Run, choose_images, open_runs, run_each
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
-from tests.tool_modules import load_tool
+from tests.tool_modules import load_tool, refuse
 
 from ..engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 from .tiny_runs import TinyRuns, make_images, retinanet_config, truncate, write_run
@@ -81,8 +83,6 @@ def test_labels_are_short_unless_two_are_equal(tmp_path: Path) -> None:
     for twice in ([f"x={paths[0]}", f"x={paths[1]}"], [paths[2], paths[2]]):
         with pytest.raises(UserError, match="LABEL=PATH"):
             open_runs(twice)
-    with pytest.raises(UserError, match="NO_SUCH"):
-        open_runs(paths, opts=["NO_SUCH", "1"])
 
 
 def test_broken_runs_are_left_out_with_their_label(
@@ -158,7 +158,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name, function in {
         "curves": make_figure,
         "spectrum": fail(NotApplicable("no <linear> models")),
-        "probes": fail(ZeroDivisionError("by zero")),
+        "classes": fail(ZeroDivisionError("by zero")),
         "attention": fail(KeyboardInterrupt()),
     }.items():
         monkeypatch.setitem(FIGURES, name, function)
@@ -201,8 +201,8 @@ def test_a_report_has_every_figure_or_the_reason_why_not_and_after_an_interrupt_
     assert json.loads((tmp_path / "page" / "curves.json").read_text())["data"] == {"number": 3}
     # A figure that fails costs itself and the exit code; files of an earlier report go.
     (tmp_path / "page" / "curves_mine.jpg").write_text("")
-    assert tool.main([*words, "probes", "spectrum"]) == 1
-    assert "probes: ZeroDivisionError: by zero" in capsys.readouterr().err
+    assert tool.main([*words, "classes", "spectrum"]) == 1
+    assert "classes: ZeroDivisionError: by zero" in capsys.readouterr().err
     left = {file.name for file in (tmp_path / "page").iterdir()}
     assert left == {"curves_mine.jpg"}
 
@@ -211,6 +211,38 @@ def test_a_report_has_every_figure_or_the_reason_why_not_and_after_an_interrupt_
         tool.main([run, "--output", str(path), "--only", "curves", "attention"])
     assert ended.value.code == 130
     assert "Wide &lt;things&gt;" in path.read_text()
+
+
+def test_flags_are_the_keyword_arguments_of_the_registered_figures() -> None:
+    tool, figures = load_tool("report"), load_figures()
+    for name in tool.FIGURES:
+        parameters = inspect.signature(figures[name]).parameters.values()
+        keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        assert set(tool.FLAGS.get(name, {})) == keywords, name
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--only aurora", "aurora"),
+        ("nowhere --only spectrum", "nowhere"),
+        ("--threshold nan", "--threshold"),
+        ("--num-images many", "--num-images"),
+        ("--num-images 0", "--num-images"),
+        ("--output page.pdf", "page.pdf"),
+    ],
+)
+def test_wrong_arguments_are_exit_code_2(
+    tool: ModuleType, run: str, capsys: pytest.CaptureFixture[str], words: str, named: str
+) -> None:
+    assert named in refuse(tool.main, [run, *words.split()], capsys)
+
+
+def test_a_page_without_figures_is_exit_code_1(
+    tool: ModuleType, run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main([run, "--output", str(tmp_path / "a.html"), "--only", "spectrum"]) == 1
+    assert "spectrum: no <linear> models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["folder.html", "page.html", f"{'x' * 300}.html"])

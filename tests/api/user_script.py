@@ -38,7 +38,7 @@ def predict() -> float:
 
 
 def train(detector: Detector) -> None:
-    """Trains, evaluates, exports, deploys and shares a detector."""
+    """Trains, evaluates, exports and deploys a detector."""
     run = detector.train("data.yaml", epochs=1, overrides={"SOLVER.BASE_LR": 0.005})
     assert_type(run, Run)
     print(run.metrics[-1], detector.class_names)
@@ -46,7 +46,6 @@ def train(detector: Detector) -> None:
     report = detector.export("detector.onnx", images=["photos/"], image_size=(480, 640))
     assert_type(report, ExportReport)
     assert_type(detector.deploy(image_sizes=[(480, 640)]), Detector)
-    detector.save_pretrained("output/card")
 
 
 def embed() -> Tensor:

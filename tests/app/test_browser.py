@@ -136,7 +136,7 @@ def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(
 
 def test_nothing_to_predict_on_is_an_error_in_the_page(page: Any) -> None:
     page.get_by_role("button", name="Find objects").click()
-    page.get_by_text("choose images or a video first").wait_for()
+    page.get_by_text("choose images first").wait_for()
 
 
 def test_the_second_tab_draws_attention_and_reconstructions(page: Any, photo: Path) -> None:

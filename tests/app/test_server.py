@@ -50,13 +50,8 @@ def client(detector: Detector) -> Iterator[TestClient]:
         yield c
 
 
-@pytest.mark.parametrize(
-    "request_parts", [{"content": CELLS}, {"files": {"image": CELLS}}], ids=["body", "form"]
-)
-def test_the_boxes_are_those_of_predict(
-    client: TestClient, detector: Detector, request_parts: dict[str, Any]
-) -> None:
-    answer = client.post("/predict", params={"threshold": 0.5}, **request_parts).json()
+def test_the_boxes_are_those_of_predict(client: TestClient, detector: Detector) -> None:
+    answer = client.post("/predict", params={"threshold": 0.5}, content=CELLS).json()
     expected = detector.predict(ROOT / "docs" / "cells.jpg", threshold=0.5)
     assert (answer["width"], answer["height"]) == (640, 480)
     assert [box["class_name"] for box in answer["boxes"]] == expected.labels
@@ -69,7 +64,7 @@ def test_health_model_and_description(client: TestClient) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/model").json()["class_names"] == ["RBC", "WBC", "Platelets"]
     operation = client.get("/openapi.json").json()["paths"]["/predict"]["post"]
-    assert set(operation["requestBody"]["content"]) == {"image/*", "multipart/form-data"}
+    assert set(operation["requestBody"]["content"]) == {"image/*"}
 
 
 def _png(height: int, width: int) -> bytes:
@@ -87,11 +82,8 @@ def _png(height: int, width: int) -> bytes:
         ({"content": _png(1000, 1000)}, 422, "0.5 million pixels"),
         ({"content": _png(1, 20_000)}, 422, "elongated"),
         ({"content": bytes(300_000)}, 413, "0.2 MB"),
-        ({"data": {"image": "text"}, "files": {}}, 422, "not an image"),
-        ({"files": {"a": b"1", "b": b"2"}}, 400, "form"),
-        ({"files": {"a": CELLS}, "data": {"threshold": "0.9"}}, 400, "threshold"),
+        ({"files": {"image": CELLS}}, 422, "not an image"),
         ({"content": CELLS, "params": {"conf": 0.9}}, 422, "conf"),
-        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 400, "form"),
         ({"content": CELLS, "params": {"threshold": 2}}, 422, "threshold"),
     ],
 )
@@ -162,6 +154,6 @@ def test_the_process_serves_and_ends_on_sigterm() -> None:
             with urllib.request.urlopen(f"{address}/predict", data=CELLS) as answer:
                 assert json.load(answer)["boxes"]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()

@@ -68,13 +68,12 @@ def test_models_that_cannot_share_an_encoder_are_refused(
         split_models(models)
 
 
-def test_heads_are_named_by_the_user_their_file_or_their_run() -> None:
-    name_heads = load_tool("export").name_heads
-    weights = ["a=x/model_final.pth", "runs/fish/model_final.safetensors", "runs/boats.pth"]
-    assert list(name_heads([*weights, "qbheat://x/y_z"])) == ["a", "fish", "boats", "y_z"]
-    for invalid in (["fish/model_final.pth", "fish/model_best.pth"], ["a b=fish.pth"]):
-        with pytest.raises(ValueError, match="--weights NAME="):
-            name_heads(invalid)
+@pytest.mark.parametrize("weights", [["fish.pth"], ["a=x.pth", "a=y.pth"], ["a b=fish.pth"]])
+def test_heads_without_a_valid_name_are_refused(
+    weights: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--shared-encoder", "--output", "x", *(w for f in weights for w in ("--weights", f))]
+    assert "NAME=FILE" in refuse(load_tool("export").main, words, capsys)
 
 
 # Detectors' graphs are much larger, and take the exporter much longer.
@@ -98,7 +97,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     arguments = ["--shared-encoder", "--images", save_photos(root / "photos"), "--overwrite"]
     arguments += ["--output", str(root / "shared")]
     for seed, (name, kind) in enumerate(request.param.items()):
-        arguments += ["--weights", save(root / name, kind, head_seed=seed)]
+        arguments += ["--weights", f"{name}={save(root / name, kind, head_seed=seed)}"]
     load_tool("export").main(arguments)
     return root
 
@@ -149,6 +148,6 @@ def test_files_in_the_folder_are_kept(tmp_path: Path, capsys: pytest.CaptureFixt
         folder = tmp_path / name[:4]
         folder.mkdir()
         (folder / name).write_bytes(b"older")
-        arguments = ["--shared-encoder", "--weights", weights, "--output", str(folder), *words]
-        assert name in refuse(load_tool("export").main, arguments, capsys)
+        arguments = ["--shared-encoder", "--weights", f"a={weights}", "--output", str(folder)]
+        assert name in refuse(load_tool("export").main, [*arguments, *words], capsys)
         assert [path.read_bytes() for path in folder.iterdir()] == [b"older"]

@@ -14,9 +14,10 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import Tensor
 
+from docs.add_to_zoo import render_index
 from qbheat_det.checkpoint import WeightsInfo, save_weights
-from qbheat_det.model_zoo import Fingerprint, Metric, OutputStats, ZooEntry, index, sources
-from qbheat_det.model_zoo.index import file_of, render_index
+from qbheat_det.model_zoo import Metric, ZooEntry, index, sources
+from qbheat_det.model_zoo.index import file_of
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.tiny_detectors import make_retinanet_config
 from tests.modeling.tiny_pretraining import make_tiny_config
@@ -46,15 +47,12 @@ def make_entry(name: str = DETECTOR, content: bytes = CONTENT, **changes: Any) -
         commit="c0ffee1",
         date="2026-11-21",
         metrics=(Metric("AP", 12.5, "%", "toy val", note="by chance"),),
-        fingerprint=Fingerprint(1, (OutputStats("s8", (1, 2), 0.0, 1.0, (0.5, -1e-7), 1e-3),)),
     )
     return dataclasses.replace(entry, **changes)
 
 
-def save_index(entries: Iterable[ZooEntry], path: Path | None = None) -> None:
-    """Writes an index; None is the one of the package."""
-    path = index.INDEX_FILE if path is None else path
-    path.write_bytes(render_index(entries, path))
+def save_index(entries: Iterable[ZooEntry]) -> None:
+    index.INDEX_FILE.write_bytes(render_index(entries))
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""New entries: content of file and index, measured metrics, and that an error changes nothing."""
+"""docs/add_to_zoo.py: content of file and index, and that an error changes nothing."""
 
 import datetime
 import hashlib
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import qbheat_det.model_zoo as zoo
-import qbheat_det.model_zoo.add as add_module
+from docs import add_to_zoo
+from docs.add_to_zoo import add_entry, halve_precision, remove_machine_paths
 from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
@@ -23,12 +24,10 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation.complexity import CountingRule, count_madds
 from qbheat_det.model_zoo import Metric, ZooEntry, index
-from qbheat_det.model_zoo.add import add_entry, halve_precision, remove_machine_paths
-from qbheat_det.model_zoo.sources import TrainedModel, cache_folder, describe_source
-from qbheat_det.model_zoo.verify import compute_fingerprint, verify_entry
+from qbheat_det.model_zoo.sources import cache_folder, describe_source
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
-from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained, make_entry
+from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained
 
 ORIGIN = {
     "name": BACKBONE,
@@ -50,16 +49,6 @@ def add(backbone: Trained) -> MakeEntry:
         return add_entry(str(weights or backbone.path), {**ORIGIN, **origin}, **more)
 
     return add_tiny
-
-
-@pytest.fixture
-def quick(backbone: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips costs and fingerprint, which take long, and the model."""
-    costs = {"num_params": 12, "madds": 34, "madds_input": (64, 64)}
-    monkeypatch.setattr(add_module, "count_costs", lambda trained: costs)
-    model = TrainedModel(build_bare_backbone(backbone.cfg), backbone.cfg, None)
-    monkeypatch.setattr(add_module, "open_trained", lambda path, **more: model)
-    monkeypatch.setattr(add_module, "compute_fingerprint", lambda *args: make_entry().fingerprint)
 
 
 def test_only_matrices_are_halved_and_only_if_float16_can_hold_them() -> None:
@@ -118,48 +107,27 @@ def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
     assert (info.iteration, info.pixel_format) == (7, backbone.cfg.INPUT.FORMAT)
     assert not any(word in info.config for word in ("someone", "runs", "before"))
     assert info.value_of("OUTPUT_DIR") == get_cfg().OUTPUT_DIR
-    # The fingerprint is of the file, not of the weights that it was made from.
-    model = zoo.get(BACKBONE, device="cpu")
-    assert compute_fingerprint(model, zoo.get_config(BACKBONE)) == entry.fingerprint
+    found = zoo.get(BACKBONE, device="cpu").state_dict()
+    torch.testing.assert_close(
+        found, {key: state[key].to(tensor.dtype) for key, tensor in found.items()}
+    )
+    again = add(summary="another")
+    assert index.load_index() == (again,)
+    assert again.summary == "another"
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_folder_has_an_index_of_its_own_and_entries_are_replaced_on_request(
-    add: MakeEntry, tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entry = add(output=tmp_path / "mine")
-    assert index.load_index() == ()
-    assert not shipped.exists()
-    monkeypatch.setenv("QBHEAT_ZOO", str(tmp_path / "mine"))
-    assert zoo.find_entry(BACKBONE) == entry
-    assert zoo.get_checkpoint(BACKBONE) == str(tmp_path / "mine" / entry.file)
-    monkeypatch.delenv("QBHEAT_ZOO")
-    add(name="qb_heat/own")
-    with pytest.raises(UserError, match="--replace"):
-        add(name="qb_heat/own")
-    for name in ("qb_heat/own", "qb_heat/OWN"):
-        with pytest.raises(UserError, match=f"'{name}'"):
-            add(name=name, output=tmp_path / "mine")
-    first = add(name="qb_heat/own", summary="another", replace=True)
-    assert index.load_index() == (first,)
-    assert first.summary == "another"
-
-
-@pytest.mark.usefixtures("quick")
 def test_an_error_changes_nothing(
     add: MakeEntry, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pickled = tmp_path / "weights.pth"
     pickled.write_bytes(pickle.dumps({"model": print}))
-    changes: list[tuple[dict[str, Any], str]] = [
+    monkeypatch.setattr(add_to_zoo, "MAX_SHIPPED", 1000)
+    for change, message in (
         ({"config": "custom/none.yaml"}, r"none\.yaml"),
-        ({"name": "Retina net"}, "'name'"),
+        ({"name": "Retina net"}, "Retina net"),
         ({"weights": pickled}, r"weights\.pth"),
-        ({"metrics": [Metric("AP", 1e999, "", "toy")]}, r"'metrics'\[0\]: 'value'"),
-        ({}, "--output"),
-    ]
-    for change, message in changes:
-        monkeypatch.setattr(add_module, "MAX_SHIPPED", 10**6 if change else 1000)
+        ({}, "MB"),
+    ):
         with pytest.raises(UserError, match=message):
             add(**change)
     assert index.load_index() == ()
@@ -182,9 +150,8 @@ def _add(detector: Trained) -> ZooEntry:
 
 
 def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(
-    ship: MakeEntry, shipped: Path, detector: Trained, tmp_path: Path, add: MakeEntry,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    ship: MakeEntry, shipped: Path, detector: Trained, tmp_path: Path
+) -> None:
     _ship_encoder(ship, detector, tmp_path)
     entry = _add(detector)
     assert entry == zoo.find_entry(DETECTOR)
@@ -200,18 +167,13 @@ def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(
     found, _ = read_weights(zoo.get_checkpoint(DETECTOR))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert verify_entry(entry)["error"] == ""
 
     (cache_folder(entry) / entry.file).unlink()
     part.write_bytes(part.read_bytes().replace(b"square", b"circle"))
     with pytest.raises(UserError, match=part.name):
         zoo.get_checkpoint(DETECTOR)
-    # It is no encoder for others, and is named when its own encoder is replaced.
-    with pytest.raises(UserError, match=DETECTOR):
+    with pytest.raises(UserError, match=DETECTOR):  # it has no encoder for others
         add_entry(str(detector.path), {**ORIGIN, "name": "retinanet/other"}, encoder=DETECTOR)
-    with caplog.at_level("WARNING", logger="qbheat_det.model_zoo.add"):
-        add(replace=True)
-    assert DETECTOR in caplog.text
 
 
 def test_another_encoder_is_refused(

