@@ -16,6 +16,7 @@ from detectron2.structures import Boxes, Instances
 
 from qbheat_det.api import Detections
 from qbheat_det.app import Models, uploads
+from qbheat_det.app.review import Pools
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import select
 
