@@ -12,9 +12,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # The classes that the model predicts. Training sets both lists from the data.
         "CLASS_NAMES": [],  # contiguous order
         "CATEGORY_IDS": [],  # ids in the annotation file, same order
-        # Store only the inputs of each block for the backward pass. This needs less memory and more
-        # time per step, and does not change gradients.
-        "ACTIVATION_CHECKPOINTING": False,
         # Whether feature maps are channels-last in training. None: on CPUs only.
         "CHANNELS_LAST": None,
     },
@@ -265,9 +262,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "BACKBONE_MULTIPLIER": 1.0,  # learning rate of the backbone relative to the rest
         # Relative learning rate of Mobile-Former's token path (tokens, mobile_to_former, former).
         "TOKEN_MULTIPLIER": 1.0,
-        # Log the similarity of each block's tokens, across images and within an image, every
-        # SOLVER.LOG_PERIOD.
-        "LOG_TOKENS": True,
         # Layer-wise decay of the learning rate, from the head down through the backbone.
         "LAYER_DECAY": 1.0,
         # Config of a first stage, such as a head on cached features of the frozen encoder. It
@@ -316,10 +310,9 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "VIS": {  # figures of pre-training in OUTPUT_DIR/visualizations and TensorBoard
         "ENABLED": True,  # does not affect TEST.KNN
-        # Iterations between drawings, besides the first and last step; 0: a twentieth of the run.
+        # Iterations between drawings, besides the first and last step; 0: a tenth of the run.
         "PERIOD": 0,
         "EPOCHS": 0.0,  # if not 0, determines VIS.PERIOD
-        "SHARE": 0.01,  # maximum share of the run's time that each figure may take
         # Number of reconstructed images, spread evenly over the first set of DATASETS.TEST, or of
         # DATASETS.TRAIN if there is no test set.
         "NUM_IMAGES": 8,

@@ -43,13 +43,16 @@ _RETIRED: dict[str, object] = {
     "DATALOADER.CACHE_GB": 20.0,
     "DATALOADER.RETRY_SECONDS": 300.0,
     "DATALOADER.SHUFFLE_SHARDS": 32,
+    "MODEL.ACTIVATION_CHECKPOINTING": False,
     "MODEL.MF_DETR.DEEP_SUPERVISION": True,
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
     "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
     "SOLVER.CHECKPOINT_URL": "",
     "SOLVER.COMPILE": False,
+    "SOLVER.LOG_TOKENS": True,
     "SOLVER.WANDB_PROJECT": "",
     "TEST.COCO_EVAL_LIBRARY": "auto",
+    "VIS.SHARE": 0.01,
 }
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""

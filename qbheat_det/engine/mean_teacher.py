@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import HookBase
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import nn
 
@@ -26,10 +25,9 @@ from qbheat_det.modeling.contracts import (
     SupportsUnlabelled,
 )
 
-from .hooks import EvalHook, TrainingRun
+from .hooks import EvalHook
 
 logger = logging.getLogger(__name__)
-_CERTAIN = 0.5  # minimum score of the teacher's boxes that are counted
 
 
 def use_mean_teacher(cfg: CfgNode, given: dict[str, str]) -> None:
@@ -61,58 +59,16 @@ class MeanTeacher:
         assert isinstance(model, SupportsUnlabelled)
         self._teacher: Any = model
         self._precision = precision
-        self._last: BatchedInputs = []
 
     def __call__(self, batches: Sequence[BatchedInputs]) -> None:
         parts = [[one for entry in batch for one in entry.get(UNLABELLED, ())] for batch in batches]
-        self._last = parts[-1]
-        if not self._last:
+        if not any(parts):
             return
         device, dtype = next(self._teacher.parameters()).device.type, self._precision
         with torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext():
             labels = self._teacher.pseudo_labels(parts)
         for entry, label in zip(itertools.chain(*parts), labels, strict=True):
             entry[PSEUDO_LABELS] = label
-
-    @torch.no_grad()
-    def count_boxes(self) -> float | None:
-        """Returns the teacher's boxes per unlabelled image of the last micro-batch, or None.
-
-        Counts boxes that inference returns with a score of at least 0.5. Training does not use
-        them. Returns None if the micro-batch has no unlabelled images.
-        """
-        if not self._last:
-            return None
-        scores = [output["instances"].scores for output in self._teacher(self._last)]
-        return float((torch.cat(scores) >= _CERTAIN).sum()) / len(scores)
-
-
-def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int) -> list[HookBase]:
-    """Returns the evaluation hook; with a teacher, also the hook that counts its boxes."""
-    period, metric = cfg.TEST.EVAL_PERIOD, cfg.TEST.BEST_METRIC
-    if teacher is None:
-        return [EvalHook(period=period, best_metric=metric)]
-    return [
-        PseudoBoxes(teacher, period=cfg.SOLVER.LOG_PERIOD),
-        SemiSupervisedEvalHook(burn_in=burn_in, period=period, best_metric=metric),
-    ]
-
-
-class PseudoBoxes(HookBase):
-    """Logs ``pseudo_boxes``, the teacher's boxes per image with a score of at least 0.5."""
-
-    trainer: TrainingRun
-
-    def __init__(self, teacher: MeanTeacher, *, period: int) -> None:
-        """``period`` is the number of iterations between two values in the log."""
-        self._teacher = teacher
-        self._period = period
-
-    def after_step(self) -> None:
-        if (self.trainer.iter + 1) % self._period:
-            return
-        if (count := self._teacher.count_boxes()) is not None:
-            self.trainer.storage.put_scalar("pseudo_boxes", count, smoothing_hint=False)
 
 
 class SemiSupervisedEvalHook(EvalHook):

@@ -8,8 +8,6 @@ loaded and copied during the current step, and losses are read during the backwa
 """
 
 import contextlib
-import functools
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -17,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer
 from detectron2.structures import Instances
 from detectron2.utils import comm
@@ -27,9 +24,9 @@ from torch.jit import optimized_execution  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from qbheat_det.core.environment import supports_bfloat16
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import STEP, seed_place
+from qbheat_det.core.text import join_first
 from qbheat_det.data import cut
 from qbheat_det.modeling.contracts import (
     BatchedInputs,
@@ -38,10 +35,6 @@ from qbheat_det.modeling.contracts import (
     get_metrics,
 )
 
-from .failure import explain_failure
-
-logger = logging.getLogger(__name__)
-PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _CUDA = 3  # appended to the seed, so that GPU and CPU draw different numbers
 
 
@@ -116,12 +109,12 @@ class StepTrainer(SimpleTrainer):
         # The loss is summed over micro-batches and averaged over processes.
         for index, batch in enumerate(batches):
             with self._average_gradients(index == len(batches) - 1):
-                losses = self._compute_losses(self.model, batch, normalizers)
+                losses = self._compute_losses(batch, normalizers)
                 if (weight := self._loss_weight(batch)) != 1:
                     losses = {name: loss * weight for name, loss in losses.items()}
                 reading = LossReading(losses, asked_to_stop=self.asked_to_stop)
                 self.grad_scaler.scale(torch.stack(list(losses.values())).sum()).backward()
-                self._check(reading, batches[: index + 1], normalizers, logged)
+                self._check(reading, batch, logged)
         self.grad_scaler.step(self.optimizer)  # unscales first, so clipping sees true gradients
         self.grad_scaler.update()
         if isinstance(self._bare, SupportsAfterStep):
@@ -146,7 +139,7 @@ class StepTrainer(SimpleTrainer):
         self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
 
     def _compute_losses(
-        self, model: nn.Module, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
+        self, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
     ) -> dict[str, Tensor]:
         """Returns the training losses of a micro-batch by name."""
         autocast = torch.autocast(
@@ -155,7 +148,7 @@ class StepTrainer(SimpleTrainer):
         # Detectron2's focal loss uses TorchScript, which compiles a function after two calls and
         # then rounds differently. A resumed run would not be bit-identical.
         with autocast, optimized_execution(False):
-            losses = model(batch, *normalizers)
+            losses = self.model(batch, *normalizers)
         return {"loss": losses} if isinstance(losses, Tensor) else dict(losses)
 
     def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
@@ -175,11 +168,7 @@ class StepTrainer(SimpleTrainer):
         return len(batch) * comm.get_world_size() / self.batch_size
 
     def _check(
-        self,
-        reading: "LossReading",
-        batches: list[BatchedInputs],
-        normalizers: tuple[Tensor, ...],
-        logged: dict[str, float],
+        self, reading: "LossReading", batch: BatchedInputs, logged: dict[str, float]
     ) -> None:
         """Adds the losses to ``logged``; raises if one is not finite on at least one process."""
         here, everywhere = reading.values()
@@ -188,9 +177,15 @@ class StepTrainer(SimpleTrainer):
             for name, value in everywhere.items():
                 logged[name] = logged.get(name, 0.0) + value
             return
-        seed_step(self.seed, self.iter, comm.get_rank())
-        run = functools.partial(self._compute_losses, self._bare, normalizers=normalizers)
-        raise explain_failure(self._bare, here, batches, run, iteration=self.iter)
+        bad = [f"{name} {value}" for name, value in here.items() if not math.isfinite(value)]
+        files = [str(entry["file_name"]) for entry in batch if "file_name" in entry]
+        images = f"; images: {join_first(files, limit=8)}" if files else ""
+        own = f"{join_first(bad)} on process {comm.get_rank()}{images}" if bad else ""
+        message = next(filter(None, comm.all_gather(own)))
+        raise UserError(
+            f"a loss is not finite at iteration {self.iter} ({message}): try a lower "
+            "SOLVER.BASE_LR or SOLVER.CLIP_GRADIENTS.ENABLED True"
+        )
 
     def _average_gradients(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         if is_last or not isinstance(self.model, DistributedDataParallel):
@@ -319,18 +314,3 @@ def seed_step(seed: int, iteration: int, rank: int) -> None:
     if torch.cuda.is_available():
         sequence = np.random.SeedSequence((seed, STEP, iteration, rank, _CUDA))
         torch.cuda.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-
-
-def choose_precision(cfg: CfgNode) -> torch.dtype | None:
-    """Returns the autocast dtype that ``SOLVER.AMP`` names; None for float32.
-
-    That is the case if AMP is disabled, or on a processor that only emulates bfloat16, where a step
-    would take ten times as long.
-    """
-    if not cfg.SOLVER.AMP.ENABLED:
-        return None
-    device = torch.device(cfg.MODEL.DEVICE)
-    if device.type == "cpu" and not supports_bfloat16(device):
-        logger.warning("SOLVER.AMP: training in float32, as this processor has no bfloat16")
-        return None
-    return PRECISIONS[cfg.SOLVER.AMP.PRECISION]

@@ -43,7 +43,6 @@ from qbheat_det.solver import (
     resolve_schedule,
 )
 
-from .block_modes import apply_step_keys
 from .evaluation import (
     Evaluation,
     NeighbourScorer,
@@ -56,14 +55,16 @@ from .hooks import (
     PeriodicCheckpointer,
     SkippedImages,
     build_average,
+    keep_memory,
 )
 from .interruption import StopSignals, YieldToNewerStart
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model
-from .mean_teacher import MeanTeacher, build_eval_hooks
-from .monitors import build_token_monitor, build_visualization_hook
+from .mean_teacher import MeanTeacher, SemiSupervisedEvalHook
+from .precision import choose_precision, run_depthwise_in_float32
 from .resume import check_same_config, check_same_images, warn_of_weights
-from .step import StepTrainer, choose_precision
+from .step import StepTrainer
+from .visualization import build_visualization_hook
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -92,10 +93,11 @@ class Trainer(DefaultTrainer):
         logger.info(describe_model(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
-        kept_memory = apply_step_keys(self.cfg, self.bare_model)
+        precision = choose_precision(self.cfg)
+        if precision and self.cfg.MODEL.DEVICE == "cpu":
+            run_depthwise_in_float32(self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._average = build_average(self.cfg, self.bare_model)
-        precision = choose_precision(self.cfg)
         self._mean_teacher = None
         if self._average and self.cfg.DATASETS.UNLABELLED:
             self._mean_teacher = MeanTeacher(self._average.module, precision=precision)
@@ -125,7 +127,7 @@ class Trainer(DefaultTrainer):
         build_loader = (self.cached_features or self.teacher or self).build_test_loader
         self._evaluation = Evaluation(self.cfg, build_loader)
         self._last_eval_results: dict[str, Any] = {}
-        self.register_hooks([*self.build_hooks(), kept_memory])
+        self.register_hooks(self.build_hooks())
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -200,18 +202,25 @@ class Trainer(DefaultTrainer):
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            build_token_monitor(cfg, self.bare_model) if main else None,
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
             build_visualization_hook(cfg, self.bare_model),
             YieldToNewerStart() if main else None,
-            *build_eval_hooks(cfg, self._mean_teacher, burn_in=self.data_loader.burn_in),
+            self._build_eval_hook(),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
             SkippedImages(period=cfg.SOLVER.CHECKPOINT_PERIOD),
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
             ),
+            keep_memory(cfg),
             StopSignals(),
         ]
+
+    def _build_eval_hook(self) -> EvalHook:
+        period, metric = self.cfg.TEST.EVAL_PERIOD, self.cfg.TEST.BEST_METRIC
+        if not self._mean_teacher:
+            return EvalHook(period=period, best_metric=metric)
+        burn_in = self.data_loader.burn_in
+        return SemiSupervisedEvalHook(burn_in=burn_in, period=period, best_metric=metric)
 
     def _update_average(self, trainer: TrainerBase) -> None:
         assert self._average is not None

@@ -14,11 +14,8 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from qbheat_det.config import get_cfg
-from qbheat_det.core import environment
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import step as step_module
-from qbheat_det.engine.step import BatchSource, StepTrainer, choose_precision, seed_step
+from qbheat_det.engine.step import BatchSource, StepTrainer, seed_step
 
 Batch = list[dict[str, Any]]
 
@@ -87,23 +84,6 @@ def test_parts_of_a_batch_give_the_gradients_and_losses_of_the_whole(
     names = {name for name in expected if "loss" in name}
     assert names >= {"total_loss"}
     torch.testing.assert_close({n: found[n] for n in names}, {n: expected[n] for n in names})
-
-
-@pytest.mark.parametrize(
-    ("flags", "dtype"), [({"avx2"}, None), ({"avx2", "amx_bf16"}, torch.float16)]
-)
-def test_a_processor_that_emulates_half_precision_trains_in_float32(
-    flags: set[str],
-    dtype: torch.dtype | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(environment, "read_cpu_flags", lambda: flags)
-    cfg = get_cfg()
-    cfg.merge_from_list(["MODEL.DEVICE", "cpu", "SOLVER.AMP.ENABLED", True])
-    with caplog.at_level("WARNING", logger=step_module.__name__):
-        assert choose_precision(cfg) == dtype
-    assert ("SOLVER.AMP" in caplog.text) == (dtype is None)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])

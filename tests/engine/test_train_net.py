@@ -252,7 +252,6 @@ def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged
         ("SOLVER.ACCUMULATE", "3"),
         ("SOLVER.LOG_PERIOD", "0"),
         ("TEST.KNN.K", "0"),
-        ("VIS.SHARE", "1.5"),
         ("VIS.NUM_IMAGES", "0"),
         ("SOLVER.IMS_PER_BATCH", "0"),
         ("MODEL.RETINANET.NUM_CLASSES", "9"),
