@@ -249,7 +249,6 @@ def _prepare(folder: Path) -> None:
 
 
 def _run(blocks: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("supervision")
     _prepare(folder)
     monkeypatch.chdir(folder)
     code = "\n".join(blocks)

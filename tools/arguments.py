@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
 # On busy machines, waiting threads should sleep: spinning took 30 times as long. On idle cores,
 # spinning is faster, up to twice as fast (docs/performance.md).
@@ -29,29 +29,12 @@ def hide_foreign_warnings() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-_ELSEWHERE = {  # flags of other libraries
-    "conf": "--threshold", "source": "--images", "imgsz": "--image-size", "model": "--weights",
-    "project": "--output", "name": "--output", "epoch": "--epochs", "batch-size": "--batch",
-}  # fmt: skip
-
-
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, whose errors name our flag for that of another library."""
+    """A parser without abbreviations, whose help keeps the lines of its epilog."""
 
     def __init__(self, **options: Any) -> None:
         layout = argparse.RawDescriptionHelpFormatter
         super().__init__(formatter_class=layout, allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the usage and the message, and exits with code 2."""
-        for word in sys.argv[1:]:
-            name = word.split("=")[0]
-            ours = _ELSEWHERE.get(name.lstrip("-"), name)
-            known = self._option_string_actions
-            is_flag = word.startswith("--") or "=" in word  # and not a file of that name
-            if is_flag and name not in known and ours in known:
-                message += f"; use {ours} for {name}"
-        super().error(message)
 
 
 def make_parser(doc: str | None) -> Parser:

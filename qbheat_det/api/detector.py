@@ -25,33 +25,10 @@ from qbheat_det.inference.predict import (
 )
 from qbheat_det.inference.results import Detections
 
-from .encoder import Trained, names_mistakes
+from .encoder import Trained
 
 if TYPE_CHECKING:
     from qbheat_det.analysis.run import Run
-
-_PREDICT_MISTAKES = {
-    "conf": "threshold",
-    "confidence": "threshold",
-    "score_threshold": "threshold",
-    "source": "images",
-    "batch": "batch_size",
-    "imgsz": "overrides of INPUT.MIN_SIZE_TEST in qbheat predict",
-    "iou": "overrides of the model's NMS_THRESH_TEST in qbheat predict",
-    "device": "load(weights, device=…)",
-    "save": "Detections.save",
-    "stream": "Detector.stream",
-}
-_TRAIN_MISTAKES = {
-    "batch": 'overrides={"SOLVER.IMS_PER_BATCH": …}',
-    "batch_size": 'overrides={"SOLVER.IMS_PER_BATCH": …}',
-    "imgsz": 'overrides={"INPUT.MIN_SIZE_TRAIN": (…,)}',
-    "lr": 'overrides={"SOLVER.BASE_LR": …}',
-    "lr0": 'overrides={"SOLVER.BASE_LR": …}',
-    "project": "output",
-    "name": "output",
-    "device": "load(weights, device=…)",
-}
 
 
 class Detector(Trained):
@@ -98,7 +75,6 @@ class Detector(Trained):
         tile: int | None = ...,
     ) -> list[Detections]: ...
 
-    @names_mistakes(_PREDICT_MISTAKES)
     def predict(
         self, images: Any, *, threshold: float = 0.3, batch_size: int = 8, tile: int | None = None
     ) -> Any:
@@ -106,8 +82,8 @@ class Detector(Trained):
 
         Args:
             images: one image, a list of images, a folder, a glob pattern such as "photos/*.jpg", or
-                a video. An image is a file, a URL, a PIL image, an RGB array (H, W, 3) of uint8, or
-                an RGB tensor (3, H, W) of uint8 or of floats in [0, 1].
+                a video. An image is a file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB
+                tensor (3, H, W) of uint8 or of floats in [0, 1].
             threshold: boxes with a lower score are left out, in [0, 1].
             batch_size: number of images that the model processes together.
             tile: side of overlapping square tiles in pixels. If set, the detector also predicts on
@@ -175,7 +151,6 @@ class Detector(Trained):
         )
         return Detector(predictor, self.cfg)
 
-    @names_mistakes({"device": "load(weights, device=…)", "source": "data"})
     def evaluate(
         self, data: str | Path, *, images: str | Path = "", tile: int | None = None
     ) -> dict[str, float]:
@@ -206,7 +181,6 @@ class Detector(Trained):
             )
             return evaluate(build_config(flags))["bbox"]
 
-    @names_mistakes(_TRAIN_MISTAKES)
     def train(
         self,
         data: str | Path,

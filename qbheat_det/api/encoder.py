@@ -1,10 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``Encoder``, and the base class that it shares with ``Detector``."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,36 +12,13 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import DeployedModel
-from qbheat_det.inference.encoder import encode
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import Image, Picture, is_video, open_images
+from qbheat_det.inference.predict import encode
 from qbheat_det.model_zoo.hub import push_to_hub, save_pretrained
 
 if TYPE_CHECKING:
     from qbheat_det.export import ExportReport
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a method to raise a helpful ``TypeError`` for keywords of other libraries.
-
-    ``right`` maps each wrong keyword to the right one.
-    """
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(method)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            if wrong := next((name for name in kwargs if name in right), None):
-                raise TypeError(
-                    f"{method.__name__}() has no argument '{wrong}': use {right[wrong]}"
-                )
-            return method(*args, **kwargs)
-
-        return checked
-
-    return decorate
 
 
 class Trained:
@@ -75,7 +51,6 @@ class Trained:
         parts += ["deployed"] * isinstance(self.model, DeployedModel)
         return f"{type(self).__name__}({', '.join([*parts, repr(self.weights)])})"
 
-    @names_mistakes({"format": "the suffix of output: .onnx", "imgsz": "image_size"})
     def export(
         self,
         output: str | Path,
@@ -173,7 +148,6 @@ class Encoder(Trained):
         outputs = self._exported(np.stack(pictures)[..., ::step])
         return {name: torch.from_numpy(value) for name, value in outputs.items()}
 
-    @names_mistakes({"source": "images", "batch": "a list of images"})
     def embed(self, images: Picture | Sequence[Picture]) -> Tensor:
         """Returns one vector per image (N, D), which is the mean of the coarsest feature map.
 

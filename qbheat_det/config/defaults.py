@@ -264,9 +264,10 @@ _KEYS: dict[str, dict[str, Any]] = {
         "TOKEN_MULTIPLIER": 1.0,
         # Layer-wise decay of the learning rate, from the head down through the backbone.
         "LAYER_DECAY": 1.0,
-        # Config of a first stage, such as a head on cached features of the frozen encoder. It
-        # trains in OUTPUT_DIR/first_stage, and the run starts from its weights. A command that
-        # sets MODEL.WEIGHTS or freezes the backbone leaves it out.
+        # Config of a first stage, such as a head on cached features of the frozen encoder: a path
+        # relative to the file that sets this key, or the name of a shipped config. It trains in
+        # OUTPUT_DIR/first_stage, and the run starts from its weights. A command that sets
+        # MODEL.WEIGHTS or freezes the backbone leaves it out.
         "FIRST_STAGE": "",
         # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
         # total number of images per optimizer step.

@@ -240,7 +240,11 @@ def _read_layers(
     layers = []
     for name in bases:
         layers += _read_layers(path.parent / os.path.expanduser(name), (*children, absolute))
-    return [*layers, (str(path), dict(list_leaves(content)))]
+    values = dict(list_leaves(content))
+    if first := values.get("SOLVER.FIRST_STAGE"):  # beside this file, or a shipped config
+        beside = absolute.parent / os.path.expanduser(str(first))
+        values["SOLVER.FIRST_STAGE"] = str(beside) if beside.is_file() else first
+    return [*layers, (str(path), values)]
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:

@@ -35,7 +35,7 @@ from qbheat_det.data import (
 )
 
 from .resume import name_last_checkpoint
-from .run_flags import RunFlags, find_job
+from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags, find_job
 
 logger = logging.getLogger(__name__)
 
@@ -197,9 +197,11 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
 
 
 def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
-    """Returns the split of a resumed run, or makes a new one."""
-    file = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
-    if flags.resume and file.is_file():
+    """Returns the split of a resumed run or of the run's first stage, or makes a new one."""
+    folder, first = Path(cfg.OUTPUT_DIR), Path(cfg.OUTPUT_DIR) / FIRST_STAGE_WEIGHTS
+    files = [folder / SPLIT_FILE] if flags.resume else []
+    files += [first.with_name(SPLIT_FILE)] if cfg.MODEL.WEIGHTS == str(first) else []
+    for file in filter(Path.is_file, files):
         return read_split(file)
     split = split_source(source, fraction=cfg.DATASETS.VAL_FRACTION, seed=max(cfg.SEED, 0))
     return {"data": os.path.abspath(str(flags.data)), **split}

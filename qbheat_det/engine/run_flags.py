@@ -5,6 +5,7 @@ import argparse
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from detectron2.config import CfgNode
 
@@ -30,6 +31,8 @@ _KEYS = {
 SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "DETR_CROP_RESIZE",
           "DETR_CROP_RANGE")  # fmt: skip
 _SMALLEST = 32  # pixels of --image-size
+FIRST_STAGE_WEIGHTS = Path("first_stage", "model_final.safetensors")
+"""The result of ``SOLVER.FIRST_STAGE`` in ``OUTPUT_DIR``, from which the second stage starts."""
 WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
 
 

@@ -35,9 +35,9 @@ from .data_sources import use_classes_of_folders, use_data_flags, write_split
 from .evaluation import check_neighbours, scores_neighbours
 from .logs import filter_detectron2_logs, open_log
 from .mean_teacher import use_mean_teacher
-from .precision import PRECISIONS
 from .resume import check_start, name_last_checkpoint
 from .run_flags import RunFlags
+from .step import PRECISIONS
 
 logger = logging.getLogger(__name__)
 _RULES: Rules = {

@@ -8,13 +8,15 @@ loaded and copied during the current step, and losses are read during the backwa
 """
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-import numpy as np
 import torch
+from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer
 from detectron2.structures import Instances
 from detectron2.utils import comm
@@ -24,8 +26,9 @@ from torch.jit import optimized_execution  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from qbheat_det.core.environment import supports_bfloat16
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.seeding import STEP, seed_place
+from qbheat_det.core.seeding import seed_step
 from qbheat_det.core.text import join_first
 from qbheat_det.data import cut
 from qbheat_det.modeling.contracts import (
@@ -35,7 +38,8 @@ from qbheat_det.modeling.contracts import (
     get_metrics,
 )
 
-_CUDA = 3  # appended to the seed, so that GPU and CPU draw different numbers
+PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+logger = logging.getLogger(__name__)
 
 
 class StepTrainer(SimpleTrainer):
@@ -305,12 +309,41 @@ def _move(value: Any, device: torch.device) -> Any:
     return value
 
 
-def seed_step(seed: int, iteration: int, rank: int) -> None:
-    """Seeds Python, NumPy and torch, on the CPU and on this process's GPU, for one step.
+def choose_precision(cfg: CfgNode) -> torch.dtype | None:
+    """Returns the autocast dtype that ``SOLVER.AMP`` names; None for float32.
 
-    Equal arguments give equal dropout, so checkpoints need not store a random state.
+    That is the case if AMP is disabled, or on a processor that only emulates bfloat16, where a step
+    would take ten times as long.
     """
-    seed_place(seed, STEP, iteration, rank)
-    if torch.cuda.is_available():
-        sequence = np.random.SeedSequence((seed, STEP, iteration, rank, _CUDA))
-        torch.cuda.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    if not cfg.SOLVER.AMP.ENABLED:
+        return None
+    device = torch.device(cfg.MODEL.DEVICE)
+    if device.type == "cpu" and not supports_bfloat16(device):
+        logger.warning("SOLVER.AMP: training in float32, as this processor has no bfloat16")
+        return None
+    return PRECISIONS[cfg.SOLVER.AMP.PRECISION]
+
+
+def run_depthwise_in_float32(model: nn.Module) -> None:
+    """Lets slow depthwise convolutions train in float32 under the CPU's autocast, in place.
+
+    With a stride, or a kernel above 3 x 3, oneDNN's backward pass in bfloat16 takes 4 to 10 times
+    as long as in float32. Outputs still have autocast's dtype. Evaluation, copies of the model and
+    parameter names stay the same.
+    """
+    for module in model.modules():
+        if not isinstance(module, nn.Conv2d) or module.groups != module.in_channels:
+            continue
+        if module.groups > 1 and (max(module.stride) > 1 or max(module.kernel_size) > 3):
+            # ``nn.Module.compile`` uses the same attribute. Copies of a module, such as a moving
+            # average, do not have it.
+            module._compiled_call_impl = partial(_call_in_float32, module)
+
+
+def _call_in_float32(module: nn.Module, x: Tensor) -> Tensor:
+    is_half = torch.is_autocast_enabled("cpu") and x.device.type == "cpu"
+    if not (module.training and is_half and torch.is_grad_enabled()):
+        return cast(Tensor, module._call_impl(x))
+    with torch.autocast("cpu", enabled=False):
+        y = cast(Tensor, module._call_impl(x.float()))
+    return y.to(torch.get_autocast_dtype("cpu"))

@@ -57,13 +57,11 @@ from .hooks import (
     build_average,
     keep_memory,
 )
-from .interruption import StopSignals, YieldToNewerStart
 from .launch import distribute
-from .logs import PeriodicWriter, describe_model
+from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, SemiSupervisedEvalHook
-from .precision import choose_precision, run_depthwise_in_float32
-from .resume import check_same_config, check_same_images, warn_of_weights
-from .step import StepTrainer
+from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
+from .step import StepTrainer, choose_precision, run_depthwise_in_float32
 from .visualization import build_visualization_hook
 
 logger = logging.getLogger(__name__)
@@ -160,10 +158,11 @@ class Trainer(DefaultTrainer):
             return
         self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         info = info_of(self.resumed_from)
-        check_same_config(info.config if info else "", self.cfg)
+        before = check_same_config(info.config if info else "", self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
-        self.cfg = with_values(self.cfg, {"SEED": self.seed})
+        weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # that the run started from
+        self.cfg = with_values(self.cfg, {"SEED": self.seed, "MODEL.WEIGHTS": weights})
         self.cfg.freeze()
         self.data_loader.start, self.data_loader.seed = self.start_iter, self.seed
 

@@ -75,6 +75,8 @@ Stored = View | DataError | None
 """A view, or what the mapper returned instead."""
 Mapped = dict[str, Any] | DataError | None
 """An entry of a mapper, or what it returned instead."""
+Encode = Callable[[list[Mapped]], list[Stored]]
+"""Maps entries of a mapper to views, see ``encode_images``."""
 
 
 class AllViews(Dataset[Mapped]):
@@ -261,29 +263,32 @@ def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
 def fill(
     store: FeatureStore,
     views: AllViews,
-    encode: Callable[[list[Mapped]], list[Stored]],
+    encode: Encode,
     *,
     title: str,
     num_workers: int,
-) -> None:
-    """Encodes and writes the missing files of a store. All processes of a run must call it.
+) -> FeatureStore:
+    """Encodes and writes the missing files of a store, and returns it.
+
+    All processes of a run must call this function.
 
     If another run is filling the same store, this function waits until that run finishes or dies.
 
     Args:
         store: the store to fill.
         views: the views to encode, with the same indices as in the store.
-        encode: maps entries of a mapper to views, see ``encode_images``.
-        title: description in progress bars and logs.
+        encode: maps entries of a mapper to views.
+        title: the data set, in progress bars and logs.
         num_workers: number of worker processes that load views.
 
     Raises:
         UserError: the folder is not writable, the disk is too small, or a feature is not finite.
     """
     is_main = comm.is_main_process()
+    logger.info(f"The {title}: cached in '{store.folder}'")
     if not _share_missing(store):
-        return
-    with _build_lock(store, f"{title}: waiting for another run that does it"):
+        return store
+    with _build_lock(store, f"Waiting for another run that encodes the {title}"):
         remove_leftovers(store.folder)
         if store.key and is_main:
             key = json.dumps(store.key, indent=2, sort_keys=True)
@@ -305,7 +310,11 @@ def fill(
         interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
         loaded, total, hidden = iter(loader), len(indices), not (is_main and files)
         with tqdm(
-            desc=title, total=total, unit=" views", mininterval=interval, disable=hidden
+            desc=f"Encoding the {title}",
+            total=total,
+            unit=" views",
+            mininterval=interval,
+            disable=hidden,
         ) as bar:
             for file in files:
                 entries = list(islice(loaded, len(store.views_of(file))))
@@ -314,6 +323,7 @@ def fill(
                 if file == files[0]:  # its size indicates the space of all files
                     store.check_space()
         comm.synchronize()
+    return store
 
 
 def _share_missing(store: FeatureStore) -> list[int]:

@@ -18,7 +18,7 @@ from qbheat_det.core.environment import find_code_version
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import logs
 from qbheat_det.engine.logs import PeriodicWriter, drop_metrics_from
-from qbheat_det.engine.resume import read_run_record, write_run_record
+from qbheat_det.engine.resume import find_duration, record_start
 
 from .conftest import TrainAfresh
 from .tiny_training import forget_runs
@@ -113,22 +113,26 @@ def test_every_start_adds_an_entry_without_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-mine")
+    monkeypatch.setattr(sys, "argv", ["train_net.py", "SEED", "1"])
     cfg = make_config(tmp_path / "new")
-    write_run_record(cfg, command=["train_net.py", "SEED", "1"], seed=1)
-    checkpoint = "model_0000019.pth"
-    write_run_record(cfg, command=["--resume"], resumed_from=checkpoint, processes=2, seed=1)
+    record_start(cfg, seed=1)(60.0)
+    assert find_duration(tmp_path / "new") == 60
+    stop = record_start(cfg, resumed_from="model_0000019.pth", seed=1)
+    assert find_duration(tmp_path / "new") is None  # the start may have been killed
+    stop(5.04)
+    first_stage = make_config(tmp_path / "new" / "first_stage")
+    record_start(first_stage)(10.0)
+    assert find_duration(tmp_path / "new") == 75
     text = (tmp_path / "new" / "run.json").read_text()
     assert "a-secret-of-mine" not in text
     first, second = json.loads(text)
     assert first["command"] == ["train_net.py", "SEED", "1"]
-    assert first["resumed_from"] is None
-    assert second["resumed_from"] == checkpoint
-    assert (second["processes"], second["seed"], second["device"]) == (2, 1, "cpu")
+    assert (first["resumed_from"], second["resumed_from"]) == (None, "model_0000019.pth")
+    assert (second["processes"], second["seed"], second["device"]) == (1, 1, "cpu")
     assert first["started"].endswith("+00:00")
     names = {"python", "torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy"}
     assert set(first["versions"]) == names
     assert first["versions"]["torch"].startswith("2.")
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", '[{"sta'])
@@ -136,9 +140,8 @@ def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(content)
     with pytest.raises(UserError, match=r"run\.json"):
-        write_run_record(make_config(tmp_path), command=[])
+        record_start(make_config(tmp_path))
     assert path.read_text() == content
-    assert read_run_record(tmp_path / "missing.json") == []
 
 
 def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(

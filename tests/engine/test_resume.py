@@ -18,11 +18,11 @@ from qbheat_det.checkpoint import ExactCheckpointer, WeightsInfo, read_weights, 
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, Trainer, build_config
+from qbheat_det.engine.logs import warn_of_weights
 from qbheat_det.engine.resume import (
     check_same_config,
     check_same_images,
     check_start,
-    warn_of_weights,
 )
 from qbheat_det.engine.step import StepTrainer
 from qbheat_det.modeling.contracts import train_only_modules

@@ -12,7 +12,7 @@ from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import RunFlags
-from qbheat_det.engine.stages import find_first_stage
+from qbheat_det.engine.plan import find_first_stage
 from tests.tool_modules import load_tool
 
 from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state

@@ -189,8 +189,8 @@ def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_
     Trainer(cfg).train()
     files = [path.stat().st_size for path in cache.rglob("*.safetensors")]
     # The fewer views there are in a file, the more weighs what it has besides.
-    assert report.needs["Cache"][0] == pytest.approx(sum(files), rel=0.3)
-    assert dry_run(cfg, Trainer).needs["Cache"][0] == 0
+    assert report.disks["Cache"][0] == pytest.approx(sum(files), rel=0.3)
+    assert dry_run(cfg, Trainer).disks["Cache"][0] == 0
 
 
 def test_a_teacher_without_weights_is_the_same_in_every_run(folder: Path, tmp_path: Path) -> None:

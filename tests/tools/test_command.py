@@ -40,7 +40,7 @@ def test_help_names_every_command_and_each_has_its_tool() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--weights w --images x --conf 0.5", "use --threshold for --conf"),
+        ("--weights w --images x --conf 0.5", "--conf"),
         ("--weights w --source x", "use --images for --source"),
         ("--weights w source=x", "use --images for source"),
     ],
