@@ -155,13 +155,3 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="the same as --images, for --val; or validation images for pre-training",
     )
     return group
-
-
-def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the nearest-neighbour score."""
-    group = parser.add_argument_group("nearest neighbours: a score of the backbone")
-    group.add_argument("--knn-train-folder", metavar="DIR", help="class folders whose images vote")
-    group.add_argument("--knn-val-folder", metavar="DIR", help="class folders to classify")
-    group.add_argument(
-        "--knn", action="store_true", help="use the training images and the validation images"
-    )

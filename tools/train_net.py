@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import (
     Parser,
     add_data_flags,
-    add_neighbour_flags,
     add_training_flags,
     check_inputs,
     hide_foreign_warnings,
@@ -60,7 +59,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder of images without labels (and its subfolders), from which a RetinaNet or FCOS "
         "learns in addition to --data; repeatable",
     )
-    add_neighbour_flags(parser)
     group = parser.add_argument_group("checks and recovery")
     group.add_argument(
         "--dry-run",

@@ -301,16 +301,12 @@ _KEYS: dict[str, dict[str, Any]] = {
         # begins with "loss".
         "BEST_METRIC": "bbox/AP",
     },
-    "TEST.KNN": {  # nearest-neighbour score, which needs no training
-        # Image sets with labels, such as "imagenet_train": images of TRAIN vote on the classes of
-        # those in VAL. Empty: no score.
-        "TRAIN": (),
-        "VAL": (),
+    "TEST.KNN": {  # kNN accuracy of qbheat probe
         "K": 20,  # number of neighbors that vote
         "TEMPERATURE": 0.07,  # the weight of a vote is exp(cosine similarity / temperature)
     },
     "VIS": {  # figures of pre-training in OUTPUT_DIR/visualizations and TensorBoard
-        "ENABLED": True,  # does not affect TEST.KNN
+        "ENABLED": True,
         # Iterations between drawings, besides the first and last step; 0: a tenth of the run.
         "PERIOD": 0,
         "EPOCHS": 0.0,  # if not 0, determines VIS.PERIOD

@@ -52,6 +52,8 @@ _RETIRED: dict[str, object] = {
     "SOLVER.LOG_TOKENS": True,
     "SOLVER.WANDB_PROJECT": "",
     "TEST.COCO_EVAL_LIBRARY": "auto",
+    "TEST.KNN.TRAIN": [],
+    "TEST.KNN.VAL": [],
     "VIS.SHARE": 0.01,
 }
 TIMM_PREFIX = "timm:"

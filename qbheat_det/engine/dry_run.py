@@ -105,8 +105,6 @@ def dry_run(
         values = {
             "OUTPUT_DIR": str(folder),
             "DATASETS.TEST": names,
-            "TEST.KNN.TRAIN": (),
-            "TEST.KNN.VAL": (),  # the score would take as long as in the whole run
             "MODEL.SEMI.BURN_IN": 0.0,
         }
         trainer = build_trainer(with_values(cfg, values))

@@ -183,7 +183,7 @@ def record_start(
     commit, dirty = find_code_version()
     if device.startswith("cuda") and torch.cuda.is_available():
         device = f"{device} ({torch.cuda.get_device_name()})"
-    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL)
+    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
     sources = {name: MetadataCatalog.get(name).get("source") for name in names}
     earlier = read_run_record(path)
     start = {

@@ -57,8 +57,6 @@ class RunFlags:
         val_images: the same as ``images``, for ``val``.
         unlabelled: one or several folders of images without labels, from which a detector learns
             in addition to ``data``.
-        knn_train_folder, knn_val_folder: class folders for a nearest-neighbour score.
-        knn: compute the nearest-neighbour score on the images of ``data`` and ``val``.
         weights: ``MODEL.WEIGHTS``; any name that ``find_weights`` accepts.
         output, device, epochs: ``OUTPUT_DIR``, ``MODEL.DEVICE`` and ``SOLVER.EPOCHS``.
         resume: continue the run in ``output``.
@@ -79,9 +77,6 @@ class RunFlags:
     val: str | None = None
     val_images: str | Sequence[str] = ()
     unlabelled: str | Sequence[str] = ()
-    knn_train_folder: str | None = None
-    knn_val_folder: str | None = None
-    knn: bool = False
     weights: str = ""
     output: str = ""
     resume: bool = False

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
-from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 from torch import nn
 
@@ -45,10 +44,8 @@ from qbheat_det.solver import (
 
 from .evaluation import (
     Evaluation,
-    NeighbourScorer,
     TestLoader,
     build_test_loader,
-    scores_neighbours,
 )
 from .hooks import (
     EvalHook,
@@ -308,7 +305,7 @@ def evaluate(
         cfg: resolved config.
         resume: evaluate the last checkpoint in ``OUTPUT_DIR``.
         prepare: called with the model in eval mode; returns the model to evaluate, for example its
-            deployed form. The nearest-neighbour score always uses the original model.
+            deployed form.
 
     Returns:
         Results by task.
@@ -326,8 +323,4 @@ def evaluate(
     checkpointer.load(path, checkpointables=[])
     source = TeacherFeatures(cfg) if needs_teacher(model) else Trainer
     evaluation = Evaluation(cfg, source.build_test_loader)
-    results = evaluation(prepare(model) if prepare else model)
-    if scores_neighbours(cfg) and comm.is_main_process():
-        results = {**results, "knn": NeighbourScorer(cfg, model)(model)}
-        print_csv_format({"knn": results["knn"]})
-    return results
+    return evaluation(prepare(model) if prepare else model)

@@ -23,7 +23,6 @@ from qbheat_det.core.seeding import undisturbed
 from qbheat_det.modeling.contracts import PretrainingObjective
 
 from .data_sources import load_fixed_images
-from .evaluation import NeighbourScorer, scores_neighbours
 from .hooks import TrainingRun, is_due
 
 logger = logging.getLogger(__name__)
@@ -90,16 +89,12 @@ class VisualizationHook(HookBase):
 
 
 def build_visualization_hook(cfg: CfgNode, model: nn.Module) -> VisualizationHook | None:
-    """Returns a hook for figures and the nearest-neighbour score; None if both are disabled.
-
-    Raises:
-        UserError: the config asks for a score, but the model accepts images of several sizes.
-    """
-    figures: dict[str, DrawFigure] = {}
-    if cfg.VIS.ENABLED and isinstance(model, PretrainingObjective):
-        load_images = cache(partial(load_fixed_images, cfg))
-        for name, draw in TRAINING_FIGURES.items():
-            figures[name] = partial(draw, load_images=load_images, cfg=cfg)
-    if scores_neighbours(cfg):
-        figures["knn"] = NeighbourScorer(cfg, model).draw
-    return VisualizationHook(figures, period=cfg.VIS.PERIOD) if figures else None
+    """Returns a hook for the figures of pre-training, or None if ``VIS.ENABLED`` is off."""
+    if not (cfg.VIS.ENABLED and isinstance(model, PretrainingObjective)):
+        return None
+    load_images = cache(partial(load_fixed_images, cfg))
+    figures = {
+        name: partial(draw, load_images=load_images, cfg=cfg)
+        for name, draw in TRAINING_FIGURES.items()
+    }
+    return VisualizationHook(figures, period=cfg.VIS.PERIOD)

@@ -232,7 +232,6 @@ def check_cacheable(cfg: CfgNode) -> None:
         "MODEL.MASK_ON": "needs masks, which are not cached",
         "MODEL.KEYPOINT_ON": "needs keypoints, which are not cached",
         "MODEL.LOAD_PROPOSALS": "needs proposals, which are not cached",
-        "TEST.KNN.TRAIN": "scores an encoder that stays frozen",
         "VIS_PERIOD": "draws training images, which are not loaded",
     }
     if cfg.MODEL.META_ARCHITECTURE == "ImageClassifier":

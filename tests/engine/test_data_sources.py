@@ -22,7 +22,6 @@ from .tiny_training import CONFIG, parse_run
 
 PRETRAIN = "INPUT.DATASET_MAPPER_NAME pretrain DATALOADER.ASPECT_RATIO_GROUPING False"
 CLASSIFY = get_config_path("objectives/supervised.yaml")
-OTHERS = "TEST.KNN.TRAIN ('custom_knn_train',) TEST.KNN.VAL ('custom_knn_val',)"
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +46,9 @@ def configure(words: str, config: str = CONFIG) -> CfgNode:
 
 
 def test_folders_are_all_that_is_trained_on_and_are_recorded(tmp_path: Path) -> None:
-    older = f"DATASETS.TEST ('custom_val_images',) {OTHERS}"  # sets that another run's flags made
+    older = "DATASETS.TEST ('custom_val_images',)"  # a set that another run's flags made
     cfg = configure(f"--images one --images two {older} {PRETRAIN}")
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_images",), ())
-    assert (cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL) == ((), ())
     assert cfg.MODEL.CLASS_NAMES == []
     assert build_train_stream(cfg).num_images == 5
     folders = [str(tmp_path / name) for name in ("one", "two")]
@@ -79,7 +77,6 @@ BAD_IMAGES = {
     "--images one DATASETS.TRAIN ('a',)": r"DATASETS\.TRAIN",
     "--data images.json --images one --images two": "--images of --data",
     "--val-images one DATASETS.TEST ('a',)": r"DATASETS\.TEST",
-    "--knn-train-folder one": "--knn-val-folder",
     "DATASETS.TRAIN ('imagenet_train',)": "imagenet_train.*DETECTRON2_DATASETS",
     "--data nowhere.json --images one": r"nowhere\.json",
     "--data images.json --images two/2.jpg": r"two/2\.jpg",
@@ -106,21 +103,15 @@ BAD_CLASSES = {
     "--data TRAIN --val images.json --val-images one": r"'images\.json'",
     "--data TRAIN DATASETS.TRAIN ('a',)": r"DATASETS\.TRAIN and --data",
     "--data TRAIN --val VAL MODEL.CLASSIFIER.NUM_CLASSES 9": "NUM_CLASSES is 9",
-    "--data TRAIN --knn DATASETS.VAL_FRACTION 0": "--val",
     "--data TRAIN DATASETS.VAL_FRACTION 1.5": "VAL_FRACTION",
-    "--data TRAIN --val VAL --knn TEST.KNN.TRAIN ('a',)": r"KNN\.TRAIN",
     "--images TRAIN": "--data",
     "": "imagenet_train.*--data",
     "DATASETS.TRAIN ()": "--data",
-    "--data TRAIN --knn INPUT.DATASET_MAPPER_NAME pretrain": "--knn",
 }
 
 BAD_EVALUATIONS = {
     "--eval-only DATASETS.TEST ()": "--val-images",
     "--images one DATASETS.TEST ('qbheat_toy_val',)": "'qbheat_toy_val'",
-    "--images one --knn-train-folder TRAIN --knn-val-folder OTHER": "images of yak",
-    "--images one --knn-train-folder TRAIN --knn-val-folder VAL TEST.KNN.K 0": r"KNN\.K",
-    "--images one TEST.KNN.TRAIN ('qbheat_toy_val_images',)": r"TEST\.KNN\.VAL",
     "--images one --val-images two MODEL.META_ARCHITECTURE MoCo": "MoCo",
 }
 BAD = [

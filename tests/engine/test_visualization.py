@@ -15,12 +15,10 @@ import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable
 from qbheat_det.data import register_image_folders
 from qbheat_det.engine import visualization
-from qbheat_det.engine.visualization import VisualizationHook, build_visualization_hook
+from qbheat_det.engine.visualization import VisualizationHook
 
 from .tiny_pretraining import make_folder, train
 from .tiny_training import losses, state
@@ -98,14 +96,6 @@ def test_figures_go_to_the_folder_the_log_and_tensorboard(tmp_path: Path) -> Non
     ((name, image, _),) = run.storage._vis_data
     assert name == "red/all"
     np.testing.assert_array_equal(image.transpose(1, 2, 0), pixels)
-
-
-def test_a_model_that_cannot_be_scored_is_refused() -> None:
-    assert build_visualization_hook(get_cfg(), nn.Linear(1, 1)) is None
-    cfg = get_cfg()
-    cfg.TEST.KNN.TRAIN = ("any",)
-    with pytest.raises(UserError, match=r"TEST\.KNN"):
-        build_visualization_hook(cfg, nn.Linear(1, 1))
 
 
 def test_a_run_with_figures_has_the_losses_and_weights_of_one_without(
