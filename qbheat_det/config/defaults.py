@@ -305,15 +305,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "K": 20,  # number of neighbors that vote
         "TEMPERATURE": 0.07,  # the weight of a vote is exp(cosine similarity / temperature)
     },
-    "VIS": {  # figures of pre-training in OUTPUT_DIR/visualizations and TensorBoard
-        "ENABLED": True,
-        # Iterations between drawings, besides the first and last step; 0: a tenth of the run.
-        "PERIOD": 0,
-        "EPOCHS": 0.0,  # if not 0, determines VIS.PERIOD
-        # Number of reconstructed images, spread evenly over the first set of DATASETS.TEST, or of
-        # DATASETS.TRAIN if there is no test set.
-        "NUM_IMAGES": 8,
-    },
 }
 
 

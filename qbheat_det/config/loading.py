@@ -35,10 +35,10 @@ EPOCH_KEYS = {
     "SOLVER.WARMUP_EPOCHS": "SOLVER.WARMUP_ITERS",
     "SOLVER.CHECKPOINT_EPOCHS": "SOLVER.CHECKPOINT_PERIOD",
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
-    "VIS.EPOCHS": "VIS.PERIOD",
 }
+_ANY = object()
 # Maps keys of earlier versions, which are in the configs of their weights, to the only value that
-# is still supported.
+# is still supported, or to _ANY if the value does not matter.
 _RETIRED: dict[str, object] = {
     "DATALOADER.CACHE_GB": 20.0,
     "DATALOADER.RETRY_SECONDS": 300.0,
@@ -54,7 +54,9 @@ _RETIRED: dict[str, object] = {
     "TEST.COCO_EVAL_LIBRARY": "auto",
     "TEST.KNN.TRAIN": [],
     "TEST.KNN.VAL": [],
-    "VIS.SHARE": 0.01,
+    **dict.fromkeys(
+        map("VIS.{}".format, ("ENABLED", "PERIOD", "EPOCHS", "SHARE", "NUM_IMAGES")), _ANY
+    ),
 }
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""
@@ -171,7 +173,8 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     ``UserError`` is raised if the key changes the model.
     """
     for key, only in _RETIRED.items():
-        if str(value := values.get(key, only)) != str(only):
+        value = values.get(key, only)
+        if only is not _ANY and str(value) != str(only):
             message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
             if key.startswith("MODEL."):
                 raise UserError(f"{message}: leave the key out, or use --config-file")

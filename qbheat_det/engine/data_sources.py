@@ -1,8 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Registers the data sets given by flags, adds them to the config, and holds out validation images.
-
-``load_fixed_images`` returns the same few images of a data set at every call, for visualization.
-"""
+"""Registers the data sets given by flags, and holds out validation images."""
 
 import json
 import logging
@@ -21,7 +18,6 @@ from qbheat_det.data import (
     SPLIT_FILE,
     DataSource,
     Source,
-    build_mapper,
     check_same_classes,
     forget_annotations,
     list_classes,
@@ -284,21 +280,6 @@ def read_spread(
                 break
             entries.unreadable.append(str(records[end - 1]["file_name"]))
     return entries
-
-
-def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
-    """Returns the same up to ``number`` images at every call, with the inference transforms.
-
-    The images are of the first test set, or of the first training set if there is no test set.
-
-    Raises:
-        UserError: no image can be read.
-    """
-    name = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)[0]
-    images = read_spread(DatasetCatalog.get(name), build_mapper(cfg, is_train=False), number)
-    if not images:
-        raise UserError(f"no image of the data set '{name}' can be read")
-    return list(images)
 
 
 def _spell(flag: str) -> str:

@@ -54,7 +54,6 @@ _RULES: Rules = {
         lambda value: not value,
         "False: use qbheat export --backbone --recalibrate-bn N",
     ),
-    "VIS.NUM_IMAGES": at_least(1),
 }
 
 

@@ -59,7 +59,6 @@ from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, SemiSupervisedEvalHook
 from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
 from .step import StepTrainer, choose_precision, run_depthwise_in_float32
-from .visualization import build_visualization_hook
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -199,7 +198,6 @@ class Trainer(DefaultTrainer):
             hooks.IterationTimer(),
             hooks.LRScheduler(),
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
-            build_visualization_hook(cfg, self.bare_model),
             YieldToNewerStart() if main else None,
             self._build_eval_hook(),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,

@@ -251,7 +251,6 @@ def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged
         ("SOLVER.EMA.DECAY", "1.0"),
         ("SOLVER.ACCUMULATE", "3"),
         ("SOLVER.LOG_PERIOD", "0"),
-        ("VIS.NUM_IMAGES", "0"),
         ("SOLVER.IMS_PER_BATCH", "0"),
         ("MODEL.RETINANET.NUM_CLASSES", "9"),
         ("DATASETS.TRAIN", "('qbheat_toy_train',)"),
