@@ -49,7 +49,7 @@ def test_named_tests_exist() -> None:
 
 
 def test_named_config_keys_exist() -> None:
-    assert len(NAMED_KEYS) > 100
+    assert len(NAMED_KEYS) > 80
     for key in NAMED_KEYS:
         reduce(lambda node, part: node[part], key.split("."), get_cfg())
 

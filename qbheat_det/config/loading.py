@@ -36,9 +36,8 @@ EPOCH_KEYS = {
     "SOLVER.CHECKPOINT_EPOCHS": "SOLVER.CHECKPOINT_PERIOD",
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
 }
-_ANY = object()
 # Maps keys of earlier versions, which are in the configs of their weights, to the only value that
-# is still supported, or to _ANY if the value does not matter.
+# is still supported.
 _RETIRED: dict[str, object] = {
     "DATALOADER.CACHE_GB": 20.0,
     "DATALOADER.RETRY_SECONDS": 300.0,
@@ -54,9 +53,6 @@ _RETIRED: dict[str, object] = {
     "TEST.COCO_EVAL_LIBRARY": "auto",
     "TEST.KNN.TRAIN": [],
     "TEST.KNN.VAL": [],
-    **dict.fromkeys(
-        map("VIS.{}".format, ("ENABLED", "PERIOD", "EPOCHS", "SHARE", "NUM_IMAGES")), _ANY
-    ),
 }
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""
@@ -173,13 +169,13 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     ``UserError`` is raised if the key changes the model.
     """
     for key, only in _RETIRED.items():
-        value = values.get(key, only)
-        if only is not _ANY and str(value) != str(only):
+        if str(value := values.get(key, only)) != str(only):
             message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
             if key.startswith("MODEL."):
                 raise UserError(f"{message}: leave the key out, or use --config-file")
             logger.warning(message)
-    return {key: value for key, value in values.items() if key not in _RETIRED}
+    # The values of VIS, figures during training, do not matter.
+    return {k: v for k, v in values.items() if k not in _RETIRED and not k.startswith("VIS.")}
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:

@@ -31,7 +31,7 @@ from detectron2.utils import comm
 
 from qbheat_det.config import dump_config, load_config
 from qbheat_det.config.loading import read_values, without_retired
-from qbheat_det.core.environment import find_code_version, list_versions
+from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import TrainStream
@@ -179,7 +179,6 @@ def record_start(
         UserError: the file cannot be written, or is not a list of starts.
     """
     path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
-    commit, dirty = find_code_version()
     if device.startswith("cuda") and torch.cuda.is_available():
         device = f"{device} ({torch.cuda.get_device_name()})"
     names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
@@ -190,8 +189,7 @@ def record_start(
         "command": sys.argv,
         "data": {name: source for name, source in sources.items() if source is not None},
         "resumed_from": resumed_from,
-        "commit": commit,
-        "dirty": dirty,
+        "commit": find_commit(),
         "versions": list_versions(),
         "device": device,
         "processes": comm.get_world_size(),

@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 5
 VIEWS_PER_FILE = 32
 _SECONDS_BETWEEN_LINES = 30  # between lines of progress in a log
-_MAX_OPEN = 4096  # open files; Linux limits a process to 65,530 memory maps
 _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
@@ -50,7 +49,6 @@ _DAMAGES = (
     *(OSError, RuntimeError, safetensors.SafetensorError),
     *(ValueError, TypeError, LookupError, AttributeError),
 )
-_OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a writable folder"
 
 
 @dataclass(frozen=True)
@@ -217,10 +215,7 @@ class FeatureStore:
 
     def _open(self, file: int) -> tuple[dict[str, Any], Any]:
         if file not in self._files:
-            found = self._read_header(file)
-            if len(self._files) >= _MAX_OPEN:
-                self._files.pop(next(iter(self._files)))
-            self._files[file] = found
+            self._files[file] = self._read_header(file)
         return self._files[file]
 
     def _read_header(self, file: int) -> tuple[dict[str, Any], Any]:
@@ -242,7 +237,8 @@ def _naming_the_key() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{error}: {_OTHER_FOLDER}") from error
+        advice = "set MODEL.CACHE_FEATURES.FOLDER to a writable folder"
+        raise UserError(f"{error}: {advice}") from error
 
 
 def _hash(values: Tensor) -> int:

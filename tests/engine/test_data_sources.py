@@ -11,10 +11,11 @@ import pytest
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.config import get_config_path
+from qbheat_det.config import get_cfg, get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import RunFlags, build_config, setup
+from qbheat_det.engine.data_sources import _split
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import RECIPE, make_folder
@@ -150,6 +151,20 @@ def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path: Path)
     assert held_out(configure(f"{words} 2", CLASSIFY)) != first
     assert held_out(configure(f"--resume {words} 2", CLASSIFY)) == first
     assert configure(f"{words} 1 DATASETS.VAL_FRACTION 0", CLASSIFY).DATASETS.TEST == ()
+
+
+def test_the_second_stage_holds_out_the_images_of_the_first() -> None:
+    make_classes(Path("MANY"), {"ape": 10, "bee": 5})
+    cfg, flags = get_cfg(), RunFlags(data="MANY")
+    cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = "run", "run/first_stage/model_final.safetensors"
+    source: Any = {"image_folders": ["MANY"], "labelled": True}
+    earlier = {**_split(cfg, flags, source), "data": "before images were added"}
+    file = Path("run/first_stage/split.json")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(earlier))
+    assert _split(cfg, flags, source) == earlier
+    cfg.MODEL.WEIGHTS = "other/first_stage/model_final.safetensors"
+    assert _split(cfg, flags, source) != earlier
 
 
 Spoil = Callable[[Path], object]
