@@ -109,6 +109,17 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="evaluate --weights (with --resume, the last checkpoint in --output), do not train; "
         "result files are written to --output if it is given",
     )
+    _add_process_flags(parser)
+    parser.add_argument(
+        "opts",
+        nargs="*",
+        default=[],
+        metavar="KEY VALUE",
+        help="overrides of the config, such as SOLVER.IMS_PER_BATCH 4",
+    )
+
+
+def _add_process_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-gpus", type=int, default=1, help="number of GPUs *per machine*")
     parser.add_argument("--num-machines", type=int, default=1, help="total number of machines")
     parser.add_argument(
@@ -119,13 +130,6 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--dist-url",
         default=f"tcp://127.0.0.1:{port}",
         help="initialization URL for PyTorch's distributed backend",
-    )
-    parser.add_argument(
-        "opts",
-        nargs="*",
-        default=[],
-        metavar="KEY VALUE",
-        help="overrides of the config, such as SOLVER.IMS_PER_BATCH 4",
     )
 
 

@@ -227,10 +227,9 @@ class Detector(Trained):
             **(overrides or {}),
         }
         opts = [text for key, value in values.items() for text in (key, str(value))]
+        paths = {"data": str(data), "weights": self.weights, "output": str(folder)}
         try:
-            asked = RunFlags(
-                data=str(data), weights=self.weights, output=str(folder), opts=opts, **flags
-            )
+            asked = RunFlags(**paths, opts=opts, **flags)
         except TypeError as error:
             raise UserError(f"Detector.train: {error}") from error
         own = build_config(asked)

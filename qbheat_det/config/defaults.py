@@ -292,8 +292,7 @@ _KEYS: dict[str, dict[str, Any]] = {
     "SOLVER.AMP": {"PRECISION": "float16"},  # or "bfloat16", with SOLVER.AMP.ENABLED
     "SOLVER.EMA": {  # moving average of weights and buffers, which is evaluated and exported
         "ENABLED": False,
-        "DECAY": 0.9998,
-        "WARMUP": True,  # average over fewer steps at the start of training
+        "DECAY": 0.9998,  # the average is over fewer steps at the start of training
     },
     "TEST": {
         "EVAL_EPOCHS": 0.0,  # if not 0, determines TEST.EVAL_PERIOD

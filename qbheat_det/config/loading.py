@@ -48,6 +48,7 @@ _RETIRED: dict[str, object] = {
     "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
     "SOLVER.CHECKPOINT_URL": "",
     "SOLVER.COMPILE": False,
+    "SOLVER.EMA.WARMUP": True,
     "SOLVER.LOG_TOKENS": True,
     "SOLVER.WANDB_PROJECT": "",
     "TEST.COCO_EVAL_LIBRARY": "auto",

@@ -84,7 +84,7 @@ def step_before(run: TrainingRun) -> Iterator[None]:
 def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
     """Returns timm's moving average of a model and its buffers, or None without ``SOLVER.EMA``."""
     keys = cfg.SOLVER.EMA
-    return ModelEmaV3(model, decay=keys.DECAY, use_warmup=keys.WARMUP) if keys.ENABLED else None
+    return ModelEmaV3(model, decay=keys.DECAY, use_warmup=True) if keys.ENABLED else None
 
 
 class EvalHook(HookBase):

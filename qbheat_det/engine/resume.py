@@ -47,8 +47,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _FREE = (
     "CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.CHECK_IMAGES", "DATASETS.TEST",
     "FLOAT32_PRECISION", "MODEL.CACHE_FEATURES.FOLDER", "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*",
-    "MODEL.DEVICE", "MODEL.WEIGHTS", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*",
-    "SOLVER.KEEP_MEMORY", "SOLVER.LOG_*", "TEST.*", "VIS_PERIOD",
+    "MODEL.DEVICE", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY",
+    "SOLVER.LOG_*", "TEST.*", "VIS_PERIOD",
 )  # fmt: skip
 _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
 
@@ -125,6 +125,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     """
     before = without_retired(read_values(saved), "the checkpoint's config")
     now = read_values(dump_config(cfg))
+    now.pop("MODEL.WEIGHTS")  # are not read again
     if cfg.SEED < 0:  # keeps the seed of the run
         now["SEED"] = before.get("SEED", -1)
     changed = {

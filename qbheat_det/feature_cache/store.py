@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -45,10 +45,8 @@ _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
 # Reading a damaged file, or a file of another program, may raise any of these errors.
-_DAMAGES = (
-    *(OSError, RuntimeError, safetensors.SafetensorError),
-    *(ValueError, TypeError, LookupError, AttributeError),
-)
+_DAMAGES = (OSError, RuntimeError, safetensors.SafetensorError, ValueError, TypeError, LookupError,
+            AttributeError)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -257,18 +255,12 @@ def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
 
 
 def fill(
-    store: FeatureStore,
-    views: AllViews,
-    encode: Encode,
-    *,
-    title: str,
-    num_workers: int,
+    store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
 ) -> FeatureStore:
     """Encodes and writes the missing files of a store, and returns it.
 
-    All processes of a run must call this function.
-
-    If another run is filling the same store, this function waits until that run finishes or dies.
+    All processes of a run must call this function. If another run is filling the same store, it
+    waits until that run finishes or dies.
 
     Args:
         store: the store to fill.
@@ -280,46 +272,49 @@ def fill(
     Raises:
         UserError: the folder is not writable, the disk is too small, or a feature is not finite.
     """
-    is_main = comm.is_main_process()
     logger.info(f"The {title}: cached in '{store.folder}'")
     if not _share_missing(store):
         return store
     with _build_lock(store, f"Waiting for another run that encodes the {title}"):
         remove_leftovers(store.folder)
-        if store.key and is_main:
+        if store.key and comm.is_main_process():
             key = json.dumps(store.key, indent=2, sort_keys=True)
             write_atomically(store.folder / "meta.json", key.encode())
         missing = _share_missing(store)
         damaged = [path for path in map(store.path_of, missing) if path.is_file()]
-        if damaged and is_main:
+        if damaged and comm.is_main_process():
             logger.warning(f"'{damaged[0]}' and {len(damaged) - 1} more are damaged: rewritten")
         files = missing[comm.get_rank() :: comm.get_world_size()]
         indices = [index for file in files for index in store.views_of(file)]
-        loader: DataLoader[Any] = DataLoader(
-            views,
-            batch_size=None,
-            sampler=indices,
-            num_workers=num_workers,
-            collate_fn=trivial_batch_collator,
-            generator=torch.Generator(),  # the default draws from the global generator
-        )
-        interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-        loaded, total, hidden = iter(loader), len(indices), not (is_main and files)
-        with tqdm(
-            desc=f"Encoding the {title}",
-            total=total,
-            unit=" views",
-            mininterval=interval,
-            disable=hidden,
-        ) as bar:
-            for file in files:
-                entries = list(islice(loaded, len(store.views_of(file))))
-                store.write(file, encode(entries))
-                bar.update(len(entries))
-                if file == files[0]:  # its size indicates the space of all files
-                    store.check_space()
+        loaded = iter(_load(views, indices, title=title, num_workers=num_workers))
+        for file in files:
+            store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
+            if file == files[0]:  # its size indicates the space of all files
+                store.check_space()
         comm.synchronize()
     return store
+
+
+def _load(
+    views: AllViews, indices: Sequence[int], *, title: str, num_workers: int
+) -> Iterable[Mapped]:
+    """Loads views in worker processes, and shows a progress bar on the main process."""
+    loader: DataLoader[Any] = DataLoader(
+        views,
+        batch_size=None,
+        sampler=indices,
+        num_workers=num_workers,
+        collate_fn=trivial_batch_collator,
+        generator=torch.Generator(),  # the default draws from the global generator
+    )
+    return tqdm(
+        loader,
+        desc=f"Encoding the {title}",
+        total=len(indices),
+        unit=" views",
+        mininterval=0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES,
+        disable=not (comm.is_main_process() and indices),
+    )
 
 
 def _share_missing(store: FeatureStore) -> list[int]:
