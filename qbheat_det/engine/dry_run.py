@@ -181,7 +181,7 @@ class _Rehearsal:
         few = _FewViews(self._folder / store.folder.name, number, dtype=store.dtype)
         few.write(0, encoded)
         missing = sum(len(store.views_of(file)) for file in store.missing())
-        missing = round(missing * (1.0 if store.key["is_train"] else self._test_scale))
+        missing = round(missing * (1.0 if (store.key or {})["is_train"] else self._test_scale))
         seconds = max(loading / num_workers, encoding) if num_workers else loading + encoding
         self.num_views += missing
         self.seconds += seconds * missing / number / comm.get_world_size()

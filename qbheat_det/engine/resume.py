@@ -214,8 +214,8 @@ def _write_run_record(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
 def find_duration(folder: Path) -> float | None:
     """Returns the seconds that a run and its first stage took; None if a start was killed."""
     files = (folder / FIRST_STAGE_WEIGHTS.parent / RUN_FILE, folder / RUN_FILE)
-    seconds = [start.get("seconds") for file in files for start in read_run_record(file)]
-    return None if None in seconds else float(sum(seconds))
+    starts = [start for file in files for start in read_run_record(file)]
+    return sum(s["seconds"] for s in starts) if all("seconds" in s for s in starts) else None
 
 
 def find_launch() -> str:
