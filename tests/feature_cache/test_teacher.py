@@ -178,11 +178,9 @@ def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_
     changes = {
         "MODEL__CACHE_FEATURES__FOLDER": str(cache),
         "MODEL__CACHE_FEATURES__DTYPE": "float16",
-        "SOLVER__AMP__ENABLED": "True",
-        "SOLVER__AMP__PRECISION": "bfloat16",
     }
     cfg = build_config(configure(folder, tmp_path / "run", **changes))
-    report = dry_run(cfg, Trainer)
+    report = dry_run(cfg, Trainer, num_steps=1)
     assert not cache.exists()
     (name,) = (name for name in report.costs if name.startswith("Encoding"))
     assert name == "Encoding of 14 views"  # two of five images, one of four
@@ -190,7 +188,7 @@ def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_
     files = [path.stat().st_size for path in cache.rglob("*.safetensors")]
     # The fewer views there are in a file, the more weighs what it has besides.
     assert report.disks["Cache"][0] == pytest.approx(sum(files), rel=0.3)
-    assert dry_run(cfg, Trainer).disks["Cache"][0] == 0
+    assert dry_run(cfg, Trainer, num_steps=1).disks["Cache"][0] == 0
 
 
 def test_a_teacher_without_weights_is_the_same_in_every_run(folder: Path, tmp_path: Path) -> None:
@@ -233,4 +231,5 @@ def test_a_wrong_key_is_named(
     changes: dict[str, str], key: str, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=key):
-        build(folder, tmp_path, **changes).train()
+        trainer = build(folder, tmp_path, **changes)
+        trainer.teacher.prepare(trainer.data_loader)
