@@ -49,7 +49,7 @@ from qbheat_det.modeling.contracts import (
     keeps_backbone_in_eval,
 )
 
-from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, make_key, open_store
+from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, open_store
 from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View, fill
 
 _KEPT = ("file_name", "image_id", "label", TILE)
@@ -177,7 +177,7 @@ class CachedFeatures:
         """Completes the cache of a data set, and returns the mapper that reads it."""
         cfg = self._cfg
         whole: Any = get_backbone(self._model)
-        key = make_key(
+        store = open_store(
             cfg,
             self._backbone.encoder,
             every,
@@ -186,7 +186,6 @@ class CachedFeatures:
             device=self._device,
             size_divisibility=whole.size_divisibility,
         )
-        store = open_store(cfg, key, len(every))
         encode = functools.partial(
             self._encode, is_train=is_train, is_exact=store.dtype == torch.float32
         )

@@ -29,7 +29,7 @@ from qbheat_det.data import (
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
-from .encoder import check_cache_keys, encode_images, make_key, open_store
+from .encoder import check_cache_keys, encode_images, open_store
 from .store import AllViews, FeatureStore, View, fill
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class TeacherFeatures:
 
     def _make(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
         cfg = self._cfg
-        key = make_key(
+        store = open_store(
             cfg,
             self._teacher.backbone,
             views,
@@ -137,10 +137,9 @@ class TeacherFeatures:
             device=self._teacher.device,
             size_divisibility=1,
         )
-        store = open_store(cfg, key, len(views))
         encode = functools.partial(encode_images, encode=self._teacher)
-        title = f"{title} with the teacher"
         workers = cfg.DATALOADER.NUM_WORKERS
+        title = f"{title} with the teacher"
         return self.fill(store, views, encode, title=title, num_workers=workers)
 
 

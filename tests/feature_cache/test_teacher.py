@@ -231,5 +231,4 @@ def test_a_wrong_key_is_named(
     changes: dict[str, str], key: str, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=key):
-        trainer = build(folder, tmp_path, **changes)
-        trainer.teacher.prepare(trainer.data_loader)
+        build(folder, tmp_path, **changes).train()
