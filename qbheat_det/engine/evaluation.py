@@ -12,6 +12,7 @@ from detectron2.evaluation import DatasetEvaluator, inference_on_dataset, print_
 from detectron2.utils import comm
 from torch import nn
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
@@ -25,7 +26,7 @@ from qbheat_det.data import (
 )
 from qbheat_det.evaluation import build_evaluator
 
-from .logs import track
+from .logs import is_interactive
 
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
@@ -81,7 +82,8 @@ class Evaluation:
                 build_evaluator(self._cfg, name, classifies=classifies),
             )
         loader, evaluator = self._parts[name]
-        images = track(loader, title=f"evaluating on {name}")
+        title, hidden = f"evaluating on {name}", not is_interactive()
+        images = tqdm(loader, desc=title, unit="batch", leave=False, delay=1, disable=hidden)
         results = dict(inference_on_dataset(model, images, evaluator) or {})
         if isinstance(loader, ImageBatches):
             skipped = [error for met in comm.all_gather(loader.skipped) for error in met.values()]

@@ -8,9 +8,9 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.engine import hooks
@@ -33,7 +33,6 @@ from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 from .hooks import TrainingRun
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LOGGERS = ("detectron2", "fvcore", "qbheat_det")
@@ -137,11 +136,6 @@ def _is_not_about_ids(record: logging.LogRecord) -> bool:
 def is_interactive() -> bool:
     """Whether messages go to a terminal or a notebook, where progress bars are drawn."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
-def track(items: Iterable[T], *, title: str, unit: str = "batch") -> Iterable[T]:
-    """Wraps the items in a progress bar, which is drawn if the output is interactive."""
-    return tqdm(items, desc=title, unit=unit, leave=False, delay=1, disable=not is_interactive())
 
 
 def print_results(results: Mapping[str, Any]) -> None:
