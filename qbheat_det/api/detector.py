@@ -227,7 +227,7 @@ class Detector(Trained):
             **(overrides or {}),
         }
         opts = [text for key, value in values.items() for text in (key, str(value))]
-        paths = {"data": str(data), "weights": self.weights, "output": str(folder)}
+        paths: dict[str, Any] = {"data": str(data), "weights": self.weights, "output": str(folder)}
         try:
             asked = RunFlags(**paths, opts=opts, **flags)
         except TypeError as error:

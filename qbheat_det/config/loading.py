@@ -167,7 +167,7 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     """Returns values by dotted key without the keys of earlier versions.
 
     If such a key has a value that is no longer supported, a warning mentions ``source``, or a
-    ``UserError`` is raised if the key changes the model.
+    ``UserError`` is raised if the key changes the model. ``VIS``, figures in training, may be any.
     """
     for key, only in _RETIRED.items():
         if str(value := values.get(key, only)) != str(only):
@@ -175,7 +175,6 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
             if key.startswith("MODEL."):
                 raise UserError(f"{message}: leave the key out, or use --config-file")
             logger.warning(message)
-    # The values of VIS, figures during training, do not matter.
     return {k: v for k, v in values.items() if k not in _RETIRED and not k.startswith("VIS.")}
 
 
@@ -313,8 +312,7 @@ def find_memory_format(cfg: CfgNode) -> torch.memory_format:
     asked = cfg.MODEL.CHANNELS_LAST
     if asked not in (None, True, False):  # yacs accepts any type in place of None
         raise UserError(f"MODEL.CHANNELS_LAST must be True, False or None, but is '{asked}'")
-    on_cpu = torch.device(cfg.MODEL.DEVICE).type == "cpu"
-    innermost = on_cpu if asked is None else asked
+    innermost = torch.device(cfg.MODEL.DEVICE).type == "cpu" if asked is None else asked
     return torch.channels_last if innermost else torch.contiguous_format
 
 
