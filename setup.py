@@ -84,7 +84,6 @@ setup(
             "uvicorn>=0.30",
         ],  # minima not tested
         "app": ["gradio>=6.31,<7", "Pillow<13"],
-        "interop": ["pandas>=2.0", "supervision>=0.25"],  # minima not tested
         "openvino": ["openvino>=2025.2"],  # minimum not tested
         "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
         "dev": [

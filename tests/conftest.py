@@ -40,9 +40,9 @@ def _seeds() -> None:
 @pytest.fixture(autouse=True)
 def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves malloc alone: what trains sets it for a whole process, and tests share one."""
-    from qbheat_det.engine import block_modes
+    from qbheat_det.engine import hooks
 
-    monkeypatch.setattr(block_modes, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(hooks, "keep_freed_memory", lambda: True)
 
 
 @pytest.fixture(autouse=True)

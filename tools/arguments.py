@@ -126,6 +126,17 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="evaluate --weights (with --resume, the last checkpoint in --output), do not train; "
         "result files are written to --output if it is given",
     )
+    _add_process_flags(parser)
+    parser.add_argument(
+        "opts",
+        nargs="*",
+        default=[],
+        metavar="KEY VALUE",
+        help="overrides of the config, such as SOLVER.IMS_PER_BATCH 4",
+    )
+
+
+def _add_process_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-gpus", type=int, default=1, help="number of GPUs *per machine*")
     parser.add_argument("--num-machines", type=int, default=1, help="total number of machines")
     parser.add_argument(
@@ -136,13 +147,6 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "--dist-url",
         default=f"tcp://127.0.0.1:{port}",
         help="initialization URL for PyTorch's distributed backend",
-    )
-    parser.add_argument(
-        "opts",
-        nargs="*",
-        default=[],
-        metavar="KEY VALUE",
-        help="overrides of the config, such as SOLVER.IMS_PER_BATCH 4",
     )
 
 
@@ -172,13 +176,3 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="the same as --images, for --val; or validation images for pre-training",
     )
     return group
-
-
-def add_neighbour_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the nearest-neighbour score."""
-    group = parser.add_argument_group("nearest neighbours: a score of the backbone")
-    group.add_argument("--knn-train-folder", metavar="DIR", help="class folders whose images vote")
-    group.add_argument("--knn-val-folder", metavar="DIR", help="class folders to classify")
-    group.add_argument(
-        "--knn", action="store_true", help="use the training images and the validation images"
-    )

@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import (
     Parser,
     add_data_flags,
-    add_neighbour_flags,
     add_training_flags,
     check_inputs,
     hide_foreign_warnings,
@@ -60,7 +59,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder of images without labels (and its subfolders), from which a RetinaNet or FCOS "
         "learns in addition to --data; repeatable",
     )
-    add_neighbour_flags(parser)
     group = parser.add_argument_group("checks and recovery")
     group.add_argument(
         "--dry-run",
@@ -92,15 +90,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from detectron2.utils import comm
-
     from qbheat_det.core.errors import UserError
-    from qbheat_det.engine import RunFlags, Trainer, build_config, setup
-    from qbheat_det.engine.budget import plan_run
-    from qbheat_det.engine.dry_run import dry_run
-    from qbheat_det.engine.logs import removes_empty_run
+    from qbheat_det.engine import RunFlags, Trainer, build_config
+    from qbheat_det.engine.plan import find_first_stage, plan_run, start_from
     from qbheat_det.engine.resume import decide_to_resume
-    from qbheat_det.engine.stages import find_first_stage, start_from
 
     if args.dry_run and args.eval_only:
         raise UserError("--dry-run rehearses training: leave out --eval-only")
@@ -108,27 +101,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not args.dry_run:
         args.resume = decide_to_resume(args)
     flags, plan = RunFlags.read(args), ""
-    if args.minutes and not args.eval_only:
+    if args.eval_only:
+        return evaluate(build_config(flags), flags)
+    if args.minutes:
         flags, plan = plan_run(flags, build_trainer)
     cfg, stage = build_config(flags), find_first_stage(flags)
     if args.dry_run:
-        reports = [dry_run(build_config(stage), build_trainer)] if stage else []
-        reports.append(dry_run(cfg, build_trainer))
-        if comm.is_main_process():
-            print("\n\n".join([plan, *map(str, reports)]).lstrip())
+        print_forecast([build_config(stage), cfg] if stage else [cfg], build_trainer, plan)
         return {}
     if stage:
-        train_stage(stage, build_config(stage), f"{plan}\nFirst stage of two")
-        flags = start_from(stage, flags)
-        cfg, plan = build_config(flags), "Second stage of two"
-    if args.eval_only:
-        setup(cfg, flags)
-        with removes_empty_run(Path(cfg.OUTPUT_DIR)):
-            return evaluate(cfg, resume=flags.resume)
-    return train_stage(flags, cfg, plan, allow_partial=args.allow_partial)
+        train_stage(build_config(stage), stage, f"{plan}\nFirst stage of two")
+        flags, plan = start_from(stage, flags), "Second stage of two"
+        cfg = build_config(flags)
+    return train_stage(cfg, flags, plan, allow_partial=args.allow_partial)
 
 
-def train_stage(flags: Any, cfg: Any, message: str, **options: Any) -> dict[str, Any]:
+def print_forecast(stages: list[Any], build_trainer: Any, plan: str) -> None:
+    """Prints the plan of ``--minutes``, and the forecast of each stage's config."""
+    from detectron2.utils import comm
+
+    from qbheat_det.engine.dry_run import ADVICE, dry_run
+
+    reports = [str(dry_run(cfg, build_trainer)) for cfg in stages]
+    if comm.is_main_process():
+        print("\n\n".join(filter(None, [plan, *reports, ADVICE])))
+
+
+def train_stage(cfg: Any, flags: Any, message: str, **options: Any) -> dict[str, Any]:
     """Trains one stage of a run, whose log begins with a message."""
     from qbheat_det.api.training import train
     from qbheat_det.engine import setup
@@ -141,11 +140,11 @@ def train_stage(flags: Any, cfg: Any, message: str, **options: Any) -> dict[str,
         return train(cfg, resume=flags.resume, **options)
 
 
-def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
+def evaluate(cfg: Any, flags: Any) -> dict[str, Any]:
     """Evaluates weights; deploys the model first if ``MODEL.DEPLOY.ENABLED``."""
     import qbheat_det.engine
     from qbheat_det.deployment import deploy_by_config
-    from qbheat_det.engine.logs import print_results
+    from qbheat_det.engine.logs import print_results, removes_empty_run
 
     def deploy(model: Any) -> Any:
         deployed = deploy_by_config(model, cfg.MODEL.DEPLOY)
@@ -153,7 +152,9 @@ def evaluate(cfg: Any, *, resume: bool) -> dict[str, Any]:
         return deployed
 
     prepare = deploy if cfg.MODEL.DEPLOY.ENABLED else None
-    results = qbheat_det.engine.evaluate(cfg, resume=resume, prepare=prepare)
+    qbheat_det.engine.setup(cfg, flags)
+    with removes_empty_run(Path(cfg.OUTPUT_DIR)):
+        results = qbheat_det.engine.evaluate(cfg, resume=flags.resume, prepare=prepare)
     if results:  # on the main process
         print_results(results)
     return results

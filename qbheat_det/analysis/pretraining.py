@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The figures "reconstructions" and "correlation", for finished runs and during training.
+"""The figures "reconstructions" and "correlation".
 
 Paper: QB-Heat, arXiv:2211.13228. Reconstructions use the masks of Fig. 2 and 4. Spatial correlation
 is defined in Appendix D and Fig. 12, following "Barlow Twins", arXiv:2103.03230. Here the mean over
@@ -7,14 +7,13 @@ channels is subtracted.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any, cast
 
 import numpy as np
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
 from matplotlib.figure import Figure as Chart
@@ -115,23 +114,6 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
     )
 
 
-@register_figure("reconstructions", training=True)
-def draw_training_reconstructions(
-    model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
-) -> Figure:
-    """Draws reconstructions of ``VIS.NUM_IMAGES`` images from every view."""
-    checked = _require_reconstruction(model)
-    entries = load_images(cfg.VIS.NUM_IMAGES)
-    made = reconstruct_images(checked, entries, pixel_format=cfg.INPUT.FORMAT)
-    return Figure(
-        "reconstructions",
-        "Reconstructions",
-        images={"grid": _draw_grid("", made)},
-        data={"losses": made.losses, "note": made.note},
-        scalars={f"reconstructions/{view}": mean for view, mean in made.mean_losses.items()},
-    )
-
-
 def _require_reconstruction(model: nn.Module) -> ReconstructionModel:
     if not isinstance(model, ReconstructionModel):
         raise NotApplicable(f"{type(model).__name__} has no decoder to pixels")
@@ -211,26 +193,6 @@ def draw_correlation(
     data = {k: asdict(one) for k, one in found.items()}
     text = (*_CORRELATION, note)
     return results.draw("correlation", _TITLE, text, images, table, size=side, runs=data)
-
-
-@register_figure("correlation", training=True)
-def measure_in_training(
-    model: nn.Module, load_images: Callable[[int], Entries], cfg: CfgNode
-) -> Figure:
-    """Measures the spatial correlation of the feature map that the model reads. Draws nothing."""
-    if not isinstance(model, FixedSizeModel):
-        raise NotApplicable(f"{type(model).__name__} has no images of one size")
-    entries = load_images(_NUM_IMAGES)
-    name = model.in_feature
-    encoder, batches = _find_encoder(model), batch_images(model, entries, "correlation")
-    found = [measure_spatial_correlation(encoder(images)[name]) for images in batches]
-    values = torch.cat(found).tolist()
-    return Figure(
-        "correlation",
-        _TITLE,
-        data={"map": name, "images": [e.get("file_name", "") for e in entries], "values": values},
-        scalars={"correlation/mean": fmean(values)},
-    )
 
 
 @plotting.themed

@@ -10,23 +10,22 @@ vectors. Properties that learned and rotated matrices share do not depend on sin
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import cast
 
 import torch
-from detectron2.config import CfgNode
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Chart
-from torch import Tensor, nn
+from torch import Tensor
 
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
-from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
+from qbheat_det.modeling.pretrain import HeatPredictor
 from qbheat_det.modeling.pretrain.qb_heat import LinearModels
 
 from .plotting import COLORS, QUIET, chart_image, start_figure, themed
@@ -222,25 +221,6 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
         _tabulate(rows),
         eigenvalues={label: found[""].eigenvalues for label, found in results.found.items()},
         rows={name: spectrum.summary for name, spectrum in rows.items()},
-    )
-
-
-@register_figure("spectrum", training=True)
-def draw_training_spectrum(
-    model: nn.Module, load_images: Callable[[int], list[dict[str, Any]]], cfg: CfgNode
-) -> Figure:
-    """Draws the spectra of the linear models and of the control during training."""
-    if not isinstance(model, QBHeat):
-        raise NotApplicable(f"{type(model).__name__} has no linear models")
-    models = list_linear_models(model.predictor)
-    learned = describe_models(models)
-    chart = plot_magnitudes(learned, describe_models(rotate_models(models)))
-    return Figure(
-        "spectrum",
-        _TITLE,
-        images={"magnitudes": chart_image(chart, alt="Magnitudes of eigenvalues", format="png")},
-        data={"eigenvalues": learned.eigenvalues, "spectrum": learned.summary},
-        scalars={f"spectrum/{key}": value for key, value in learned.summary.items()},
     )
 
 

@@ -7,10 +7,14 @@ import torch
 
 from qbheat_det.checkpoint import find_weights, load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.inference.encoder import is_encoder, is_timm, open_encoder
 from qbheat_det.inference.exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
 from qbheat_det.inference.files import predict_files
-from qbheat_det.inference.predict import build_detector
+from qbheat_det.inference.predict import (
+    build_detector,
+    is_encoder,
+    is_timm,
+    open_encoder,
+)
 from qbheat_det.inference.results import Detections, save_annotations
 
 from .detector import Detector

@@ -106,8 +106,8 @@ class Detector(Trained):
 
         Args:
             images: one image, a list of images, a folder, a glob pattern such as "photos/*.jpg", or
-                a video. An image is a file, a URL, a PIL image, an RGB array (H, W, 3) of uint8, or
-                an RGB tensor (3, H, W) of uint8 or of floats in [0, 1].
+                a video. An image is a file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB
+                tensor (3, H, W) of uint8 or of floats in [0, 1].
             threshold: boxes with a lower score are left out, in [0, 1].
             batch_size: number of images that the model processes together.
             tile: side of overlapping square tiles in pixels. If set, the detector also predicts on
@@ -253,10 +253,9 @@ class Detector(Trained):
             **(overrides or {}),
         }
         opts = [text for key, value in values.items() for text in (key, str(value))]
+        paths: dict[str, Any] = {"data": str(data), "weights": self.weights, "output": str(folder)}
         try:
-            asked = RunFlags(
-                data=str(data), weights=self.weights, output=str(folder), opts=opts, **flags
-            )
+            asked = RunFlags(**paths, opts=opts, **flags)
         except TypeError as error:
             raise UserError(f"Detector.train: {error}") from error
         own = build_config(asked)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import DeployedModel
-from qbheat_det.inference.encoder import encode
 from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import Image, Picture, is_video, open_images
+from qbheat_det.inference.predict import encode
 
 if TYPE_CHECKING:
     from qbheat_det.export import ExportReport
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,7 +3,6 @@
 
 import logging
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.core.text import format_duration, join_first
-from qbheat_det.engine import Trainer, write_run_record
+from qbheat_det.engine import Trainer, record_start
+from qbheat_det.engine.resume import find_duration
 
 logger = logging.getLogger(__name__)
 _FIGURES = {"detector": ("detections",), "classifier": ("classes",)}
@@ -36,28 +36,22 @@ def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) ->
     load_figures()
     trainer = Trainer(cfg, allow_partial=allow_partial)
     trainer.resume_or_load(resume=resume)
-    if comm.is_main_process():
-        write_run_record(
-            trainer.cfg,
-            command=sys.argv,
-            resumed_from=trainer.resumed_from,
-            processes=comm.get_world_size(),
-            seed=trainer.seed,
-        )
+    if not comm.is_main_process():
+        return trainer.train()
+    add_duration = record_start(trainer.cfg, resumed_from=trainer.resumed_from, seed=trainer.seed)
     start = time.monotonic()
-    results = trainer.train()
-    if comm.is_main_process():
-        seconds = None if trainer.start_iter else time.monotonic() - start
-        logger.info(f"Report: '{write_run_report(trainer.cfg, seconds)}'")
+    try:
+        results = trainer.train()
+    finally:
+        add_duration(time.monotonic() - start)
+    logger.info(f"Report: '{write_run_report(trainer.cfg)}'")
     return results
 
 
-def write_run_report(cfg: CfgNode, seconds: float | None = None) -> Path:
-    """Writes ``report.html`` into the folder of a finished run, and returns its path.
-
-    ``seconds`` is the duration of the training, if known.
-    """
+def write_run_report(cfg: CfgNode) -> Path:
+    """Writes ``report.html`` into the folder of a finished run, and returns its path."""
     folder, model = Path(cfg.OUTPUT_DIR), cfg.MODEL
+    seconds = find_duration(folder)
     page = folder / "report.html"
     run = Run.open(folder, label=folder.resolve().name, device=model.DEVICE)
     names = [*_FIGURES.get(run.kind, ()), "curves"]

@@ -12,9 +12,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # The classes that the model predicts. Training sets both lists from the data.
         "CLASS_NAMES": [],  # contiguous order
         "CATEGORY_IDS": [],  # ids in the annotation file, same order
-        # Store only the inputs of each block for the backward pass. This needs less memory and more
-        # time per step, and does not change gradients.
-        "ACTIVATION_CHECKPOINTING": False,
         # Whether feature maps are channels-last in training. None: on CPUs only.
         "CHANNELS_LAST": None,
     },
@@ -265,14 +262,12 @@ _KEYS: dict[str, dict[str, Any]] = {
         "BACKBONE_MULTIPLIER": 1.0,  # learning rate of the backbone relative to the rest
         # Relative learning rate of Mobile-Former's token path (tokens, mobile_to_former, former).
         "TOKEN_MULTIPLIER": 1.0,
-        # Log the similarity of each block's tokens, across images and within an image, every
-        # SOLVER.LOG_PERIOD.
-        "LOG_TOKENS": True,
         # Layer-wise decay of the learning rate, from the head down through the backbone.
         "LAYER_DECAY": 1.0,
-        # Config of a first stage, such as a head on cached features of the frozen encoder. It
-        # trains in OUTPUT_DIR/first_stage, and the run starts from its weights. A command that
-        # sets MODEL.WEIGHTS or freezes the backbone leaves it out.
+        # Config of a first stage, such as a head on cached features of the frozen encoder: a path
+        # relative to the file that sets this key, or the name of a shipped config. It trains in
+        # OUTPUT_DIR/first_stage, and the run starts from its weights. A command that sets
+        # MODEL.WEIGHTS or freezes the backbone leaves it out.
         "FIRST_STAGE": "",
         # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
         # total number of images per optimizer step.
@@ -297,8 +292,7 @@ _KEYS: dict[str, dict[str, Any]] = {
     "SOLVER.AMP": {"PRECISION": "float16"},  # or "bfloat16", with SOLVER.AMP.ENABLED
     "SOLVER.EMA": {  # moving average of weights and buffers, which is evaluated and exported
         "ENABLED": False,
-        "DECAY": 0.9998,
-        "WARMUP": True,  # average over fewer steps at the start of training
+        "DECAY": 0.9998,  # the average is over fewer steps at the start of training
     },
     "TEST": {
         "EVAL_EPOCHS": 0.0,  # if not 0, determines TEST.EVAL_PERIOD
@@ -306,23 +300,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         # begins with "loss".
         "BEST_METRIC": "bbox/AP",
     },
-    "TEST.KNN": {  # nearest-neighbour score, which needs no training
-        # Image sets with labels, such as "imagenet_train": images of TRAIN vote on the classes of
-        # those in VAL. Empty: no score.
-        "TRAIN": (),
-        "VAL": (),
+    "TEST.KNN": {  # kNN accuracy of qbheat probe
         "K": 20,  # number of neighbors that vote
         "TEMPERATURE": 0.07,  # the weight of a vote is exp(cosine similarity / temperature)
-    },
-    "VIS": {  # figures of pre-training in OUTPUT_DIR/visualizations and TensorBoard
-        "ENABLED": True,  # does not affect TEST.KNN
-        # Iterations between drawings, besides the first and last step; 0: a twentieth of the run.
-        "PERIOD": 0,
-        "EPOCHS": 0.0,  # if not 0, determines VIS.PERIOD
-        "SHARE": 0.01,  # maximum share of the run's time that each figure may take
-        # Number of reconstructed images, spread evenly over the first set of DATASETS.TEST, or of
-        # DATASETS.TRAIN if there is no test set.
-        "NUM_IMAGES": 8,
     },
 }
 

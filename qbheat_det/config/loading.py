@@ -35,7 +35,6 @@ EPOCH_KEYS = {
     "SOLVER.WARMUP_EPOCHS": "SOLVER.WARMUP_ITERS",
     "SOLVER.CHECKPOINT_EPOCHS": "SOLVER.CHECKPOINT_PERIOD",
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
-    "VIS.EPOCHS": "VIS.PERIOD",
 }
 # Maps keys of earlier versions, which are in the configs of their weights, to the only value that
 # is still supported.
@@ -43,13 +42,18 @@ _RETIRED: dict[str, object] = {
     "DATALOADER.CACHE_GB": 20.0,
     "DATALOADER.RETRY_SECONDS": 300.0,
     "DATALOADER.SHUFFLE_SHARDS": 32,
+    "MODEL.ACTIVATION_CHECKPOINTING": False,
     "MODEL.MF_DETR.DEEP_SUPERVISION": True,
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
     "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
     "SOLVER.CHECKPOINT_URL": "",
     "SOLVER.COMPILE": False,
+    "SOLVER.EMA.WARMUP": True,
+    "SOLVER.LOG_TOKENS": True,
     "SOLVER.WANDB_PROJECT": "",
     "TEST.COCO_EVAL_LIBRARY": "auto",
+    "TEST.KNN.TRAIN": [],
+    "TEST.KNN.VAL": [],
 }
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""
@@ -163,7 +167,7 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     """Returns values by dotted key without the keys of earlier versions.
 
     If such a key has a value that is no longer supported, a warning mentions ``source``, or a
-    ``UserError`` is raised if the key changes the model.
+    ``UserError`` is raised if the key changes the model. ``VIS``, figures in training, may be any.
     """
     for key, only in _RETIRED.items():
         if str(value := values.get(key, only)) != str(only):
@@ -171,7 +175,7 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
             if key.startswith("MODEL."):
                 raise UserError(f"{message}: leave the key out, or use --config-file")
             logger.warning(message)
-    return {key: value for key, value in values.items() if key not in _RETIRED}
+    return {k: v for k, v in values.items() if k not in _RETIRED and not k.startswith("VIS.")}
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:
@@ -237,7 +241,11 @@ def _read_layers(
     layers = []
     for name in bases:
         layers += _read_layers(path.parent / os.path.expanduser(name), (*children, absolute))
-    return [*layers, (str(path), dict(list_leaves(content)))]
+    values = dict(list_leaves(content))
+    if first := values.get("SOLVER.FIRST_STAGE"):  # beside this file, or a shipped config
+        beside = absolute.parent / os.path.expanduser(str(first))
+        values["SOLVER.FIRST_STAGE"] = str(beside) if beside.is_file() else first
+    return [*layers, (str(path), values)]
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:
@@ -304,8 +312,7 @@ def find_memory_format(cfg: CfgNode) -> torch.memory_format:
     asked = cfg.MODEL.CHANNELS_LAST
     if asked not in (None, True, False):  # yacs accepts any type in place of None
         raise UserError(f"MODEL.CHANNELS_LAST must be True, False or None, but is '{asked}'")
-    on_cpu = torch.device(cfg.MODEL.DEVICE).type == "cpu"
-    innermost = on_cpu if asked is None else asked
+    innermost = torch.device(cfg.MODEL.DEVICE).type == "cpu" if asked is None else asked
     return torch.channels_last if innermost else torch.contiguous_format
 
 

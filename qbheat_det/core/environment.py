@@ -77,17 +77,11 @@ def list_versions() -> dict[str, str]:
     return versions
 
 
-def find_commit() -> str:
-    """Returns the commit of the code, with ``-dirty`` if there are changes; "" if unknown."""
-    commit, dirty = find_code_version()
-    return f"{commit}{'-dirty' if dirty else ''}" if commit else ""
-
-
 @functools.cache
-def find_code_version(checkout: Path = _CHECKOUT) -> tuple[str | None, bool | None]:
-    """Returns the commit of a checkout, and whether its code has uncommitted changes.
+def find_commit(checkout: Path = _CHECKOUT) -> str:
+    """Returns the commit of a checkout's code, with ``-dirty`` if there are uncommitted changes.
 
-    Both are None for an installed wheel, or if git is not available.
+    Empty for an installed wheel, or if git is not available.
     """
     # In a git hook, GIT_DIR and similar variables may refer to a different repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
@@ -102,9 +96,10 @@ def find_code_version(checkout: Path = _CHECKOUT) -> tuple[str | None, bool | No
 
     try:
         git("ls-files", "--error-unmatch", "qbheat_det/__init__.py")
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", *_CODE))
+        is_dirty = bool(git("status", "--porcelain", "--", *_CODE))
+        return git("rev-parse", "HEAD") + "-dirty" * is_dirty
     except (OSError, subprocess.SubprocessError):
-        return None, None
+        return ""
 
 
 @contextlib.contextmanager

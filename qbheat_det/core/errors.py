@@ -22,11 +22,11 @@ class UserError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a run ends because of a signal; ``code`` is the exit code for that signal."""
+    """Raised when a run ends because of a signal, whose exit code is ``code``."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
-        self.code = 128 + number
+        self.number, self.code = number, 128 + number
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures (images, numbers, explanations), and the registries of functions that draw them.
+"""Figures (images, numbers, explanations), and the registry of functions that draw them.
 
-``qbheat_det.analysis.load_figures()`` fills both registries, so the trainer need not import them.
+``qbheat_det.analysis.load_figures()`` fills the registry.
 """
 
 import json
@@ -73,33 +73,27 @@ class Figure:
 
 FIGURES: dict[str, Callable[..., Figure]] = {}
 """Functions by name; called with runs, ``FigureOptions`` and keyword arguments of the figure."""
-TRAINING_FIGURES: dict[str, Callable[..., Figure]] = {}
-"""Functions by name; may raise ``NotApplicable``. Called without gradients, with the model in eval
-mode, ``load_images(number)`` (returns mapped images, the same at every call), and the config."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Figure])
 
 
-def register_figure(name: str, *, training: bool = False) -> Callable[[_Function], _Function]:
-    """Registers the decorated function in ``FIGURES``, or ``TRAINING_FIGURES`` with ``training``.
-
-    Replaces an earlier function of the same name.
-    """
+def register_figure(name: str) -> Callable[[_Function], _Function]:
+    """Registers the decorated function in ``FIGURES``; replaces an earlier one of the same name."""
 
     def register(function: _Function) -> _Function:
-        (TRAINING_FIGURES if training else FIGURES)[name] = function
+        FIGURES[name] = function
         return function
 
     return register
 
 
-def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path]:
-    """Writes ``<name><suffix>.json`` and ``<name>_<image><suffix>.<svg, jpg or png>``.
+def write_figure(figure: Figure, folder: Path) -> list[Path]:
+    """Writes ``<name>.json`` and ``<name>_<image>.<svg, jpg or png>``.
 
     Also removes images of an earlier figure of that name. Returns the paths, JSON first.
     """
     files = {
-        f"{figure.name}_{name}{suffix}{_SUFFIXES[image.media_type]}": image.content
+        f"{figure.name}_{name}{_SUFFIXES[image.media_type]}": image.content
         for name, image in figure.images.items()
     }
     content: dict[str, Any] = {
@@ -112,7 +106,7 @@ def write_figure(figure: Figure, folder: Path, *, suffix: str = "") -> list[Path
     if figure.table is not None:
         content["table"] = {"header": figure.table.header, "rows": figure.table.rows}
     text = json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False)
-    about = folder / f"{figure.name}{suffix}.json"
+    about = folder / f"{figure.name}.json"
     stale = set(_list_images(about)) - set(files)
     for name, data in {about.name: f"{text}\n".encode(), **files}.items():
         write_atomically(folder / name, data)

@@ -16,6 +16,7 @@ from torch import nn
 
 # Second number of each seed, so that images, steps and fixed views never have equal seeds.
 IMAGE, STEP, VIEW = 1, 2, 3
+_CUDA = 3  # appended to the seed of a step, so that GPU and CPU draw different numbers
 
 
 def seed_place(*place: int) -> None:
@@ -29,6 +30,17 @@ def seed_place(*place: int) -> None:
     np.random.seed(int(words[1]))
     # torch.manual_seed would also seed the GPUs.
     torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
+
+
+def seed_step(seed: int, iteration: int, rank: int) -> None:
+    """Seeds Python, NumPy and torch, on the CPU and on this process's GPU, for one step.
+
+    Equal arguments give equal dropout, so checkpoints need not store a random state.
+    """
+    seed_place(seed, STEP, iteration, rank)
+    if torch.cuda.is_available():
+        sequence = np.random.SeedSequence((seed, STEP, iteration, rank, _CUDA))
+        torch.cuda.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
 
 @contextmanager

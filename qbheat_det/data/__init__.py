@@ -24,7 +24,6 @@ from .datasets.image_folder import (
     load_class_folders,
     load_classes,
     load_image_folders,
-    load_labelled_sets,
     register_image_folders,
 )
 from .datasets.sources import (
@@ -61,7 +60,7 @@ __all__ = [
     "check_image_folder", "check_same_classes", "check_tile", "cut", "describe_source",
     "find_image_errors", "find_kind", "find_record_errors", "fingerprint_records",
     "forget_annotations", "join_messages", "list_classes", "list_tiles", "load_class_folders",
-    "load_classes", "load_image_folders", "load_labelled_sets", "load_test_set", "number_records",
+    "load_classes", "load_image_folders", "load_test_set", "number_records",
     "open_images", "open_source", "origin_of", "prepare_toy_set", "raise_first", "read_annotations",
     "read_split", "register_coco_json", "register_image_folders", "register_source", "split_source",
     "with_classes",

@@ -2,12 +2,11 @@
 """Training, evaluation and prediction on Detectron2's engine."""
 
 from .launch import run_distributed
-from .resume import write_run_record
+from .resume import record_start
 from .run_flags import RunFlags
 from .setup import build_config, setup
 from .trainer import Trainer, evaluate
 
 __all__ = [
-    "RunFlags", "Trainer", "build_config", "evaluate", "run_distributed", "setup",
-    "write_run_record",
+    "RunFlags", "Trainer", "build_config", "evaluate", "record_start", "run_distributed", "setup",
 ]  # fmt: skip

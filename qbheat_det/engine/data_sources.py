@@ -1,8 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Registers the data sets given by flags, adds them to the config, and holds out validation images.
-
-``load_fixed_images`` returns the same few images of a data set at every call, for visualization.
-"""
+"""Registers the data sets given by flags, and holds out validation images."""
 
 import json
 import logging
@@ -21,7 +18,6 @@ from qbheat_det.data import (
     SPLIT_FILE,
     DataSource,
     Source,
-    build_mapper,
     check_same_classes,
     forget_annotations,
     list_classes,
@@ -35,7 +31,7 @@ from qbheat_det.data import (
 )
 
 from .resume import name_last_checkpoint
-from .run_flags import RunFlags, find_job
+from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags, find_job
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +40,6 @@ _MAX_TRIED = 10  # consecutive unreadable images before a position is skipped
 CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
 CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
 CUSTOM_UNLABELLED = "custom_unlabelled"
-CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL = "custom_knn_train", "custom_knn_val"
 LABELLED_TRAIN, LABELLED_VAL = "custom_labelled_train", "custom_labelled_val"
 
 # Names of the training and validation set, by job.
@@ -60,16 +55,8 @@ _KEYS = {
     "val": "DATASETS.TEST",
     "val_images": "DATASETS.TEST",
     "unlabelled": "DATASETS.UNLABELLED",
-    "knn": "TEST.KNN.TRAIN",
-    "knn_train_folder": "TEST.KNN.TRAIN",
-    "knn_val_folder": "TEST.KNN.VAL",
 }
-CUSTOM_SETS = (
-    *(name for pair in _SETS.values() for name in pair),
-    CUSTOM_UNLABELLED,
-    CUSTOM_KNN_TRAIN,
-    CUSTOM_KNN_VAL,
-)
+CUSTOM_SETS = (*(name for pair in _SETS.values() for name in pair), CUSTOM_UNLABELLED)
 
 
 def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
@@ -79,10 +66,9 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
         UserError: flags contradict each other or the config, or the data are invalid.
     """
     # The config of an earlier run may name data sets that only its flags registered. Drop them.
-    data, knn, job = cfg.DATASETS, cfg.TEST.KNN, find_job(cfg)
-    pairs = (data, "TRAIN"), (data, "TEST"), (data, "UNLABELLED"), (knn, "TRAIN"), (knn, "VAL")
-    for node, key in pairs:
-        node[key] = tuple(n for n in node[key] if n not in CUSTOM_SETS or n in DatasetCatalog)
+    data, job = cfg.DATASETS, find_job(cfg)
+    for key in ("TRAIN", "TEST", "UNLABELLED"):
+        data[key] = tuple(n for n in data[key] if n not in CUSTOM_SETS or n in DatasetCatalog)
     _check_flags(flags, job)
     names = dict(zip(("train", "val"), _SETS[job], strict=True))
     forget_annotations()
@@ -105,7 +91,6 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
         folders = list(map(os.path.abspath, flags.unlabelled))
         register_source(CUSTOM_UNLABELLED, {"image_folders": folders, "labelled": False})
         data.UNLABELLED = (CUSTOM_UNLABELLED,)
-    _use_neighbours(cfg, flags, sources)
 
 
 def _register_sources(
@@ -197,9 +182,11 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
 
 
 def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
-    """Returns the split of a resumed run, or makes a new one."""
-    file = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
-    if flags.resume and file.is_file():
+    """Returns the split of a resumed run or of the run's first stage, or makes a new one."""
+    folder, first = Path(cfg.OUTPUT_DIR), Path(cfg.OUTPUT_DIR) / FIRST_STAGE_WEIGHTS
+    files = [folder / SPLIT_FILE] if flags.resume else []
+    files += [first.with_name(SPLIT_FILE)] if cfg.MODEL.WEIGHTS == str(first) else []
+    for file in filter(Path.is_file, files):
         return read_split(file)
     split = split_source(source, fraction=cfg.DATASETS.VAL_FRACTION, seed=max(cfg.SEED, 0))
     return {"data": os.path.abspath(str(flags.data)), **split}
@@ -224,23 +211,6 @@ def _find_held_out(
     return {**whole, "split": {"file": str(file), "part": "val"}}, split
 
 
-def _use_neighbours(cfg: CfgNode, flags: RunFlags, sources: Mapping[str, Source]) -> None:
-    node = cfg.TEST.KNN
-    pairs = (
-        (CUSTOM_KNN_TRAIN, "TRAIN", flags.knn_train_folder),
-        (CUSTOM_KNN_VAL, "VAL", flags.knn_val_folder),
-    )
-    for name, key, folder in pairs:
-        if folder:
-            folders = [os.path.abspath(folder)]
-            register_source(name, {"image_folders": folders, "labelled": True})
-            node[key] = (name,)
-    if flags.knn:
-        if set(sources) != {"train", "val"}:
-            raise UserError("--knn needs --data and a part to evaluate on: add --val")
-        node.TRAIN, node.VAL = (LABELLED_TRAIN,), (LABELLED_VAL,)
-
-
 def _check_flags(flags: RunFlags, job: str) -> None:
     """Checks that the flags do not contradict each other or ``opts``, without reading data."""
     keys, given = flags.overrides, vars(flags)
@@ -250,15 +220,8 @@ def _check_flags(flags: RunFlags, job: str) -> None:
     for images, source in (("images", "data"), ("val_images", "val")):
         if given[source] and (count := len(given[images])) > 1:
             raise UserError(f"{_spell(images)} of {_spell(source)} is one folder, not {count}")
-    if bool(flags.knn_train_folder) != bool(flags.knn_val_folder):
-        raise UserError("--knn-train-folder and --knn-val-folder go together")
     if flags.unlabelled and (flags.eval_only or job != "boxes"):
         raise UserError("--unlabelled is for the training of detectors: leave it out")
-    if flags.knn and (job != "classes" or flags.knn_train_folder):
-        raise UserError(
-            "--knn takes the class folders of --data: leave out --knn-train-folder, or for other "
-            "data --knn"
-        )
     trains = flags.data or flags.images or "DATASETS.TRAIN" in keys or flags.eval_only
     if (flags.val or flags.val_images) and not trains and job != "images":
         raise UserError("--val alone evaluates: add --eval-only, or --data to train")
@@ -279,8 +242,6 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
         weights = str(Path(cfg.OUTPUT_DIR) / last) if last else cfg.MODEL.WEIGHTS
         names = list((weights and class_names_of(weights)) or cfg.MODEL.CLASS_NAMES)
     names = names or list_classes(cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN)
-    if not names:  # evaluates only the nearest-neighbour score
-        return
     for dataset_name in cfg.DATASETS.TEST:
         load_classes([dataset_name], names)
     cfg.MODEL.CLASS_NAMES = names
@@ -319,21 +280,6 @@ def read_spread(
                 break
             entries.unreadable.append(str(records[end - 1]["file_name"]))
     return entries
-
-
-def load_fixed_images(cfg: CfgNode, number: int) -> list[dict[str, Any]]:
-    """Returns the same up to ``number`` images at every call, with the inference transforms.
-
-    The images are of the first test set, or of the first training set if there is no test set.
-
-    Raises:
-        UserError: no image can be read.
-    """
-    name = (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN)[0]
-    images = read_spread(DatasetCatalog.get(name), build_mapper(cfg, is_train=False), number)
-    if not images:
-        raise UserError(f"no image of the data set '{name}' can be read")
-    return list(images)
 
 
 def _spell(flag: str) -> str:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -25,9 +26,9 @@ from detectron2.utils import comm
 from torch import nn
 
 from qbheat_det.config import with_values
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.text import format_bytes, format_duration
-from qbheat_det.feature_cache import Rehearsal
+from qbheat_det.feature_cache.store import VIEWS_PER_FILE, AllViews, Encode, FeatureStore, Stored
 
 from .hooks import EvalHook, PeriodicCheckpointer, TrainingRun
 from .logs import describe_model, filter_detectron2_logs
@@ -35,9 +36,8 @@ from .trainer import Trainer
 
 _SUFFIX = "_dry_run"
 _NUM_TEST_IMAGES = 6
-_GROUP = Path("/proc/self/cgroup")
-_GROUPS_ROOT = Path("/sys/fs/cgroup")
-_ADVICE = {
+ADVICE = "A lower SOLVER.EPOCHS at the end of the command makes the run shorter."
+_TOO_SMALL = {
     "Disk": "The disk is too small: lower SOLVER.CHECKPOINTS_KEPT or free some space.",
     "Cache": "The disk of the cache is too small: lower INPUT.FIXED_VIEWS.COUNT, or set "
     "MODEL.CACHE_FEATURES.FOLDER to another disk.",
@@ -51,15 +51,15 @@ class DryRunReport:
     Attributes:
         model: name, device and size of the model.
         costs: maps each part of the run to seconds per call and number of calls.
-        needs: maps each resource to the bytes that are needed and available. "Memory" is the peak
-            of this process and its workers, "GPU memory" the peak of allocated tensors. "Disk" is
-            the largest sum of checkpoints and weights, and "Cache" the features that are not
-            cached yet.
+        memory: peak of this process and its workers in bytes, and the peak of tensors on the GPU.
+        disks: the bytes that are needed and available. "Disk" is the largest sum of checkpoints and
+            weights, and "Cache" the features that are not cached yet.
     """
 
     model: str
     costs: dict[str, tuple[float, int]]
-    needs: dict[str, tuple[int, int]]
+    memory: dict[str, int]
+    disks: dict[str, tuple[int, int]]
 
     @property
     def total_seconds(self) -> float:
@@ -72,19 +72,14 @@ class DryRunReport:
             each, together = format_duration(seconds), format_duration(seconds * times)
             lines.append(f"{name:<32}{each:>18}{times:>10,}{together:>16}")
         lines += [f"{'Whole run':<60}{format_duration(self.total_seconds):>16}", ""]
-        for name, (needed, available) in self.needs.items():
-            of = "" if name in _ADVICE else " per process"
-            line = f"{format_bytes(needed)}{of}, {format_bytes(available)} available"
-            lines.append(f"{name + ':':<12}{line}")
-        lines += [
-            _ADVICE[name]
-            for name, (needed, available) in self.needs.items()
-            if name in _ADVICE and needed >= available
-        ]
-        lines.append("Larger images take more memory and time.")
-        return "\n".join(
-            [*lines, "A lower SOLVER.EPOCHS at the end of the command makes it shorter."]
-        )
+        for name, needed in self.memory.items():
+            lines.append(f"{name + ':':<12}{format_bytes(needed)} per process")
+        for name, (needed, available) in self.disks.items():
+            sizes = f"{format_bytes(needed)}, {format_bytes(available)} available"
+            lines.append(f"{name + ':':<12}{sizes}")
+        full = [name for name, (needed, available) in self.disks.items() if needed >= available]
+        lines += [_TOO_SMALL[name] for name in full]
+        return "\n".join([*lines, "Larger images take more memory and time."])
 
 
 def dry_run(
@@ -101,6 +96,7 @@ def dry_run(
 
     Raises:
         UserError: the whole run would fail at its start.
+        Interrupted: a process received a signal.
     """
     filter_detectron2_logs()
     start = time.perf_counter()
@@ -109,16 +105,14 @@ def dry_run(
         values = {
             "OUTPUT_DIR": str(folder),
             "DATASETS.TEST": names,
-            "TEST.KNN.TRAIN": (),
-            "TEST.KNN.VAL": (),  # the score would take as long as in the whole run
             "MODEL.SEMI.BURN_IN": 0.0,
         }
         trainer = build_trainer(with_values(cfg, values))
         planned, iterations = trainer.cfg, trainer.max_iter
         trainer.resume_or_load(resume=False)
-        cache = Rehearsal(folder, test_scale=num_images / max(1, num_tried))
+        cache = _Rehearsal(folder, test_scale=num_images / max(1, num_tried))
         if features := trainer.cached_features or trainer.teacher:
-            features.rehearsal = cache
+            features.fill = cache.encode
         timer = _Timer(trainer)
         trainer.max_iter = min(iterations, num_steps)
         trainer.train()
@@ -138,15 +132,64 @@ def dry_run(
         seconds = timer.forecast_evaluation(num_images, num_tried)
         costs[f"Evaluation of {num_images:,} images"] = seconds, math.ceil(iterations / period)
     costs["Checkpoint"] = checkpoint_seconds, times
-    return DryRunReport(
-        model=describe_model(cfg, trainer.bare_model),
-        costs=costs,
-        needs={
-            **timer.get_memory(),
-            "Disk": disk,
-            **({"Cache": (cache.num_bytes, cache.free_bytes)} if features else {}),
-        },
-    )
+    disks = {"Disk": disk, **({"Cache": cache.disk} if features else {})}
+    model = describe_model(cfg, trainer.bare_model)
+    return DryRunReport(model=model, costs=costs, memory=timer.get_memory(), disks=disks)
+
+
+class _FewViews(FeatureStore):
+    """A store of a few views, which are returned for all indices."""
+
+    def read(self, view_index: int) -> Stored:
+        return super().read(view_index % self.num_views)
+
+
+class _Rehearsal:
+    """Replaces the building of caches, and adds up what the whole caches would cost.
+
+    Attributes:
+        num_views: views of the run that are not cached yet.
+        seconds: time to encode these views with all processes.
+        disk: their size in bytes, and the free bytes of that disk.
+        spent: seconds that the rehearsal itself took.
+    """
+
+    def __init__(self, folder: Path, *, test_scale: float) -> None:
+        """
+        Args:
+            folder: temporary folder for the few views.
+            test_scale: number of test images of the whole run per test image of the dry run.
+        """
+        self._folder = folder / f"few_{comm.get_rank()}"
+        self._test_scale = test_scale
+        self.num_views = 0
+        self.seconds = self.spent = 0.0
+        self.disk = 0, 0
+
+    def encode(
+        self, store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
+    ) -> FeatureStore:
+        """Returns a store with a few of the views; the arguments are those of ``fill``."""
+        begin = time.perf_counter()
+        number = min(VIEWS_PER_FILE, len(views))
+        encode([views[0]])  # warm-up
+        start = time.perf_counter()
+        entries = [views[i * len(views) // number] for i in range(number)]
+        loading = time.perf_counter() - start
+        encoded = encode(entries)
+        encoding = time.perf_counter() - start - loading
+        few = _FewViews(self._folder / store.folder.name, number, dtype=store.dtype)
+        few.write(0, encoded)
+        missing = sum(len(store.views_of(file)) for file in store.missing())
+        missing = round(missing * (1.0 if (store.key or {})["is_train"] else self._test_scale))
+        seconds = max(loading / num_workers, encoding) if num_workers else loading + encoding
+        self.num_views += missing
+        self.seconds += seconds * missing / number / comm.get_world_size()
+        disk = next(folder for folder in store.folder.absolute().parents if folder.is_dir())
+        num_bytes = round(few.path_of(0).stat().st_size * missing / number)
+        self.disk = self.disk[0] + num_bytes, shutil.disk_usage(disk).free
+        self.spent += time.perf_counter() - begin
+        return few
 
 
 class _Timer(HookBase):
@@ -177,12 +220,11 @@ class _Timer(HookBase):
         """
         return statistics.fmean(self._steps[len(self._steps) // 3 :])
 
-    def get_memory(self) -> dict[str, tuple[int, int]]:
-        """Returns the needed and available bytes of main memory and, if present, GPU memory."""
-        found = {"Memory": (self._memory_bytes, total_memory())}
+    def get_memory(self) -> dict[str, int]:
+        """Returns the peak bytes of main memory and, if present, of GPU memory."""
+        found = {"Memory": self._memory_bytes}
         if torch.cuda.is_available():
-            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            found["GPU memory"] = torch.cuda.max_memory_allocated(), total
+            found["GPU memory"] = torch.cuda.max_memory_allocated()
         return found
 
     def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
@@ -250,6 +292,11 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
     try:
         yield Path(made)
         comm.synchronize()
+    except Interrupted as stop:  # its message names the folder
+        name = signal.Signals(stop.number).name
+        raise Interrupted(
+            stop.number, f"{name} stopped the dry run, which writes no files"
+        ) from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -277,18 +324,6 @@ def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]
         for small in names:
             DatasetCatalog.remove(small)
             MetadataCatalog.remove(small)
-
-
-def total_memory() -> int:
-    """Returns the bytes of memory of the machine, or of the container if it has less."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with contextlib.suppress(OSError):
-        # In a container, the control group may be mounted at the root instead of under its path.
-        group = Path(_GROUP.read_text(encoding="utf-8").splitlines()[-1].split(":", 2)[2][1:])
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # "max" is not a number
-                limits.append(int((_GROUPS_ROOT / folder / "memory.max").read_text()))
-    return min(limits)
 
 
 def resident_with_workers() -> int:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluates models on the test sets of a config, and computes nearest-neighbour scores."""
+"""Evaluates models on the test sets of a config."""
 
 import logging
 import math
@@ -10,11 +10,10 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog, build_detection_test_loader
 from detectron2.evaluation import DatasetEvaluator, inference_on_dataset, print_csv_format
 from detectron2.utils import comm
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
-from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
     DataError,
@@ -23,17 +22,14 @@ from qbheat_det.data import (
     build_image_batches,
     build_mapper,
     join_messages,
-    load_labelled_sets,
     load_test_set,
 )
-from qbheat_det.evaluation import build_evaluator, extract_features, score_neighbours
-from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone
+from qbheat_det.evaluation import build_evaluator
 
-from .logs import track
+from .logs import is_interactive
 
 logger = logging.getLogger(__name__)
 TestLoader = DataLoader[Any] | ImageBatches
-_MAX_IMAGES_DISTRIBUTED = 100_000  # with more, processes that wait for the main one may time out
 
 
 def build_test_loader(cfg: CfgNode, dataset_name: str) -> TestLoader:
@@ -86,12 +82,13 @@ class Evaluation:
                 build_evaluator(self._cfg, name, classifies=classifies),
             )
         loader, evaluator = self._parts[name]
-        images = track(loader, title=f"evaluating on {name}")
+        title, hidden = f"evaluating on {name}", not is_interactive()
+        images = tqdm(loader, desc=title, unit="batch", leave=False, delay=1, disable=hidden)
         results = dict(inference_on_dataset(model, images, evaluator) or {})
         if isinstance(loader, ImageBatches):
             skipped = [error for met in comm.all_gather(loader.skipped) for error in met.values()]
             if comm.is_main_process():
-                _warn_of_skipped(f"evaluation on '{name}'", skipped, self._warned)
+                self._warn_of_skipped(name, skipped)
         if comm.is_main_process():
             print_csv_format(results)
             for task, metrics in results.items():
@@ -101,95 +98,11 @@ class Evaluation:
                 logger.info(f"{task} on {name}: {', '.join(shown)}")
         return results
 
-
-def _warn_of_skipped(task: str, errors: Sequence[DataError], warned: set[str]) -> None:
-    """Logs the images that a task skips, at most once per task."""
-    by_place = {error.where: error for error in errors}
-    if by_place and task not in warned:
-        warned.add(task)
-        listed = [by_place[where] for where in sorted(by_place)]
-        logger.warning(f"The {task} skips {len(listed):,} images: {join_messages(listed)}")
-
-
-def scores_neighbours(cfg: CfgNode) -> bool:
-    """Whether ``TEST.KNN`` names data sets for a nearest-neighbour score."""
-    return bool(cfg.TEST.KNN.TRAIN or cfg.TEST.KNN.VAL)
-
-
-def check_neighbours(cfg: CfgNode) -> None:
-    """Checks the data sets of ``TEST.KNN``.
-
-    Raises:
-        UserError: a set is missing, the sets have different classes, or there are too many images
-            for several processes.
-    """
-    keys = cfg.TEST.KNN
-    if not (keys.TRAIN and keys.VAL):
-        raise UserError("TEST.KNN.TRAIN and TEST.KNN.VAL must be given together")
-    num_images = sum(map(len, load_labelled_sets(keys.TRAIN, keys.VAL)))
-    if comm.get_world_size() > 1 and num_images > _MAX_IMAGES_DISTRIBUTED:
-        raise UserError(
-            f"TEST.KNN has {num_images:,} images, but only the main process scores them: use at "
-            f"most {_MAX_IMAGES_DISTRIBUTED:,}, or qbheat probe"
-        )
-
-
-class NeighbourScorer:
-    """Computes the nearest-neighbour score of a backbone's pooled features on ``TEST.KNN``."""
-
-    def __init__(self, cfg: CfgNode, model: nn.Module) -> None:
-        """
-        Raises:
-            UserError: the model accepts images of several sizes, as detectors do.
-        """
-        if not isinstance(model, FixedSizeModel):
-            raise UserError(
-                "TEST.KNN scores pre-training objectives and classifiers, not "
-                f"'{cfg.MODEL.META_ARCHITECTURE}': use qbheat probe"
-            )
-        self._cfg = cfg
-        self._batches: list[ImageBatches] = []  # training and validation set, once loaded
-        self._warned: set[str] = set()
-
-    def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Returns the scores of a model in eval mode; the calling process encodes all images."""
-        keys = self._cfg.TEST.KNN
-        if not self._batches:
-            self._batches = [self._load(s) for s in load_labelled_sets(keys.TRAIN, keys.VAL)]
-        assert isinstance(model, FixedSizeModel)
-        backbone, name = get_backbone(model), model.in_feature
-        assert backbone is not None
-
-        def describe(batch: list[dict[str, Any]]) -> Tensor:
-            return backbone(model.preprocess_image(batch))[name].mean(dim=(2, 3))
-
-        train, val = (extract_features(describe, batches) for batches in self._batches)
-        skipped = [error for batches in self._batches for error in batches.skipped.values()]
-        _warn_of_skipped("nearest-neighbour score", skipped, self._warned)
-        for key, (features, _) in {"TRAIN": train, "VAL": val}.items():
-            if not len(features):
-                raise UserError(f"no image of TEST.KNN.{key} can be read")
-        return score_neighbours(train, val, k=keys.K, temperature=keys.TEMPERATURE)
-
-    def draw(self, model: nn.Module) -> Figure:
-        """Returns a ``Figure`` with the scores and no images, for the visualization hook."""
-        score = self(model)
-        logger.info(
-            f"Nearest neighbours: top-1 {score['top1']:.2f} +- {score['top1_standard_error']:.2f} "
-            f"%, top-5 {score['top5']:.2f} +- {score['top5_standard_error']:.2f}"
-        )
-        return Figure(
-            "knn",
-            "Nearest-neighbour classification",
-            data=score,
-            scalars={f"knn/{name}": value for name, value in score.items()},
-        )
-
-    def _load(self, records: list[dict[str, Any]]) -> ImageBatches:
-        return ImageBatches(
-            records,
-            mapper=build_mapper(self._cfg, is_train=False),
-            num_workers=self._cfg.DATALOADER.NUM_WORKERS,
-            shared=False,
-            memory_gb=self._cfg.INPUT.PRETRAIN.MEMORY_GB / 2,
-        )
+    def _warn_of_skipped(self, name: str, errors: Sequence[DataError]) -> None:
+        """Logs the images that the evaluation on a set skips, once."""
+        by_place = {error.where: error for error in errors}
+        if by_place and name not in self._warned:
+            self._warned.add(name)
+            listed = [by_place[where] for where in sorted(by_place)]
+            words = f"The evaluation on '{name}' skips {len(listed):,} images"
+            logger.warning(f"{words}: {join_messages(listed)}")

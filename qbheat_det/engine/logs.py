@@ -8,9 +8,9 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.engine import hooks
@@ -25,13 +25,15 @@ from detectron2.utils.events import (
 from torch import nn
 from tqdm import tqdm
 
+from qbheat_det.checkpoint import info_of
 from qbheat_det.core.errors import UserError, is_lost_peer
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import SPLIT_FILE
+from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 from .hooks import TrainingRun
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LOGGERS = ("detectron2", "fvcore", "qbheat_det")
 _opened: list[logging.Handler] = []  # handlers of the last run in this process
@@ -136,11 +138,6 @@ def is_interactive() -> bool:
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
-def track(items: Iterable[T], *, title: str, unit: str = "batch") -> Iterable[T]:
-    """Wraps the items in a progress bar, which is drawn if the output is interactive."""
-    return tqdm(items, desc=title, unit=unit, leave=False, delay=1, disable=not is_interactive())
-
-
 def print_results(results: Mapping[str, Any]) -> None:
     """Prints the results of an evaluation as one line of JSON, such as ``{"bbox/AP": 40.1}``.
 
@@ -159,6 +156,31 @@ def describe_model(cfg: CfgNode, model: nn.Module) -> str:
         f"{cfg.MODEL.META_ARCHITECTURE} on {cfg.MODEL.DEVICE}: {total / 1e6:.2f} M parameters, "
         f"{trained / 1e6:.2f} M of them trained"
     )
+
+
+def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
+    """Warns if an encoder with random weights is frozen, or if weights need other pixel statistics.
+
+    The statistics are ``INPUT.FORMAT``, ``MODEL.PIXEL_MEAN`` and ``MODEL.PIXEL_STD``.
+    """
+    weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
+    if weights and (info := info_of(weights)) and info.pixel_mean:
+        used = cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD)
+        if used != (info.pixel_format, info.pixel_mean, info.pixel_std):
+            logger.warning(
+                f"'{weights}' is for {info.pixel_format} pixels of mean {list(info.pixel_mean)} "
+                f"and deviation {list(info.pixel_std)}: set INPUT.FORMAT, MODEL.PIXEL_MEAN and "
+                "MODEL.PIXEL_STD to these"
+            )
+    if weights or backbone is None:
+        return
+    encoder = get_encoder(backbone)
+    parameters = list(encoder.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        logger.warning(
+            f"The {type(encoder).__name__} is frozen with random weights: set MODEL.WEIGHTS, "
+            "unless this is a baseline"
+        )
 
 
 class PeriodicWriter(hooks.PeriodicWriter):

@@ -1,10 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Decides whether a command starts or resumes a run, checks that it can, and records each start.
+"""How a run stops, and how it continues.
 
 - ``decide_to_resume`` runs first: it detects a restart by torchrun.
 - ``check_start`` refuses a second run in the same folder, and new weights for a resumed run.
 - ``check_same_config`` and ``check_same_images`` compare a resumed run with its checkpoint.
-- ``write_run_record`` appends command, data, versions and device of each start to ``run.json``.
+- ``record_start`` appends command, data, versions and device of each start to ``run.json``.
+- ``StopSignals`` saves a checkpoint after Ctrl-C or a scheduler's signal, and
+  ``YieldToNewerStart`` ends a run that was restarted elsewhere.
 """
 
 import argparse
@@ -12,38 +14,41 @@ import fnmatch
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
+from detectron2.engine import HookBase
 from detectron2.utils import comm
-from torch import nn
 
-from qbheat_det.checkpoint import info_of
 from qbheat_det.config import dump_config, load_config
 from qbheat_det.config.loading import read_values, without_retired
-from qbheat_det.core.environment import find_code_version, list_versions
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.environment import find_commit, list_versions
+from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import TrainStream
-from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
-from .run_flags import RunFlags
+from .hooks import EvalHook, TrainingRun, is_saved
+from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags
 
 logger = logging.getLogger(__name__)
 RUN_FILE = "run.json"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # Keys that may change in a resumed run: device, speed, length and logs.
 _FREE = (
     "CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.CHECK_IMAGES", "DATASETS.TEST",
-    "FLOAT32_PRECISION", "MODEL.ACTIVATION_CHECKPOINTING", "MODEL.CACHE_FEATURES.FOLDER",
-    "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*", "MODEL.DEVICE", "MODEL.WEIGHTS", "OUTPUT_DIR",
-    "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY", "SOLVER.LOG_*", "TEST.*",
-    "VIS.*", "VIS_PERIOD",
+    "FLOAT32_PRECISION", "MODEL.CACHE_FEATURES.FOLDER", "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*",
+    "MODEL.DEVICE", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY",
+    "SOLVER.LOG_*", "TEST.*", "VIS_PERIOD",
 )  # fmt: skip
 _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
 
@@ -105,18 +110,22 @@ def _initial_weights(folder: Path) -> str:
     return load_config(path).MODEL.WEIGHTS if path.is_file() else ""
 
 
-def check_same_config(saved: str, cfg: CfgNode) -> None:
+def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     """Compares the config of a resumed run with that in its checkpoint, and logs allowed changes.
 
     Args:
         saved: the config in the checkpoint, as YAML; may be empty.
         cfg: config of the resumed run.
 
+    Returns:
+        The values in the checkpoint, by dotted key.
+
     Raises:
         UserError: a key that must not change differs.
     """
     before = without_retired(read_values(saved), "the checkpoint's config")
     now = read_values(dump_config(cfg))
+    now.pop("MODEL.WEIGHTS")  # are not read again
     if cfg.SEED < 0:  # keeps the seed of the run
         now["SEED"] = before.get("SEED", -1)
     changed = {
@@ -133,6 +142,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> None:
     for key, change in changed.items():
         level = logging.WARNING if key in _END else logging.INFO
         logger.log(level, f"Changed since the checkpoint: {change}")
+    return before
 
 
 def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
@@ -153,71 +163,59 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
     raise UserError(f"--resume continues a run on {before} training images, but {found}")
 
 
-def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
-    """Warns if an encoder with random weights is frozen, or if weights need other pixel statistics.
-
-    The statistics are ``INPUT.FORMAT``, ``MODEL.PIXEL_MEAN`` and ``MODEL.PIXEL_STD``.
-    """
-    weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
-    if weights and (info := info_of(weights)) and info.pixel_mean:
-        used = cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD)
-        if used != (info.pixel_format, info.pixel_mean, info.pixel_std):
-            logger.warning(
-                f"'{weights}' is for {info.pixel_format} pixels of mean {list(info.pixel_mean)} "
-                f"and deviation {list(info.pixel_std)}: set INPUT.FORMAT, MODEL.PIXEL_MEAN and "
-                "MODEL.PIXEL_STD to these"
-            )
-    if weights or backbone is None:
-        return
-    encoder = get_encoder(backbone)
-    parameters = list(encoder.parameters())
-    if parameters and not any(parameter.requires_grad for parameter in parameters):
-        logger.warning(
-            f"The {type(encoder).__name__} is frozen with random weights: set MODEL.WEIGHTS, "
-            "unless this is a baseline"
-        )
-
-
-def write_run_record(
-    cfg: CfgNode,
-    *,
-    command: Sequence[str],
-    resumed_from: str | None = None,
-    processes: int = 1,
-    seed: int | None = None,
-) -> None:
+def record_start(
+    cfg: CfgNode, *, resumed_from: str | None = None, seed: int | None = None
+) -> Callable[[float], None]:
     """Appends this start to ``OUTPUT_DIR/run.json``; call it on the main process.
 
     Args:
         cfg: resolved config.
-        command: the program and its arguments.
         resumed_from: checkpoint that the run was resumed from; None for a new run.
-        processes: number of processes.
         seed: seed of the run.
+
+    Returns:
+        A function that adds the duration of the training in seconds to the record.
 
     Raises:
         UserError: the file cannot be written, or is not a list of starts.
     """
     path, device = Path(cfg.OUTPUT_DIR) / RUN_FILE, cfg.MODEL.DEVICE
-    commit, dirty = find_code_version()
     if device.startswith("cuda") and torch.cuda.is_available():
         device = f"{device} ({torch.cuda.get_device_name()})"
-    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST, *cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL)
+    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
     sources = {name: MetadataCatalog.get(name).get("source") for name in names}
+    earlier = read_run_record(path)
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": list(command),
+        "command": sys.argv,
         "data": {name: source for name, source in sources.items() if source is not None},
         "resumed_from": resumed_from,
-        "commit": commit,
-        "dirty": dirty,
+        "commit": find_commit(),
         "versions": list_versions(),
         "device": device,
-        "processes": processes,
+        "processes": comm.get_world_size(),
         "seed": seed,
         "launch": find_launch(),
     }
-    write_atomically(path, (json.dumps([*read_run_record(path), start], indent=2) + "\n").encode())
+    _write_run_record(path, [*earlier, start])
+
+    def add_duration(seconds: float) -> None:
+        starts = read_run_record(path)
+        starts[len(earlier)]["seconds"] = round(seconds, 1)
+        _write_run_record(path, starts)
+
+    return add_duration
+
+
+def _write_run_record(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
+    write_atomically(path, (json.dumps(starts, indent=2) + "\n").encode())
+
+
+def find_duration(folder: Path) -> float | None:
+    """Returns the seconds that a run and its first stage took; None if a start was killed."""
+    files = (folder / FIRST_STAGE_WEIGHTS.parent / RUN_FILE, folder / RUN_FILE)
+    starts = [start for file in files for start in read_run_record(file)]
+    return sum(s["seconds"] for s in starts) if all("seconds" in s for s in starts) else None
 
 
 def find_launch() -> str:
@@ -254,3 +252,88 @@ def name_last_checkpoint(folder: Path) -> str:
         return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return max((path.name for path in folder.glob("model_*.pth")), default="")
+
+
+class StopSignals(HookBase):
+    """Ends a run on SIGINT, SIGTERM or SIGUSR1; must be the last hook.
+
+    Processes share signals in the all-reduce of the losses. So all of them know about a signal
+    before the checkpoint hook runs, and stop after the same step. A signal interrupts an evaluation
+    immediately: the step is saved, and ``--resume`` starts with the evaluation. A second Ctrl-C
+    ends the process immediately, but not under torchrun, which itself sends the first signal again.
+    """
+
+    trainer: Any
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._before: dict[int, Any] = {}
+
+    def before_train(self) -> None:
+        """Installs the signal handlers; Python allows this only in the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+
+    def after_train(self) -> None:
+        """Restores the signal handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def after_step(self) -> None:
+        """Ends the run if any process received a signal.
+
+        Raises:
+            Interrupted: a process received a signal; raised on all, after the checkpoint is saved.
+        """
+        if self.trainer.stops:
+            comm.synchronize()  # torchrun ends the others after the first exit
+            raise self._interrupt()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_second, self._number = bool(self._number), self._number or number
+        if is_second and number == signal.SIGINT and not find_launch():
+            raise KeyboardInterrupt
+        if self.trainer.find_hook(EvalHook).is_evaluating:
+            raise self._interrupt()
+        self.trainer._trainer.asked_to_stop = True
+        if comm.is_main_process() and not is_second:  # print is not safe in a signal handler
+            name = signal.Signals(number).name.encode()
+            os.write(2, b"\n%s: stopping after this step, with a checkpoint\n" % name)
+
+    def _interrupt(self) -> Interrupted:
+        run, number = self.trainer, self._number or signal.SIGTERM
+        done = min(run.iter + 1, run.max_iter)
+        return Interrupted(
+            number,
+            f"stopped by {signal.Signals(number).name} after {done} of {run.max_iter} iterations: "
+            f"--resume continues from the checkpoint in '{run.cfg.OUTPUT_DIR}'",
+        )
+
+
+class YieldToNewerStart(HookBase):
+    """Ends this process if the run was restarted elsewhere, before it overwrites new checkpoints.
+
+    If torchrun considers a slow machine dead, it restarts the run without that machine.
+    """
+
+    trainer: TrainingRun
+
+    def before_train(self) -> None:
+        """Counts the starts in ``run.json``, including this one."""
+        self._file = Path(self.trainer.cfg.OUTPUT_DIR) / RUN_FILE
+        self._count = len(read_run_record(self._file))
+
+    def after_step(self) -> None:
+        """Checks for a later start whenever a checkpoint is due.
+
+        Raises:
+            UserError: the run has a later start.
+        """
+        if not is_saved(self.trainer, self.trainer.cfg.SOLVER.CHECKPOINT_PERIOD):
+            return
+        if later := read_run_record(self._file)[self._count :]:
+            raise UserError(
+                f"'{self._file}' has a later start, at {later[0].get('started')}: this process "
+                "ends without saving"
+            )

@@ -5,6 +5,7 @@ import argparse
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from detectron2.config import CfgNode
 
@@ -30,6 +31,8 @@ _KEYS = {
 SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "DETR_CROP_RESIZE",
           "DETR_CROP_RANGE")  # fmt: skip
 _SMALLEST = 32  # pixels of --image-size
+FIRST_STAGE_WEIGHTS = Path("first_stage", "model_final.safetensors")
+"""The result of ``SOLVER.FIRST_STAGE`` in ``OUTPUT_DIR``, from which the second stage starts."""
 WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
 
 
@@ -54,8 +57,6 @@ class RunFlags:
         val_images: the same as ``images``, for ``val``.
         unlabelled: one or several folders of images without labels, from which a detector learns
             in addition to ``data``.
-        knn_train_folder, knn_val_folder: class folders for a nearest-neighbour score.
-        knn: compute the nearest-neighbour score on the images of ``data`` and ``val``.
         weights: ``MODEL.WEIGHTS``; any name that ``find_weights`` accepts.
         output, device, epochs: ``OUTPUT_DIR``, ``MODEL.DEVICE`` and ``SOLVER.EPOCHS``.
         resume: continue the run in ``output``.
@@ -76,9 +77,6 @@ class RunFlags:
     val: str | None = None
     val_images: str | Sequence[str] = ()
     unlabelled: str | Sequence[str] = ()
-    knn_train_folder: str | None = None
-    knn_val_folder: str | None = None
-    knn: bool = False
     weights: str = ""
     output: str = ""
     resume: bool = False

@@ -32,7 +32,6 @@ from qbheat_det.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
 from .data_sources import use_classes_of_folders, use_data_flags, write_split
-from .evaluation import check_neighbours, scores_neighbours
 from .logs import filter_detectron2_logs, open_log
 from .mean_teacher import use_mean_teacher
 from .resume import check_start, name_last_checkpoint
@@ -51,14 +50,10 @@ _RULES: Rules = {
     "DATALOADER.NUM_WORKERS": at_least(0),
     "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
     "INPUT.MIN_SIZE_TRAIN": (lambda value: value and min(value) >= 1, "lengths in pixels"),
-    "TEST.KNN.K": at_least(1),
-    "TEST.KNN.TEMPERATURE": (lambda value: value > 0, "a number above 0"),
     "TEST.PRECISE_BN.ENABLED": (
         lambda value: not value,
         "False: use qbheat export --backbone --recalibrate-bn N",
     ),
-    "VIS.SHARE": (lambda value: 0 <= value <= 1, "a share in [0, 1]"),
-    "VIS.NUM_IMAGES": at_least(1),
 }
 
 
@@ -193,18 +188,15 @@ def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:
     """Checks the data sets without reading them; returns the names of those that are used."""
     mapper, test = cfg.INPUT.DATASET_MAPPER_NAME, list(cfg.DATASETS.TEST)
     used = test if eval_only else [*cfg.DATASETS.TRAIN, *test]
-    knn = [*cfg.TEST.KNN.TRAIN, *cfg.TEST.KNN.VAL]
-    if not (used or (eval_only and knn)) or not (eval_only or cfg.DATASETS.TRAIN):
+    if not used or not (eval_only or cfg.DATASETS.TRAIN):
         raise UserError(f"the config names no data set: {_suggest_flags(mapper)}")
-    for name in [*used, *knn]:
+    for name in used:
         _check_dataset(name, mapper=mapper, is_test=name in test)
     name = cfg.MODEL.META_ARCHITECTURE
     if test and name in META_ARCH_REGISTRY and not has_held_out_loss(META_ARCH_REGISTRY.get(name)):
         raise UserError(
-            f"{name} has no loss for DATASETS.TEST: use --knn-train-folder and --knn-val-folder"
+            f"{name} has no loss for DATASETS.TEST: leave out --val-images, and use qbheat probe"
         )
-    if scores_neighbours(cfg) and comm.is_main_process():
-        check_neighbours(cfg)
     return used
 
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
-from detectron2.evaluation import print_csv_format
 from detectron2.utils import comm
 from torch import nn
 
@@ -43,27 +42,23 @@ from qbheat_det.solver import (
     resolve_schedule,
 )
 
-from .block_modes import apply_step_keys
 from .evaluation import (
     Evaluation,
-    NeighbourScorer,
     TestLoader,
     build_test_loader,
-    scores_neighbours,
 )
 from .hooks import (
     EvalHook,
     PeriodicCheckpointer,
     SkippedImages,
     build_average,
+    keep_memory,
 )
-from .interruption import StopSignals, YieldToNewerStart
 from .launch import distribute
-from .logs import PeriodicWriter, describe_model
+from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, build_eval_hooks
-from .monitors import build_token_monitor, build_visualization_hook
-from .resume import check_same_config, check_same_images, warn_of_weights
-from .step import StepTrainer, choose_precision
+from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
+from .step import StepTrainer, choose_precision, run_depthwise_in_float32
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -92,10 +87,11 @@ class Trainer(DefaultTrainer):
         logger.info(describe_model(self.cfg, self.bare_model))
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
-        kept_memory = apply_step_keys(self.cfg, self.bare_model)
+        precision = choose_precision(self.cfg)
+        if precision and self.cfg.MODEL.DEVICE == "cpu":
+            run_depthwise_in_float32(self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._average = build_average(self.cfg, self.bare_model)
-        precision = choose_precision(self.cfg)
         self._mean_teacher = None
         if self._average and self.cfg.DATASETS.UNLABELLED:
             self._mean_teacher = MeanTeacher(self._average.module, precision=precision)
@@ -125,7 +121,7 @@ class Trainer(DefaultTrainer):
         build_loader = (self.cached_features or self.teacher or self).build_test_loader
         self._evaluation = Evaluation(self.cfg, build_loader)
         self._last_eval_results: dict[str, Any] = {}
-        self.register_hooks([*self.build_hooks(), kept_memory])
+        self.register_hooks(self.build_hooks())
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -158,10 +154,11 @@ class Trainer(DefaultTrainer):
             return
         self.resumed_from = self.checkpointer.find_checkpoint_to_resume()
         info = info_of(self.resumed_from)
-        check_same_config(info.config if info else "", self.cfg)
+        before = check_same_config(info.config if info else "", self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
-        self.cfg = with_values(self.cfg, {"SEED": self.seed})
+        weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # that the run started from
+        self.cfg = with_values(self.cfg, {"SEED": self.seed, "MODEL.WEIGHTS": weights})
         self.cfg.freeze()
         self.data_loader.start, self.data_loader.seed = self.start_iter, self.seed
 
@@ -200,9 +197,7 @@ class Trainer(DefaultTrainer):
         return [
             hooks.IterationTimer(),
             hooks.LRScheduler(),
-            build_token_monitor(cfg, self.bare_model) if main else None,
             hooks.CallbackHook(after_step=self._update_average) if self._average else None,
-            build_visualization_hook(cfg, self.bare_model),
             YieldToNewerStart() if main else None,
             *build_eval_hooks(cfg, self._mean_teacher, burn_in=self.data_loader.burn_in),
             PeriodicWriter(cfg.SOLVER.LOG_PERIOD) if main else None,
@@ -210,6 +205,7 @@ class Trainer(DefaultTrainer):
             PeriodicCheckpointer(
                 period=cfg.SOLVER.CHECKPOINT_PERIOD, kept=cfg.SOLVER.CHECKPOINTS_KEPT
             ),
+            keep_memory(cfg),
             StopSignals(),
         ]
 
@@ -300,7 +296,7 @@ def evaluate(
         cfg: resolved config.
         resume: evaluate the last checkpoint in ``OUTPUT_DIR``.
         prepare: called with the model in eval mode; returns the model to evaluate, for example its
-            deployed form. The nearest-neighbour score always uses the original model.
+            deployed form.
 
     Returns:
         Results by task.
@@ -318,8 +314,4 @@ def evaluate(
     checkpointer.load(path, checkpointables=[])
     source = TeacherFeatures(cfg) if needs_teacher(model) else Trainer
     evaluation = Evaluation(cfg, source.build_test_loader)
-    results = evaluation(prepare(model) if prepare else model)
-    if scores_neighbours(cfg) and comm.is_main_process():
-        results = {**results, "knn": NeighbourScorer(cfg, model)(model)}
-        print_csv_format({"knn": results["knn"]})
-    return results
+    return evaluation(prepare(model) if prepare else model)

@@ -21,7 +21,6 @@ from qbheat_det.core.errors import UserError
 
 from .classification import (
     ClassificationEvaluator,
-    extract_features,
     find_confusions,
     measure_ranks,
     rank_true_class,
@@ -31,7 +30,7 @@ from .tiles import TiledEvaluator, merge_images, merge_tiles
 
 __all__ = [
     "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "TiledEvaluator",
-    "build_evaluator", "complete_annotations", "extract_features", "find_confusions",
+    "build_evaluator", "complete_annotations", "find_confusions",
     "measure_ranks", "merge_images", "merge_tiles", "rank_true_class", "score_neighbours",
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,18 +226,6 @@ def rank_true_classes(
         has_votes = votes.gather(1, truth[:, None])[:, 0] > 0
         ranks.append(torch.where(has_votes, rank_true_class(votes, truth), num_classes + 5))
     return torch.cat(ranks)
-
-
-@torch.no_grad()
-def extract_features(
-    describe: Callable[[list[dict[str, Any]]], Tensor], batches: Iterable[list[dict[str, Any]]]
-) -> tuple[Tensor, Tensor]:
-    """Returns features (N, D), computed by ``describe``, and labels (N,), on the CPU."""
-    features, labels = [torch.empty(0, 0)], []
-    for batch in batches:
-        features.append(describe(batch).float().cpu())
-        labels += [entry["label"] for entry in batch]
-    return torch.cat(features[1:] or features), torch.tensor(labels, dtype=torch.long)
 
 
 def _first_of_the_largest(values: Tensor, k: int) -> Tensor:

@@ -8,10 +8,9 @@
 
 from .encoder import CachedBackbone
 from .frozen import CachedFeatures, check_cacheable, use_cached_features
-from .rehearsal import Rehearsal
 from .teacher import TeacherFeatures
 
 __all__ = [
-    "CachedBackbone", "CachedFeatures", "Rehearsal", "TeacherFeatures", "check_cacheable",
+    "CachedBackbone", "CachedFeatures", "TeacherFeatures", "check_cacheable",
     "use_cached_features",
 ]  # fmt: skip

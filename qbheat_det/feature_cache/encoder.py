@@ -246,12 +246,12 @@ def check_cache_keys(cfg: CfgNode) -> None:
         raise UserError(f"MODEL.CACHE_FEATURES.DTYPE is '{dtype}', not one of {', '.join(_DTYPES)}")
 
 
-def open_store(cfg: CfgNode, key: Mapping[str, Any], num_views: int) -> FeatureStore:
-    """Returns the store of a key, which is a subfolder of ``MODEL.CACHE_FEATURES.FOLDER``."""
-    named = cfg.MODEL.CACHE_FEATURES.FOLDER
+def open_store(cfg: CfgNode, encoder: nn.Module, every: AllViews, **of_key: Any) -> FeatureStore:
+    """Returns a store in ``MODEL.CACHE_FEATURES.FOLDER``; arguments are those of ``make_key``."""
+    named, key = cfg.MODEL.CACHE_FEATURES.FOLDER, make_key(cfg, encoder, every, **of_key)
     caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
     dtype = _DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
-    return FeatureStore(caches / hash_key(key), num_views, dtype=dtype, key=key)
+    return FeatureStore(caches / hash_key(key), len(every), dtype=dtype, key=key)
 
 
 def make_key(

@@ -7,7 +7,6 @@ weights are loaded. All runs with the same encoder, images and views share a cac
 
 import dataclasses
 import functools
-import logging
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -50,11 +49,8 @@ from qbheat_det.modeling.contracts import (
     keeps_backbone_in_eval,
 )
 
-from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, make_key, open_store
-from .rehearsal import Rehearsal
+from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, open_store
 from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View, fill
-
-logger = logging.getLogger(__name__)
 
 _KEPT = ("file_name", "image_id", "label", TILE)
 
@@ -98,7 +94,7 @@ class CachedFeatures:
     """Builds the caches of a run, from which the training stream and the test loaders read.
 
     Attributes:
-        rehearsal: in a dry run, what encodes a few views instead of all.
+        fill: completes the store of a cache; a dry run replaces it.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
@@ -106,7 +102,7 @@ class CachedFeatures:
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
-        self.rehearsal: Rehearsal | None = None
+        self.fill = fill
         self._views: dict[str, FixedViews] = {}
         self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
 
@@ -181,7 +177,7 @@ class CachedFeatures:
         """Completes the cache of a data set, and returns the mapper that reads it."""
         cfg = self._cfg
         whole: Any = get_backbone(self._model)
-        key = make_key(
+        store = open_store(
             cfg,
             self._backbone.encoder,
             every,
@@ -190,18 +186,11 @@ class CachedFeatures:
             device=self._device,
             size_divisibility=whole.size_divisibility,
         )
-        store = open_store(cfg, key, len(every))
         encode = functools.partial(
             self._encode, is_train=is_train, is_exact=store.dtype == torch.float32
         )
         workers = cfg.DATALOADER.NUM_WORKERS
-        if self.rehearsal:
-            store = self.rehearsal.encode(
-                store, every, encode, is_train=is_train, num_workers=workers
-            )
-        else:
-            logger.info(f"The {title}: cached in '{store.folder}'")
-            fill(store, every, encode, title=f"Encoding the {title}", num_workers=workers)
+        store = self.fill(store, every, encode, title=title, num_workers=workers)
         return CachedViews(store, every.views.count)
 
     def _encode(self, entries: Sequence[Mapped], *, is_train: bool, is_exact: bool) -> list[Stored]:
@@ -242,7 +231,6 @@ def check_cacheable(cfg: CfgNode) -> None:
         "MODEL.MASK_ON": "needs masks, which are not cached",
         "MODEL.KEYPOINT_ON": "needs keypoints, which are not cached",
         "MODEL.LOAD_PROPOSALS": "needs proposals, which are not cached",
-        "TEST.KNN.TRAIN": "scores an encoder that stays frozen",
         "VIS_PERIOD": "draws training images, which are not loaded",
     }
     if cfg.MODEL.META_ARCHITECTURE == "ImageClassifier":

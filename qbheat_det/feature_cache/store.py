@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,16 +41,12 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 5
 VIEWS_PER_FILE = 32
 _SECONDS_BETWEEN_LINES = 30  # between lines of progress in a log
-_MAX_OPEN = 4096  # open files; Linux limits a process to 65,530 memory maps
 _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
 # Reading a damaged file, or a file of another program, may raise any of these errors.
-_DAMAGES = (
-    *(OSError, RuntimeError, safetensors.SafetensorError),
-    *(ValueError, TypeError, LookupError, AttributeError),
-)
-_OTHER_FOLDER = "set MODEL.CACHE_FEATURES.FOLDER to a writable folder"
+_DAMAGES = (OSError, RuntimeError, safetensors.SafetensorError, ValueError, TypeError, LookupError,
+            AttributeError)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,6 +71,8 @@ Stored = View | DataError | None
 """A view, or what the mapper returned instead."""
 Mapped = dict[str, Any] | DataError | None
 """An entry of a mapper, or what it returned instead."""
+Encode = Callable[[list[Mapped]], list[Stored]]
+"""Maps entries of a mapper to views, see ``encode_images``."""
 
 
 class AllViews(Dataset[Mapped]):
@@ -215,10 +213,7 @@ class FeatureStore:
 
     def _open(self, file: int) -> tuple[dict[str, Any], Any]:
         if file not in self._files:
-            found = self._read_header(file)
-            if len(self._files) >= _MAX_OPEN:
-                self._files.pop(next(iter(self._files)))
-            self._files[file] = found
+            self._files[file] = self._read_header(file)
         return self._files[file]
 
     def _read_header(self, file: int) -> tuple[dict[str, Any], Any]:
@@ -240,7 +235,8 @@ def _naming_the_key() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{error}: {_OTHER_FOLDER}") from error
+        advice = "set MODEL.CACHE_FEATURES.FOLDER to a writable folder"
+        raise UserError(f"{error}: {advice}") from error
 
 
 def _hash(values: Tensor) -> int:
@@ -259,61 +255,66 @@ def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
 
 
 def fill(
-    store: FeatureStore,
-    views: AllViews,
-    encode: Callable[[list[Mapped]], list[Stored]],
-    *,
-    title: str,
-    num_workers: int,
-) -> None:
-    """Encodes and writes the missing files of a store. All processes of a run must call it.
+    store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
+) -> FeatureStore:
+    """Encodes and writes the missing files of a store, and returns it.
 
-    If another run is filling the same store, this function waits until that run finishes or dies.
+    All processes of a run must call this function. If another run is filling the same store, it
+    waits until that run finishes or dies.
 
     Args:
         store: the store to fill.
         views: the views to encode, with the same indices as in the store.
-        encode: maps entries of a mapper to views, see ``encode_images``.
-        title: description in progress bars and logs.
+        encode: maps entries of a mapper to views.
+        title: the data set, in progress bars and logs.
         num_workers: number of worker processes that load views.
 
     Raises:
         UserError: the folder is not writable, the disk is too small, or a feature is not finite.
     """
-    is_main = comm.is_main_process()
+    logger.info(f"The {title}: cached in '{store.folder}'")
     if not _share_missing(store):
-        return
-    with _build_lock(store, f"{title}: waiting for another run that does it"):
+        return store
+    with _build_lock(store, f"Waiting for another run that encodes the {title}"):
         remove_leftovers(store.folder)
-        if store.key and is_main:
+        if store.key and comm.is_main_process():
             key = json.dumps(store.key, indent=2, sort_keys=True)
             write_atomically(store.folder / "meta.json", key.encode())
         missing = _share_missing(store)
         damaged = [path for path in map(store.path_of, missing) if path.is_file()]
-        if damaged and is_main:
+        if damaged and comm.is_main_process():
             logger.warning(f"'{damaged[0]}' and {len(damaged) - 1} more are damaged: rewritten")
         files = missing[comm.get_rank() :: comm.get_world_size()]
         indices = [index for file in files for index in store.views_of(file)]
-        loader: DataLoader[Any] = DataLoader(
-            views,
-            batch_size=None,
-            sampler=indices,
-            num_workers=num_workers,
-            collate_fn=trivial_batch_collator,
-            generator=torch.Generator(),  # the default draws from the global generator
-        )
-        interval = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-        loaded, total, hidden = iter(loader), len(indices), not (is_main and files)
-        with tqdm(
-            desc=title, total=total, unit=" views", mininterval=interval, disable=hidden
-        ) as bar:
-            for file in files:
-                entries = list(islice(loaded, len(store.views_of(file))))
-                store.write(file, encode(entries))
-                bar.update(len(entries))
-                if file == files[0]:  # its size indicates the space of all files
-                    store.check_space()
+        loaded = iter(_load(views, indices, title=title, num_workers=num_workers))
+        for file in files:
+            store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
+            if file == files[0]:  # its size indicates the space of all files
+                store.check_space()
         comm.synchronize()
+    return store
+
+
+def _load(
+    views: AllViews, indices: Sequence[int], *, title: str, num_workers: int
+) -> Iterable[Mapped]:
+    """Loads views in worker processes, and shows a progress bar on the main process."""
+    loader: DataLoader[Any] = DataLoader(
+        views,
+        batch_size=None,
+        sampler=indices,
+        num_workers=num_workers,
+        collate_fn=trivial_batch_collator,
+        generator=torch.Generator(),  # the default draws from the global generator
+    )
+    return tqdm(
+        loader,
+        desc=f"Encoding the {title}",
+        total=len(indices),
+        unit=" views",
+        mininterval=0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES,
+        disable=not (comm.is_main_process() and indices),
+    )
 
 
 def _share_missing(store: FeatureStore) -> list[int]:

@@ -29,8 +29,7 @@ from qbheat_det.data import (
 from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
-from .encoder import check_cache_keys, encode_images, make_key, open_store
-from .rehearsal import Rehearsal
+from .encoder import check_cache_keys, encode_images, open_store
 from .store import AllViews, FeatureStore, View, fill
 
 logger = logging.getLogger(__name__)
@@ -57,12 +56,12 @@ class TeacherFeatures:
     """Builds the caches of the teacher's features, which are the targets of a run.
 
     Attributes:
-        rehearsal: in a dry run, what encodes a few views instead of all.
+        fill: completes the store of a cache; a dry run replaces it.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
         self._student_cfg = cfg
-        self.rehearsal: Rehearsal | None = None
+        self.fill = fill
         self._tests: dict[str, TargetViews] = {}
 
     @functools.cached_property
@@ -129,7 +128,7 @@ class TeacherFeatures:
 
     def _make(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
         cfg = self._cfg
-        key = make_key(
+        store = open_store(
             cfg,
             self._teacher.backbone,
             views,
@@ -138,16 +137,10 @@ class TeacherFeatures:
             device=self._teacher.device,
             size_divisibility=1,
         )
-        store = open_store(cfg, key, len(views))
         encode = functools.partial(encode_images, encode=self._teacher)
         workers = cfg.DATALOADER.NUM_WORKERS
-        if self.rehearsal:
-            return self.rehearsal.encode(
-                store, views, encode, is_train=is_train, num_workers=workers
-            )
-        logger.info(f"The teacher's features of the {title}: cached in '{store.folder}'")
-        fill(store, views, encode, title=f"Encoding the {title}", num_workers=workers)
-        return store
+        title = f"{title} with the teacher"
+        return self.fill(store, views, encode, title=title, num_workers=workers)
 
 
 class TargetViews:

@@ -32,9 +32,7 @@ def get_class_color(index: int) -> Color:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def draw_instances(
-    image: RGBImage, instances: Instances, class_names: Sequence[str], *, min_side: int = 384
-) -> RGBImage:
+def draw_instances(image: RGBImage, instances: Instances, class_names: Sequence[str]) -> RGBImage:
     """Draws boxes (``pred_boxes`` or ``gt_boxes``), masks and scores on an image (H, W, 3)."""
     instances = instances.to("cpu")
     fields = instances.get_fields()
@@ -55,7 +53,7 @@ def draw_instances(
         image = image.copy()
         for mask, color in zip(masks.numpy() > 0.5, colors, strict=True):
             image[mask] = (0.6 * image[mask] + 0.4 * np.asarray(color)).astype(np.uint8)
-    return draw_boxes(image, boxes, labels, colors, min_side=min_side)
+    return draw_boxes(image, boxes, labels, colors)
 
 
 def draw_boxes(

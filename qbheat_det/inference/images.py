@@ -1,18 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Opens files, URLs, folders, glob patterns, videos, PIL images, arrays and tensors as images.
+"""Opens files, folders, glob patterns, videos, PIL images, arrays and tensors as images.
 
 Opened images are RGB arrays (H, W, 3), uint8. Their EXIF orientation is applied.
 """
 
 import contextlib
 import glob
-import http.client
-import io
 import itertools
 import logging
 import math
 import os
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
@@ -27,7 +24,7 @@ from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.text import format_bytes, one_line
+from qbheat_det.core.text import one_line
 from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
@@ -36,13 +33,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 Image = npt.NDArray[np.uint8]
 Picture = str | Path | PIL.Image.Image | Image | Tensor
-"""A file, an http(s) URL, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB tensor (3, H, W)
-of uint8 or of floats in [0, 1]."""
+"""A file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB tensor (3, H, W) of uint8 or of
+floats in [0, 1]."""
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm"})
-MAX_DOWNLOAD = 64 * 2**20  # bytes
-_TIMEOUT = 20.0  # seconds without a response
-_WEB = ("http://", "https://")
 
 
 class UnreadableImage(UserError):
@@ -58,7 +52,7 @@ class NamedImage(NamedTuple):
 
     image: Image
     file: Path | None
-    name: str  # the path, the URL or a text such as "image 3"
+    name: str  # the path, or a text such as "image 3"
     frame: int | None = None  # from 0
 
 
@@ -82,10 +76,8 @@ def is_video(source: object) -> bool:
 def is_collection(source: object) -> bool:
     """Returns whether a source is a list, a folder or a glob pattern such as "photos/*.jpg"."""
     if isinstance(source, str | Path):
-        path = str(source)
-        return not path.startswith(_WEB) and (
-            Path(path).is_dir() or (glob.has_magic(path) and not Path(path).exists())
-        )
+        path = Path(source)
+        return path.is_dir() or (glob.has_magic(str(source)) and not path.exists())
     return isinstance(source, list | tuple)
 
 
@@ -142,8 +134,7 @@ def _open(picture: Picture, name: str) -> NamedImage:
         return NamedImage(read_rgb(picture), None, name)
     if is_video(picture) or is_collection(picture):
         raise UserError(f"'{picture}' is in a list of images but is not an image: pass it alone")
-    is_local = not str(picture).startswith(_WEB)
-    return NamedImage(read_rgb(picture), Path(picture) if is_local else None, str(picture))
+    return NamedImage(read_rgb(picture), Path(picture), str(picture))
 
 
 def _open_readable(files: Sequence[InputFile]) -> Iterator[NamedImage]:
@@ -157,16 +148,14 @@ def _open_readable(files: Sequence[InputFile]) -> Iterator[NamedImage]:
 def read_rgb(picture: Picture) -> Image:
     """Returns any picture as an RGB array (H, W, 3), uint8.
 
-    Detectron2's path manager opens files. Raises a ``UserError`` if a file or URL is not a readable
-    image, or an array or tensor has a wrong shape or type.
+    Detectron2's path manager opens files. Raises a ``UserError`` if a file is not a readable image,
+    or an array or tensor has a wrong shape or type.
     """
     if isinstance(picture, PIL.Image.Image):
         return _to_array(picture, "the image")
     if isinstance(picture, Tensor):
         return _from_tensor(picture)
     if isinstance(picture, str | Path):
-        if str(picture).startswith(_WEB):
-            return decode_image(io.BytesIO(_download(str(picture))), picture)
         try:
             file = PathManager.open(str(picture), "rb")
         except OSError as error:
@@ -228,19 +217,6 @@ def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
         raise UnreadableImage(name, "grayscale of 16 bits: convert it to 8 bits first")
     # Detectron2's read_image does the same, but opens files of any format.
     return np.array(convert_PIL_to_numpy(_apply_exif_orientation(image), "RGB"))
-
-
-def _download(url: str) -> bytes:
-    # urllib follows redirects to http(s) and ftp only, so a redirect cannot read a local file.
-    request = urllib.request.Request(url, headers={"User-Agent": "qbheat_det"})
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
-            content: bytes = answer.read(MAX_DOWNLOAD + 1)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UserError(f"'{url}' cannot be downloaded: {one_line(error)}") from error
-    if len(content) > MAX_DOWNLOAD:
-        raise UserError(f"'{url}' is refused: it has more than {format_bytes(MAX_DOWNLOAD)}")
-    return content
 
 
 def _from_tensor(tensor: Tensor) -> Image:

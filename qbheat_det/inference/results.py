@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Detections of one image or of many files.
 
-They can be drawn, and converted for COCO, supervision, pandas, Label Studio and CVAT.
+They can be drawn, and converted for COCO, Label Studio and CVAT.
 """
 
 import json
@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from urllib.parse import quote
 
-import numpy as np
 import PIL.Image
 import torch
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
@@ -24,10 +23,6 @@ from qbheat_det.core.files import check_writable, write_atomically
 
 from .drawing import draw_instances
 from .images import Image, read_rgb
-
-if TYPE_CHECKING:
-    import pandas  # type: ignore[import-untyped, unused-ignore]
-    import supervision
 
 Format = Literal["coco", "cvat", "label-studio"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -56,7 +51,7 @@ class Detections:
         category_ids: ids of the classes in the training annotations; empty if unknown.
         source: the image (H, W, 3), uint8, RGB, or the path of its file. A file is read only when
             the image is needed, so that the results of a large folder fit in memory.
-        file_name: a path, a URL, or a text such as "image 3".
+        file_name: a path, or a text such as "image 3".
         frame: index of the frame in a video, from 0; None for an image.
     """
 
@@ -144,30 +139,6 @@ class Detections:
         found: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
         return [{**box, "category_id": id_} for box, id_ in zip(found, self.label_ids, strict=True)]
 
-    def to_supervision(self) -> "supervision.Detections":
-        """Returns ``supervision.Detections``, with "class_name" in ``data``."""
-        try:
-            import supervision
-        except ImportError as error:
-            raise _missing("supervision") from error
-        return supervision.Detections(
-            xyxy=self.boxes.numpy().reshape(-1, 4),
-            confidence=self.scores.numpy(),
-            class_id=self.instances.pred_classes.numpy(),
-            data={"class_name": np.array(self.labels, dtype=str)},
-        )
-
-    def to_pandas(self) -> "pandas.DataFrame":
-        """Returns a table with one row per box: "label", "score", "x1", "y1", "x2", "y2"."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise _missing("pandas") from error
-        table = pandas.DataFrame(self.boxes.numpy(), columns=["x1", "y1", "x2", "y2"])
-        table.insert(0, "label", self.labels)
-        table.insert(1, "score", self.scores.numpy())
-        return table
-
 
 @dataclass
 class Predictions:
@@ -224,10 +195,6 @@ def save_annotations(found: Iterable[Detections], path: str | Path, format: Form
         names, ids = one.class_names, one.category_ids
     content = json.dumps(render_annotations(every.results, every.images, names, ids, format))
     write_atomically(path, content.encode())
-
-
-def _missing(package: str) -> UserError:
-    return UserError(f"{package} is not installed: pip install {package}")
 
 
 def render_annotations(

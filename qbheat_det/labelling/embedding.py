@@ -18,7 +18,7 @@ from qbheat_det.checkpoint import find_weights, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_file
 from qbheat_det.data import DataError, PretrainingMapper
-from qbheat_det.inference.encoder import encode, open_encoder
+from qbheat_det.inference.predict import encode, open_encoder
 from qbheat_det.probing import find_feature
 
 Vector = npt.NDArray[np.float16]

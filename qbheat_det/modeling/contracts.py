@@ -174,14 +174,6 @@ class SupportsLayerGroups(Protocol):
         """Returns patterns of parameter names. See ``timm.models.group_parameters``."""
 
 
-@runtime_checkable
-class SupportsTokenBlocks(Protocol):
-    """A backbone whose blocks return a feature map and a few tokens, such as Mobile-Former."""
-
-    def token_blocks(self) -> Mapping[str, nn.Module]:
-        """Returns, by name, the blocks that return a feature map and tokens (N, M, D)."""
-
-
 def get_backbone(model: nn.Module) -> Backbone | None:
     """Returns ``backbone``. None if it is missing or not a ``detectron2.modeling.Backbone``."""
     backbone = getattr(model, "backbone", None)

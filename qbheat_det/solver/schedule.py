@@ -46,7 +46,6 @@ _EPOCH_RULES: Rules = {
     "SOLVER.WARMUP_EPOCHS": _EPOCHS,
     "SOLVER.CHECKPOINT_EPOCHS": _EPOCHS,
     "TEST.EVAL_EPOCHS": _EPOCHS,
-    "VIS.EPOCHS": _EPOCHS,
 }
 _ITERATION_RULES: Rules = {
     "SOLVER.LR_SCHEDULER_NAME": one_of(*_SCHEDULERS),
@@ -56,7 +55,6 @@ _ITERATION_RULES: Rules = {
     "SOLVER.MAX_ITER": at_least(1),
     "SOLVER.CHECKPOINT_PERIOD": at_least(1),
     "TEST.EVAL_PERIOD": at_least(0),
-    "VIS.PERIOD": at_least(0),
 }
 
 
@@ -96,7 +94,6 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
         (solver, "WARMUP_EPOCHS", "WARMUP_ITERS"),
         (solver, "CHECKPOINT_EPOCHS", "CHECKPOINT_PERIOD"),
         (resolved.TEST, "EVAL_EPOCHS", "EVAL_PERIOD"),
-        (resolved.VIS, "EPOCHS", "PERIOD"),
     ):
         if node[epochs]:
             node[iterations] = to_iterations(node[epochs])

@@ -12,7 +12,6 @@ from qbheat_det.analysis.attention import crop_squares
 from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.analysis.pretraining import (
     draw_reconstructions,
-    draw_training_reconstructions,
     reconstruct_images,
 )
 from qbheat_det.analysis.run import FigureOptions
@@ -66,15 +65,3 @@ def test_each_run_has_a_grid_of_the_same_images(
     assert again.data["runs"]["masking"] == found["masking"]  # masks are drawn from the seed
     with pytest.raises(NotApplicable, match="classifier"):
         draw_reconstructions([tiny.get("classifier")], options)
-
-
-def test_training_draws_a_grid_and_logs_the_losses(tiny: TinyRuns, photos: Path) -> None:
-    run = tiny.get("untrained")
-    with torch.no_grad():
-        figure = draw_training_reconstructions(
-            run.model, lambda n: run.load_images(n, photos), run.cfg
-        )
-    assert list(figure.scalars) == ["reconstructions/corner", "reconstructions/centre"]
-    assert figure.images["grid"].media_type == "image/jpeg"
-    with pytest.raises(NotApplicable):
-        draw_training_reconstructions(tiny.get("classifier").model, lambda n: [], run.cfg)

@@ -3,7 +3,6 @@
 
 import math
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from qbheat_det.analysis.attention import crop_squares
 from qbheat_det.analysis.pretraining import (
     draw_correlation,
-    measure_in_training,
     measure_spatial_correlation,
 )
 from qbheat_det.analysis.run import FigureOptions, Run
@@ -23,7 +21,6 @@ from qbheat_det.analysis.spectrum import (
     commutator,
     describe_models,
     draw_spectrum,
-    draw_training_spectrum,
     effective_rank,
     inverse_error,
     magnitude_correlation,
@@ -136,13 +133,8 @@ def test_checkpoints_and_their_controls_have_rows(tiny: TinyRuns, tmp_path: Path
     early, late = (figure.data["rows"][row]["energy_A_centre"] for row in ("early", "qb_heat"))
     assert early == pytest.approx(late / 4, rel=1e-4)
     assert ["retinanet" in figure.data["left_out"][0], "b.pth" in figure.data["left_out"][1]]
-    trained = draw_training_spectrum(run.model, lambda number: [], run.cfg)
-    expected = figure.data["rows"]["qb_heat"]["commutator"]
-    assert trained.scalars["spectrum/commutator"] == pytest.approx(expected)
     with pytest.raises(NotApplicable, match="retinanet"):
         draw_spectrum([detector], FigureOptions())
-    with pytest.raises(NotApplicable):
-        draw_training_spectrum(detector.model, lambda number: [], detector.cfg)
 
 
 def test_it_is_the_mean_over_all_pairs_of_positions() -> None:
@@ -192,13 +184,3 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(
     assert b"untrained" in first.content
     assert b"retinanet" not in first.content
     assert b"retinanet" in second.content
-
-
-def test_training_logs_the_mean(tiny: TinyRuns, photos: Path) -> None:
-    run = tiny.get("masking")
-    with torch.no_grad():
-        figure = measure_in_training(run.model, lambda n: run.load_images(n, photos), run.cfg)
-    assert figure.scalars == {"correlation/mean": fmean(figure.data["values"])}
-    assert len(figure.data["images"]) == 3
-    with pytest.raises(NotApplicable):
-        measure_in_training(tiny.get("retinanet").model, lambda n: [], run.cfg)

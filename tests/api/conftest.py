@@ -1,12 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""A tiny detector, the zoo's smallest encoder, a few photos, and a server of files."""
+"""A tiny detector, the zoo's smallest encoder, and a few photos."""
 
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import cv2
 import pytest
@@ -44,25 +39,3 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.release()
     (folder / "broken.jpg").write_bytes(b"no image")
     return folder
-
-
-class _Server(SimpleHTTPRequestHandler):
-    def do_GET(self) -> None:
-        if self.path.startswith("/redirect"):
-            self.send_response(302)
-            self.send_header("Location", "file:///etc/hostname")
-            self.end_headers()
-        else:
-            super().do_GET()
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope="session")
-def address(photos: Path) -> Iterator[str]:
-    """The address of a server of ``photos``; "/redirect" leads to a local file."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Server, directory=str(photos)))
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()

@@ -15,7 +15,6 @@ import qbheat_det
 from qbheat_det.api import Detections, Detector, predict_files
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.inference import images
 from qbheat_det.inference.images import read_rgb
 from tests.export.tiny_models import save as save_tiny
 
@@ -24,14 +23,13 @@ def _pixels(path: Path) -> np.ndarray:
     return np.asarray(PIL.Image.open(path).convert("RGB"))
 
 
-SINGLE: dict[str, Callable[[Path, str], Any]] = {
-    "file": lambda path, _: path,
-    "text": lambda path, _: str(path),
-    "address": lambda path, url: f"{url}/{path.name}",
-    "pillow": lambda path, _: PIL.Image.open(path),
-    "array": lambda path, _: _pixels(path),
-    "tensor": lambda path, _: torch.from_numpy(_pixels(path).copy()).permute(2, 0, 1),
-    "floats": lambda path, _: torch.from_numpy(_pixels(path).copy()).permute(2, 0, 1) / 255,
+SINGLE: dict[str, Callable[[Path], Any]] = {
+    "file": lambda path: path,
+    "text": str,
+    "pillow": PIL.Image.open,
+    "array": _pixels,
+    "tensor": lambda path: torch.from_numpy(_pixels(path).copy()).permute(2, 0, 1),
+    "floats": lambda path: torch.from_numpy(_pixels(path).copy()).permute(2, 0, 1) / 255,
 }
 
 
@@ -48,10 +46,10 @@ def expected(weights: str, photos: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", SINGLE)
 def test_boxes_are_those_of_the_tool_for_every_kind_of_image(
-    kind: str, detector: Detector, photos: Path, address: str, expected: list[dict[str, Any]]
+    kind: str, detector: Detector, photos: Path, expected: list[dict[str, Any]]
 ) -> None:
     path = photos / "0.png"
-    found = detector(SINGLE[kind](path, address))
+    found = detector(SINGLE[kind](path))
     assert expected
     assert found.to_coco() == expected
     np.testing.assert_array_equal(found.image, _pixels(path))
@@ -132,16 +130,6 @@ def test_what_is_no_image_is_refused(
         detector.predict(source)
 
 
-@pytest.mark.parametrize("path", ["broken.jpg", "missing.png", "redirect", "0.png"])
-def test_an_address_that_gives_no_image_is_refused(
-    path: str, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if path == "0.png":
-        monkeypatch.setattr(images, "MAX_DOWNLOAD", 100)
-    with pytest.raises(UserError, match=path):
-        read_rgb(f"{address}/{path}")
-
-
 def test_arguments_that_make_no_sense_are_refused(detector: Detector, photos: Path) -> None:
     for arguments in ({"threshold": 50}, {"batch_size": 0}, {"tile": 8}):
         with pytest.raises(UserError, match=next(iter(arguments))):
@@ -165,24 +153,6 @@ def test_the_deployed_form_finds_the_same(detector: Detector, photos: Path) -> N
     for action in (deployed.deploy, lambda: deployed.train("data.yaml")):
         with pytest.raises(UserError, match="deployed"):
             action()
-
-
-@pytest.mark.parametrize(
-    ("call", "right"),
-    [
-        (lambda detector: detector("a.jpg", conf=0.5), "threshold"),
-        (lambda detector: detector.predict(source="a.jpg"), "images"),
-        (lambda detector: detector.export("a.onnx", format="onnx"), "suffix"),
-        (lambda detector: detector.train("data.yaml", imgsz=640), "INPUT.MIN_SIZE_TRAIN"),
-        (lambda detector: detector.evaluate(source="data.yaml"), "data"),
-        (lambda detector: detector.embed("a.jpg"), "not an encoder"),
-    ],
-)
-def test_keywords_and_methods_of_others_name_the_right_one(
-    detector: Detector, call: Callable[[Any], object], right: str
-) -> None:
-    with pytest.raises((TypeError, UserError), match=right):
-        call(detector)
 
 
 def test_evaluation_counts_the_best_box_of_each_image(
@@ -279,3 +249,21 @@ def test_what_cannot_be_trained_is_named(
     with pytest.raises(UserError, match=named):
         detector.train(**{"data": toy, "output": tmp_path / "run", **arguments})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "right"),
+    [
+        (lambda detector: detector("a.jpg", conf=0.5), "threshold"),
+        (lambda detector: detector.predict(source="a.jpg"), "images"),
+        (lambda detector: detector.export("a.onnx", format="onnx"), "suffix"),
+        (lambda detector: detector.train("data.yaml", imgsz=640), "INPUT.MIN_SIZE_TRAIN"),
+        (lambda detector: detector.evaluate(source="data.yaml"), "data"),
+        (lambda detector: detector.embed("a.jpg"), "not an encoder"),
+    ],
+)
+def test_keywords_and_methods_of_others_name_the_right_one(
+    detector: Detector, call: Callable[[Any], object], right: str
+) -> None:
+    with pytest.raises((TypeError, UserError), match=right):
+        call(detector)

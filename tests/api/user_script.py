@@ -33,7 +33,7 @@ def predict() -> float:
         assert_type(result, Detections)
         assert_type(result.boxes, Tensor)
         best = max(best, *result.scores.tolist())
-        print(result.labels, result.to_coco(), len(result.to_supervision()), result.to_pandas())
+        print(result.labels, result.to_coco())
     return best
 
 

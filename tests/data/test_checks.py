@@ -25,7 +25,6 @@ from qbheat_det.data import (
     load_class_folders,
     load_classes,
     load_image_folders,
-    load_labelled_sets,
     raise_first,
     register_image_folders,
 )
@@ -286,9 +285,6 @@ def test_labels_of_registered_sets_follow_the_list_that_is_given(tmp_path: Path)
     assert [record["label"] for record in load_classes([NAME], ["cat", "dog", "bee"])] == [2, 0, 0]
     with pytest.raises(UserError, match=rf"'{NAME}'.*cat"):
         load_classes([NAME], ["bee"])
-    first, second = load_labelled_sets([NAME], [NAME])
-    assert [record["label"] for record in first] == [0, 1, 1]
-    assert first == second
     register_image_folders("without_labels", [tmp_path])
     with pytest.raises(UserError, match="'without_labels'"):
-        load_labelled_sets(["without_labels"], [NAME])
+        list_classes(["without_labels"])

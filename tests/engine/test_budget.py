@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Epochs, image size and frozen stages for a number of minutes, by hand arithmetic."""
+"""Epochs, image size and stages for a number of minutes, by hand arithmetic."""
 
 import dataclasses
 from pathlib import Path
@@ -12,10 +12,9 @@ from detectron2.config import CfgNode
 from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.data.datasets.toy import ToySpec, prepare_toy_set
-from qbheat_det.engine import RunFlags, budget
-from qbheat_det.engine.budget import plan_run
+from qbheat_det.engine import RunFlags, plan
+from qbheat_det.engine.plan import find_first_stage, plan_run
 from qbheat_det.engine.setup import build_config
-from qbheat_det.engine.stages import find_first_stage
 
 SETUP, EVALUATION = 10.0, 2.0  # seconds, of each run and of each epoch
 STEP = 8.0  # seconds of an epoch's steps at the recipe's 384 pixels
@@ -37,8 +36,8 @@ def measure(cfg: CfgNode, *_: Any, **__: Any) -> Any:
 
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFlags:
-    monkeypatch.setattr(budget, "dry_run", measure)
-    monkeypatch.setattr(budget, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
+    monkeypatch.setattr(plan, "dry_run", measure)
+    monkeypatch.setattr(plan, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
     data = prepare_toy_set(ToySpec(name="tiny", num_images=4, image_size=64), tmp_path / "toy")
     file = str(Path(data) / "annotations.json")
     return RunFlags(data=file, val=file, output=str(tmp_path / "run"), opts=["SEED", "1"])
@@ -59,7 +58,7 @@ def test_the_largest_images_with_enough_epochs_fill_the_time(
 ) -> None:
     flags.minutes = seconds / 60
     chosen, summary = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
-    assert (chosen.image_size, chosen.freeze) == (size, False)
+    assert chosen.image_size == size
     # Building configs takes part of the time.
     expected = min((0.95 * seconds - FIRST - SETUP) / each, 3 * USUAL)
     assert chosen.epochs == pytest.approx(expected, abs=1.0)
@@ -83,15 +82,6 @@ def test_short_of_time_a_run_has_only_its_first_stage(flags: RunFlags) -> None:
     )
 
 
-@pytest.mark.parametrize(("seconds", "freeze"), [(20, True), (60, False)])
-def test_short_of_time_a_recipe_of_one_stage_freezes_its_backbone(
-    flags: RunFlags, seconds: float, freeze: bool
-) -> None:
-    flags.minutes, flags.opts = seconds / 60, [*flags.opts, "SOLVER.FIRST_STAGE", ""]
-    chosen, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
-    assert chosen.freeze == freeze
-
-
 def stop(cfg: CfgNode) -> None:
     """Writes what a run with this config leaves when it is stopped."""
     folder = Path(cfg.OUTPUT_DIR)
@@ -107,7 +97,7 @@ def test_a_finished_first_stage_is_not_planned_again(flags: RunFlags) -> None:
     first.touch()
     flags.minutes, flags.resume = 60 / 60, True
     chosen, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
-    assert (chosen.config_file, chosen.freeze, chosen.image_size) == ("", False, 256)
+    assert (chosen.config_file, chosen.image_size) == ("", 256)
 
 
 def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags: RunFlags) -> None:

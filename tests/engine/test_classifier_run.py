@@ -110,19 +110,15 @@ def test_classes_come_from_the_training_folder_and_labels_from_their_names(
     assert len(entries) == 7
 
 
-def test_a_run_trains_evaluates_scores_neighbours_and_is_evaluated_alone(
-    folders: Folders, tmp_path: Path
-) -> None:
+def test_a_run_trains_evaluates_and_is_evaluated_alone(folders: Folders, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    opts = {"TEST.EVAL_PERIOD": "2", "VIS.ENABLED": "True"}
-    trainer = train(whole, opts, *flags_of(folders), "--knn")
+    trainer = train(whole, {"TEST.EVAL_PERIOD": "2"}, *flags_of(folders))
     found = trainer._last_eval_results["classification"]
     assert 0 <= found["top1"] <= found["top5"] == 100  # there are but four classes
     written = json.loads((whole / "inference" / LABELLED_VAL / "classification.json").read_text())
     assert written["num_images"] == 7
     assert (whole / "model_best.safetensors").is_file()
     assert "x.jpg" in (whole / "log.txt").read_text()
-    assert list((whole / "visualizations").glob("knn_*.json"))
     weights = str(whole / "model_final.safetensors")
     assert class_names_of(weights) == ("ape", "bee", "cat", "dog")
 

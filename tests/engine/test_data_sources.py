@@ -11,10 +11,11 @@ import pytest
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
-from qbheat_det.config import get_config_path
+from qbheat_det.config import get_cfg, get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import RunFlags, build_config, setup
+from qbheat_det.engine.data_sources import _split
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import RECIPE, make_folder
@@ -22,7 +23,6 @@ from .tiny_training import CONFIG, parse_run
 
 PRETRAIN = "INPUT.DATASET_MAPPER_NAME pretrain DATALOADER.ASPECT_RATIO_GROUPING False"
 CLASSIFY = get_config_path("objectives/supervised.yaml")
-OTHERS = "TEST.KNN.TRAIN ('custom_knn_train',) TEST.KNN.VAL ('custom_knn_val',)"
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,9 @@ def configure(words: str, config: str = CONFIG) -> CfgNode:
 
 
 def test_folders_are_all_that_is_trained_on_and_are_recorded(tmp_path: Path) -> None:
-    older = f"DATASETS.TEST ('custom_val_images',) {OTHERS}"  # sets that another run's flags made
+    older = "DATASETS.TEST ('custom_val_images',)"  # a set that another run's flags made
     cfg = configure(f"--images one --images two {older} {PRETRAIN}")
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_images",), ())
-    assert (cfg.TEST.KNN.TRAIN, cfg.TEST.KNN.VAL) == ((), ())
     assert cfg.MODEL.CLASS_NAMES == []
     assert build_train_stream(cfg).num_images == 5
     folders = [str(tmp_path / name) for name in ("one", "two")]
@@ -79,7 +78,6 @@ BAD_IMAGES = {
     "--images one DATASETS.TRAIN ('a',)": r"DATASETS\.TRAIN",
     "--data images.json --images one --images two": "--images of --data",
     "--val-images one DATASETS.TEST ('a',)": r"DATASETS\.TEST",
-    "--knn-train-folder one": "--knn-val-folder",
     "DATASETS.TRAIN ('imagenet_train',)": "imagenet_train.*DETECTRON2_DATASETS",
     "--data nowhere.json --images one": r"nowhere\.json",
     "--data images.json --images two/2.jpg": r"two/2\.jpg",
@@ -106,21 +104,15 @@ BAD_CLASSES = {
     "--data TRAIN --val images.json --val-images one": r"'images\.json'",
     "--data TRAIN DATASETS.TRAIN ('a',)": r"DATASETS\.TRAIN and --data",
     "--data TRAIN --val VAL MODEL.CLASSIFIER.NUM_CLASSES 9": "NUM_CLASSES is 9",
-    "--data TRAIN --knn DATASETS.VAL_FRACTION 0": "--val",
     "--data TRAIN DATASETS.VAL_FRACTION 1.5": "VAL_FRACTION",
-    "--data TRAIN --val VAL --knn TEST.KNN.TRAIN ('a',)": r"KNN\.TRAIN",
     "--images TRAIN": "--data",
     "": "imagenet_train.*--data",
     "DATASETS.TRAIN ()": "--data",
-    "--data TRAIN --knn INPUT.DATASET_MAPPER_NAME pretrain": "--knn",
 }
 
 BAD_EVALUATIONS = {
     "--eval-only DATASETS.TEST ()": "--val-images",
     "--images one DATASETS.TEST ('qbheat_toy_val',)": "'qbheat_toy_val'",
-    "--images one --knn-train-folder TRAIN --knn-val-folder OTHER": "images of yak",
-    "--images one --knn-train-folder TRAIN --knn-val-folder VAL TEST.KNN.K 0": r"KNN\.K",
-    "--images one TEST.KNN.TRAIN ('qbheat_toy_val_images',)": r"TEST\.KNN\.VAL",
     "--images one --val-images two MODEL.META_ARCHITECTURE MoCo": "MoCo",
 }
 BAD = [
@@ -159,6 +151,20 @@ def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path: Path)
     assert held_out(configure(f"{words} 2", CLASSIFY)) != first
     assert held_out(configure(f"--resume {words} 2", CLASSIFY)) == first
     assert configure(f"{words} 1 DATASETS.VAL_FRACTION 0", CLASSIFY).DATASETS.TEST == ()
+
+
+def test_the_second_stage_holds_out_the_images_of_the_first() -> None:
+    make_classes(Path("MANY"), {"ape": 10, "bee": 5})
+    cfg, flags = get_cfg(), RunFlags(data="MANY")
+    cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS = "run", "run/first_stage/model_final.safetensors"
+    source: Any = {"image_folders": ["MANY"], "labelled": True}
+    earlier = {**_split(cfg, flags, source), "data": "before images were added"}
+    file = Path("run/first_stage/split.json")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(earlier))
+    assert _split(cfg, flags, source) == earlier
+    cfg.MODEL.WEIGHTS = "other/first_stage/model_final.safetensors"
+    assert _split(cfg, flags, source) != earlier
 
 
 Spoil = Callable[[Path], object]

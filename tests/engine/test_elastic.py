@@ -31,7 +31,7 @@ OPTS = {
     **TINY,
     **read_opts(f"""
 SOLVER.IMS_PER_BATCH 6 SOLVER.MAX_ITER {STEPS} SOLVER.CHECKPOINT_PERIOD 2 SOLVER.LOG_PERIOD 50
-MODEL.DEVICE cpu VIS.ENABLED False
+MODEL.DEVICE cpu
 """),
 }
 
@@ -160,14 +160,13 @@ def find_worlds(run: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "kills"), [(2, 4), (3, 6)])
 def test_machines_come_and_go_and_the_run_ends_with_the_bits_of_its_worlds(
-    count: int, kills: int, tiny_data: Path, tmp_path: Path
+    tiny_data: Path, tmp_path: Path
 ) -> None:
-    rng = random.Random(count)
+    count, rng = 3, random.Random(3)
     cluster = Cluster(count, tmp_path, tiny_data)
     try:
-        for kind in rng.sample(KINDS * 2, kills):
+        for kind in [*rng.sample(KINDS, len(KINDS)), KINDS[1]]:
             checkpoints = rng.randrange(kind == KINDS[0], 4)  # 0: while processes start
             cluster.wait_for_all(have_begun=bool(checkpoints))
             cluster.wait_for_checkpoints(checkpoints)

@@ -15,12 +15,11 @@ from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, info_of
 from qbheat_det.config import get_cfg
-from qbheat_det.data import build_mapper, load_labelled_sets, register_coco_json
+from qbheat_det.data import build_mapper, register_coco_json
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_sources import CUSTOM_KNN_TRAIN, CUSTOM_KNN_VAL, CUSTOM_VAL_IMAGES
+from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
 from qbheat_det.engine.evaluation import Evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
-from qbheat_det.evaluation import score_neighbours
 
 from .tiny_pretraining import OPTS, RECIPE, make_folder
 from .tiny_training import forget_runs, parse_run, start_run
@@ -77,37 +76,28 @@ def configure(opts: dict[str, str], *flags: str) -> tuple[CfgNode, argparse.Name
 
 
 def evaluate_weights(args: argparse.Namespace) -> dict[str, Any]:
-    """The job of one process: ``--eval-only`` of ``args.weights`` on ``args.images``.
-
-    The classes in its folders vote on themselves.
-    """
+    """The job of one process: ``--eval-only`` of ``args.weights`` on ``args.images``."""
     flags = ["--eval-only", "--val-images", args.images]
-    flags += ["--knn-train-folder", args.images, "--knn-val-folder", args.images]
     cfg, _ = configure({"MODEL.WEIGHTS": args.weights, "OUTPUT_DIR": args.output_dir}, *flags)
     return evaluate(cfg)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Images to train on; held-out ones; labelled ones. One is broken in each but "judged"."""
+    """Images to train on, and held-out ones; one is broken in each."""
     root = tmp_path_factory.mktemp("images")
-    for i, name in enumerate("abcd"):
-        make_folder(root / "voters" / name, 4, first=10 * i)
-        if name != "b":
-            make_folder(root / "judged" / name, 2, first=10 * i + 4)
     make_folder(root / "train", 7)
     make_folder(root / "val", 5, first=50)
-    for folder in ("val", "voters/c", "train"):
+    for folder in ("val", "train"):
         (root / folder / "x.jpg").write_text("no image")
     return {path.name: str(path) for path in root.iterdir()}
 
 
 @pytest.fixture(scope="module")
 def run(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that evaluates the held-out loss and the nearest-neighbour score as it trains."""
+    """A run that evaluates the held-out loss as it trains."""
     output = tmp_path_factory.mktemp("run")
     flags = ["--images", folders["train"], "--val-images", folders["val"]]
-    flags += ["--knn-train-folder", folders["voters"], "--knn-val-folder", folders["judged"]]
     opts = {"TEST.EVAL_EPOCHS": "0.5", "OUTPUT_DIR": str(output)}
     _, args = configure(opts, *flags)
     trainer = start_run(args)
@@ -124,16 +114,6 @@ def lines(run: Path, key: str) -> dict[int, float]:
     return {entry["iteration"]: entry[key] for entry in entries if key in entry}
 
 
-def load(run: Path, *flags: str) -> tuple[CfgNode, Any]:
-    """Returns the config that flags give, and the trained model."""
-    weights = str(run / "model_final.safetensors")
-    opts = {} if "--val-images" in flags else {"DATASETS.TEST": "()"}
-    cfg, _ = configure({"MODEL.WEIGHTS": weights, **opts}, "--eval-only", *flags)
-    model = Trainer.build_model(cfg).eval()
-    ExactCheckpointer(model).load(weights)
-    return cfg, model
-
-
 def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: Path) -> None:
     found = lines(run, "reconstruction/loss")
     assert sorted(found) == [0, 1]  # half an epoch of 8 images is one step of 4
@@ -141,7 +121,6 @@ def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: P
     assert best.iteration == min(found, key=found.__getitem__)
     log = (run / "log.txt").read_text()
     assert log.count("The evaluation on") == 1
-    assert log.count("The nearest-neighbour score skips") == 1
     # Broken training images did not end the run.
     assert "1 of 8 images were skipped so far" in log
     (line,) = (run / SKIPPED_FILE).read_text().splitlines()
@@ -151,7 +130,11 @@ def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: P
 def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(
     run: Path, folders: dict[str, str]
 ) -> None:
-    cfg, model = load(run, "--val-images", folders["val"])
+    weights = str(run / "model_final.safetensors")
+    flags = ["--eval-only", "--val-images", folders["val"]]
+    cfg, _ = configure({"MODEL.WEIGHTS": weights}, *flags)
+    model = Trainer.build_model(cfg).eval()
+    ExactCheckpointer(model).load(weights)
     views, mapper = model.views, build_mapper(cfg, is_train=False)
     expected: dict[str, list[float]] = {f"loss_{name}": [] for name in views}
     for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)):
@@ -165,26 +148,3 @@ def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(
     means["loss"] = sum(means.values()) / len(means)
     last = {key: lines(run, f"reconstruction/{key}")[1] for key in means}
     assert last == pytest.approx(means, rel=1e-5)
-
-
-def test_the_nearest_neighbour_score_is_that_of_one_image_at_a_time(
-    run: Path, folders: dict[str, str]
-) -> None:
-    flags = ("--knn-train-folder", folders["voters"], "--knn-val-folder", folders["judged"])
-    cfg, model = load(run, *flags)
-    mapper, parts = build_mapper(cfg, is_train=False), []
-    for records in load_labelled_sets([CUSTOM_KNN_TRAIN], [CUSTOM_KNN_VAL]):
-        good = [record for record in records if not record["file_name"].endswith("x.jpg")]
-        with torch.no_grad():
-            images = [model.preprocess_image([mapper(record)]) for record in good]
-            maps = [model.backbone(image)[model.in_feature] for image in images]
-        labels = torch.tensor([record["label"] for record in good])
-        parts.append((torch.cat(maps).mean(dim=(2, 3)), labels))
-    expected = score_neighbours(*parts)
-    assert 0 < expected["top5"] <= 100
-    first, last = sorted((run / "visualizations").glob("knn_*.json"))
-    assert (first.name, last.name) == ("knn_0000000.json", "knn_0000002.json")
-    found = json.loads(last.read_text())["data"]
-    assert found == pytest.approx(expected)
-    assert lines(run, "knn/top1")[1] == pytest.approx(expected["top1"])
-    assert evaluate(cfg) == {"knn": pytest.approx(expected)}

@@ -1,23 +1,19 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Hooks of a run that is only pretended: evaluation, the best weights, checkpoints, images."""
 
-import itertools
-import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
-from torch import Tensor, nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import DataError
-from qbheat_det.engine import block_modes
+from qbheat_det.engine import hooks
 from qbheat_det.engine.hooks import (
     SKIPPED_FILE,
     EvalHook,
@@ -25,7 +21,6 @@ from qbheat_det.engine.hooks import (
     SkippedImages,
     TrainingRun,
 )
-from qbheat_det.engine.monitors import TokenMonitor, mean_cosines
 
 
 class PretendedRun:
@@ -79,12 +74,10 @@ def test_memory_goes_back_when_more_is_kept_than_after_the_first_twenty_steps(
 ) -> None:
     returned: list[int] = []
     trainer = SimpleNamespace(iter=0, start_iter=0)
-    monkeypatch.setattr(
-        block_modes, "return_freed_memory", lambda: returned.append(trainer.iter + 1)
-    )
+    monkeypatch.setattr(hooks, "return_freed_memory", lambda: returned.append(trainer.iter + 1))
     pages = {20: 1000, 40: 1010, 60: 1100, 80: 900, 100: 1000}
     monkeypatch.setattr(Path, "read_text", lambda _: f"0 {pages[trainer.iter + 1]} 0")
-    hook = block_modes.KeptMemory()
+    hook = hooks.KeptMemory()
     hook.trainer = cast(TrainingRun, trainer)
     for trainer.iter in range(100):
         hook.after_step()
@@ -190,51 +183,3 @@ def test_what_other_processes_met_is_known_to_all_and_to_a_resumed_run(
     assert sorted(hook.errors) == ["image 'a'", "image 'b'"]
     again.load_state_dict(hook.state_dict())
     assert again.errors == hook.errors
-
-
-def test_cosines_are_the_means_over_all_pairs() -> None:
-    tokens = torch.randn(4, 3, 5) + 0.5
-    cosine = nn.CosineSimilarity(dim=0)
-    means = []
-    for rows in (tokens.transpose(0, 1), tokens):  # of images for each token, and of tokens
-        pairs = (itertools.combinations(row, 2) for row in rows)
-        found = [cosine(first, second) for pair in pairs for first, second in pair]
-        means.append(torch.stack(found).mean())
-    torch.testing.assert_close(mean_cosines(tokens), torch.stack(means))
-    assert mean_cosines(tokens[:1]).isnan().tolist() == [True, False]
-
-
-class Block(nn.Module):
-    """Gives a map and the tokens that it is told to."""
-
-    def forward(self, tokens: Tensor) -> tuple[None, Tensor]:
-        return None, tokens
-
-
-def test_a_collapse_that_lasts_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    same, other = torch.ones(3, 2, 4), torch.eye(4)[:3, None].expand(3, 2, 4)
-    alive, dead, late = Block(), Block(), Block()
-    monitor = TokenMonitor({"alive": alive, "dead": dead, "late": late}, period=2, warmup=10)
-    cfg = SimpleNamespace(SOLVER=SimpleNamespace(TOKEN_MULTIPLIER=0.5))
-    run: Any = SimpleNamespace(iter=0, max_iter=60, storage=EventStorage(0), cfg=cfg)
-    monitor.trainer = run
-    warned: list[int] = []
-    for run.iter in range(60):
-        run.storage.iter = run.iter
-        monitor.before_step()
-        dead(same if run.iter != 15 else other)  # not collapsed for a moment, at a reading
-        dead(other)  # a second micro-batch
-        alive(other)
-        late(same if run.iter > 24 else other)
-        monitor.after_step()
-        with caplog.at_level(logging.WARNING):
-            warned += [run.iter] * (len(caplog.messages) > len(warned))
-    # Readings of "dead" after the warm-up: 11, 13; then 17 and four more, of "late" from 25 on.
-    assert warned == [33]
-    assert "2 of 3 blocks" in caplog.text
-    assert "than 0.5, such as 0.05" in caplog.text
-    assert "'dead'" in caplog.text
-    assert run.storage.history("cosine_over_images/dead").values()[0] == (1.0, 1)
-    assert run.storage.history("cosine_over_images/alive").latest() == pytest.approx(0, abs=1e-6)
-    assert len(run.storage.history("cosine_over_tokens/alive").values()) == 30
-    assert not dead._forward_hooks

@@ -4,6 +4,7 @@
 import argparse
 import dataclasses
 import os
+import signal
 import time
 import traceback
 from pathlib import Path
@@ -17,12 +18,14 @@ from detectron2.modeling import Backbone
 from detectron2.utils import comm
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from qbheat_det.core.errors import UserError, exit_on_user_error
+from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
 from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, launch, run_distributed
 from qbheat_det.engine import dry_run as dry_run_module
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.setup import use_classes_of
+from qbheat_det.engine.step import StepTrainer
+from tests.tool_modules import load_tool
 
 from .processes import free_port, make_args, torchrun_environment
 from .tiny_detectors import make_retinanet_config
@@ -65,12 +68,11 @@ def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg: CfgN
     }
     assert all(seconds > 0 for seconds, _ in report.costs.values())
     files = [path.stat().st_size for path in Path(cfg.OUTPUT_DIR).glob("model_*")]
-    assert report.needs["Disk"][0] == pytest.approx(sum(files), rel=0.05)
-    needed, available = report.needs["Memory"]
-    assert 100 * 2**20 < needed < available
+    assert report.disks["Disk"][0] == pytest.approx(sum(files), rel=0.05)
+    assert 100 * 2**20 < report.memory["Memory"] < 2**36
     assert "SOLVER.CHECKPOINTS_KEPT" not in str(report)
     assert "SOLVER.CHECKPOINTS_KEPT" in str(
-        dataclasses.replace(report, needs={"Disk": (2000, 1000)})
+        dataclasses.replace(report, disks={"Disk": (2000, 1000)})
     )
 
 
@@ -85,23 +87,32 @@ def test_a_folder_that_cannot_be_written_to_ends_with_a_sentence(
         dry_run(cfg, Trainer)
 
 
-def test_total_memory_is_that_of_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_signal_in_a_dry_run_leaves_nothing_and_names_no_folder(
+    cfg: CfgNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders, groups = tmp_path / "folders", tmp_path / "groups"
-    monkeypatch.setattr(dry_run_module, "_GROUP", groups)
-    monkeypatch.setattr(dry_run_module, "_GROUPS_ROOT", folders)
-    pages = {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**38}
-    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    assert dry_run_module.total_memory() == 2**50
-    (folders / "a" / "b").mkdir(parents=True)
-    (folders / "a" / "memory.max").write_text("2000\n")
-    (folders / "a" / "b" / "memory.max").write_text("max\n")
-    groups.write_text("0::/a/b\n")
-    assert dry_run_module.total_memory() == 2000
-    (folders / "memory.max").write_text("1000\n")
-    groups.write_text("0::/\n")  # in a container with a name space
-    assert dry_run_module.total_memory() == 1000
+    run_step = StepTrainer.run_step
+
+    def signal_and_run(self: StepTrainer) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        run_step(self)
+
+    monkeypatch.setattr(StepTrainer, "run_step", signal_and_run)
+    folder = Path(cfg.OUTPUT_DIR).parents[1]
+    before = set(folder.iterdir())
+    with pytest.raises(Interrupted, match=r"^SIGTERM stopped the dry run") as stopped:
+        dry_run(cfg, Trainer)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert str(folder) not in str(stopped.value)
+    assert set(folder.iterdir()) == before
+
+
+def test_the_advice_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dry_run_module, "dry_run", lambda cfg, _: f"forecast of {cfg}")
+    load_tool("train_net").print_forecast(["first", "second"], Trainer, "")
+    forecasts = "forecast of first\n\nforecast of second"
+    assert capsys.readouterr().out == f"{forecasts}\n\n{dry_run_module.ADVICE}\n"
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,11 +14,11 @@ from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage
 
 from qbheat_det.config import get_cfg
-from qbheat_det.core.environment import find_code_version
+from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import logs
 from qbheat_det.engine.logs import PeriodicWriter, drop_metrics_from
-from qbheat_det.engine.resume import read_run_record, write_run_record
+from qbheat_det.engine.resume import find_duration, record_start
 
 from .conftest import TrainAfresh
 from .tiny_training import forget_runs
@@ -113,22 +113,26 @@ def test_every_start_adds_an_entry_without_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-mine")
+    monkeypatch.setattr(sys, "argv", ["train_net.py", "SEED", "1"])
     cfg = make_config(tmp_path / "new")
-    write_run_record(cfg, command=["train_net.py", "SEED", "1"], seed=1)
-    checkpoint = "model_0000019.pth"
-    write_run_record(cfg, command=["--resume"], resumed_from=checkpoint, processes=2, seed=1)
+    record_start(cfg, seed=1)(60.0)
+    assert find_duration(tmp_path / "new") == 60
+    stop = record_start(cfg, resumed_from="model_0000019.pth", seed=1)
+    assert find_duration(tmp_path / "new") is None  # the start may have been killed
+    stop(5.04)
+    first_stage = make_config(tmp_path / "new" / "first_stage")
+    record_start(first_stage)(10.0)
+    assert find_duration(tmp_path / "new") == 75
     text = (tmp_path / "new" / "run.json").read_text()
     assert "a-secret-of-mine" not in text
     first, second = json.loads(text)
     assert first["command"] == ["train_net.py", "SEED", "1"]
-    assert first["resumed_from"] is None
-    assert second["resumed_from"] == checkpoint
-    assert (second["processes"], second["seed"], second["device"]) == (2, 1, "cpu")
+    assert (first["resumed_from"], second["resumed_from"]) == (None, "model_0000019.pth")
+    assert (second["processes"], second["seed"], second["device"]) == (1, 1, "cpu")
     assert first["started"].endswith("+00:00")
     names = {"python", "torch", "torchvision", "detectron2", "qbheat_det", "timm", "numpy"}
     assert set(first["versions"]) == names
     assert first["versions"]["torch"].startswith("2.")
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", '[{"sta'])
@@ -136,9 +140,8 @@ def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(content)
     with pytest.raises(UserError, match=r"run\.json"):
-        write_run_record(make_config(tmp_path), command=[])
+        record_start(make_config(tmp_path))
     assert path.read_text() == content
-    assert read_run_record(tmp_path / "missing.json") == []
 
 
 def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(
@@ -149,26 +152,17 @@ def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(
     (checkout / "qbheat_det" / "__init__.py").write_text("")
     for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "first")):
         git(checkout, *arguments)
-    find_code_version.cache_clear()
-    commit = git(checkout, "rev-parse", "HEAD")
-    (checkout / "output").mkdir()
-    (checkout / "output" / "log.txt").write_text("no code")
+    commit, find = git(checkout, "rev-parse", "HEAD"), find_commit.__wrapped__
+    (checkout / "log.txt").write_text("no code")
     git(tmp_path, "init", "-q", "other")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))  # as inside a git hook
-    assert find_code_version(checkout) == (commit, False)
-    find_code_version.cache_clear()
+    assert find(checkout) == commit
     (checkout / "qbheat_det" / "new.py").write_text("")
-    assert find_code_version(checkout) == (commit, True)
-
-    # A wheel has no commit, and neither has a machine without git.
-    installed = checkout / "venv" / "site-packages"
-    (installed / "qbheat_det").mkdir(parents=True)
-    (installed / "qbheat_det" / "__init__.py").write_text("")
-    assert find_code_version(installed) == (None, None)
-    assert find_code_version(checkout / "no such folder") == (None, None)
-    find_code_version.cache_clear()
+    assert find(checkout) == f"{commit}-dirty"
+    (checkout / "site-packages").mkdir()
+    assert find(checkout / "site-packages") == ""  # of a wheel
     monkeypatch.setenv("PATH", "")
-    assert find_code_version(checkout) == (None, None)
+    assert find(checkout) == ""
 
 
 def test_the_terminal_gets_a_summary_and_the_file_everything(
@@ -200,24 +194,16 @@ def test_a_second_run_leaves_the_log_of_the_first_alone(
         lost = RuntimeError("gloo: reset by peer")  # which the command says in a sentence
         logging.getLogger("detectron2.engine").error("in training", exc_info=lost)
     (tmp_path / "log.txt.rank1").symlink_to("/dev/full")
-    for rank in (1, 2):  # of which the first finds the disk full
-        logs.open_log(tmp_path, rank=rank)
-        logging.getLogger("qbheat_det").warning("of another process")
+    logs.open_log(tmp_path, rank=1)
+    logging.getLogger("qbheat_det").warning("of another process, which finds the disk full")
     forget_runs()
-    texts = [(tmp_path / name / "log.txt").read_text() for name in ("first", "second")]
-    assert [("first" in log, "second" in log, "hidden" in log) for log in texts] == [
-        (True, False, True),
-        (False, True, True),
-    ]
-    assert "reset by peer" in texts[0]
-    assert "of another process" in (tmp_path / "log.txt.rank2").read_text()
+    for name, other in (("first", "second"), ("second", "first")):
+        log = (tmp_path / name / "log.txt").read_text()
+        assert all(text in log for text in (name, "hidden", "reset by peer"))
+        assert other not in log
     printed = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert printed == [
-        "this is the first",
-        "warning: shown",
-        "this is the second",
-        "warning: shown",
-    ]
+    shown = [(f"this is the {name}", "warning: shown") for name in ("first", "second")]
+    assert printed == [line for lines in shown for line in lines]
 
 
 def test_results_are_json_unless_a_terminal_shows_them(

@@ -1,18 +1,19 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A run of two stages equals two commands, and resumes in the stage in which it stopped."""
 
-import functools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from qbheat_det.api import training
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import RunFlags
-from qbheat_det.engine.stages import find_first_stage
+from qbheat_det.engine.plan import find_first_stage
 from tests.tool_modules import load_tool
 
 from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state
@@ -48,6 +49,14 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def second(first: Path) -> Path:
+    """The config of the second stage, which names the first one by a relative path."""
+    path = first.with_name("second.yaml")
+    path.write_text(f'_BASE_: "{get_config_path(CONFIG)}"\nSOLVER: {{FIRST_STAGE: first.yaml}}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     spec = ToySpec(name="tiny", num_images=4, image_size=64)
     return str(Path(prepare_toy_set(spec, tmp_path_factory.mktemp("toy"))) / "annotations.json")
@@ -75,16 +84,15 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_two_stages_equal_two_commands_and_resume_exactly(
-    first: Path, data: str, tmp_path: Path
+    first: Path, second: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reports: list[str] = []  # without figures, which take most of the time
+    monkeypatch.setattr(training, "build_report", lambda *_, lead, **__: reports.append(lead))
     weights = tmp_path / "by_hand" / "model_final.safetensors"
     train(first, data, weights.parent, SHARED)
-    second = functools.partial(train, get_config_path(CONFIG), data)
-    second(tmp_path / "two", {**SHARED, **OPTS}, "--weights", str(weights))
-
-    staged = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
-    output = tmp_path / "staged"
-    second(output, staged)
+    both, output = {**SHARED, **OPTS}, tmp_path / "staged"
+    train(get_config_path(CONFIG), data, tmp_path / "two", both, "--weights", str(weights))
+    train(second, data, output, both)
     assert_same(state(output / "first_stage"), state(weights.parent))
     assert_same(state(output), state(tmp_path / "two"))
 
@@ -92,9 +100,14 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
     done = (output / "first_stage" / "model_final.pth").stat().st_mtime_ns
     for path in [*output.glob("model_*"), output / "last_checkpoint"]:
         path.unlink()
-    second(output, staged, "--resume")
+    train(second, data, output, both, "--resume")
     assert (output / "first_stage" / "model_final.pth").stat().st_mtime_ns == done
     assert_same(state(output), state(tmp_path / "two"))
+
+    # The report names the start and the time of both stages, also if nothing was left to do.
+    train(second, data, output, both, "--resume")
+    for lead in reports[-2:]:
+        assert re.search(r"3 steps of 2 images in .*, starting from .*first_stage/model_f", lead)
 
 
 def test_the_first_stage_shares_data_device_and_model(first: Path, data: str) -> None:

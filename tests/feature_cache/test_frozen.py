@@ -188,7 +188,6 @@ def test_evaluation_encodes_the_test_set_alone_and_other_weights_make_another_ca
         {"INPUT.FIXED_VIEWS.COUNT": "1000000000"},
         {"MODEL.CLASSIFIER.CUTMIX": "0.5", "MODEL.META_ARCHITECTURE": "ImageClassifier"},
         {"MODEL.MASK_ON": "True"},
-        {"TEST.KNN.TRAIN": "('a',)"},
         {"VIS_PERIOD": "5"},
         {"MODEL.CACHE_FEATURES.DTYPE": "float8"},
     ],

@@ -68,17 +68,6 @@ def probe(tmp_path: Path) -> tuple[CfgNode, str]:
     return cfg, save_run(cfg, tmp_path / "run")
 
 
-@pytest.mark.parametrize(("pixel_format", "red"), [("RGB", 1.0), ("BGR", 0.0)])
-def test_the_model_sees_channels_in_the_order_of_its_config(
-    tmp_path: Path, pixel_format: str, red: float
-) -> None:
-    cfg = make_probe_config()
-    cfg.INPUT.FORMAT = pixel_format
-    weights = save_run(cfg, tmp_path / "run")
-    (box,) = _run(cfg, weights, [_save_image(tmp_path / "red.png")]).results
-    assert box["score"] == pytest.approx(red, abs=0.03)
-
-
 def test_each_frame_of_a_video_is_an_image_of_its_own(
     probe: tuple[CfgNode, str], tmp_path: Path
 ) -> None:
@@ -92,23 +81,6 @@ def test_each_frame_of_a_video_is_an_image_of_its_own(
     assert [written.read()[1].shape for _ in range(2)] == [(384, 576, 3)] * 2
     assert written.get(cv2.CAP_PROP_FPS) == pytest.approx(10)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
-
-
-def test_a_result_has_the_annotation_files_ids_and_pixels_of_the_input(
-    probe: tuple[CfgNode, str], tmp_path: Path
-) -> None:
-    dark = _save_image(tmp_path / "dark.png", (100, 0, 0))
-    red = _save_image(tmp_path / "red.png", size=(200, 100))
-    found = _run(*probe, [dark, red], score_threshold=0.5)
-    assert found.num_images == 2
-    (box,) = found.results
-    assert box == {
-        "image_id": 2,
-        "file_name": "red.png",
-        "category_id": 9,
-        "bbox": [0.0, 0.0, 100.0, 100.0],
-        "score": pytest.approx(1.0),
-    }
 
 
 def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""``Detections`` drawn and converted to COCO, pandas, supervision, Label Studio and CVAT."""
+"""``Detections`` drawn and converted to COCO, Label Studio and CVAT."""
 
 import json
 from pathlib import Path
@@ -48,22 +48,6 @@ def test_boxes_classes_and_scores_survive_every_conversion(tmp_path: Path) -> No
         assert drawn.width / drawn.height == pytest.approx(100 / 80, rel=0.02)
     with pytest.raises(UserError, match=r"x\.unknown"):
         found.save(tmp_path / "x.unknown")
-
-
-def test_supervision_and_pandas() -> None:
-    found = _make()
-    pandas = pytest.importorskip("pandas")
-    table = found.to_pandas()
-    assert isinstance(table, pandas.DataFrame)
-    assert table[["x1", "y1", "x2", "y2"]].to_numpy().tolist() == BOXES
-    assert table["label"].tolist() == ["dog", "cat"]
-    pytest.importorskip("supervision")
-    converted = found.to_supervision()
-    assert converted.xyxy.tolist() == BOXES
-    assert converted.confidence.tolist() == [0.75, 0.5]
-    assert converted.class_id.tolist() == [1, 0]
-    assert converted.data["class_name"].tolist() == ["dog", "cat"]
-    assert len(found.select(1).to_supervision()) == 0
 
 
 def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def rates(cfg: CfgNode) -> list[float]:
 def test_coco_in_epochs_is_what_the_paper_trains() -> None:
     cfg = config(EPOCHS=500.0, STEP_EPOCHS=[400], WARMUP_EPOCHS=0.5, IMS_PER_BATCH=16)
     cfg.SOLVER.CHECKPOINT_EPOCHS = 5.0
-    cfg.TEST.EVAL_EPOCHS, cfg.VIS.EPOCHS = 10.0, 1.0
+    cfg.TEST.EVAL_EPOCHS = 10.0
     resolved = resolve_schedule(cfg, num_images=COCO)
     # An epoch is 118,287 / 16 = 7,392.9375 iterations.
     assert resolved.SOLVER.MAX_ITER == 3696469
@@ -53,7 +53,6 @@ def test_coco_in_epochs_is_what_the_paper_trains() -> None:
     assert resolved.SOLVER.WARMUP_ITERS == 3697
     assert resolved.SOLVER.CHECKPOINT_PERIOD == 36965
     assert resolved.TEST.EVAL_PERIOD == 73930
-    assert resolved.VIS.PERIOD == 7393
 
 
 def test_few_images_are_seen_more_often() -> None:
@@ -167,8 +166,6 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"LR_SCHEDULER_NAME": "CosineLR"}, "WarmupCosineLR"),
     ({"TEST.EVAL_PERIOD": -1}, r"TEST\.EVAL_PERIOD"),
     ({"TEST.EVAL_EPOCHS": -1.0}, r"TEST\.EVAL_EPOCHS"),
-    ({"VIS.PERIOD": -1}, r"VIS\.PERIOD"),
-    ({"VIS.EPOCHS": -1.0}, r"VIS\.EPOCHS"),
 ]
 
 

@@ -139,16 +139,6 @@ def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
     return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 
 
-def load_labelled_sets(train: Sequence[str], val: Sequence[str]) -> tuple[Records, Records]:
-    """Returns the labelled records of registered training and validation sets.
-
-    The classes are those of ``train``. Raises a ``UserError`` if a set has no labels, ``train`` has
-    only one class, or ``val`` has a class that ``train`` lacks.
-    """
-    pairs = [[pair for name in sets for pair in _load(name)] for sets in (train, val)]
-    return _label_both(pairs, (" and ".join(train), " and ".join(val)))
-
-
 def _walk(root: str) -> Iterator[list[str]]:
     """Yields the list of image paths of each folder and subfolder."""
     if not os.path.isdir(root):
@@ -198,8 +188,7 @@ def _load(name: str) -> Pairs:
     if not class_names or any("label" not in record for record in records):
         raise UserError(
             f"the images of dataset '{name}' have no labels: use a set of class folders, such as "
-            "imagenet_train, or pass class folders with --data and --val (or, for nearest "
-            "neighbors, with --knn-train-folder and --knn-val-folder)"
+            "imagenet_train, or pass class folders with --data and --val"
         )
     return [(record["file_name"], class_names[record["label"]]) for record in records]
 

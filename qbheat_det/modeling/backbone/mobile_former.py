@@ -180,11 +180,6 @@ class MobileFormer(Backbone):
                 self.add_module(name, _freeze(self.get_submodule(name)))
         return self
 
-    def token_blocks(self) -> dict[str, nn.Module]:
-        """See ``SupportsTokenBlocks`` in ``modeling/contracts.py``."""
-        blocks = self.named_modules()
-        return {name: block for name, block in blocks if isinstance(block, MobileFormerBlock)}
-
     @property
     def freeze_all(self) -> int:
         """See ``modeling/contracts.py``."""

@@ -1,0 +1,237 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Plans a run: its stages, and how long it trains.
+
+``SOLVER.FIRST_STAGE`` names the config of a first stage, usually a head on cached features of a
+frozen encoder, which trains in minutes. Then all weights are trained. Each stage is a run in a
+folder of its own.
+
+``--minutes`` chooses image size and epochs. Steps of the recipe are timed on this machine. Step
+time is assumed to be proportional to the area of the images. The chosen settings are timed again to
+determine the number of epochs.
+"""
+
+import dataclasses
+import functools
+import logging
+import operator
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from detectron2.utils import comm
+
+from qbheat_det.config import load_config
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import format_duration
+from qbheat_det.solver import count_epochs
+
+from .dry_run import dry_run
+from .resume import decide_to_resume, name_last_checkpoint
+from .run_flags import (
+    FIRST_STAGE_WEIGHTS,
+    SIZES,
+    WHOLE_BACKBONE,
+    RunFlags,
+    find_job,
+)
+from .setup import build_config
+from .trainer import Trainer
+
+# Overrides that both stages share; all others are for the second stage.
+_SHARED = ("DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "INPUT.FORMAT", "INPUT.TILE", "MODEL.",
+           "SEED", "SOLVER.AMP.")  # fmt: skip
+_OWN = ("DATASETS.UNLABELLED", "MODEL.BACKBONE.FREEZE_AT", "MODEL.CACHE_FEATURES.ENABLED",
+        "MODEL.SEMI.")  # fmt: skip
+# Keys that must be equal in both stages, so that the weights fit.
+_EQUAL = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP",
+          "MODEL.FPN.OUT_CHANNELS")  # fmt: skip
+
+_SIZES = (2 / 3, 7 / 9, 1, 4 / 3, 16 / 9)  # of the recipe's shorter side
+_STRIDE = 32
+_ENOUGH = 2 / 3  # share of the recipe's epochs that an image size must allow to be chosen
+_FEWEST, _MOST = 1 / 3, 3  # times the recipe's epochs; below _FEWEST, only the first stage trains
+_NUM_STEPS = 12  # steps that are timed
+_SHARE = 0.95  # planned share of the time, as the duration of steps varies
+BuildTrainer = Callable[[CfgNode], Trainer]
+
+
+def find_first_stage(flags: RunFlags) -> RunFlags | None:
+    """Returns the flags of the first stage, or None if the run has none.
+
+    The first stage has the same data, device and model. It is left out if the command evaluates,
+    names weights or freezes the backbone, and if the second stage already has a checkpoint. It is
+    resumed under the same conditions as the run. All processes must call this function.
+
+    Raises:
+        UserError: the config cannot be read, is for another model, or has a first stage itself.
+    """
+    cfg = flags.load_config()
+    overrides = flags.overrides
+    if not cfg.SOLVER.FIRST_STAGE or flags.eval_only or "MODEL.WEIGHTS" in overrides:
+        return None
+    folder = Path(cfg.OUTPUT_DIR)
+    if cfg.MODEL.BACKBONE.FREEZE_AT >= WHOLE_BACKBONE or name_last_checkpoint(folder):
+        return None
+    shared = {
+        k: v for k, v in overrides.items() if k.startswith(_SHARED) and not k.startswith(_OWN)
+    }
+    stage = dataclasses.replace(
+        flags,
+        config_file=cfg.SOLVER.FIRST_STAGE,
+        output=str((folder / FIRST_STAGE_WEIGHTS).parent),
+        unlabelled=(),
+        device="",
+        epochs=None,
+        batch=None,
+        image_size=None,
+        tile=None,
+        opts=[text for pair in shared.items() for text in pair],
+    )
+    _check_stage(stage, cfg)
+    stage.resume = decide_to_resume(stage)
+    return stage
+
+
+def _check_stage(stage: RunFlags, cfg: CfgNode) -> None:
+    """Raises a ``UserError`` if the weights of a first stage would not fit ``cfg``."""
+    name = f"SOLVER.FIRST_STAGE '{stage.config_file}'"
+    try:
+        first = stage.load_config()
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+    if first.SOLVER.FIRST_STAGE:
+        raise UserError(f"{name} has a SOLVER.FIRST_STAGE itself, but a run has two stages at most")
+    if find_job(first) != find_job(cfg):
+        raise UserError(f"{name} trains on {find_job(first)}, but the run on {find_job(cfg)}")
+    for key in _EQUAL:
+        one, other = (functools.reduce(operator.getitem, key.split("."), c) for c in (first, cfg))
+        if one != other:
+            raise UserError(f"{name} has {key} {one}, but the run has {other}")
+
+
+def _find_weights(stage: RunFlags) -> Path:
+    return Path(stage.output) / FIRST_STAGE_WEIGHTS.name
+
+
+def start_from(stage: RunFlags, flags: RunFlags) -> RunFlags:
+    """Returns the flags of the second stage, which starts from the weights of the first one."""
+    config, weights = flags.config_file or flags.name_default_config(), str(_find_weights(stage))
+    return dataclasses.replace(flags, config_file=config, weights=weights, resume=False)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a run that do not depend on its length, seconds per epoch, and usual epochs."""
+
+    fixed: float
+    epoch: float
+    usual: float
+
+    def count_epochs(self, seconds: float, area: float = 1.0) -> float:
+        """Returns the epochs that fit in ``seconds``, if images have ``area`` times the pixels."""
+        return max(0.0, seconds - self.fixed) / (self.epoch * area)
+
+
+def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, str]:
+    """Returns flags whose epochs, image size and stages fit ``minutes``, and a summary.
+
+    Flags given by the user do not change. A resumed run keeps the plan in its ``config.yaml``.
+
+    Raises:
+        UserError: the recipe has no ``SOLVER.EPOCHS``, the user also sets the epochs, or the time
+            is too short for any training.
+    """
+    start, seconds = time.monotonic(), 60 * (flags.minutes or 0)
+    flags = dataclasses.replace(flags, minutes=None)
+    cfg, given = build_config(flags), flags.overrides
+    if flags.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR)):
+        return _read_plan(flags, cfg), "The run keeps the plan of its start"
+    if not cfg.SOLVER.EPOCHS:
+        raise UserError("--minutes plans runs by SOLVER.EPOCHS, which is 0: use --epochs")
+    if "SOLVER.EPOCHS" in given:
+        raise UserError("--minutes and --epochs both set the length: leave one out")
+    pace, before = _measure(cfg, build_trainer), 0.0  # seconds of the first stage
+    stage = find_first_stage(flags)
+    if stage and stage.resume and _find_weights(stage).is_file():
+        stage = None
+    if stage:
+        first = _measure(build_config(stage), build_trainer)
+        before = first.fixed + first.epoch * first.usual
+    usual = flags
+    if find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED:
+        size, is_enough = _choose(cfg, pace, _SHARE * seconds - before)
+        if stage and not is_enough:  # only the first stage
+            output = "" if "OUTPUT_DIR" in flags.opts else cfg.OUTPUT_DIR
+            flags = dataclasses.replace(flags, config_file=stage.config_file, output=output)
+            before = 0.0
+        elif not (flags.image_size or _sets_size(given)):
+            flags = dataclasses.replace(flags, image_size=size)
+    if flags != usual:
+        cfg = build_config(flags)
+        pace = _measure(cfg, build_trainer)
+    spent = comm.all_gather(time.monotonic() - start)[0]
+    epochs = pace.count_epochs(_SHARE * seconds - before - spent)
+    if epochs < 0.01 * pace.usual:
+        least = before + spent + pace.fixed + 0.1 * pace.usual * pace.epoch
+        needed = format_duration(least / _SHARE)
+        raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {needed}")
+    chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * pace.usual):.3g}"))
+    return chosen, _explain(cfg, chosen, pace, seconds, before)
+
+
+def _measure(cfg: CfgNode, build_trainer: BuildTrainer) -> Pace:
+    """Times a few steps and the evaluation of a few images; returns the same on all processes."""
+    logging.disable(logging.WARNING)  # hides the results of a model that is hardly trained
+    try:
+        report = dry_run(cfg, build_trainer, num_steps=_NUM_STEPS)
+    finally:
+        logging.disable(logging.NOTSET)
+    growing = sum(seconds * times for name, (seconds, times) in report.costs.items()
+                  if name.startswith(("Step", "Evaluation")))  # fmt: skip
+    usual = float(count_epochs(cfg, sum(len(DatasetCatalog.get(n)) for n in cfg.DATASETS.TRAIN)))
+    fixed, epoch = comm.all_gather((report.total_seconds - growing, growing / usual))[0]
+    return Pace(fixed, epoch, usual)
+
+
+def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]:
+    """Returns the image size (None for the recipe's size), and whether it allows enough epochs.
+
+    Chooses the largest size that allows ``_ENOUGH`` of the recipe's epochs, or else the smallest
+    size, which must allow ``_FEWEST``.
+    """
+    usual, epochs = max(cfg.INPUT.MIN_SIZE_TRAIN), pace.usual
+    sizes = [round(share * usual / _STRIDE) * _STRIDE for share in _SIZES]
+    affordable = {size: pace.count_epochs(seconds, (size / usual) ** 2) for size in sizes}
+    size = max((s for s in sizes if affordable[s] >= _ENOUGH * epochs), default=sizes[0])
+    return None if size == usual else size, affordable[size] >= _FEWEST * epochs
+
+
+def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:
+    """Returns flags with the plan that the ``config.yaml`` in ``OUTPUT_DIR`` records."""
+    saved = load_config(Path(cfg.OUTPUT_DIR) / "config.yaml")
+    flags = dataclasses.replace(flags, epochs=saved.SOLVER.EPOCHS)
+    if saved.MODEL.CACHE_FEATURES.ENABLED:  # the plan had only the first stage
+        config = cfg.SOLVER.FIRST_STAGE or flags.config_file
+        return dataclasses.replace(flags, config_file=config)
+    is_detector = find_job(saved) == "boxes"
+    size = max(saved.INPUT.MIN_SIZE_TRAIN) if is_detector else saved.INPUT.PRETRAIN.SIZE
+    return dataclasses.replace(flags, image_size=None if _sets_size(flags.overrides) else size)
+
+
+def _sets_size(overrides: Mapping[str, str]) -> bool:
+    return any(f"INPUT.{key}" in overrides for key in SIZES)
+
+
+def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float, before: float) -> str:
+    """Returns a summary of the chosen flags and their speed; ``before`` is for the first stage."""
+    words = f"--config-file {chosen.config_file} " if cfg.MODEL.CACHE_FEATURES.ENABLED else ""
+    words += f"--epochs {chosen.epochs:g}"
+    words += f" --image-size {chosen.image_size}" if chosen.image_size else ""
+    first = f" after a first stage of {format_duration(before)}" if before else ""
+    return (
+        f"Plan for {format_duration(seconds)}: {words}{first}; an epoch takes "
+        f"{format_duration(pace.epoch)}, and the recipe has {pace.usual:g}"
+    )
