@@ -107,22 +107,6 @@ def write_open_images(root: Path) -> Path:
     return write(root / "boxes.csv", "\n".join([*lines, "c,,,,,,,"]))
 
 
-def write_via(root: Path) -> Path:
-    write_images(root)
-    entries = {}
-    for stem, boxes in BOXES.items():
-        regions = []
-        for k, x, y, w, h in boxes:
-            shape = {"name": "rect", "x": x, "y": y, "width": w, "height": h}
-            if k:  # a polygon with the same box
-                xs, ys = [x, x + w, x + w / 2], [y, y + h / 2, y + h]
-                shape = {"name": "polygon", "all_points_x": xs, "all_points_y": ys}
-            named = {"class": {NAMES[k]: True, "other": False}}
-            regions.append({"shape_attributes": shape, "region_attributes": named})
-        entries[f"{stem}.jpg-1"] = {"filename": f"{stem}.jpg", "size": -1, "regions": regions}
-    return write(root / "via.json", json.dumps({"_via_img_metadata": entries}))
-
-
 def write_label_studio(root: Path) -> Path:
     write_images(root / "pictures")
     tasks = []
@@ -145,20 +129,6 @@ def write_label_studio(root: Path) -> Path:
     return write(root / "export.json", json.dumps([*tasks, skipped]))
 
 
-def write_cvat(root: Path) -> Path:
-    write_images(root / "images")
-    text = ""
-    for stem, boxes in BOXES.items():
-        shapes = "".join(
-            f'<box label="{NAMES[k]}" xtl="{x}" ytl="{y}" xbr="{x + w}" ybr="{y + h}"/>'
-            if k
-            else f'<polygon label="{NAMES[k]}" points="{x},{y};{x + w},{y};{x},{y + h}"/>'
-            for k, x, y, w, h in boxes
-        )
-        text += f'<image name="folder/{stem}.jpg" width="40" height="20">{shapes}</image>'
-    return write(root / "annotations.xml", f"<annotations>{text}</annotations>")
-
-
 def write_hugging_face(root: Path) -> Path:
     write_images(root / "train")
     lines = []
@@ -178,7 +148,7 @@ def write_zip(root: Path) -> Path:
 
 MAKERS = (
     write_coco, write_yolo, write_voc, write_labelimg, write_yolo_folders, write_csv,
-    write_open_images, write_via, write_label_studio, write_cvat, write_hugging_face, write_zip,
+    write_open_images, write_label_studio, write_hugging_face, write_zip,
 )  # fmt: skip
 
 LAYOUTS = {  # of the parts, for YOLO and for VOC; the last has one part

@@ -93,14 +93,10 @@ BAD_FILES = [
     ("a.csv", f"{_CSV}b.jpg,cat,1,2,3,4", "b.jpg"),
     ("a.csv", f"{_CSV}a.jpg,,1,2,3,4\na.jpg,cat,1,2,3,4", "line 2"),
     ("a.csv", f"{_CSV}a.jpg,,,,,", "no boxes"),
-    ("a.json", '{"_via_img_metadata": {"a": {"filename": "a.jpg"}}}', "image 'a'.*regions"),
-    ("a.json", '{"a": {"filename": "a.jpg", "regions": [{"x": {}}]}}', "region 1.*shape_attr"),
     ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"]}}', "region 1"),
     ("a.json", _LABEL_STUDIO % '{"value": {"x": 1, "y": 1, "width": 1}}', "region 1.*class"),
     ("a.json", "[{}]", "task 1"),
     ("a.json", "[1]", "task 1"),
-    ("a.xml", "<annotations><track/></annotations>", "video"),
-    ("a.xml", "<!DOCTYPE x><annotations/>", "DOCTYPE"),
     ("metadata.jsonl", '{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3]]}}', "entry 1"),
     ("a.zip", "no archive", "a.zip"),
     ("data.yaml", "train: nowhere\nnames: [a]", "data.yaml.*'nowhere'"),
@@ -124,21 +120,13 @@ def test_a_bad_file_is_named_with_its_entry(
         register_source(NAME, open_source(str(path)).train)
 
 
-def _via(**shape: Any) -> str:
-    region = {"shape_attributes": shape, "region_attributes": {"kind": "cat"}}
-    return json.dumps({"a": {"filename": "a.jpg", "regions": {"0": region}}})
-
-
 def _task(kind: str, image: str = "a.jpg", **value: Any) -> str:
     return json.dumps([{"image": image, "label": [{kind: ["cat"], **value}]}])  # JSON-MIN
 
 
 SHAPES = [  # each encloses the box [10, 4, 20, 12] of an image of 40 x 20 pixels
-    ("a.json", _via(name="ellipse", cx=20, cy=10, rx=10, ry=6)),
     ("a.json", _task("ellipselabels", x=50, y=50, radiusX=25, radiusY=30)),
     ("a.json", _task("polygonlabels", points=[[25, 50], [75, 20], [60, 80]])),
-    ("a.xml", '<ellipse label="cat" cx="20" cy="10" rx="10" ry="6"/>'),
-    ("a.xml", '<box label="cat" xtl="14" ytl="0" xbr="26" ybr="20" rotation="90"/>'),
     ("metadata.csv", 'file_name,objects\na.jpg,"[{""bbox"": [10, 4, 20, 12], ""label"": 1}]"'),
 ]
 
@@ -146,8 +134,6 @@ SHAPES = [  # each encloses the box [10, 4, 20, 12] of an image of 40 x 20 pixel
 @pytest.mark.parametrize(("name", "content"), SHAPES)
 def test_shapes_become_their_enclosing_boxes(tmp_path: Path, name: str, content: str) -> None:
     write_image(tmp_path / "a.jpg")
-    if name == "a.xml":
-        content = f'<annotations><image name="a.jpg">{content}<tag/></image></annotations>'
     path = write(tmp_path / name, content)
     (found,) = read_annotations(open_source(str(path)).train).annotations
     assert found["bbox"] == pytest.approx([10, 4, 20, 12])

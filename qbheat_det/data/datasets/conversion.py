@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first, one_line
@@ -22,7 +21,6 @@ from qbheat_det.data.images import Size, read_sizes
 MISSING_IMAGE = "missing image file"
 """The error kind for images that do not exist."""
 _BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError)
-_LARGEST_XML = 100_000_000  # bytes
 
 
 @dataclass
@@ -174,20 +172,6 @@ def convert(
             entry = {"image_id": id_, "category_id": ids[box.name], "bbox": bbox}
             converted.add("annotations", box.place, **entry, iscrowd=int(box.is_crowd))
     return converted
-
-
-def parse_xml(file: Path) -> ElementTree.Element:
-    """Returns the root of an XML file, or raises a ``ValueError``.
-
-    Files that declare entities are refused, because entities can expand without limit.
-    """
-    try:
-        content = file.read_bytes() if file.stat().st_size <= _LARGEST_XML else b"\0"
-        if b"<!DOCTYPE" in content or b"<!ENTITY" in content or b"\0" in content:
-            raise ValueError("it is too large, not in an encoding like ASCII, or has a DOCTYPE")
-        return ElementTree.fromstring(content)
-    except (OSError, ElementTree.ParseError, LookupError) as error:
-        raise ValueError(f"it cannot be read as XML: {one_line(error)}") from error
 
 
 def read_lines(file: Path) -> list[tuple[str, str]]:

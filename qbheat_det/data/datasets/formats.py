@@ -2,7 +2,7 @@
 """Detects the format of the data sets given by ``--data``, and opens them.
 
 ``FORMATS`` lists the formats that are converted to COCO's format. To add a format, write its
-functions and add a row. To add the export of an annotation tool, add a reader to ``label_files``.
+functions and add a row. To add a format of one label file, add a reader to ``label_files``.
 
 A source is a dict that describes a training or validation set. It is saved as JSON with each run,
 and has one of these keys: ``json_file`` (with ``image_root``), ``yolo_file``, ``voc_folder`` or
@@ -29,7 +29,7 @@ from qbheat_det.core.text import format_bytes, one_line
 
 from .conversion import Converted
 from .image_folder import IMAGE_SUFFIXES, PART_NAMES
-from .label_files import TITLES, convert_labels, find_label_files
+from .label_files import KINDS, convert_labels, find_label_files
 from .voc import convert_voc, find_voc_parts
 from .yolo import convert_yolo, list_yolo_parts
 
@@ -45,8 +45,8 @@ _COCO = {
 }
 _TAKEN = (
     "a COCO json or folder, YOLO with or without a data.yaml, Pascal VOC or LabelImg, a CSV of "
-    "boxes, exports of Label Studio, CVAT or VIA, Hugging Face metadata, a zip of one of these, or "
-    "a folder with a folder of images for each class (docs/train.md#data-formats)"
+    "boxes, an export of Label Studio, Hugging Face metadata, a zip of one of these, or a folder "
+    "with a folder of images for each class (docs/train.md#data-formats)"
 )
 
 
@@ -202,7 +202,7 @@ def describe_source(source: Source) -> str:
     if "labels_path" in source:
         file = find_label_files(Path(source["labels_path"])).get(source["subset"])
         if file:
-            return TITLES[file.kind]
+            return KINDS[file.kind][0]
     return next(title for key, title in _TITLES.items() if key in source)
 
 

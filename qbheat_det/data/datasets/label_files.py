@@ -1,11 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Converts the exports of annotation tools, with one reader per kind of file.
+"""Reads files with the boxes of many images: CSV, Label Studio and Hugging Face metadata.
 
-``convert_labels`` finds the image files, and returns COCO's ``images``, ``annotations`` and
-``categories`` lists. Polygons, ellipses and rotated boxes are replaced by their bounding boxes.
+``KINDS`` lists a reader for each kind of file. ``convert_labels`` finds the image files, and
+returns COCO's ``images``, ``annotations`` and ``categories`` lists. Polygons, ellipses and rotated
+boxes are replaced by their bounding boxes.
 """
 
+import cmath
 import csv
+import json
+import math
 import os
 import re
 import urllib.parse
@@ -17,18 +21,186 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first, one_line
 from qbheat_det.data.checks import DataError, raise_first, short
 
-from . import annotation_tools as tools
-from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert
+from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert, reading_record
 from .image_folder import PART_NAMES, list_images
 
 _LARGEST = 500_000_000  # largest size of a label file in bytes
 _HEAD = 4096  # bytes from which the kind of a JSON file is detected
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds this prefix to uploaded files
-_PART_FILE = "{part}*.csv"
+# Known names of each CSV column, in lower case.
+_COLUMNS = {
+    "image": ("filename", "file_name", "imageid", "image_id", "image", "image_path", "path", "img"),
+    "name": ("class", "label", "labelname", "class_name", "category", "name"),
+    "xmin": ("xmin", "x_min", "x1", "left"),
+    "ymin": ("ymin", "y_min", "y1", "top"),
+    "xmax": ("xmax", "x_max", "x2", "right"),
+    "ymax": ("ymax", "y_max", "y2", "bottom"),
+}
+_OPEN_IMAGES = "imageid"  # marks Open Images, whose boxes are fractions of the sides
+_CLASS_KEYS = ("category", "label", "class", "name")  # of an object in Hugging Face metadata
+# The keys of a Label Studio region. A region with only these keys was drawn without a label.
+_SHAPE = {
+    *("x", "y", "width", "height", "rotation", "points", "closed", "radiusX", "radiusY"),
+    *("original_width", "original_height", "image_rotation"),
+}
+
+
+Points = list[tuple[float, float]]
+
+
+def _corners(x: float, y: float, width: float, height: float) -> Points:
+    return [(x, y), (x + width, y + height)]
+
+
+def _around(x: float, y: float, rx: float, ry: float) -> Points:
+    return [(x - rx, y - ry), (x + rx, y + ry)]
+
+
+def _rotate(corners: Points, degrees: float, around: tuple[float, float]) -> Points:
+    """Rotates the box between two corners clockwise around a point, and returns four points."""
+    xs, ys = zip(*corners, strict=True)
+    centre, turn = complex(*around), cmath.rect(1, math.radians(degrees))
+    points = [complex(x, y) for x in xs for y in ys]
+    rotated = [(point - centre) * turn + centre for point in points]
+    return [(point.real, point.imag) for point in rotated]
+
+
+def _find_columns(header: Sequence[str]) -> dict[str, str] | None:
+    """Maps the keys of ``_COLUMNS`` to the column names in a header; None if one is missing."""
+    by_lower = {name.strip().strip('"').lower(): name for name in header}
+    known = {key: [name for name in names if name in by_lower] for key, names in _COLUMNS.items()}
+    if not all(known.values()):
+        return None
+    return {key: by_lower[names[0]] for key, names in known.items()}
+
+
+def _are_columns(line: str) -> bool:
+    """Returns whether the first line of a CSV has columns for the image, the class and the box."""
+    return _find_columns(next(csv.reader([line]), [])) is not None
+
+
+def read_csv(file: Path) -> Iterator[LabelledImage]:
+    """Reads a CSV file that has a header and one box per line.
+
+    A line with only an image name is an image without boxes. In the format of Open Images
+    ("ImageID, LabelName, XMin, …"), boxes are fractions of the image's sides.
+    """
+    images: dict[str, LabelledImage] = {}
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
+        rows = csv.DictReader(stream)
+        columns = _find_columns(rows.fieldnames or [])
+        if columns is None:
+            raise ValueError("its first line must have columns for image, class and box")
+        is_relative = columns["image"].strip().lower() == _OPEN_IMAGES
+        for row in rows:
+            name, *values = ((row.get(columns[key]) or "").strip() for key in _COLUMNS)
+            place = f"{file}, line {rows.line_num}"
+            image = images.setdefault(name, LabelledImage(place, name))
+            if any(values):
+                with image.reading(place):
+                    corners = values[1:3], values[3:]
+                    image.add(place, values[0], corners, is_relative=is_relative, is_box=True)
+    yield from images.values()
+
+
+def read_label_studio(file: Path) -> Iterator[LabelledImage]:
+    """Reads Label Studio's JSON or JSON-MIN export. Skipped tasks are images without labels."""
+    for number, task in enumerate(json.loads(file.read_text(encoding="utf-8")), start=1):
+        with reading_record(f"{file}, task {number}"):
+            image, results = _read_task(file, number, task)
+        for index, result in enumerate(results, start=1):
+            with image.reading(place := f"{image.place}, region {index}"):
+                _add_result(image, place, result)
+        yield image
+
+
+def _read_task(
+    file: Path, number: int, task: Mapping[str, Any]
+) -> tuple[LabelledImage, Sequence[Any]]:
+    """Returns the image of a task and its list of regions."""
+    data = task.get("data", task)
+    texts = [value for value in data.values() if isinstance(value, str)]
+    named = [data[key] for key in ("image", "img", "ocr") if key in data]
+    if not (found := [*named, *texts]):
+        raise ValueError("it names no image")
+    image = LabelledImage(f"{file}, task {task.get('id', number)}", str(found[0]))
+    attempts = task.get("annotations", task.get("completions"))
+    if attempts is None:  # JSON-MIN
+        return image, list(task.get("label") or [])
+    done = [one for one in attempts if not one.get("was_cancelled")]
+    image.is_skipped = not done
+    return image, list(done[-1]["result"] if done else [])
+
+
+def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> None:
+    """Adds a region, whose coordinates are percentages of the image's sides, to an image."""
+    value = result.get("value", result)
+    kind = next((key for key in value if key.endswith("labels")), None)
+    if kind is None and value and value.keys() <= _SHAPE:
+        raise ValueError("it has no class")
+    if kind is None or kind in ("labels", "choices"):  # not about a region
+        return
+
+    def fractions(*keys: str) -> list[float]:
+        return [value[key] / 100 for key in keys]
+
+    if "points" in value and kind != "brushlabels":
+        points = [(x / 100, y / 100) for x, y in value["points"]]
+    elif kind == "ellipselabels":
+        points = _around(*fractions("x", "y", "radiusX", "radiusY"))
+    elif kind == "rectanglelabels":
+        points = _corners(*fractions("x", "y", "width", "height"))
+        # The box is rotated around its top left corner, in pixel coordinates.
+        source = {**result, **value}
+        wide, high = (source.get(f"original_{side}", 1) for side in ("width", "height"))
+        pixels = [(x * wide, y * high) for x, y in points]
+        pixels = _rotate(pixels, value.get("rotation", 0), pixels[0])
+        points = [(x / wide, y / high) for x, y in pixels]
+    else:
+        raise ValueError(f"regions of the kind '{kind}' have no box")
+    image.add(place, next(iter(value[kind]), None), points, is_relative=True)
+
+
+def read_hugging_face(file: Path) -> Iterator[LabelledImage]:
+    """Reads ``metadata.jsonl`` or ``metadata.csv`` of a Hugging Face image folder.
+
+    A row has "file_name", and "objects" with "bbox" and "categories". A bbox is [x, y, width,
+    height] in pixels, as in the object detection guide of Hugging Face.
+    """
+    with file.open(encoding="utf-8-sig", newline="") as stream:
+        if file.suffix.lower() == ".csv":
+            rows: list[Any] = list(csv.DictReader(stream))
+        else:
+            rows = [json.loads(line) for line in stream if line.strip()]
+    for number, row in enumerate(rows, start=1):
+        with reading_record(f"{file}, entry {number}"):
+            image = LabelledImage(f"{file}, entry {number}", row["file_name"])
+            objects = row.get("objects") or {}
+            objects = json.loads(objects) if isinstance(objects, str) else objects
+            if isinstance(objects, dict):
+                keys = (*_CLASS_KEYS, "categories", "labels")
+                names: list[Any] = next((objects[key] for key in keys if key in objects), [])
+                pairs = zip(objects.get("bbox", []), names, strict=True)
+                objects = [{"bbox": box, "category": name} for box, name in pairs]
+        for index, thing in enumerate(objects, start=1):
+            with image.reading(place := f"{image.place}, object {index}"):
+                x, y, width, height = map(float, thing["bbox"])
+                corners = _corners(x, y, width, height)
+                names = (thing[key] for key in _CLASS_KEYS if key in thing)
+                image.add(place, next(names, None), corners, is_box=True)
+        yield image
+
+
+# Title and reader of each kind of label file.
+KINDS: dict[str, tuple[str, Callable[[Path], Iterator[LabelledImage]]]] = {
+    "csv": ("CSV", read_csv),
+    "label_studio": ("Label Studio", read_label_studio),
+    "huggingface": ("Hugging Face metadata", read_hugging_face),
+}
 
 
 class LabelFile(NamedTuple):
-    """A label file and its kind, which is a key of ``READERS``."""
+    """A label file and its kind, which is a key of ``KINDS``."""
 
     kind: str
     path: Path
@@ -44,7 +216,7 @@ def find_label_files(path: Path) -> dict[str, LabelFile]:
     parts = {}
     for part, names in PART_NAMES.items():
         for name in names:
-            tables = sorted(path.glob(_PART_FILE.format(part=name)))
+            tables = sorted(path.glob(f"{name}*.csv"))
             found = LabelFile("csv", tables[0]) if len(tables) == 1 else _find_in(path / name)
             if found and part not in parts:
                 parts[part] = found
@@ -66,7 +238,7 @@ def _find_in(folder: Path) -> LabelFile | None:
 def _find_kind(file: Path) -> str:
     """Detects the kind of a file by its suffix and first bytes. "" means it is not a label file."""
     suffix = file.suffix.lower()
-    if suffix not in (".csv", ".json", ".jsonl", ".xml"):
+    if suffix not in (".csv", ".json", ".jsonl"):
         return ""
     try:
         with file.open("rb") as stream:
@@ -77,14 +249,10 @@ def _find_kind(file: Path) -> str:
         first = head.partition("\n")[0].lower()
         if "file_name" in first and "objects" in first:
             return "huggingface"
-        return "csv" if tools.are_columns(first) else ""
+        return "csv" if _are_columns(first) else ""
     if suffix == ".jsonl":
         return "huggingface" if '"file_name"' in head else ""
-    if suffix == ".xml":
-        return "cvat" if "<annotations" in head else ""
-    if head.startswith("["):
-        return "label_studio"
-    return "via" if '"_via_' in head or ('"regions"' in head and '"filename"' in head) else ""
+    return "label_studio" if head.startswith("[") else ""
 
 
 def read_labels(file: LabelFile) -> Iterator[LabelledImage]:
@@ -93,29 +261,14 @@ def read_labels(file: LabelFile) -> Iterator[LabelledImage]:
     Raises:
         UserError: the file cannot be read, or its content does not match its kind.
     """
+    title, read = KINDS[file.kind]
     try:
         if file.path.stat().st_size > _LARGEST:
             raise UserError(f"'{file.path}' is too large for a file of labels")
-        yield from READERS[file.kind](file.path)
+        yield from read(file.path)
     except (OSError, KeyError, TypeError, ValueError, AttributeError, csv.Error) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"'{file.path}' is not a file of {TITLES[file.kind]} ({reason})") from error
-
-
-READERS: dict[str, Callable[[Path], Iterator[LabelledImage]]] = {
-    "csv": tools.read_csv,
-    "via": tools.read_via,
-    "label_studio": tools.read_label_studio,
-    "cvat": tools.read_cvat,
-    "huggingface": tools.read_hugging_face,
-}
-TITLES = {
-    "csv": "CSV",
-    "via": "VGG Image Annotator",
-    "label_studio": "Label Studio",
-    "cvat": "CVAT",
-    "huggingface": "Hugging Face metadata",
-}
+        raise UserError(f"'{file.path}' is not a file of {title} ({reason})") from error
 
 
 def convert_labels(source: Mapping[str, Any]) -> Converted:

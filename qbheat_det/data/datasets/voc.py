@@ -12,13 +12,15 @@ Difficult objects become crowds, which training and evaluation ignore. Classes a
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element
+from xml.etree import ElementTree
 
+from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError
 
-from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert, parse_xml, read_lines
+from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert, read_lines
 from .image_folder import IMAGE_SUFFIXES, PART_NAMES
 
+_LARGEST_XML = 100_000_000  # bytes
 _LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
 
 
@@ -110,7 +112,7 @@ def _read_annotation(
 ) -> LabelledImage:
     image = LabelledImage(place)
     try:
-        tree = parse_xml(file)
+        tree = _parse_xml(file)
     except ValueError as error:
         image.file = DataError("unreadable annotation", place, str(error))
         return image
@@ -127,7 +129,7 @@ def _read_annotation(
     return image
 
 
-def _add_object(image: LabelledImage, place: str, thing: Element) -> None:
+def _add_object(image: LabelledImage, place: str, thing: ElementTree.Element) -> None:
     edges = [thing.findtext(f"bndbox/{key}", "") for key in ("xmin", "ymin", "xmax", "ymax")]
     try:
         left, top, right, bottom = map(float, edges)
@@ -137,3 +139,17 @@ def _add_object(image: LabelledImage, place: str, thing: Element) -> None:
     is_crowd = thing.findtext("difficult", "").strip() == "1"
     name = thing.findtext("name", "").strip()
     image.add(place, name, corners, is_box=True, is_crowd=is_crowd)
+
+
+def _parse_xml(file: Path) -> ElementTree.Element:
+    """Returns the root of an XML file, or raises a ``ValueError``.
+
+    Files that declare entities are refused, because entities can expand without limit.
+    """
+    try:
+        content = file.read_bytes() if file.stat().st_size <= _LARGEST_XML else b"\0"
+        if b"<!DOCTYPE" in content or b"<!ENTITY" in content or b"\0" in content:
+            raise ValueError("it is too large, not in an encoding like ASCII, or has a DOCTYPE")
+        return ElementTree.fromstring(content)
+    except (OSError, ElementTree.ParseError, LookupError) as error:
+        raise ValueError(f"it cannot be read as XML: {one_line(error)}") from error

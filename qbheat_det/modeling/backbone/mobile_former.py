@@ -104,7 +104,7 @@ class MobileFormer(Backbone):
         self.stages = _build_stages(arch, self._num_stages_needed(), norm, drop_path)
         last = shapes[self._stage_names[-1]].channels
         self.last_bridge: nn.Module | None = None
-        if arch.head_dim and "tokens" in self._out_features:
+        if arch.last_bridge and "tokens" in self._out_features:
             self.last_bridge = MobileToFormer(token_dim=arch.token_dim, channels=last)
         if self._expanded_name in self._out_features:
             self.expand: nn.Module = pointwise(last, arch.expanded, norm)
