@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": BASE,
     "checkpoint": BASE,
     "solver": BASE,
-    "evaluation": BASE,
+    "evaluation": BASE | {"data"},
     "modeling.image_model": BASE,
     **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
     "modeling.retinanet": BASE | {"modeling.backbone", "modeling.image_model", "modeling.dense"},

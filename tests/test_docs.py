@@ -21,8 +21,8 @@ from detectron2.checkpoint import DetectionCheckpointer
 import qbheat_det
 from qbheat_det.api import Detections, Detector
 from qbheat_det.config import defaults, get_cfg
-from qbheat_det.data import ToySpec, prepare_toy_set
 from tests.data.pictures import draw, save
+from tests.toy_set import ToySpec, prepare_toy_set
 
 from .import_graph import ALLOWED
 from .tool_modules import load_tool

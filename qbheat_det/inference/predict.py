@@ -26,9 +26,9 @@ from qbheat_det.data import (
     build_mapper,
     check_tile,
     list_tiles,
+    merge_tiles,
 )
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.evaluation import merge_tiles
 
 from .images import Image, NamedImage, UnreadableImage, run_by_shape
 from .results import Detections

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Parts of image files, the right ones, of every format; sets in memory; the drawn toy set."""
+"""Parts of image files, the right ones, of every format; sets in memory."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,10 @@ import torch
 from detectron2.data.detection_utils import read_image
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from pycocotools import mask as coco_mask
 from torch import Tensor
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.data import images as reading
-from qbheat_det.data.datasets import toy
-from qbheat_det.data.datasets.toy import CATEGORY_IDS, Scene
 from qbheat_det.data.images import ImageInMemory, decode_if_small, decode_images, open_image, resize
 from tests.data.pictures import draw, save
 
@@ -177,63 +171,6 @@ def test_the_budget_decides_to_the_byte(tmp_path: Path, monkeypatch: pytest.Monk
     assert decode_if_small(_records([name]) * 100_000, shorter_side=50, budget=1e6) == {}
 
 
-SPEC = ToySpec(name="tiny", num_images=40, seed=3)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_toy_set(SPEC, tmp_path_factory.mktemp("cache"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def test_the_same_spec_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
-    again = prepare_toy_set(SPEC, tmp_path)
-    assert again.name == tiny.name
-    assert contents(again) == contents(tiny)
-    assert len(contents(tiny)) == SPEC.num_images + 1
-    # An image does not depend on how many there are.
-    fewer = contents(prepare_toy_set(replace(SPEC, num_images=3), tmp_path))
-    assert fewer["images/000003.jpg"] == contents(tiny)["images/000003.jpg"]
-
-
-def test_annotations_agree_with_a_pixel_by_pixel_count() -> None:
-    for number in range(6):
-        scene = Scene(np.random.default_rng([5, number]), 128)
-        objects = [i for i, label in enumerate(scene.labels) if label >= 0]
-        for index, annotation in zip(objects, scene.annotate(), strict=True):
-            pixels = [(x, y) for y in range(128) for x in range(128) if scene.owner[y, x] == index]
-            xs, ys = [x for x, _ in pixels], [y for _, y in pixels]
-            box = [min(xs), min(ys), max(xs) + 1 - min(xs), max(ys) + 1 - min(ys)]
-            assert annotation["bbox"] == box
-            assert annotation["area"] == len(pixels)
-            assert len(pixels) >= 0.5 * scene.areas[index]  # every object stays visible
-            assert annotation["category_id"] == CATEGORY_IDS[scene.labels[index]]
-            mask = coco_mask.decode(annotation["segmentation"])
-            np.testing.assert_array_equal(mask, scene.owner == index)
-
-
-def test_a_cache_that_cannot_be_written_is_named_and_a_half_written_set_never_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="QBHEAT_CACHE") as caught:
-        prepare_toy_set(SPEC, tmp_path / "file")
-    assert str(tmp_path / "file") in str(caught.value)
-
-    def fail_late(spec: ToySpec, folder: Path) -> None:
-        (folder / "images").mkdir(parents=True)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(toy, "_draw", fail_late)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_toy_set(SPEC, tmp_path)
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-
-
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("QBHEAT_CACHE", raising=False)
@@ -241,5 +178,5 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert get_cache_dir() == Path("/home/someone/.cache/qbheat_det")
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
     assert get_cache_dir() == Path("/scratch/cache/qbheat_det")
-    monkeypatch.setenv("QBHEAT_CACHE", "~/toys")
-    assert get_cache_dir() == Path("/home/someone/toys")
+    monkeypatch.setenv("QBHEAT_CACHE", "~/cache")
+    assert get_cache_dir() == Path("/home/someone/cache")

@@ -70,7 +70,6 @@ BAD: list[tuple[str, str, Any]] = [
     ("detr", "INPUT.DETR_CROP_RESIZE", [400, 0]),
     ("pretrain", "INPUT.PRETRAIN.SIZE", 0),
     *(("pretrain", "INPUT.PRETRAIN.SCALE", v) for v in ([0.0, 1.0], [0.5, 0.2], [0.5, 1.5], [0.5])),
-    ("pretrain", "INPUT.PRETRAIN.RATIO", [2.0, 0.5]),
     ("pretrain", "INPUT.PRETRAIN.MEMORY_GB", -1.0),
     ("pretrain", "INPUT.RANDOM_FLIP", "diagonal"),
     ("pretrain", "INPUT.FORMAT", "L"),
@@ -80,13 +79,6 @@ BAD: list[tuple[str, str, Any]] = [
     ),
     ("classify", "INPUT.CLASSIFY.RANDOM_ERASING", 1.5),
     *(("classify", "INPUT.CLASSIFY.TEST_CROP", v) for v in (0.0, 1.1)),
-    *(
-        ("two_views", "INPUT.TWO_VIEWS.JITTER", v)
-        for v in ([0.4, 0.4, 0.4], [0.4, 0.4, 0.4, 0.6], [0.4, -0.4, 0.4, 0.1])
-    ),
-    *(("two_views", "INPUT.TWO_VIEWS.BLUR_SIGMA", v) for v in ([0.0, 2.0], [2.0, 1.0])),
-    ("two_views", "INPUT.TWO_VIEWS.BLUR_PROBABILITY", 1.5),
-    ("two_views", "INPUT.TWO_VIEWS.GREY_PROBABILITY", -0.1),
 ]
 
 

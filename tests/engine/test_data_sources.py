@@ -117,10 +117,10 @@ BAD_CLASSES = {
 
 BAD_EVALUATIONS = {
     "--eval-only DATASETS.TEST ()": "--val-images",
-    "--images one DATASETS.TEST ('qbheat_toy_val',)": "'qbheat_toy_val'",
+    "--images one DATASETS.TEST ('cells_sample_val',)": "'cells_sample_val'",
     "--images one --knn-train-folder TRAIN --knn-val-folder OTHER": "images of yak",
     "--images one --knn-train-folder TRAIN --knn-val-folder VAL TEST.KNN.K 0": r"KNN\.K",
-    "--images one TEST.KNN.TRAIN ('qbheat_toy_val_images',)": r"TEST\.KNN\.VAL",
+    "--images one TEST.KNN.TRAIN ('cells_sample_val_images',)": r"TEST\.KNN\.VAL",
     "--images one --val-images two MODEL.META_ARCHITECTURE MoCo": "MoCo",
 }
 BAD = [
@@ -180,7 +180,8 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
 
 
-RETINANET, MASK_RCNN = "retinanet_285M_toy.yaml", "mask_rcnn_285M_toy.yaml"
+RETINANET = "quick_schedules/retinanet_285M_cells.yaml"
+MASK_RCNN = "coco/mask_rcnn_285M.yaml"
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -202,8 +203,8 @@ def test_bad_data_are_named_before_anything_is_written(
             spoil(folder)
         flags += ["--data" if name == "train" else "--val", str(folder / "annotations.json")]
     output = tmp_path / "output"
-    recipe = get_config_path(f"quick_schedules/{config}")
+    opts = {"OUTPUT_DIR": str(output), "INPUT.MASK_FORMAT": "bitmask"}
     with pytest.raises(UserError, match=named) as error:
-        build_config(parse_run(recipe, {"OUTPUT_DIR": str(output)}, *flags))
+        build_config(parse_run(get_config_path(config), opts, *flags))
     assert f"/{split}/" in str(error.value)
     assert not output.exists()

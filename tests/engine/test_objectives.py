@@ -72,7 +72,7 @@ def check_that_detectors_start_from(run: Path, trainer: Trainer) -> None:
 MODEL.DEVICE cpu MODEL.FPN.OUT_CHANNELS 16 MODEL.MF_DETR.HIDDEN_DIM 16 MODEL.MF_DETR.NHEADS 2"""
     opts = {**TINY_ENCODER, **read_opts(small)}
     words = [word for pair in opts.items() for word in pair]
-    for name in ("mf_detr_211_285M_toy", "retinanet_285M_toy"):
+    for name in ("mf_detr_211_285M_cells", "retinanet_285M_cells"):
         path = get_config_path(f"quick_schedules/{name}.yaml")
         model = build_model(load_config(path, words))
         for file in (run / "model_final.pth", run / "model_final.safetensors"):

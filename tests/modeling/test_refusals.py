@@ -32,7 +32,6 @@ VALUES = {
         "QB_HEAT.FEATURE_DIM 0",
         "QB_HEAT.NUM_MODELS 3",
         "QB_HEAT.VISIBLE edge",
-        "QB_HEAT.LOSS_ON visible",
         "QB_HEAT.DECODER_DIM 10",
         "QB_HEAT.DECODER_DEPTH 0",
         "QB_HEAT.IN_FEATURE s4",

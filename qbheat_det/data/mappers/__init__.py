@@ -21,9 +21,8 @@ from qbheat_det.core.seeding import VIEW, preserved_randomness, seed_place
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
 
-from .classification import ClassificationMapper
+from .crops import ClassificationMapper, PretrainingMapper, TwoViewMapper
 from .detection import DetectionMapper, DetrDatasetMapper, TileMapper, build_detr_crop
-from .pretraining import PretrainingMapper, TwoViewMapper
 
 __all__ = [
     "ClassificationMapper", "DetectionMapper", "DetrDatasetMapper", "PretrainingMapper",

@@ -36,8 +36,8 @@ from qbheat_det.layers import (
 )
 from qbheat_det.modeling.image_model import check_value
 
+from .fpn import accept_prefixes
 from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, named_arch
-from .prefixes import accept_prefixes
 
 
 @BACKBONE_REGISTRY.register()

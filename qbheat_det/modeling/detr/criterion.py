@@ -62,8 +62,6 @@ class Matches(NamedTuple):
 class ClassificationLoss(ABC):
     """A loss on logits (…, K + 1). The last class is "no object"."""
 
-    name: str
-    """The value of ``MODEL.MF_DETR.CLASSIFICATION`` that selects this loss."""
     initial_bias: float = 0.0
     """Initial bias of the logits."""
     least_normalizer: float = 1.0
@@ -98,7 +96,6 @@ class ClassificationLoss(ABC):
 class SoftmaxClassification(ClassificationLoss):
     """DETR's softmax over K + 1 classes, with a smaller weight for unmatched queries."""
 
-    name = "softmax"
     least_normalizer = 1e-6  # the divisor is 0 only if the sum is 0
     reads_quality = False
 
@@ -125,8 +122,6 @@ class FocalClassification(ClassificationLoss):
     abs(t - p)^gamma, and by alpha for the true class or 1 - alpha for all other classes. An
     ``iou_target`` of 0 gives RetinaNet's focal loss, and 1 gives the quality focal loss.
     """
-
-    name = "focal"
 
     def __init__(
         self,
