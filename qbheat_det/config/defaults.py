@@ -224,9 +224,6 @@ _KEYS: dict[str, dict[str, Any]] = {
     "INPUT.PRETRAIN": {  # the mapper also reads INPUT.FORMAT and INPUT.RANDOM_FLIP
         "SIZE": 256,  # side of the model's square input, in pixels
         "SCALE": [0.2, 1.0],  # [min, max] of the crop's area, relative to the image
-        # If the decoded training set fits into this memory per machine (1e9 bytes), it is decoded
-        # only once, at the start. 0 disables. Fixed views (INPUT.FIXED_VIEWS) always read files.
-        "MEMORY_GB": 4.0,
     },
     "INPUT.CLASSIFY": {  # INPUT.PRETRAIN sets size, crop, flip and memory
         # Magnitude (0 to 10) of RandAugment and its std, such as [9, 0.5]. Empty: no RandAugment.

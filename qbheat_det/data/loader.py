@@ -204,12 +204,10 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
     if cfg.DATALOADER.SAMPLER_TRAIN != "TrainingSampler":
         raise UserError("DATALOADER.SAMPLER_TRAIN must be TrainingSampler")
     dataset = _load_training_set(cfg)
-    naming = build_mapper(cfg, is_train=True)
-    mapper: Mapper = naming
+    mapper: Mapper = build_mapper(cfg, is_train=True)
     if cfg.INPUT.FIXED_VIEWS.COUNT:
         mapper = FixedViews(mapper, cfg.INPUT.FIXED_VIEWS.COUNT, cfg.INPUT.FIXED_VIEWS.SEED)
         dataset = number_records(dataset)
-    naming.prepare(dataset)
     settings = {
         "num_workers": cfg.DATALOADER.NUM_WORKERS,
         "seed": max(cfg.SEED, 0),

@@ -191,5 +191,4 @@ class NeighbourScorer:
             mapper=build_mapper(self._cfg, is_train=False),
             num_workers=self._cfg.DATALOADER.NUM_WORKERS,
             shared=False,
-            memory_gb=self._cfg.INPUT.PRETRAIN.MEMORY_GB / 2,
         )

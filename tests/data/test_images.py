@@ -1,8 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Parts of image files, the right ones, of every format; sets in memory."""
+"""Parts of image files, the right ones, of every format."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from qbheat_det.core.files import get_cache_dir
-from qbheat_det.data import images as reading
-from qbheat_det.data.images import ImageInMemory, decode_if_small, decode_images, open_image, resize
+from qbheat_det.data.images import open_image, resize
 from tests.data.pictures import draw, save
 
 WIDTH, HEIGHT = 90, 60
@@ -112,63 +110,6 @@ def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None
     expected = np.array(Image.fromarray(pixels).resize((48, 32), Image.Resampling.BILINEAR))
     found = resize(torch.from_numpy(pixels), 32, 48).permute(1, 2, 0)
     torch.testing.assert_close(found.int(), torch.from_numpy(expected).int(), rtol=0, atol=1)
-
-
-def test_a_picture_in_memory_is_cut_in_pixels_of_its_file() -> None:
-    pixels = torch.from_numpy(draw(50, 30))
-    picture = ImageInMemory(pixels, width=200, height=90)
-    assert (picture.width, picture.height) == (200, 90)
-    part = picture.read((40, 9, 120, 61), at_least=1)
-    torch.testing.assert_close(part, pixels[3:20, 10:30], rtol=0, atol=0)
-    assert part.untyped_storage().data_ptr() == pixels.untyped_storage().data_ptr()
-    assert picture.read((199, 89, 200, 90), at_least=1).shape == (1, 1, 3)
-    assert picture.read((0, 0, 1, 1), at_least=1).shape == (1, 1, 3)
-
-
-def draw_set(folder: Path) -> dict[str, tuple[int, int]]:
-    """Writes images of several sizes; returns their sizes as the headers say them."""
-    sizes = {"a.jpg": (60, 40), "b.png": (33, 75), "c.jpg": (200, 320), "d.jpg": (90, 300)}
-    turned = {"d.jpg": 6}
-    return {
-        save(folder / name, draw(*size), orientation=turned.get(name)): size
-        for name, size in sizes.items()
-    }
-
-
-def _records(names: list[str]) -> list[dict[str, Any]]:
-    return [{"file_name": name} for name in names]
-
-
-def whole(images: dict[str, ImageInMemory], name: str) -> Tensor:
-    image = images[name]
-    return image.read((0, 0, image.width, image.height), 1)
-
-
-def test_small_images_are_kept_as_they_are(tmp_path: Path) -> None:
-    names = list(draw_set(tmp_path))
-    images = decode_images(names, shorter_side=1000)
-    for name in names:
-        expected = torch.from_numpy(read_image(name, "RGB").copy())
-        torch.testing.assert_close(whole(images, name), expected, rtol=0, atol=0)
-
-    cut, gone, *others = draw_set(tmp_path)
-    Path(cut).write_bytes(Path(cut).read_bytes()[:900])
-    Path(gone).unlink()
-    assert list(decode_images([cut, gone, *others], shorter_side=100)) == others
-
-
-def test_the_budget_decides_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(draw_set(tmp_path))
-    needed = 3 * (60 * 40 + 33 * 75 + 45 * 72 + 45 * 150)
-    assert decode_if_small(_records(names), shorter_side=45, budget=needed - 1) == {}
-    images = decode_if_small(_records(names), shorter_side=45, budget=needed)
-    assert sum(image.num_bytes for image in images.values()) == needed
-    few = [*names[:1] * 200, names[2]]  # the sample does not see the large one
-    assert decode_if_small(_records(few), shorter_side=1000, budget=201 * 60 * 40 * 3) == {}
-
-    name = save(tmp_path / "a.jpg", draw(50, 50))
-    monkeypatch.setattr(reading, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
-    assert decode_if_small(_records([name]) * 100_000, shorter_side=50, budget=1e6) == {}
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import errno
 import math
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from torchvision.transforms.v2 import functional as F
 
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
-from qbheat_det.data.images import Box, ImageInMemory, decode_if_small, open_image, resize
+from qbheat_det.data.images import Box, open_image, resize
 
 JITTER = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation and hue of MoCo v2
 BLUR_SIGMA = (0.1, 2.0)  # [min, max] in pixels, of MoCo v2
@@ -62,7 +61,6 @@ class PretrainingMapper:
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         flip: str = "horizontal",
         pixel_format: str = "RGB",
-        memory_gb: float = 0.0,
         test_crop: float = 1.0,
         is_train: bool = True,
     ) -> None:
@@ -74,7 +72,6 @@ class PretrainingMapper:
                 uniformly distributed.
             flip: "none", or the direction of flips with probability 1/2: "horizontal", "vertical".
             pixel_format: channel order, "RGB" or "BGR".
-            memory_gb: keep the decoded images in memory if they take less than this, in GB.
             test_crop: side of the central square in inference, relative to the shorter side.
             is_train: whether crops and flips are random.
 
@@ -87,7 +84,6 @@ class PretrainingMapper:
             ("PRETRAIN.SCALE", scale, is_scale, "[min, max] with 0 < min <= max <= 1"),
             ("PRETRAIN.RATIO", ratio, is_ratio, "[min, max] with 0 < min <= max"),
             ("PRETRAIN.SIZE", size, size >= 1, "at least 1 pixel"),
-            ("PRETRAIN.MEMORY_GB", memory_gb, memory_gb >= 0, "0 or more"),
             ("CLASSIFY.TEST_CROP", test_crop, 0 < test_crop <= 1, "above 0 and at most 1"),
             ("RANDOM_FLIP", flip, flip in _FLIPS, f"one of {', '.join(_FLIPS)}"),
             ("FORMAT", pixel_format, pixel_format in ("RGB", "BGR"), "RGB or BGR"),
@@ -100,38 +96,22 @@ class PretrainingMapper:
         self.pixel_format = pixel_format
         self._flipped = _FLIPS[flip]
         self._reversed = (0,) if pixel_format == "BGR" else ()
-        self._memory_gb = memory_gb
-        self._memory: dict[str, ImageInMemory] = {}
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         keys = cfg.INPUT.PRETRAIN
-        # Fixed views must be identical on all machines, but images in memory may be scaled down.
-        is_fixed = cfg.INPUT.FIXED_VIEWS.COUNT > 0
         return {
             "size": keys.SIZE,
             "scale": keys.SCALE,
             "flip": cfg.INPUT.RANDOM_FLIP,
             "pixel_format": cfg.INPUT.FORMAT,
-            "memory_gb": 0.0 if is_fixed else keys.MEMORY_GB,
             "is_train": is_train,
         }
-
-    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Decodes all images if they fit into ``memory_gb``. Called once, before workers start."""
-        # Images are scaled down, but so that even the smallest crop has at least S pixels per side.
-        smallest = math.sqrt(self.scale[0] * min(self.ratio[0], 1 / self.ratio[1]))
-        self._memory = decode_if_small(
-            dataset_dicts,
-            shorter_side=math.ceil(self.size / smallest),
-            budget=self._memory_gb * 1e9,
-        )
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         file_name = dataset_dict["file_name"]
         try:
-            decoded = self._memory.get(file_name)
-            with nullcontext(decoded) if decoded else open_image(file_name) as picture:
+            with open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
                 pixels = picture.read(box, self.size)
         except MemoryError:
@@ -203,9 +183,6 @@ class TwoViewMapper:
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         return {"crop": PretrainingMapper(cfg, is_train)}
-
-    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        self._crop.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         entry = self._crop(dataset_dict)
@@ -299,9 +276,6 @@ class ClassificationMapper:
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
         }
-
-    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        self._crop.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         entry = self._crop(dataset_dict)
