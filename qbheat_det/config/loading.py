@@ -19,7 +19,7 @@ from detectron2.config import CfgNode
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 
-from .defaults import get_cfg
+from .defaults import RETIRED, get_cfg
 
 logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -37,32 +37,6 @@ EPOCH_KEYS = {
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
     "VIS.EPOCHS": "VIS.PERIOD",
 }
-# Maps keys of earlier versions, which are in the configs of their weights, to the only value that
-# is still supported.
-_RETIRED: dict[str, object] = {
-    "DATALOADER.CACHE_GB": 20.0,
-    "DATALOADER.RETRY_SECONDS": 300.0,
-    "DATALOADER.SHUFFLE_SHARDS": 32,
-    "INPUT.PRETRAIN.MEMORY_GB": 4.0,
-    "INPUT.PRETRAIN.RATIO": [3 / 4, 4 / 3],
-    "MODEL.MF_DETR.DEEP_SUPERVISION": True,
-    "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
-    "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
-    "MODEL.QB_HEAT.DECODER_MLP_RATIO": 4.0,
-    "MODEL.QB_HEAT.LOSS_ON": "masked",
-    "MODEL.TEACHER.FINER": [],
-    "SOLVER.CHECKPOINT_URL": "",
-    "SOLVER.COMPILE": False,
-    "SOLVER.WANDB_PROJECT": "",
-    "TEST.COCO_EVAL_LIBRARY": "auto",
-}
-_RETIRED |= {
-    "INPUT.TWO_VIEWS.BLUR_PROBABILITY": 0.5, "INPUT.TWO_VIEWS.BLUR_SIGMA": [0.1, 2.0],
-    "INPUT.TWO_VIEWS.GREY_PROBABILITY": 0.2, "INPUT.TWO_VIEWS.JITTER": [0.4, 0.4, 0.4, 0.1],
-    "INPUT.TWO_VIEWS.JITTER_PROBABILITY": 0.8, "MODEL.MF_DETR.DENOISING.NEGATIVES": True,
-    "MODEL.MF_DETR.DENOISING.WEIGHT": 1.0, "MODEL.MF_DETR.QUERY_SELECTION.WEIGHT": 1.0,
-    "MODEL.MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX": 6,
-}  # fmt: skip
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""
 Rules = Mapping[str, tuple[Callable[[Any], object], str]]
@@ -177,13 +151,13 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     If such a key has a value that is no longer supported, a warning mentions ``source``, or a
     ``UserError`` is raised if the key changes the model.
     """
-    for key, only in _RETIRED.items():
+    for key, only in RETIRED.items():
         if str(value := values.get(key, only)) != str(only):
             message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
             if key.startswith("MODEL."):
                 raise UserError(f"{message}: leave the key out, or use --config-file")
             logger.warning(message)
-    return {key: value for key, value in values.items() if key not in _RETIRED}
+    return {key: value for key, value in values.items() if key not in RETIRED}
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:

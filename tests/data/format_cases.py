@@ -99,14 +99,6 @@ def write_csv(root: Path) -> Path:
     return root
 
 
-def write_open_images(root: Path) -> Path:
-    write_images(root / "images")
-    lines = ["ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax"]
-    for stem, name, x, y, w, h in ROWS:
-        lines.append(f"{stem},xclick,{name},1,{x / 40},{(x + w) / 40},{y / 20},{(y + h) / 20}")
-    return write(root / "boxes.csv", "\n".join([*lines, "c,,,,,,,"]))
-
-
 def write_label_studio(root: Path) -> Path:
     write_images(root / "pictures")
     tasks = []
@@ -148,7 +140,7 @@ def write_zip(root: Path) -> Path:
 
 MAKERS = (
     write_coco, write_yolo, write_voc, write_labelimg, write_yolo_folders, write_csv,
-    write_open_images, write_label_studio, write_hugging_face, write_zip,
+    write_label_studio, write_hugging_face, write_zip,
 )  # fmt: skip
 
 LAYOUTS = {  # of the parts, for YOLO and for VOC; the last has one part

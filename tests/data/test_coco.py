@@ -109,7 +109,6 @@ BAD: list[tuple[str, Change]] = [
             *({"counts": "@@!", "size": [50, 100]}, {"counts": "x"}),
         )
     ),
-    *(("annotation id 2: keypoints", annotation(keypoints=k)) for k in ([1, 2], {"x": 1})),
 ]
 
 

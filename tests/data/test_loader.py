@@ -67,13 +67,6 @@ def test_the_order_is_that_of_detectron2s_sampler() -> None:
     assert not drawn[0] & drawn[1]
 
 
-def test_an_image_is_augmented_differently_at_each_visit() -> None:
-    visits = [entry for batch in take(make_stream(count=4), 3) for entry in batch]
-    assert sorted(entry["id"] for entry in visits) == sorted([*range(4)] * 3)
-    for index in range(3):
-        assert len({entry["drawn"][index] for entry in visits}) == 12
-
-
 def test_grouped_batches_hold_wide_or_tall_images_and_lose_none() -> None:
     batches = take(make_stream(count=12, batch_size=3, aspect_ratio_grouping=True), 40)
     for batch in batches:

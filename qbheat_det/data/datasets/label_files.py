@@ -29,14 +29,13 @@ _HEAD = 4096  # bytes from which the kind of a JSON file is detected
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds this prefix to uploaded files
 # Known names of each CSV column, in lower case.
 _COLUMNS = {
-    "image": ("filename", "file_name", "imageid", "image_id", "image", "image_path", "path", "img"),
-    "name": ("class", "label", "labelname", "class_name", "category", "name"),
+    "image": ("filename", "file_name", "image_id", "image", "image_path", "path", "img"),
+    "name": ("class", "label", "class_name", "category", "name"),
     "xmin": ("xmin", "x_min", "x1", "left"),
     "ymin": ("ymin", "y_min", "y1", "top"),
     "xmax": ("xmax", "x_max", "x2", "right"),
     "ymax": ("ymax", "y_max", "y2", "bottom"),
 }
-_OPEN_IMAGES = "imageid"  # marks Open Images, whose boxes are fractions of the sides
 _CLASS_KEYS = ("category", "label", "class", "name")  # of an object in Hugging Face metadata
 # The keys of a Label Studio region. A region with only these keys was drawn without a label.
 _SHAPE = {
@@ -82,8 +81,7 @@ def _are_columns(line: str) -> bool:
 def read_csv(file: Path) -> Iterator[LabelledImage]:
     """Reads a CSV file that has a header and one box per line.
 
-    A line with only an image name is an image without boxes. In the format of Open Images
-    ("ImageID, LabelName, XMin, …"), boxes are fractions of the image's sides.
+    A line with only an image name is an image without boxes.
     """
     images: dict[str, LabelledImage] = {}
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
@@ -91,15 +89,13 @@ def read_csv(file: Path) -> Iterator[LabelledImage]:
         columns = _find_columns(rows.fieldnames or [])
         if columns is None:
             raise ValueError("its first line must have columns for image, class and box")
-        is_relative = columns["image"].strip().lower() == _OPEN_IMAGES
         for row in rows:
             name, *values = ((row.get(columns[key]) or "").strip() for key in _COLUMNS)
             place = f"{file}, line {rows.line_num}"
             image = images.setdefault(name, LabelledImage(place, name))
             if any(values):
                 with image.reading(place):
-                    corners = values[1:3], values[3:]
-                    image.add(place, values[0], corners, is_relative=is_relative, is_box=True)
+                    image.add(place, values[0], (values[1:3], values[3:]), is_box=True)
     yield from images.values()
 
 
