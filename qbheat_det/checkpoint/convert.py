@@ -1,15 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Converts weights of other projects for this package's encoders, and downloads timm's weights.
 
-``FORMATS`` lists the file formats. Each has a function that renames the tensors, and refuses
-weights of a different network. Importing this module lets Detectron2's path manager resolve
+``FORMATS`` lists a function for each encoder, which renames the tensors, and refuses weights of a
+different network. Importing this module lets Detectron2's path manager resolve
 addresses such as ``timm://resnet18.a1_in1k``. docs/architecture.md lists all sources of weights.
 """
 
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +71,6 @@ _State = dict[str, Tensor]
 _Keys = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format of weights: conversion function, targets, and pixel statistics of the training.
-
-    ``convert`` takes the file's name (for messages), its tensors and the target. It returns the
-    encoder's tensors and the config keys that build the encoder, or raises a ``UserError``.
-    """
-
-    convert: Callable[[str, Mapping[str, Tensor], str], tuple[_State, _Keys]]
-    targets: tuple[str, ...]
-    pixel_mean: tuple[float, ...] = (123.675, 116.28, 103.53)  # of ImageNet, RGB in [0, 255]
-    pixel_std: tuple[float, ...] = (58.395, 57.12, 57.375)
-
-
 def convert_weights(
     weights: str, output: Path, to: str, *, overwrite: bool = False
 ) -> tuple[str, dict[str, Any]]:
@@ -107,25 +92,19 @@ def convert_weights(
         raise UserError(f"'{output}' is not a valid output file: its name must end in .safetensors")
     if output.exists() and not overwrite:
         raise UserError(f"'{output}' exists: name another file, or add --overwrite")
-    source = next((each for each in FORMATS if to in each.targets), None)
-    if source is None:
-        targets = ", ".join(name for each in FORMATS for name in each.targets)
+    if to not in FORMATS:
         raise UserError(
-            f"'{to}' is no encoder to convert weights for, expected one of {targets}; timm's files "
-            "load into the encoder timm:<model> without conversion"
+            f"'{to}' is no encoder to convert weights for, expected one of {', '.join(FORMATS)}; "
+            "timm's files load into the encoder timm:<model> without conversion"
         )
     state, _ = read_weights(weights)
     state = {short: state[name] for name, short in strip_wrappers((), state).items()}
-    converted, keys = source.convert(weights, state, to)
-    keys |= {
-        "MODEL.PIXEL_MEAN": list(source.pixel_mean),
-        "MODEL.PIXEL_STD": list(source.pixel_std),
-        "INPUT.FORMAT": "RGB",
-    }
+    converted, keys = FORMATS[to](weights, state, to)
+    keys["INPUT.FORMAT"] = "RGB"
     info = WeightsInfo(
         pixel_format="RGB",
-        pixel_mean=source.pixel_mean,
-        pixel_std=source.pixel_std,
+        pixel_mean=tuple(keys["MODEL.PIXEL_MEAN"]),
+        pixel_std=tuple(keys["MODEL.PIXEL_STD"]),
         config=_dump(keys),
     )
     save_weights(str(output), converted, info)
@@ -176,6 +155,8 @@ def _convert_mobile_former(
         "MODEL.BACKBONE.NAME": to,
         "MODEL.MOBILE_FORMER.VARIANT": size,
         "MODEL.MOBILE_FORMER.OUT_FEATURES": ["s8", "s16", "s32", "s32_expanded", "tokens"],
+        "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
+        "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
     }
     return _check_fit(weights, f"{to} {size}", named, _build_encoder(keys).state_dict()), keys
 
@@ -190,7 +171,12 @@ def _convert_efficientnet_lite(
     if "_conv_stem.weight" not in state or kinds != own_kinds:
         raise UserError(f"'{weights}' contains no weights of EfficientNet-Lite for {to}")
     fitting = _check_fit(weights, to, dict(zip(own, state.values(), strict=True)), own)
-    keys = {"MODEL.BACKBONE.NAME": to, "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"]}
+    keys = {
+        "MODEL.BACKBONE.NAME": to,
+        "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"],
+        "MODEL.PIXEL_MEAN": [127.0] * 3,
+        "MODEL.PIXEL_STD": [128.0] * 3,
+    }
     kept = _build_encoder(keys).state_dict()  # without the head
     return {name: fitting[name.removeprefix("net.")] for name in kept}, keys
 
@@ -290,15 +276,12 @@ def _shuffle(channels: int, groups: int) -> Tensor:
     return torch.arange(channels).view(groups, -1).t().flatten()
 
 
-FORMATS = (
-    Format(_convert_mobile_former, ("MobileFormer",)),
-    Format(
-        _convert_efficientnet_lite,
-        tuple(f"timm:tf_efficientnet_lite{number}" for number in range(5)),
-        pixel_mean=(127.0,) * 3,
-        pixel_std=(128.0,) * 3,
-    ),
-)
+FORMATS: dict[str, Callable[[str, Mapping[str, Tensor], str], tuple[_State, _Keys]]] = {
+    "MobileFormer": _convert_mobile_former,
+    **{f"timm:tf_efficientnet_lite{number}": _convert_efficientnet_lite for number in range(5)},
+}
+"""Maps encoders to functions that take the name of a file (for messages), its tensors and the
+encoder's name. They return the encoder's tensors, and the config keys that build the encoder."""
 
 
 class TimmWeights(PathHandler):

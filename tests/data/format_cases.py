@@ -121,18 +121,8 @@ def write_label_studio(root: Path) -> Path:
     return write(root / "export.json", json.dumps([*tasks, skipped]))
 
 
-def write_hugging_face(root: Path) -> Path:
-    write_images(root / "train")
-    lines = []
-    for stem, boxes in BOXES.items():
-        things = {"bbox": [box for _, *box in boxes], "categories": [NAMES[k] for k, *_ in boxes]}
-        lines.append(json.dumps({"file_name": f"{stem}.jpg", "objects": things}))
-    write(root / "train" / "metadata.jsonl", "\n".join(lines))
-    return root
-
-
 def write_zip(root: Path) -> Path:
-    write_hugging_face(root / "inside")
+    write_csv(root / "inside")
     path = shutil.make_archive(str(root / "packed"), "zip", root / "inside")
     shutil.rmtree(root / "inside")
     return Path(path)
@@ -140,7 +130,7 @@ def write_zip(root: Path) -> Path:
 
 MAKERS = (
     write_coco, write_yolo, write_voc, write_labelimg, write_yolo_folders, write_csv,
-    write_label_studio, write_hugging_face, write_zip,
+    write_label_studio, write_zip,
 )  # fmt: skip
 
 LAYOUTS = {  # of the parts, for YOLO and for VOC; the last has one part

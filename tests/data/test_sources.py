@@ -97,7 +97,6 @@ BAD_FILES = [
     ("a.json", _LABEL_STUDIO % '{"value": {"x": 1, "y": 1, "width": 1}}', "region 1.*class"),
     ("a.json", "[{}]", "task 1"),
     ("a.json", "[1]", "task 1"),
-    ("metadata.jsonl", '{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3]]}}', "entry 1"),
     ("a.zip", "no archive", "a.zip"),
     ("data.yaml", "train: nowhere\nnames: [a]", "data.yaml.*'nowhere'"),
     ("data.yaml", "train: ./\nnames: [a]\nnc: 2", "data.yaml.*nc is 2"),
@@ -127,7 +126,6 @@ def _task(kind: str, image: str = "a.jpg", **value: Any) -> str:
 SHAPES = [  # each encloses the box [10, 4, 20, 12] of an image of 40 x 20 pixels
     ("a.json", _task("ellipselabels", x=50, y=50, radiusX=25, radiusY=30)),
     ("a.json", _task("polygonlabels", points=[[25, 50], [75, 20], [60, 80]])),
-    ("metadata.csv", 'file_name,objects\na.jpg,"[{""bbox"": [10, 4, 20, 12], ""label"": 1}]"'),
 ]
 
 

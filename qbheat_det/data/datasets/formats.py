@@ -45,8 +45,8 @@ _COCO = {
 }
 _TAKEN = (
     "a COCO json or folder, YOLO with or without a data.yaml, Pascal VOC or LabelImg, a CSV of "
-    "boxes, an export of Label Studio, Hugging Face metadata, a zip of one of these, or a folder "
-    "with a folder of images for each class (docs/train.md#data-formats)"
+    "boxes, an export of Label Studio, a zip of one of these, or a folder with a folder of images "
+    "for each class (docs/train.md#data-formats)"
 )
 
 

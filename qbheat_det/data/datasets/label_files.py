@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads files with the boxes of many images: CSV, Label Studio and Hugging Face metadata.
+"""Reads files with the boxes of many images: CSV and exports of Label Studio.
 
 ``KINDS`` lists a reader for each kind of file. ``convert_labels`` finds the image files, and
 returns COCO's ``images``, ``annotations`` and ``categories`` lists. Polygons, ellipses and rotated
@@ -36,32 +36,11 @@ _COLUMNS = {
     "xmax": ("xmax", "x_max", "x2", "right"),
     "ymax": ("ymax", "y_max", "y2", "bottom"),
 }
-_CLASS_KEYS = ("category", "label", "class", "name")  # of an object in Hugging Face metadata
 # The keys of a Label Studio region. A region with only these keys was drawn without a label.
 _SHAPE = {
     *("x", "y", "width", "height", "rotation", "points", "closed", "radiusX", "radiusY"),
     *("original_width", "original_height", "image_rotation"),
 }
-
-
-Points = list[tuple[float, float]]
-
-
-def _corners(x: float, y: float, width: float, height: float) -> Points:
-    return [(x, y), (x + width, y + height)]
-
-
-def _around(x: float, y: float, rx: float, ry: float) -> Points:
-    return [(x - rx, y - ry), (x + rx, y + ry)]
-
-
-def _rotate(corners: Points, degrees: float, around: tuple[float, float]) -> Points:
-    """Rotates the box between two corners clockwise around a point, and returns four points."""
-    xs, ys = zip(*corners, strict=True)
-    centre, turn = complex(*around), cmath.rect(1, math.radians(degrees))
-    points = [complex(x, y) for x in xs for y in ys]
-    rotated = [(point - centre) * turn + centre for point in points]
-    return [(point.real, point.imag) for point in rotated]
 
 
 def _find_columns(header: Sequence[str]) -> dict[str, str] | None:
@@ -137,61 +116,29 @@ def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> 
     if kind is None or kind in ("labels", "choices"):  # not about a region
         return
 
-    def fractions(*keys: str) -> list[float]:
-        return [value[key] / 100 for key in keys]
-
     if "points" in value and kind != "brushlabels":
         points = [(x / 100, y / 100) for x, y in value["points"]]
     elif kind == "ellipselabels":
-        points = _around(*fractions("x", "y", "radiusX", "radiusY"))
+        x, y, rx, ry = (value[key] / 100 for key in ("x", "y", "radiusX", "radiusY"))
+        points = [(x - rx, y - ry), (x + rx, y + ry)]
     elif kind == "rectanglelabels":
-        points = _corners(*fractions("x", "y", "width", "height"))
         # The box is rotated around its top left corner, in pixel coordinates.
         source = {**result, **value}
         wide, high = (source.get(f"original_{side}", 1) for side in ("width", "height"))
-        pixels = [(x * wide, y * high) for x, y in points]
-        pixels = _rotate(pixels, value.get("rotation", 0), pixels[0])
-        points = [(x / wide, y / high) for x, y in pixels]
+        x, y, width, height = (value[key] / 100 for key in ("x", "y", "width", "height"))
+        turn = cmath.rect(1, math.radians(value.get("rotation", 0)))
+        width, height = width * wide, height * high
+        sides = [complex(i, j) * turn for i in (0, width) for j in (0, height)]
+        points = [(x + side.real / wide, y + side.imag / high) for side in sides]
     else:
         raise ValueError(f"regions of the kind '{kind}' have no box")
     image.add(place, next(iter(value[kind]), None), points, is_relative=True)
-
-
-def read_hugging_face(file: Path) -> Iterator[LabelledImage]:
-    """Reads ``metadata.jsonl`` or ``metadata.csv`` of a Hugging Face image folder.
-
-    A row has "file_name", and "objects" with "bbox" and "categories". A bbox is [x, y, width,
-    height] in pixels, as in the object detection guide of Hugging Face.
-    """
-    with file.open(encoding="utf-8-sig", newline="") as stream:
-        if file.suffix.lower() == ".csv":
-            rows: list[Any] = list(csv.DictReader(stream))
-        else:
-            rows = [json.loads(line) for line in stream if line.strip()]
-    for number, row in enumerate(rows, start=1):
-        with reading_record(f"{file}, entry {number}"):
-            image = LabelledImage(f"{file}, entry {number}", row["file_name"])
-            objects = row.get("objects") or {}
-            objects = json.loads(objects) if isinstance(objects, str) else objects
-            if isinstance(objects, dict):
-                keys = (*_CLASS_KEYS, "categories", "labels")
-                names: list[Any] = next((objects[key] for key in keys if key in objects), [])
-                pairs = zip(objects.get("bbox", []), names, strict=True)
-                objects = [{"bbox": box, "category": name} for box, name in pairs]
-        for index, thing in enumerate(objects, start=1):
-            with image.reading(place := f"{image.place}, object {index}"):
-                x, y, width, height = map(float, thing["bbox"])
-                corners = _corners(x, y, width, height)
-                names = (thing[key] for key in _CLASS_KEYS if key in thing)
-                image.add(place, next(names, None), corners, is_box=True)
-        yield image
 
 
 # Title and reader of each kind of label file.
 KINDS: dict[str, tuple[str, Callable[[Path], Iterator[LabelledImage]]]] = {
     "csv": ("CSV", read_csv),
     "label_studio": ("Label Studio", read_label_studio),
-    "huggingface": ("Hugging Face metadata", read_hugging_face),
 }
 
 
@@ -227,14 +174,14 @@ def _find_in(folder: Path) -> LabelFile | None:
         return None
     files = sorted(file for file in folder.iterdir() if file.is_file())
     found = [LabelFile(kind, file) for file in files if (kind := _find_kind(file))]
-    named = [one for one in found if one.path.name.startswith(("metadata.", "_annotations."))]
+    named = [one for one in found if one.path.name.startswith("_annotations.")]
     return chosen[0] if len(chosen := named or found) == 1 else None
 
 
 def _find_kind(file: Path) -> str:
     """Detects the kind of a file by its suffix and first bytes. "" means it is not a label file."""
     suffix = file.suffix.lower()
-    if suffix not in (".csv", ".json", ".jsonl"):
+    if suffix not in (".csv", ".json"):
         return ""
     try:
         with file.open("rb") as stream:
@@ -242,12 +189,7 @@ def _find_kind(file: Path) -> str:
     except OSError:
         return ""
     if suffix == ".csv":
-        first = head.partition("\n")[0].lower()
-        if "file_name" in first and "objects" in first:
-            return "huggingface"
-        return "csv" if _are_columns(first) else ""
-    if suffix == ".jsonl":
-        return "huggingface" if '"file_name"' in head else ""
+        return "csv" if _are_columns(head.partition("\n")[0].lower()) else ""
     return "label_studio" if head.startswith("[") else ""
 
 
