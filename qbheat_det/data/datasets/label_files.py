@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Reads files with the boxes of many images: CSV and exports of Label Studio.
 
-``KINDS`` lists a reader for each kind of file. ``convert_labels`` finds the image files, and
+``READERS`` lists a reader for each kind of file. ``convert_labels`` finds the image files, and
 returns COCO's ``images``, ``annotations`` and ``categories`` lists. Polygons, ellipses and rotated
 boxes are replaced by their bounding boxes.
 """
@@ -15,7 +15,7 @@ import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first, one_line
@@ -25,7 +25,7 @@ from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert, readin
 from .image_folder import PART_NAMES, list_images
 
 _LARGEST = 500_000_000  # largest size of a label file in bytes
-_HEAD = 4096  # bytes from which the kind of a JSON file is detected
+_HEAD = 4096  # bytes by which a label file is recognized
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds this prefix to uploaded files
 # Known names of each CSV column, in lower case.
 _COLUMNS = {
@@ -50,11 +50,6 @@ def _find_columns(header: Sequence[str]) -> dict[str, str] | None:
     if not all(known.values()):
         return None
     return {key: by_lower[names[0]] for key, names in known.items()}
-
-
-def _are_columns(line: str) -> bool:
-    """Returns whether the first line of a CSV has columns for the image, the class and the box."""
-    return _find_columns(next(csv.reader([line]), [])) is not None
 
 
 def read_csv(file: Path) -> Iterator[LabelledImage]:
@@ -135,32 +130,24 @@ def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> 
     image.add(place, next(iter(value[kind]), None), points, is_relative=True)
 
 
-# Title and reader of each kind of label file.
-KINDS: dict[str, tuple[str, Callable[[Path], Iterator[LabelledImage]]]] = {
-    "csv": ("CSV", read_csv),
-    "label_studio": ("Label Studio", read_label_studio),
+# Title and reader of label files by suffix.
+READERS: dict[str, tuple[str, Callable[[Path], Iterator[LabelledImage]]]] = {
+    ".csv": ("CSV", read_csv),
+    ".json": ("Label Studio", read_label_studio),
 }
 
 
-class LabelFile(NamedTuple):
-    """A label file and its kind, which is a key of ``KINDS``."""
-
-    kind: str
-    path: Path
-
-
-def find_label_files(path: Path) -> dict[str, LabelFile]:
+def find_label_files(path: Path) -> dict[str, Path]:
     """Maps "train" and "val", or "all", to label files. Empty if there are none."""
     if path.is_file():
-        kind = _find_kind(path)
-        return {"all": LabelFile(kind, path)} if kind else {}
+        return {"all": path} if _is_label_file(path) else {}
     if not path.is_dir():
         return {}
     parts = {}
     for part, names in PART_NAMES.items():
         for name in names:
             tables = sorted(path.glob(f"{name}*.csv"))
-            found = LabelFile("csv", tables[0]) if len(tables) == 1 else _find_in(path / name)
+            found = tables[0] if len(tables) == 1 else _find_in(path / name)
             if found and part not in parts:
                 parts[part] = found
     if "train" in parts:
@@ -168,45 +155,44 @@ def find_label_files(path: Path) -> dict[str, LabelFile]:
     return {"all": found} if (found := _find_in(path)) else {}
 
 
-def _find_in(folder: Path) -> LabelFile | None:
+def _find_in(folder: Path) -> Path | None:
     """Returns the only label file of a folder."""
     if not folder.is_dir():
         return None
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    found = [LabelFile(kind, file) for file in files if (kind := _find_kind(file))]
-    named = [one for one in found if one.path.name.startswith("_annotations.")]
+    found = [file for file in sorted(folder.iterdir()) if _is_label_file(file)]
+    named = [file for file in found if file.name.startswith("_annotations.")]
     return chosen[0] if len(chosen := named or found) == 1 else None
 
 
-def _find_kind(file: Path) -> str:
-    """Detects the kind of a file by its suffix and first bytes. "" means it is not a label file."""
+def _is_label_file(file: Path) -> bool:
+    """Returns whether the suffix and the first bytes are those of a label file."""
     suffix = file.suffix.lower()
-    if suffix not in (".csv", ".json"):
-        return ""
+    if suffix not in READERS:
+        return False
     try:
         with file.open("rb") as stream:
             head = stream.read(_HEAD).decode("utf-8", errors="replace").lstrip("\ufeff \n\r\t")
     except OSError:
-        return ""
-    if suffix == ".csv":
-        return "csv" if _are_columns(head.partition("\n")[0].lower()) else ""
-    return "label_studio" if head.startswith("[") else ""
+        return False
+    if suffix == ".json":  # a list of tasks; COCO is an object
+        return head.startswith("[")
+    return _find_columns(next(csv.reader([head.partition("\n")[0]]), [])) is not None
 
 
-def read_labels(file: LabelFile) -> Iterator[LabelledImage]:
+def read_labels(file: Path) -> Iterator[LabelledImage]:
     """Yields the images of a label file.
 
     Raises:
-        UserError: the file cannot be read, or its content does not match its kind.
+        UserError: the file cannot be read, or its content does not match its suffix.
     """
-    title, read = KINDS[file.kind]
+    title, read = READERS[file.suffix.lower()]
     try:
-        if file.path.stat().st_size > _LARGEST:
-            raise UserError(f"'{file.path}' is too large for a file of labels")
-        yield from read(file.path)
+        if file.stat().st_size > _LARGEST:
+            raise UserError(f"'{file}' is too large for a file of labels")
+        yield from read(file)
     except (OSError, KeyError, TypeError, ValueError, AttributeError, csv.Error) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"'{file.path}' is not a file of {title} ({reason})") from error
+        raise UserError(f"'{file}' is not a file of {title} ({reason})") from error
 
 
 def convert_labels(source: Mapping[str, Any]) -> Converted:
@@ -230,7 +216,7 @@ def convert_labels(source: Mapping[str, Any]) -> Converted:
         raise_first([error for entry in entries for error in entry.errors])
         raise UserError(f"'{path}' has no boxes")
     root = Path(source.get("image_root") or (path if os.path.isdir(path) else Path(path).parent))
-    _locate(parts[subset], root, files[subset].path.parent)
+    _locate(parts[subset], root, files[subset].parent)
     return convert(parts[subset], names, root)
 
 

@@ -71,11 +71,8 @@ class FeatureDistillation(PretrainingModel):
             raise UserError(f"MODEL.QB_HEAT.VISIBLE is one of {visible}, not '{node.VISIBLE}'")
         if node.FEATURE_DIM < 1:
             raise UserError(f"MODEL.QB_HEAT.FEATURE_DIM is at least 1, not {node.FEATURE_DIM}")
-        target, backbone, whole = (
-            find_teacher_map(cfg),
-            build_backbone(cfg),
-            node.VISIBLE == "whole",
-        )
+        target, backbone = find_teacher_map(cfg), build_backbone(cfg)
+        whole = node.VISIBLE == "whole"
         multiple = 1 if whole else QBHeat.grid_multiple
         try:
             shape = find_map(backbone.output_shape(), node.IN_FEATURE, size, multiple=multiple)
@@ -121,7 +118,7 @@ class FeatureDistillation(PretrainingModel):
             return [{"target": single} for single in predicted.permute(0, 3, 1, 2)]
         wanted = self._stack_targets(batched_inputs)
         quarters = self._choose_quarters(batched_inputs)
-        if quarters is None:
+        if quarters is None or self.predictor is None:
             z = self._project(images)
         else:
             z = self._project(quarters.crop(images[quarters.order]))
