@@ -181,9 +181,10 @@ class SafeCheckpointer(DetectionCheckpointer):
         # Only a model of the same objective loads the children that pre-training needs.
         own_parts = pretrain_only_modules(model)
         skip = [*info.pretrain_only_modules] if info else []
-        if info and tuple(skip) == own_parts:
+        if info:
             trained = info.value_of("MODEL.META_ARCHITECTURE")
-            skip = [] if trained in (None, type(model).__name__) else skip
+            is_same = trained == type(model).__name__ if trained else tuple(skip) == own_parts
+            skip = [] if is_same else skip
         train_only = [] if resuming else self._find_train_only(stored)
         fitting, report = fit_weights(
             stored,
