@@ -22,9 +22,8 @@ _COCO_SIZE: dict[str, Any] = {
     "INPUT.MAX_SIZE_TRAIN": 1333,
     "INPUT.DETR_CROP_RESIZE": [],
 }
-# Decoded ImageNet does not fit in memory. Without CPU support, bfloat16 is not faster.
+# Without CPU support, bfloat16 is not faster.
 _IMAGENET: dict[str, Any] = {
-    "INPUT.PRETRAIN.MEMORY_GB": 0.0,
     "SOLVER.AMP.ENABLED": False,
     "MODEL.CHANNELS_LAST": True,
 }

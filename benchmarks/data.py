@@ -30,8 +30,7 @@ from qbheat_det.data import build_train_stream
 _FILES: dict[str, Any] = {"size": (256, 256), "file_size": (480, 640)}
 CASES = {
     "": Case(
-        "pre-training at 256 pixels", "ImageNet-QBHeat/qb_heat_285M_400ep.yaml", batch=32, **_FILES,
-        opts={"INPUT.PRETRAIN.MEMORY_GB": 0.0},
+        "pre-training at 256 pixels", "ImageNet-QBHeat/qb_heat_285M_400ep.yaml", batch=32, **_FILES
     ),
     "_boxes": Case("detection", "coco/retinanet_285M_finetune.yaml", batch=32, **_FILES),
 }  # fmt: skip

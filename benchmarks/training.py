@@ -31,9 +31,7 @@ _BOXES: dict[str, Any] = {
         "INPUT.DETR_CROP_RESIZE": [],
     },
 }
-_SQUARES: dict[str, Any] = {
-    "size": (128, 128), "file_size": (256, 320), "opts": {"INPUT.PRETRAIN.MEMORY_GB": 0.0},
-}  # fmt: skip
+_SQUARES: dict[str, Any] = {"size": (128, 128), "file_size": (256, 320)}
 JOBS = {
     "default_recipe": Case(
         "RetinaNet on Lite0, the default recipe at 288 px", "custom/retinanet_lite0_finetune.yaml",

@@ -23,8 +23,8 @@ ROWS = (
     ("engine", "inference"),
     ("feature_cache", "probing", "labelling", "deployment", "model_zoo"),
     ("modeling.retinanet", "modeling.detr", "modeling.pretrain", "modeling.classification"),
-    ("modeling.dense",),
-    ("data", "checkpoint", "solver", "evaluation", "modeling.backbone", "modeling.image_model"),
+    ("modeling.dense", "evaluation"),
+    ("data", "checkpoint", "solver", "modeling.backbone", "modeling.image_model"),
     ("layers", "config", "core", "modeling.contracts"),
 )
 WIDTH, BOX, HEIGHT, ROW = 1180, 176, 52, 108

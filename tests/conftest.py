@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-# The toy set is drawn below the checkout, once for all runs, and not into a home folder.
-# Set before anything imports the package, which settles the folder when it registers the set.
+# What the package caches is below the checkout, and not in a home folder.
 os.environ.setdefault(
     "QBHEAT_CACHE", str(Path(__file__).resolve().parents[1] / "output" / "test_cache")
 )

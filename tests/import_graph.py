@@ -24,12 +24,10 @@ ALLOWED: dict[str, set[str]] = {
     "data": BASE,
     "checkpoint": BASE,
     "solver": BASE,
-    "evaluation": BASE,
+    "evaluation": BASE | {"data"},
     "modeling.image_model": BASE,
     **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
     "modeling.retinanet": BASE | {"modeling.backbone", "modeling.image_model", "modeling.dense"},
-    # Weights for timm's own models.
-    "modeling.classification": BASE | {"checkpoint", "modeling.backbone", "modeling.image_model"},
     "feature_cache": MIDDLE | {"modeling.backbone", "modeling.image_model"},
     # Names no model class.
     "engine": MIDDLE | CACHE,

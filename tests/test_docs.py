@@ -15,17 +15,14 @@ from typing import Any
 
 import cv2
 import pytest
-import timm
 import yaml
 from detectron2.checkpoint import DetectionCheckpointer
 
 import qbheat_det
 from qbheat_det.api import Detections, Detector
 from qbheat_det.config import defaults, get_cfg
-from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS
-from qbheat_det.modeling.classification import TIMM_NAMES
 from tests.data.pictures import draw, save
+from tests.toy_set import ToySpec, prepare_toy_set
 
 from .import_graph import ALLOWED
 from .tool_modules import load_tool
@@ -38,7 +35,7 @@ TEXTS = "".join(PAGES.values())
 NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXTS)))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SEARCHED = ("small objects", "out of memory", "yolo", "resume")
-INTEROP, PYTHON = PAGES["interop.md"], PAGES["python.md"]
+PYTHON = PAGES["python.md"]
 
 
 def test_named_tests_exist() -> None:
@@ -159,25 +156,6 @@ def test_files_and_make_targets_named_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"`make (\w+)|^make (\w+)", README, flags=re.MULTILINE):
         assert re.search(rf"^{''.join(target)}:", makefile, flags=re.MULTILINE)
-
-
-def test_the_code_of_the_interop_page_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", INTEROP, flags=re.DOTALL)
-    assert len(blocks) == 2
-    exec(compile("\n".join(blocks), "docs/interop.md", "exec"), {})
-
-
-def test_the_table_of_timm_names_has_all_sizes() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| `(\S+)` \| ([\d, ]+) \| (\d+) \|$", INTEROP, flags=re.MULTILINE
-    )
-    assert {size: name for name, size, _, _ in rows} == TIMM_NAMES
-    for _, size, widths, num_features in rows:
-        arch = MOBILE_FORMER_ARCHS[size]
-        *maps, _, _ = arch.output_shapes().values()
-        assert widths == ", ".join(str(shape.channels) for shape in maps)
-        assert int(num_features) == arch.expanded + arch.token_dim
-    assert {name for name, *_ in rows} <= set(timm.list_models("mobile_former*"))
 
 
 def find_ours() -> list[str]:

@@ -21,7 +21,7 @@ import PIL.Image
 import pytest
 
 from qbheat_det.config import get_cfg, get_config_path
-from qbheat_det.data import ToySpec, prepare_toy_set
+from tests.toy_set import ToySpec, prepare_toy_set
 
 from .test_docs import find_ours
 from .tool_modules import load_tool

@@ -85,7 +85,7 @@ OBJECT = {"bbox": [5, 5, 40, 40], "bbox_mode": BoxMode.XYWH_ABS, "category_id": 
 
 
 def test_a_training_step_enters_few_modules(tmp_path: Path) -> None:
-    path = get_config_path("quick_schedules/mf_detr_211_285M_toy.yaml")
+    path = get_config_path("quick_schedules/mf_detr_211_285M_cells.yaml")
     cfg = load_config(path, ["MODEL.DEVICE", "cpu"])
     model, mapper = build_model(cfg).train(), build_mapper(cfg, is_train=True)
     records = []

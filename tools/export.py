@@ -90,7 +90,7 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--images",
         **paths,
-        help="images and folders for the comparison (default: the toy set), or folders for "
+        help="images and folders for the comparison (default: blood cells), or folders for "
         "--recalibrate-bn (default: the training set)",
     )
     add(

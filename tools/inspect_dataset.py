@@ -7,7 +7,7 @@ that are in both the training set and the validation set. Prints a summary, and 
 (one line per error) and samples.jpg (training images after the augmentation of the config).
 
 examples:
-  qbheat inspect --config-file demo/toy_retinanet.yaml
+  qbheat inspect --config-file quick_schedules/retinanet_small_cells.yaml
   qbheat inspect --config-file custom/mf_detr_211_285M_scratch.yaml \\
       --data train.json --val val.json --images images
   qbheat inspect --data train.json

@@ -3,8 +3,8 @@
 """Trains or evaluates the model that a config names.
 
 Examples:
-  Train on the built-in toy set:
-    qbheat train --config-file demo/toy_retinanet.yaml
+  Train on the included images of blood cells:
+    qbheat train --config-file quick_schedules/retinanet_small_cells.yaml
   Train on a custom dataset (class names and count come from the file):
     qbheat train --config-file custom/retinanet_lite0_finetune.yaml \\
         --data train.json --val val.json --images images/ --output output/mine
@@ -20,12 +20,13 @@ Examples:
     qbheat train --config-file custom/cached_retinanet_285M_probe.yaml --data train.json \\
         --unlabelled photos/ --weights distill/285M
   Check whether a run will work, and estimate how long it will take:
-    qbheat train --config-file demo/toy_retinanet.yaml --dry-run
+    qbheat train --config-file quick_schedules/retinanet_small_cells.yaml --dry-run
   Continue a run that was stopped (the results are bit-identical to an uninterrupted run):
-    qbheat train --config-file demo/toy_retinanet.yaml --resume
+    qbheat train --config-file quick_schedules/retinanet_small_cells.yaml --resume
   Train on eight GPUs, or with two processes on the CPU:
     qbheat train --config-file coco/mf_detr_211_285M_probe.yaml --num-gpus 8
-    torchrun --nproc-per-node 2 tools/train_net.py --config-file configs/demo/toy_retinanet.yaml
+    torchrun --nproc-per-node 2 tools/train_net.py \\
+        --config-file configs/quick_schedules/retinanet_small_cells.yaml
 """
 
 import argparse

@@ -156,8 +156,6 @@ def _locate(source: DatasetSource) -> Source:
     if source.name not in DatasetCatalog:
         raise UserError(f"there is no dataset '{source.name}': name files, or register it")
     metadata = MetadataCatalog.get(source.name)
-    if metadata.get("drawn_on_first_use"):
-        DatasetCatalog.get(source.name)
     paths = {key: metadata.get(key) for key in ("json_file", "image_root")}
     for path, exists in zip(paths.values(), (os.path.isfile, os.path.isdir), strict=True):
         if not path or not exists(path):

@@ -19,9 +19,8 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.core.text import join_first
-from qbheat_det.data import open_source, register_source
+from qbheat_det.data import merge_images, open_source, register_source
 from qbheat_det.engine.trainer import Trainer
-from qbheat_det.evaluation import merge_images
 from qbheat_det.inference.drawing import Color, RGBImage, draw_boxes, get_class_color
 from qbheat_det.modeling.contracts import TILE
 

@@ -90,7 +90,8 @@ class Trained:
 
         Args:
             output: the ``.onnx`` file to write.
-            images: files and folders to compare on; by default the toy set.
+            images: files and folders to compare on; by default included images of
+                blood cells.
             tolerance: largest allowed difference of scores, and of boxes relative to the image
                 size.
             overwrite: replace an existing file.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers, write_atomically
 from qbheat_det.modeling.contracts import (
-    equivalent_configs,
     get_pixel_statistics,
     get_timm_name,
     optional_modules,
@@ -182,9 +181,10 @@ class SafeCheckpointer(DetectionCheckpointer):
         # Only a model of the same objective loads the children that pre-training needs.
         own_parts = pretrain_only_modules(model)
         skip = [*info.pretrain_only_modules] if info else []
-        if info and tuple(skip) == own_parts:
+        if info:
             trained = info.value_of("MODEL.META_ARCHITECTURE")
-            skip = [] if trained in (None, type(model).__name__) else skip
+            is_same = trained == type(model).__name__ if trained else tuple(skip) == own_parts
+            skip = [] if is_same else skip
         train_only = [] if resuming else self._find_train_only(stored)
         fitting, report = fit_weights(
             stored,
@@ -211,7 +211,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         if self.allow_partial and (errors := report.find_errors(new_parts=True)):
             self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(errors))
         if info is not None:
-            self._warn_of_other_settings(info)
+            self._warn_of_other_pixels(info)
 
     def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
         # A new run initializes its train-only modules.
@@ -239,8 +239,8 @@ class SafeCheckpointer(DetectionCheckpointer):
             raise UserError(f"{message} (--allow-partial loads it anyway)")
         self.logger.warning(message)
 
-    def _warn_of_other_settings(self, info: WeightsInfo) -> None:
-        """Warns if the weights were trained with different pixel statistics or kinds of scores."""
+    def _warn_of_other_pixels(self, info: WeightsInfo) -> None:
+        """Warns if the weights were trained with different pixel statistics."""
         stored = {"pixel_mean": info.pixel_mean, "pixel_std": info.pixel_std}
         for name, now in get_pixel_statistics(self.model).items():
             values = now.detach().cpu().double().flatten()
@@ -254,15 +254,6 @@ class SafeCheckpointer(DetectionCheckpointer):
                 "INPUT.FORMAT, MODEL.PIXEL_MEAN and MODEL.PIXEL_STD",
                 *(name, list(stored[name]), info.pixel_format or "unknown", values.tolist()),
             )
-        if info.value_of("MODEL.META_ARCHITECTURE") != type(self.model).__name__:
-            return
-        for key, same in equivalent_configs(self.model).items():
-            trained = info.value_of(key)
-            if trained is not None and trained not in same:
-                self.logger.warning(
-                    "The weights were trained with %s %s, but this model's scores are for %s",
-                    *(key, trained, " and ".join(same)),
-                )
 
 
 class ExactCheckpointer(SafeCheckpointer):

@@ -1,16 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Converts weights of other projects for this package's encoders, and downloads timm's weights.
 
-``FORMATS`` lists the file formats. Each has a function that renames the tensors, and refuses
-weights of a different network. Importing this module lets Detectron2's path manager resolve
+``FORMATS`` lists a function for each encoder, which renames the tensors, and refuses weights of a
+different network. Importing this module lets Detectron2's path manager resolve
 addresses such as ``timm://resnet18.a1_in1k``. docs/architecture.md lists all sources of weights.
 """
 
 import functools
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +26,49 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 
 from .matching import fit_weights, strip_wrappers
-from .mobile_former_names import convert_official, find_size
 from .weights_file import WeightsInfo, read_weights, save_weights
 
 logger = logging.getLogger(__name__)
 _TIMM = "timm://"
-# Depth, groups and width per group of torchvision's networks. Detectron2's ResNet gives equal
-# outputs with STRIDE_IN_1X1 False.
-RESNETS: dict[str, tuple[int, int, int]] = {
-    "resnet18": (18, 1, 64),
-    "resnet34": (34, 1, 64),
-    "resnet50": (50, 1, 64),
-    "resnet101": (101, 1, 64),
-    "resnet152": (152, 1, 64),
-    "resnext50_32x4d": (50, 32, 4),
-    "resnext101_32x8d": (101, 32, 8),
-    "wide_resnet50_2": (50, 1, 128),
-    "wide_resnet101_2": (101, 1, 128),
+# Maps module names of the networks of Mobile-Former's authors (github.com/AAboys/MobileFormer) to
+# those of ``MobileFormer``, for blocks by kind of block. Each convolution "name.N" has a BatchNorm
+# "name.N+1". "hyperN" has the two layers of a dynamic ReLU.
+_MF_STEM = {"tokens.weight": "tokens", "stem.0.weight": "stem.weight"}
+_MF_ATTENTION = {
+    "local_global.q": "mobile_to_former.query",
+    "local_global.alpha.0": "mobile_to_former.gate",
+    "local_global.proj": "mobile_to_former.project",
+    "local_global.layer_norm": "mobile_to_former.norm",
+    "global_block.q": "former.query",
+    "global_block.channel_mlp": "former.project",
+    "global_block.layer_norm": "former.attention_norm",
+    "global_block.ffn.0": "former.mlp.0",
+    "global_block.ffn.2": "former.mlp.2",
+    "global_block.ffn_norm": "former.mlp_norm",
+    "global_local.k": "former_to_mobile.key",
+    "global_local.proj": "former_to_mobile.value",
 }
-# Patterns of torchvision's names, and their replacements in Detectron2.
-_RESNET_NAMES = (
-    (r"^(conv1|bn1)", r"stem.\1"),
-    (r"^layer(\d)", lambda found: f"res{int(found[1]) + 1}"),
-    (r"\bbn(\d)", r"conv\1.norm"),
-    (r"downsample\.0", "shortcut"),
-    (r"downsample\.1", "shortcut.norm"),
-)
+_MF_BLOCKS = {
+    "lite": {"conv.0": "depthwise", "conv.4": "pointwise"},
+    "down": {
+        "conv1.0": "mobile.down",
+        "hyper1": "mobile.down_act",
+        "conv2.0": "mobile.down_reduce",
+        "conv3.0": "mobile.depthwise",
+        "hyper3": "mobile.depthwise_act",
+        "conv4.0": "mobile.reduce",
+    },
+    "plain": {
+        "conv1.0": "mobile.expand",
+        "hyper1": "mobile.expand_act",
+        "conv2.0": "mobile.depthwise",
+        "hyper2": "mobile.depthwise_act",
+        "conv3.0": "mobile.reduce",
+    },
+}
+_MF_HEAD = {"classifier.conv.1": "expand", "classifier.conv.2": "expand.norm"}
 _State = dict[str, Tensor]
 _Keys = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Format:
-    """A format of weights: conversion function, targets, and pixel statistics of the training.
-
-    ``convert`` takes the file's name (for messages), its tensors and the target. It returns the
-    encoder's tensors and the config keys that build the encoder, or raises a ``UserError``.
-    ``pretrain_only_modules`` are children that only timm's models load.
-    """
-
-    convert: Callable[[str, Mapping[str, Tensor], str], tuple[_State, _Keys]]
-    targets: tuple[str, ...]
-    pixel_mean: tuple[float, ...] = (123.675, 116.28, 103.53)  # of ImageNet, RGB in [0, 255]
-    pixel_std: tuple[float, ...] = (58.395, 57.12, 57.375)
-    pretrain_only_modules: tuple[str, ...] = ()
 
 
 def convert_weights(
@@ -95,27 +92,20 @@ def convert_weights(
         raise UserError(f"'{output}' is not a valid output file: its name must end in .safetensors")
     if output.exists() and not overwrite:
         raise UserError(f"'{output}' exists: name another file, or add --overwrite")
-    source = next((each for each in FORMATS if to in each.targets), None)
-    if source is None:
-        targets = ", ".join(name for each in FORMATS for name in each.targets)
+    if to not in FORMATS:
         raise UserError(
-            f"'{to}' is no encoder to convert weights for, expected one of {targets}; timm's files "
-            "load into the encoder timm:<model> without conversion"
+            f"'{to}' is no encoder to convert weights for, expected one of {', '.join(FORMATS)}; "
+            "timm's files load into the encoder timm:<model> without conversion"
         )
     state, _ = read_weights(weights)
     state = {short: state[name] for name, short in strip_wrappers((), state).items()}
-    converted, keys = source.convert(weights, state, to)
-    keys |= {
-        "MODEL.PIXEL_MEAN": list(source.pixel_mean),
-        "MODEL.PIXEL_STD": list(source.pixel_std),
-        "INPUT.FORMAT": "RGB",
-    }
+    converted, keys = FORMATS[to](weights, state, to)
+    keys["INPUT.FORMAT"] = "RGB"
     info = WeightsInfo(
         pixel_format="RGB",
-        pixel_mean=source.pixel_mean,
-        pixel_std=source.pixel_std,
+        pixel_mean=tuple(keys["MODEL.PIXEL_MEAN"]),
+        pixel_std=tuple(keys["MODEL.PIXEL_STD"]),
         config=_dump(keys),
-        pretrain_only_modules=source.pretrain_only_modules,
     )
     save_weights(str(output), converted, info)
     return f"{len(converted)} of {len(state)} tensors", keys
@@ -161,20 +151,14 @@ def _convert_mobile_former(
         raise UserError(
             f"'{weights}' is not a network of Mobile-Former's authors: {error}"
         ) from error
-    with torch.device("meta"):
-        own = timm.create_model(f"mobile_former_{size.lower()}").state_dict()
-    fitting = _check_fit(weights, f"{to} {size}", named, own)
-    head = ("classifier.", "neck.")
-    converted = {
-        f"{'decoder' if name.startswith(head) else 'backbone'}.{name}": tensor
-        for name, tensor in fitting.items()
-    }
     keys = {
         "MODEL.BACKBONE.NAME": to,
         "MODEL.MOBILE_FORMER.VARIANT": size,
         "MODEL.MOBILE_FORMER.OUT_FEATURES": ["s8", "s16", "s32", "s32_expanded", "tokens"],
+        "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
+        "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
     }
-    return converted, keys
+    return _check_fit(weights, f"{to} {size}", named, _build_encoder(keys).state_dict()), keys
 
 
 def _convert_efficientnet_lite(
@@ -187,55 +171,117 @@ def _convert_efficientnet_lite(
     if "_conv_stem.weight" not in state or kinds != own_kinds:
         raise UserError(f"'{weights}' contains no weights of EfficientNet-Lite for {to}")
     fitting = _check_fit(weights, to, dict(zip(own, state.values(), strict=True)), own)
-    keys = {"MODEL.BACKBONE.NAME": to, "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"]}
+    keys = {
+        "MODEL.BACKBONE.NAME": to,
+        "MODEL.TIMM.OUT_FEATURES": ["s8", "s16", "s32"],
+        "MODEL.PIXEL_MEAN": [127.0] * 3,
+        "MODEL.PIXEL_STD": [128.0] * 3,
+    }
     kept = _build_encoder(keys).state_dict()  # without the head
     return {name: fitting[name.removeprefix("net.")] for name in kept}, keys
 
 
-def rename_resnet(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the tensors of torchvision's ResNets for Detectron2; leaves out the classifier."""
-    renamed = {}
-    for name, tensor in state.items():
-        for theirs, own in _RESNET_NAMES:
-            name = re.sub(theirs, own, name)
-        if not name.startswith("fc."):
-            renamed[name] = tensor
+def find_size(state: Mapping[str, Tensor]) -> str:
+    """Returns the key in ``MOBILE_FORMER_ARCHS`` of the network with these (authors') weights."""
+    tokens, expanded = len(state["tokens.weight"]), len(state["classifier.conv.1.weight"])
+    sizes = {1440: "508M", 1152: "294M", 960: "214M", 768: "151M" if tokens == 6 else "96M"}
+    return sizes.get(expanded, "52M" if _count_groups(state) == 1 else "26M")
+
+
+def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames the authors' weights to the names of ``MobileFormer``, without the classifier.
+
+    The smallest network has grouped 1x1 convolutions and channel shuffles. Here they become dense
+    convolutions with reordered channels, without shuffles and with equal outputs. Raises a
+    ``KeyError`` if a tensor that identifies the kind of a block is missing.
+    """
+    weights = dict(state)
+    groups = _count_groups(state)
+    modules = {"stem.1": "stem.norm", **_MF_HEAD}
+    modules |= {k: v.replace("mobile_to_former", "last_bridge") for k, v in _MF_ATTENTION.items()}
+    channels, stage, place = len(state["stem.0.weight"]), 0, 0
+    for index in range(1 + max(int(n.split(".")[1]) for n in state if n.startswith("features."))):
+        own = f"features.{index}."
+        last = {kind: f"{own}{[*parts][-1]}.weight" for kind, parts in _MF_BLOCKS.items()}
+        kind = next((kind for kind, name in last.items() if name in state), "")
+        if not kind:
+            raise KeyError(" or ".join(last.values()))
+        out = len(state[last[kind]])
+        if kind == "down" or (kind == "lite" and out != channels):
+            stage, place = stage + 1, 0
+        if groups > 1:
+            _undo_groups(weights, own, kind, channels, groups)
+        modules |= {f"{own}{k}": f"stages.{stage}.{place}.{v}" for k, v in _name_modules(kind)}
+        channels, place = out, place + 1
+    if groups > 1:
+        _make_dense(weights, "classifier.conv.1", groups, shuffled_by=groups)
+    renamed = {ours: weights[theirs] for theirs, ours in _MF_STEM.items()}
+    for name, tensor in weights.items():
+        module, _, kind = name.rpartition(".")
+        if module in modules:
+            renamed[f"{modules[module]}.{kind}"] = tensor
     return renamed
 
 
-def build_resnet(name: str) -> tuple[Backbone, dict[str, Any]]:
-    """Builds one of ``RESNETS`` on the meta device; returns it and the keys of its config."""
-    depth, groups, width = RESNETS[name]
-    keys = {
-        "MODEL.BACKBONE.NAME": "build_resnet_backbone",
-        "MODEL.RESNETS.DEPTH": depth,
-        "MODEL.RESNETS.NUM_GROUPS": groups,
-        "MODEL.RESNETS.WIDTH_PER_GROUP": width,
-        "MODEL.RESNETS.RES2_OUT_CHANNELS": 64 if depth < 50 else 256,
-        "MODEL.RESNETS.STRIDE_IN_1X1": False,
-    }
-    maps: Sequence[str] = ["res2", "res3", "res4", "res5"]
-    full = {**keys, "MODEL.RESNETS.OUT_FEATURES": maps, "MODEL.RESNETS.NORM": "BN"}
-    return _build_encoder(full), keys
+def _name_modules(kind: str) -> Iterator[tuple[str, str]]:
+    """Yields pairs of names, the authors' and ours, for the modules in a kind of block."""
+    for theirs, ours in _MF_BLOCKS[kind].items():
+        if theirs.startswith("hyper"):
+            yield f"{theirs}.hyper.0", f"{ours}.squeeze"
+            yield f"{theirs}.hyper.2", f"{ours}.slopes"
+        else:
+            stem, _, number = theirs.rpartition(".")
+            yield theirs, ours
+            yield f"{stem}.{int(number) + 1}", f"{ours}.norm"
+    yield from _MF_ATTENTION.items() if kind != "lite" else ()
 
 
-def _convert_resnet(weights: str, state: Mapping[str, Tensor], to: str) -> tuple[_State, _Keys]:
-    """Converts weights of torchvision's ResNets for Detectron2."""
-    encoder, keys = build_resnet(to.removeprefix("detectron2:"))
-    return _check_fit(weights, to, rename_resnet(state), encoder.state_dict()), keys
+def _count_groups(state: Mapping[str, Tensor]) -> int:
+    hidden, reduce = state["features.0.conv.0.weight"], state["features.0.conv.4.weight"]
+    return len(hidden) // reduce.shape[1]
 
 
-FORMATS = (
-    # The authors' classifier has a hidden layer. Only timm's models load it.
-    Format(_convert_mobile_former, ("MobileFormer",), pretrain_only_modules=("decoder",)),
-    Format(
-        _convert_efficientnet_lite,
-        tuple(f"timm:tf_efficientnet_lite{number}" for number in range(5)),
-        pixel_mean=(127.0,) * 3,
-        pixel_std=(128.0,) * 3,
-    ),
-    Format(_convert_resnet, tuple(f"detectron2:{name}" for name in RESNETS)),
-)
+def _undo_groups(
+    weights: dict[str, Tensor], own: str, kind: str, channels: int, groups: int
+) -> None:
+    """Makes the 1x1 convolutions of a block dense, and reorders channels instead of shuffling."""
+    if kind == "lite":
+        _make_dense(weights, f"{own}conv.4", groups, shuffled_by=channels)
+    elif kind == "down":
+        for first, act, second in (("conv1", "hyper1", "conv2"), ("conv3", "hyper3", "conv4")):
+            inputs = channels if first == "conv1" else len(weights[f"{own}conv2.0.weight"])
+            _make_dense(weights, f"{own}{second}.0", groups, shuffled_by=inputs)
+            for part in ("weight", "bias"):  # both slopes of each channel
+                slopes = weights[f"{own}{act}.hyper.2.{part}"].unflatten(0, (2, -1))
+                order = _shuffle(slopes.shape[1], inputs)
+                weights[f"{own}{act}.hyper.2.{part}"] = slopes[:, order.argsort()].flatten(0, 1)
+    else:
+        for name in ("conv1", "conv3"):
+            _make_dense(weights, f"{own}{name}.0", groups)
+            order = _shuffle(len(weights[f"{own}{name}.0.weight"]), groups)
+            for key in [k for k in weights if k.startswith(f"{own}{name}.") and weights[k].dim()]:
+                weights[key] = weights[key][order]
+
+
+def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by: int = 1) -> None:
+    """Makes a grouped 1x1 convolution dense; its input is the channels before the shuffle."""
+    blocks = weights[f"{name}.weight"][:, :, 0, 0].chunk(groups)
+    dense = torch.block_diag(*blocks)
+    order = _shuffle(dense.shape[1], shuffled_by)
+    weights[f"{name}.weight"] = dense[:, order.argsort(), None, None].contiguous()
+
+
+def _shuffle(channels: int, groups: int) -> Tensor:
+    """Returns (channels,): for each output position, the channel that a shuffle moves there."""
+    return torch.arange(channels).view(groups, -1).t().flatten()
+
+
+FORMATS: dict[str, Callable[[str, Mapping[str, Tensor], str], tuple[_State, _Keys]]] = {
+    "MobileFormer": _convert_mobile_former,
+    **{f"timm:tf_efficientnet_lite{number}": _convert_efficientnet_lite for number in range(5)},
+}
+"""Maps encoders to functions that take the name of a file (for messages), its tensors and the
+encoder's name. They return the encoder's tensors, and the config keys that build the encoder."""
 
 
 class TimmWeights(PathHandler):

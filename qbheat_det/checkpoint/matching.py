@@ -181,7 +181,6 @@ def _fill(
             group.mismatched.append(f"{name} {tuple(tensor.shape)} instead of {tuple(fresh.shape)}")
             continue
         group.num_loaded += 1
-        group.num_adapted += fitted is not tensor
         fitting[name] = fitted
     return fitting, groups
 

@@ -32,13 +32,11 @@ class ClassChange:
 class GroupReport:
     """Reports how the tensors of one part of the model, such as its backbone, were loaded.
 
-    ``num_loaded`` counts the tensors from the file, including ``num_adapted`` classification layers
-    whose rows were copied by class name. ``missing`` lists tensors that the file does not have,
+    ``num_loaded`` counts the tensors from the file. ``missing`` lists tensors that the file lacks,
     ``mismatched`` those that have a different shape there. Missing optional tensors do not count.
     """
 
     num_loaded: int = 0
-    num_adapted: int = 0
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
 
@@ -78,11 +76,10 @@ class LoadReport:
     def __str__(self) -> str:
         parts = []
         for name, group in self.groups.items():
-            adapted = f" ({group.num_adapted} adapted)" if group.num_adapted else ""
             if group.num_tensors and group.is_new:
                 parts.append(f"{name}: new, {group.num_tensors} tensors")
             elif group.num_tensors:
-                parts.append(f"{group.num_loaded}/{group.num_tensors} {name} tensors{adapted}")
+                parts.append(f"{group.num_loaded}/{group.num_tensors} {name} tensors")
         parts += [_count(self.unexpected, "unexpected"), _count(self.unused, "not used")]
         parts += [f"skipped: {', '.join(self.skipped)}"] if self.skipped else []
         lines = ["; ".join(filter(None, parts)), str(self.class_change or ""), self.note]

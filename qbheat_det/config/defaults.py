@@ -82,16 +82,12 @@ _KEYS: dict[str, dict[str, Any]] = {
         # shifted by 1 to 2 times this value.
         "BOX_NOISE": 0.4,
         "LABEL_NOISE": 0.25,  # probability of a random label
-        "NEGATIVES": True,  # add a copy with more noise, whose target is "no object"
         "MAX_QUERIES": 200,  # maximum per image; images with many boxes get fewer groups
-        "WEIGHT": 1.0,  # weight of the denoising losses, relative to the main losses
     },
     "MODEL.MF_DETR.QUERY_SELECTION": {
         # Initialize object queries from the best predictions of a dense head, which the decoder
         # refines. If False, queries are learned parameters, the same for all images.
         "ENABLED": False,
-        "POSITIONS_PER_BOX": 6,  # positive positions per box in the training of the dense head
-        "WEIGHT": 1.0,  # weight of the dense head's losses, relative to the main losses
     },
     "MODEL.RETINANET.ATSS": {
         # Assign anchors by ATSS, train scores on the IoU of the predicted boxes, and boxes with the
@@ -127,8 +123,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "DECODER_DEPTH": 6,  # transformer blocks
         "DECODER_DIM": 512,
         "DECODER_HEADS": 16,
-        "DECODER_MLP_RATIO": 4.0,  # hidden width of the feed-forward networks
-        "LOSS_ON": "masked",  # positions at which the loss is computed: "masked" or "all"
         # Normalize each target patch to mean 0 and variance 1.
         "NORM_PIXEL_LOSS": True,
     },
@@ -136,9 +130,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "NAME": "tf_efficientnet_lite0",  # name of a timm model
         "WEIGHTS": "qbheat://timm/tf_efficientnet_lite0",  # same values as MODEL.WEIGHTS
         "IN_FEATURE": "s32",  # teacher's feature map, which MODEL.QB_HEAT.IN_FEATURE predicts
-        # Additional pairs of feature maps [encoder, teacher], such as [["s8", "s16"]]. The first
-        # map must be in MODEL.MOBILE_FORMER.OUT_FEATURES.
-        "FINER": [],
         # Side of the teacher's images in pixels. Its map must be as large as the encoder's map.
         "IMAGE_SIZE": 256,
         "PIXEL_MEAN": [127.0, 127.0, 127.0],  # used if the file of WEIGHTS has no pixel statistics
@@ -197,7 +188,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         "WEIGHT": 1.0,  # weight of the losses on unlabelled images
         "TOP_SHARE": 0.01,  # share of locations, with the teacher's highest scores, that are used
         # Strong views of cached features have these shares of channels and area set to zero. Strong
-        # views of images have the color jitter and blur of INPUT.TWO_VIEWS, and erased parts.
+        # views of images have the color jitter and blur of MoCo v2, and erased parts.
         "DROP_CHANNELS": 0.2,
         "ERASE": 0.2,
     },
@@ -229,20 +220,7 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "INPUT.PRETRAIN": {  # the mapper also reads INPUT.FORMAT and INPUT.RANDOM_FLIP
         "SIZE": 256,  # side of the model's square input, in pixels
-        # RandomResizedCrop: share of the image's area, and aspect ratio, each [min, max].
-        "SCALE": [0.2, 1.0],
-        "RATIO": [3 / 4, 4 / 3],
-        # If the decoded training set fits into this memory per machine (1e9 bytes), it is decoded
-        # only once, at the start. 0 disables. Fixed views (INPUT.FIXED_VIEWS) always read files.
-        "MEMORY_GB": 4.0,
-    },
-    "INPUT.TWO_VIEWS": {  # for MoCo; INPUT.PRETRAIN sets crop and size
-        # Brightness, contrast, saturation (factors in 1 +- x), hue (share of circle); random order.
-        "JITTER": [0.4, 0.4, 0.4, 0.1],
-        "JITTER_PROBABILITY": 0.8,
-        "GREY_PROBABILITY": 0.2,
-        "BLUR_SIGMA": [0.1, 2.0],  # sigma of the Gaussian blur in pixels, [min, max]
-        "BLUR_PROBABILITY": 0.5,
+        "SCALE": [0.2, 1.0],  # [min, max] of the crop's area, relative to the image
     },
     "INPUT.CLASSIFY": {  # INPUT.PRETRAIN sets size, crop, flip and memory
         # Magnitude (0 to 10) of RandAugment and its std, such as [9, 0.5]. Empty: no RandAugment.
@@ -304,6 +282,40 @@ _KEYS: dict[str, dict[str, Any]] = {
         "K": 20,  # number of neighbors that vote
         "TEMPERATURE": 0.07,  # the weight of a vote is exp(cosine similarity / temperature)
     },
+}
+
+# Maps keys of earlier versions, which are in the configs of their weights, to the only value that
+# is still supported.
+RETIRED: dict[str, object] = {
+    "DATALOADER.CACHE_GB": 20.0,
+    "DATALOADER.RETRY_SECONDS": 300.0,
+    "DATALOADER.SHUFFLE_SHARDS": 32,
+    "INPUT.PRETRAIN.MEMORY_GB": 4.0,
+    "INPUT.PRETRAIN.RATIO": [3 / 4, 4 / 3],
+    "INPUT.TWO_VIEWS.BLUR_PROBABILITY": 0.5,
+    "INPUT.TWO_VIEWS.BLUR_SIGMA": [0.1, 2.0],
+    "INPUT.TWO_VIEWS.GREY_PROBABILITY": 0.2,
+    "INPUT.TWO_VIEWS.JITTER": [0.4, 0.4, 0.4, 0.1],
+    "INPUT.TWO_VIEWS.JITTER_PROBABILITY": 0.8,
+    "MODEL.ACTIVATION_CHECKPOINTING": False,
+    "MODEL.MF_DETR.DEEP_SUPERVISION": True,
+    "MODEL.MF_DETR.DENOISING.NEGATIVES": True,
+    "MODEL.MF_DETR.DENOISING.WEIGHT": 1.0,
+    "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
+    "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
+    "MODEL.MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX": 6,
+    "MODEL.MF_DETR.QUERY_SELECTION.WEIGHT": 1.0,
+    "MODEL.QB_HEAT.DECODER_MLP_RATIO": 4.0,
+    "MODEL.QB_HEAT.LOSS_ON": "masked",
+    "MODEL.TEACHER.FINER": [],
+    "SOLVER.CHECKPOINT_URL": "",
+    "SOLVER.COMPILE": False,
+    "SOLVER.EMA.WARMUP": True,
+    "SOLVER.LOG_TOKENS": True,
+    "SOLVER.WANDB_PROJECT": "",
+    "TEST.COCO_EVAL_LIBRARY": "auto",
+    "TEST.KNN.TRAIN": [],
+    "TEST.KNN.VAL": [],
 }
 
 

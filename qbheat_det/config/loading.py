@@ -19,7 +19,7 @@ from detectron2.config import CfgNode
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 
-from .defaults import get_cfg
+from .defaults import RETIRED, get_cfg
 
 logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -35,25 +35,6 @@ EPOCH_KEYS = {
     "SOLVER.WARMUP_EPOCHS": "SOLVER.WARMUP_ITERS",
     "SOLVER.CHECKPOINT_EPOCHS": "SOLVER.CHECKPOINT_PERIOD",
     "TEST.EVAL_EPOCHS": "TEST.EVAL_PERIOD",
-}
-# Maps keys of earlier versions, which are in the configs of their weights, to the only value that
-# is still supported.
-_RETIRED: dict[str, object] = {
-    "DATALOADER.CACHE_GB": 20.0,
-    "DATALOADER.RETRY_SECONDS": 300.0,
-    "DATALOADER.SHUFFLE_SHARDS": 32,
-    "MODEL.ACTIVATION_CHECKPOINTING": False,
-    "MODEL.MF_DETR.DEEP_SUPERVISION": True,
-    "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,
-    "MODEL.MF_DETR.QUERY_GROUPS.WEIGHT": 1.0,
-    "SOLVER.CHECKPOINT_URL": "",
-    "SOLVER.COMPILE": False,
-    "SOLVER.EMA.WARMUP": True,
-    "SOLVER.LOG_TOKENS": True,
-    "SOLVER.WANDB_PROJECT": "",
-    "TEST.COCO_EVAL_LIBRARY": "auto",
-    "TEST.KNN.TRAIN": [],
-    "TEST.KNN.VAL": [],
 }
 TIMM_PREFIX = "timm:"
 """Prefix that marks the name of a timm model as a backbone in a config."""
@@ -169,13 +150,13 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     If such a key has a value that is no longer supported, a warning mentions ``source``, or a
     ``UserError`` is raised if the key changes the model. ``VIS``, figures in training, may be any.
     """
-    for key, only in _RETIRED.items():
+    for key, only in RETIRED.items():
         if str(value := values.get(key, only)) != str(only):
             message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
             if key.startswith("MODEL."):
                 raise UserError(f"{message}: leave the key out, or use --config-file")
             logger.warning(message)
-    return {k: v for k, v in values.items() if k not in _RETIRED and not k.startswith("VIS.")}
+    return {k: v for k, v in values.items() if k not in RETIRED and not k.startswith("VIS.")}
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:

@@ -35,7 +35,6 @@ from .datasets.sources import (
     register_source,
     split_source,
 )
-from .datasets.toy import ToySpec, prepare_toy_set
 from .image_batches import ImageBatches, build_class_batches, build_image_batches
 from .images import IMAGE_FORMATS, find_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records, load_test_set
@@ -49,21 +48,21 @@ from .mappers import (
     build_mapper,
     number_records,
 )
-from .tiles import check_tile, list_tiles
+from .tiles import TiledEvaluator, check_tile, list_tiles, merge_images, merge_tiles
 from .unlabelled import StrongViews
 
 __all__ = [
     "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES", "SPLIT_FILE",
     "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "Mapper",
-    "PretrainingMapper", "Source", "StrongViews", "ToySpec", "TrainStream", "build_class_batches",
-    "build_detr_crop", "build_image_batches", "build_mapper", "build_train_stream",
-    "check_image_folder", "check_same_classes", "check_tile", "cut", "describe_source",
-    "find_image_errors", "find_kind", "find_record_errors", "fingerprint_records",
-    "forget_annotations", "join_messages", "list_classes", "list_tiles", "load_class_folders",
-    "load_classes", "load_image_folders", "load_test_set", "number_records",
-    "open_images", "open_source", "origin_of", "prepare_toy_set", "raise_first", "read_annotations",
-    "read_split", "register_coco_json", "register_image_folders", "register_source", "split_source",
-    "with_classes",
+    "PretrainingMapper", "Source", "StrongViews", "TiledEvaluator", "TrainStream",
+    "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
+    "build_train_stream", "check_image_folder", "check_same_classes", "check_tile", "cut",
+    "describe_source", "find_image_errors", "find_kind", "find_record_errors",
+    "fingerprint_records", "forget_annotations", "join_messages", "list_classes", "list_tiles",
+    "load_class_folders", "load_classes", "load_image_folders", "load_test_set", "merge_images",
+    "merge_tiles", "number_records", "open_images", "open_source", "origin_of", "raise_first",
+    "read_annotations", "read_split", "register_coco_json", "register_image_folders",
+    "register_source", "split_source", "with_classes",
 ]  # fmt: skip
 
 register_builtin_sets()

@@ -40,7 +40,6 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         batch_size: int = BATCH_SIZE,
         num_workers: int = 0,
         shared: bool = True,
-        memory_gb: float = 0.0,
     ) -> None:
         """
         Args:
@@ -48,11 +47,9 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             mapper: maps a record to an entry of a batch, or to a ``DataError`` if the image cannot
                 be read.
             batch_size: number of images per batch. The last batch may be smaller.
-            num_workers: number of worker processes. They persist between passes if ``memory_gb`` is
-                0.
+            num_workers: number of worker processes.
             shared: split the images among the processes of a distributed run. If False, each
                 process iterates over all images.
-            memory_gb: keep the decoded images in memory if they take less than this, in GB.
         """
         self._loader: DataLoader[Any] = DataLoader(
             MapDataset(DatasetFromList(list(records), copy=False), mapper),
@@ -60,30 +57,18 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
             sampler=InferenceSampler(len(records)) if records and shared else None,
             num_workers=num_workers,
             collate_fn=trivial_batch_collator,
-            persistent_workers=num_workers > 0 and not memory_gb,
             generator=torch.Generator(),  # the default draws from the global generator
         )
-        self._budget = 1e9 * memory_gb
-        self._kept: list[list[dict[str, Any]]] | None = None
         self.skipped: dict[str, DataError] = {}
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        if self._kept is not None:
-            yield from self._kept
-            return
-        kept: list[list[dict[str, Any]]] | None = [] if self._budget > 0 else None
         for batch in self._loader:
             self.skipped.update({e.where: e for e in batch if isinstance(e, DataError)})
             if whole := [_own(entry) for entry in batch if not isinstance(entry, DataError)]:
-                if kept is not None and _bytes(whole) * len(self) <= self._budget:
-                    kept.append(whole)
-                else:
-                    kept = None
                 yield whole
-        self._kept = kept
 
 
 def build_image_batches(
@@ -120,10 +105,6 @@ def _build(
 ) -> ImageBatches:
     mapper = mapper or build_mapper(cfg, is_train=False)
     return ImageBatches(records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
-
-
-def _bytes(batch: list[dict[str, Any]]) -> int:
-    return sum(value.nbytes for entry in batch for value in entry.values() if is_tensor(value))
 
 
 def _own(entry: dict[str, Any]) -> dict[str, Any]:

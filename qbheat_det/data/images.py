@@ -3,27 +3,22 @@
 
 A crop is chosen from the size in the file header, before decoding. If the crop will be scaled down,
 a JPEG is decoded at 1/2, 1/4 or 1/8 of its size (Pillow's ``draft``). The result differs slightly
-from full decoding, as box resizing differs from bilinear resizing. A small data set can be decoded
-once and kept in memory, which forked workers share.
+from full decoding, as box resizing differs from bilinear resizing.
 
 For a JPEG, a check reads only the header and the last bytes, so it misses damage in the middle. If
 these bytes look wrong, or the file has another format, it is decoded as in training.
 """
 
-import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from detectron2.data.detection_utils import read_image
-from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
@@ -33,8 +28,6 @@ from tqdm import tqdm
 from qbheat_det.core.text import one_line
 
 from .checks import DataError
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -50,7 +43,6 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 # The allowed formats. The content of a file decides, not its suffix. (Pillow opens MPO as JPEG.)
 # Other formats are unsafe: for EPS, Pillow would start another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
-_SAMPLED = 64  # number of headers to estimate the memory of a data set
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # of a JPEG's width and height in decoding
 _RGB = ImageReadMode.RGB.value
 
@@ -113,23 +105,6 @@ def open_image(path: str) -> Iterator[ImageFile]:
             yield ImageFile(file, image)
 
 
-class ImageInMemory:
-    """A decoded image, possibly scaled down. Boxes are in pixels of the original file."""
-
-    def __init__(self, pixels: Tensor, *, width: int, height: int) -> None:
-        """``pixels`` is (h, w, 3), uint8, RGB. ``width`` and ``height`` are of the upright file."""
-        self._pixels = pixels
-        self.num_bytes = pixels.numel()
-        self.width = width
-        self.height = height
-
-    def read(self, box: Box, at_least: int) -> Tensor:
-        """Returns a crop like ``ImageFile.read``, as a view of the pixels without a copy."""
-        height, width = self._pixels.shape[:2]
-        left, top, right, bottom = _scale(box, width / self.width, height / self.height)
-        return self._pixels[top:bottom, left:right]
-
-
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     """Resizes an image (h, w, 3) to (3, height, width), uint8, bilinear with antialiasing."""
     planes = pixels.permute(2, 0, 1)[None]
@@ -169,13 +144,11 @@ def run_threads(
     function: Callable[[S], T],
     items: Sequence[S],
     title: str,
-    *,
     num_threads: int = 8,
-    quiet: bool = False,
 ) -> Iterator[T]:
     """Runs a function on all items in threads with a progress bar. Yields results in order."""
     with ThreadPoolExecutor(num_threads) as pool:
-        yield from tqdm(pool.map(function, items), title, len(items), delay=2, disable=quiet)
+        yield from tqdm(pool.map(function, items), title, len(items), delay=2)
 
 
 def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError]:
@@ -249,73 +222,3 @@ def _read_size(path: str) -> "Size | DataError":
     except Exception as error:
         reason = f"the file is no image that Pillow can read: {one_line(error)}"
         return DataError("unreadable image", f"image {path!r}", reason)
-
-
-def decode_images(file_names: Sequence[str], *, shorter_side: int) -> dict[str, ImageInMemory]:
-    """Decodes images, and scales them down if their shorter side exceeds ``shorter_side``.
-
-    Images that cannot be decoded are left out. The mapper will report them.
-    """
-    decoded = run_threads(
-        partial(_decode, shorter_side=shorter_side),
-        file_names,
-        "Decoding images into memory",
-        num_threads=max(1, (os.cpu_count() or 1) // comm.get_local_size()),
-        quiet=not comm.is_main_process(),
-    )
-    pairs = zip(file_names, decoded, strict=True)
-    return {file_name: image for file_name, image in pairs if image is not None}
-
-
-def decode_if_small(
-    records: Sequence[dict[str, Any]], *, shorter_side: int, budget: float
-) -> dict[str, ImageInMemory]:
-    """Returns decoded images like ``decode_images`` if they take at most ``budget`` bytes.
-
-    Otherwise, returns an empty dict.
-    """
-    if budget <= 0 or not records:
-        return {}
-    budget /= comm.get_local_size()
-    sampled = records[:: -(-len(records) // _SAMPLED)]
-    needed = sum(_count_bytes(record, shorter_side) for record in sampled) / len(sampled)
-    if needed * len(records) <= budget:
-        file_names = [record["file_name"] for record in records]
-        decoded = decode_images(file_names, shorter_side=shorter_side)
-        num_bytes = sum(image.num_bytes for image in decoded.values())
-        if num_bytes <= budget:
-            logger.info(
-                f"{len(decoded):,} of {len(file_names):,} images stay decoded in memory: "
-                f"{num_bytes / 1e9:.2f} GB (INPUT.PRETRAIN.MEMORY_GB)"
-            )
-            return decoded
-    logger.info("Images are not kept in memory: they need more than INPUT.PRETRAIN.MEMORY_GB")
-    return {}
-
-
-def _decode(file_name: str, shorter_side: int) -> ImageInMemory | None:
-    try:
-        with open_image(file_name) as image:
-            full = image.width, image.height
-            pixels = image.read((0, 0, *full), shorter_side)
-    except MemoryError:
-        raise
-    except Exception:  # the type depends on the format's decoder
-        return None
-    width, height = _scale_down(full, shorter_side)
-    if pixels.shape[:2] != (height, width):
-        pixels = resize(pixels, height, width).permute(1, 2, 0).contiguous()
-    return ImageInMemory(pixels, width=full[0], height=full[1])
-
-
-def _count_bytes(record: dict[str, Any], shorter_side: int) -> int:
-    """Returns the number of bytes of a decoded image, or 0 if its size is unknown."""
-    is_known = "width" in record and "height" in record
-    size = (record["width"], record["height"]) if is_known else _read_size(record["file_name"])
-    return 0 if isinstance(size, DataError) else 3 * math.prod(_scale_down(size, shorter_side))
-
-
-def _scale_down(size: tuple[int, int], shorter_side: int) -> tuple[int, int]:
-    """Scales a size down to a shorter side, consistently for both orientations."""
-    factor = min(1.0, shorter_side / min(size))
-    return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))

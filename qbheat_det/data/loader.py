@@ -10,8 +10,7 @@ import itertools
 import os
 import signal
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetFromList, get_detection_dataset_dicts
 from detectron2.data.build import trivial_batch_collator
-from detectron2.data.samplers import RepeatFactorTrainingSampler, TrainingSampler
+from detectron2.data.samplers import TrainingSampler
 from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset
 
@@ -35,8 +34,6 @@ from .unlabelled import build_strong_views, load_unlabelled
 
 Entry = tuple[int, int]
 """Position in the stream of images, and index in the data set."""
-Sample = Callable[[int], Iterator[int]]
-"""Maps a seed to an infinite iterator over image indices, which is the same in all processes."""
 T = TypeVar("T")
 
 _SKIPPED = "skipped"  # key of an entry: the errors of the images that it replaces
@@ -61,7 +58,6 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         dataset: Sequence[dict[str, Any]],
         *,
         mapper: Mapper,
-        sample: Sample | None = None,
         batch_size: int,
         aspect_ratio_grouping: bool = False,
         num_workers: int = 0,
@@ -74,7 +70,6 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             dataset: records in Detectron2's format.
             mapper: maps a record to an entry of a batch. If it returns None or an error, the image
                 is replaced by a random one.
-            sample: maps a seed to the order of images; by default shuffled epochs.
             batch_size: total number of images per step. The parts of processes may differ by one.
             aspect_ratio_grouping: form batches of only wide or only tall images, which need less
                 padding. Every record then needs "width" and "height".
@@ -100,7 +95,6 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         # Forked workers share one serialized array instead of copying records.
         self.dataset = DatasetFromList(list(dataset), copy=False, serialize=True)
         self.mapper = mapper
-        self._sample = sample or partial(_shuffle, len(dataset))
         self.num_workers = num_workers
         self._pin_memory = pin_memory
         self.unlabelled, self.burn_in = unlabelled, 0
@@ -148,17 +142,14 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
 
     def batches(self) -> Iterator[list[Entry]]:
         """Yields the entries of the whole batch of all processes, from step ``start`` on."""
-        entries = enumerate(self._sample(self.seed))
+        # ``__iter__`` of Detectron2's sampler would yield only this process's indices.
+        sampler = TrainingSampler(len(self.dataset), seed=self.seed)
+        entries = enumerate(sampler._infinite_indices())
         if self._wide is None:
             groups = iter(lambda: list(itertools.islice(entries, self.batch_size)), [])
         else:
             groups = _group(entries, self._wide, self.batch_size)
         yield from itertools.islice(groups, self.start, None)
-
-
-def _shuffle(size: int, seed: int) -> Iterator[int]:
-    # ``__iter__`` of Detectron2's samplers would yield only this process's indices.
-    yield from TrainingSampler(size, seed=seed)._infinite_indices()
 
 
 def _leave_signals_to_trainer(worker: int) -> None:
@@ -208,15 +199,15 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
     """Builds the stream of ``DATASETS.TRAIN``.
 
     With ``INPUT.FIXED_VIEWS``, the mapper of the stream is a ``FixedViews``. Raises a ``UserError``
-    if there are no training images or the sampler is unknown.
+    if there are no training images or the sampler is not Detectron2's default.
     """
+    if cfg.DATALOADER.SAMPLER_TRAIN != "TrainingSampler":
+        raise UserError("DATALOADER.SAMPLER_TRAIN must be TrainingSampler")
     dataset = _load_training_set(cfg)
-    naming = build_mapper(cfg, is_train=True)
-    mapper: Mapper = naming
+    mapper: Mapper = build_mapper(cfg, is_train=True)
     if cfg.INPUT.FIXED_VIEWS.COUNT:
         mapper = FixedViews(mapper, cfg.INPUT.FIXED_VIEWS.COUNT, cfg.INPUT.FIXED_VIEWS.SEED)
         dataset = number_records(dataset)
-    naming.prepare(dataset)
     settings = {
         "num_workers": cfg.DATALOADER.NUM_WORKERS,
         "seed": max(cfg.SEED, 0),
@@ -233,7 +224,6 @@ def build_train_stream(cfg: CfgNode) -> TrainStream:
     return TrainStream(
         dataset,
         mapper=mapper,
-        sample=_choose_sampler(cfg, dataset),
         batch_size=cfg.SOLVER.IMS_PER_BATCH,
         aspect_ratio_grouping=cfg.DATALOADER.ASPECT_RATIO_GROUPING,
         unlabelled=unlabelled,
@@ -267,22 +257,6 @@ def load_test_set(cfg: CfgNode, dataset_name: str) -> list[dict[str, Any]]:
         else None,
     )
     return cut_records(records, cfg.INPUT.TILE, is_train=False)
-
-
-def _choose_sampler(cfg: CfgNode, dataset: Sequence[dict[str, Any]]) -> Sample | None:
-    """Returns the argument ``sample`` of ``TrainStream``."""
-    keys = cfg.DATALOADER
-    if keys.SAMPLER_TRAIN not in ("TrainingSampler", "RepeatFactorTrainingSampler"):
-        raise UserError(
-            f"DATALOADER.SAMPLER_TRAIN '{keys.SAMPLER_TRAIN}' is neither TrainingSampler nor "
-            "RepeatFactorTrainingSampler"
-        )
-    if keys.SAMPLER_TRAIN == "TrainingSampler":
-        return None
-    factors = RepeatFactorTrainingSampler.repeat_factors_from_category_frequency(
-        dataset, keys.REPEAT_THRESHOLD
-    )
-    return lambda seed: RepeatFactorTrainingSampler(factors, seed=seed)._infinite_indices()
 
 
 def _group(entries: Iterable[Entry], wide: np.ndarray, size: int) -> Iterator[list[Entry]]:

@@ -24,6 +24,7 @@ from qbheat_det.modeling.contracts import STRONG
 from .checks import DataError, join_messages
 from .images import run_threads
 from .mappers import Mapper
+from .mappers.crops import BLUR_SIGMA, JITTER
 
 logger = logging.getLogger(__name__)
 _GREY = 127
@@ -35,7 +36,7 @@ class StrongColours:
     def __init__(
         self, *, jitter: Sequence[float], blur_sigma: Sequence[float], pixel_format: str
     ) -> None:
-        """The arguments are ``INPUT.TWO_VIEWS.JITTER``, ``BLUR_SIGMA`` and ``INPUT.FORMAT``."""
+        """See ``TwoViewMapper``. ``pixel_format`` is ``INPUT.FORMAT``."""
         self._is_rgb = pixel_format == "RGB"
         # The probabilities are from Soft Teacher (arXiv:2106.09018) and Unbiased Teacher.
         self._change = v2.Compose(
@@ -101,17 +102,14 @@ class StrongViews:
 
 
 def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
-    """Builds a ``StrongViews`` from ``INPUT.TWO_VIEWS`` and ``MODEL.SEMI``, and checks the keys."""
+    """Builds a ``StrongViews`` from ``MODEL.SEMI``, and checks the keys."""
     keys = cfg.MODEL.SEMI
     for name, least in (("DROP_CHANNELS", 0), ("ERASE", 0), ("BURN_IN", 0), ("TOP_SHARE", 1e-9)):
         if not least <= keys[name] < 1:
             raise UserError(f"MODEL.SEMI.{name} is {keys[name]}, but must be from 0 to below 1")
     if keys.RATIO < 1 or not keys.WEIGHT > 0:
         raise UserError("MODEL.SEMI.RATIO must be at least 1, and MODEL.SEMI.WEIGHT positive")
-    views = cfg.INPUT.TWO_VIEWS
-    colours = StrongColours(
-        jitter=views.JITTER, blur_sigma=views.BLUR_SIGMA, pixel_format=cfg.INPUT.FORMAT
-    )
+    colours = StrongColours(jitter=JITTER, blur_sigma=BLUR_SIGMA, pixel_format=cfg.INPUT.FORMAT)
     return StrongViews(mapper, colours, FeatureNoise(keys.DROP_CHANNELS, keys.ERASE))
 
 

@@ -317,7 +317,7 @@ def _few_test_images(cfg: CfgNode) -> Iterator[tuple[tuple[str, ...], int, int]]
             num_tried += len(few)
             known = MetadataCatalog.get(name).as_dict()
             # Without a json file, Detectron2's evaluator writes one for these images.
-            dropped = {"name", "json_file", "drawn_on_first_use"}
+            dropped = {"name", "json_file"}
             MetadataCatalog.get(small).set(**{k: v for k, v in known.items() if k not in dropped})
         yield tuple(names), num_tried, num_images
     finally:

@@ -219,7 +219,7 @@ def _check_dataset(name: str, *, mapper: str, is_test: bool) -> None:
             check_image_folder(folder)
         except UserError as error:
             raise UserError(f"data set '{name}': {error}; {advice}") from error
-    json_file = None if metadata.get("drawn_on_first_use") else metadata.get("json_file")
+    json_file = metadata.get("json_file")
     if json_file and not os.path.isfile(json_file):
         raise UserError(f"data set '{name}' has no annotations at '{json_file}': {advice}")
 

@@ -18,6 +18,7 @@ from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, coco_evaluati
 from detectron2.utils import comm
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.data import TiledEvaluator
 
 from .classification import (
     ClassificationEvaluator,
@@ -26,12 +27,11 @@ from .classification import (
     rank_true_class,
     score_neighbours,
 )
-from .tiles import TiledEvaluator, merge_images, merge_tiles
 
 __all__ = [
-    "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "TiledEvaluator",
-    "build_evaluator", "complete_annotations", "find_confusions",
-    "measure_ranks", "merge_images", "merge_tiles", "rank_true_class", "score_neighbours",
+    "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "build_evaluator",
+    "complete_annotations", "find_confusions", "measure_ranks", "rank_true_class",
+    "score_neighbours",
 ]  # fmt: skip
 
 

@@ -45,7 +45,7 @@ from .heads import ONNX_TRANSLATIONS
 TOLERANCE = 1e-4
 ON_CPU = {"MODEL.DEVICE": "cpu"}
 """Config values for export, because a graph contains the device on which it is traced."""
-_TOY_SET = "qbheat_toy_val"
+_CELLS = "cells_sample_val"
 _NUM_IMAGES = 8
 _NUM_CALIBRATION = 32
 _INT8_TOLERANCE = 0.02  # INT8 detections match if they differ by at most ten times this value
@@ -71,7 +71,8 @@ def export_model(
     Args:
         cfg: the config of the weights, see ``load_run_config``.
         output: an ``.onnx`` file.
-        images: files and folders of images for the comparison; by default the toy set.
+        images: files and folders of images for the comparison; by default included
+            images of blood cells.
         tolerance: see ``Agreement.holds``.
         overwrite: whether to replace ``output`` if it exists.
         image_size: (H, W) in pixels; the file then accepts only single images of this size. By
@@ -120,7 +121,7 @@ def read_images(
 
     Raises a ``UserError`` if no image can be read.
     """
-    source = ", ".join(paths) or _TOY_SET
+    source = ", ".join(paths) or _CELLS
     if paths:
         files = [file.path for file in find_inputs(paths)]
     else:

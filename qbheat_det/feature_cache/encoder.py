@@ -286,7 +286,6 @@ def make_key(
     """
     kept = cfg.INPUT.clone()
     del kept["FIXED_VIEWS"]  # the key contains their number and seed elsewhere
-    del kept.PRETRAIN["MEMORY_GB"]  # not used by fixed views
     return {
         "format": FORMAT_VERSION,
         "weights": hash_tensors(encoder.state_dict()),

@@ -34,9 +34,9 @@ from qbheat_det.data import (
     build_mapper,
     check_tile,
     list_tiles,
+    merge_tiles,
 )
 from qbheat_det.deployment import deploy_by_config
-from qbheat_det.evaluation import merge_tiles
 from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.backbone.timm_backbone import list_outputs

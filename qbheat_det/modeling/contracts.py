@@ -106,11 +106,6 @@ def optional_modules(model: nn.Module) -> list[str]:
     ]
 
 
-def equivalent_configs(model: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Returns ``equivalent_configs``: by config key, the values that give equal predictions."""
-    return getattr(model, "equivalent_configs", {})
-
-
 @runtime_checkable
 class FixedSizeModel(Protocol):
     """A model for square images of one size: a classifier or a pre-training objective."""

@@ -217,7 +217,6 @@ class BackboneProbe:
             mapper=PretrainingMapper(self._cfg, is_train=False),
             num_workers=self._cfg.DATALOADER.NUM_WORKERS,
             shared=False,
-            memory_gb=self._cfg.INPUT.PRETRAIN.MEMORY_GB / 2,
         )
 
     def _build(self) -> Backbone:

@@ -149,19 +149,10 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
         f"Its course: {', '.join(shape)}",
         f"Checkpoints every {spell(solver.CHECKPOINT_PERIOD)}, evaluation {every}",
     ]
-    late = [f"{step:,}" for step in solver.STEPS if step >= solver.MAX_ITER]
-    if late and _has_steps(resolved):
-        steps = ", ".join(late)
-        lines.append(f"Note: SOLVER.STEPS {steps} have no effect, as the run ends before them")
     if 2 * solver.WARMUP_ITERS > solver.MAX_ITER:
         lines.append(
             f"Note: the warm-up takes {solver.WARMUP_ITERS:,} of {solver.MAX_ITER:,} iterations: "
             "lower SOLVER.WARMUP_EPOCHS or SOLVER.WARMUP_ITERS, or train for longer"
-        )
-    if num_images < solver.IMS_PER_BATCH:
-        lines.append(
-            f"Note: a step has {solver.IMS_PER_BATCH:,} images, so some of the {num_images:,} are "
-            "used more than once: lower SOLVER.IMS_PER_BATCH"
         )
     return "\n".join(lines)
 

@@ -14,9 +14,9 @@ import torch
 import qbheat_det
 from qbheat_det.api import Detections, Detector, predict_files
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.inference.images import read_rgb
 from tests.export.tiny_models import save as save_tiny
+from tests.toy_set import ToySpec, prepare_toy_set
 
 
 def _pixels(path: Path) -> np.ndarray:

@@ -8,25 +8,15 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torchvision
-from detectron2.modeling import build_backbone
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torchvision.models.feature_extraction import create_feature_extractor
+from torch import Tensor
+from torch.nn import functional as F
 
 import qbheat_det
 from qbheat_det.checkpoint import SafeCheckpointer, read_weights
-from qbheat_det.checkpoint.convert import (
-    RESNETS,
-    build_resnet,
-    convert_weights,
-    rename_resnet,
-)
-from qbheat_det.checkpoint.mobile_former_names import convert_official, find_size
-from qbheat_det.config import get_cfg
+from qbheat_det.checkpoint.convert import convert_official, convert_weights, find_size
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
-from qbheat_det.modeling.classification import TIMM_NAMES
 from tests.tool_modules import load_tool, refuse
 
 # Blocks as the authors list them: first expansion, width, stride, second expansion (0: no tokens).
@@ -45,6 +35,7 @@ _ROWS = {
     "6 96 1 4",
 }
 _ROWS["26M"] = _ROWS["52M"]
+_HEAD_DIMS = {1440: 1920, 1152: 1920, 960: 1600, 768: 1280, 576: 1024}  # by expanded width
 # The first logit, and mean magnitudes of last map and tokens, for ``_images()``: recorded in
 # float64 with github.com/AAboys/MobileFormer at commit f447310.
 _RECORDED = {
@@ -73,9 +64,10 @@ class _Shapes(dict[str, tuple[int, ...]]):
             channels = out
         self.to_tokens("local_global", channels)
         self.convolution("classifier.conv", 1, arch.expanded, channels // self.groups)
-        self.linear("classifier.fc.0", arch.head_dim, arch.expanded + arch.token_dim)
-        self.norm("classifier.fc.1", arch.head_dim)
-        self.linear("classifier.classifier.1", 1000, arch.head_dim)
+        hidden = _HEAD_DIMS[arch.expanded]
+        self.linear("classifier.fc.0", hidden, arch.expanded + arch.token_dim)
+        self.norm("classifier.fc.1", hidden)
+        self.linear("classifier.classifier.1", 1000, hidden)
 
     def linear(self, name: str, out: int, inputs: int) -> None:
         self.update({f"{name}.weight": (out, inputs), f"{name}.bias": (out,)})
@@ -141,6 +133,19 @@ def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
     return values / (values[0].numel() ** 0.5)
 
 
+def _classify(expanded: Tensor, tokens: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Returns the logits (N, 1000) of the authors' classifier, which is not converted."""
+    pooled = F.hardswish(expanded.mean(dim=(2, 3)))
+    hidden = F.linear(
+        torch.cat([pooled, tokens[:, 0]], dim=1),
+        *(state[f"classifier.fc.0.{kind}"] for kind in ("weight", "bias")),
+    )
+    kinds = ("running_mean", "running_var", "weight", "bias")
+    hidden = F.batch_norm(hidden, *(state[f"classifier.fc.1.{kind}"] for kind in kinds))
+    last = (state[f"classifier.classifier.1.{kind}"] for kind in ("weight", "bias"))
+    return F.linear(F.hardswish(hidden), *last)
+
+
 def _images() -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, 3, 70, 96, generator=generator, dtype=torch.float64)
@@ -150,16 +155,17 @@ def _images() -> Tensor:
 def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
     state = {name: _draw(name, shape) for name, shape in _Shapes(size).items()}
     assert find_size(state) == size
-    converted = convert_official(state)
-    model = timm.create_model(TIMM_NAMES[size]).double().eval()
-    fit = model.load_state_dict(converted, strict=False)
+    model = MobileFormer(
+        arch=MOBILE_FORMER_ARCHS[size], out_features=["s32", "s32_expanded", "tokens"]
+    )
+    fit = model.double().eval().load_state_dict(convert_official(state), strict=False)
     assert not fit.unexpected_keys
     assert all(name.endswith("num_batches_tracked") for name in fit.missing_keys)
     with torch.no_grad():
-        logits = model(_images())
-        _, last, tokens = list(model.run_stages(_images()))[-1]
-    found = [logits[0, 0].item(), last.abs().mean().item(), tokens.abs().mean().item()]
-    assert found == pytest.approx(_RECORDED[size], rel=1e-12)
+        maps = model(_images())
+    logits = _classify(maps["s32_expanded"], maps["tokens"], state)
+    found = [logits[0, 0], maps["s32"].abs().mean(), maps["tokens"].abs().mean()]
+    assert [value.item() for value in found] == pytest.approx(_RECORDED[size], rel=1e-12)
 
 
 def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
@@ -174,17 +180,11 @@ def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
     backbone = MobileFormer(arch=arch, out_features=["s16", "s32_expanded", "tokens"])
     SafeCheckpointer(backbone).load(weights)
     expected = convert_official(state)
-    torch.testing.assert_close(
-        backbone.last_bridge.gate.weight, expected["last_bridge.gate.weight"]
-    )
-    model = timm.create_model(TIMM_NAMES["96M"])
-    model.load_pretrained(weights)
-    found = {name: model.state_dict()[name] for name in expected}
+    found = {name: backbone.state_dict()[name] for name in expected}
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    with torch.device("meta"):
-        model = timm.create_model(TIMM_NAMES["151M"])
+    other = MobileFormer(arch=MOBILE_FORMER_ARCHS["151M"], out_features=["s32"])
     with pytest.raises(UserError, match=r"own\.safetensors"):
-        model.load_pretrained(weights)
+        SafeCheckpointer(other).load(weights)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
         ({"tokens.weight": torch.zeros(2, 128)}, "tokens"),
         ({"tokens.weight": torch.zeros(())}, r"official\.pth"),
         ({"features.0.conv.0.weight": torch.zeros(0)}, r"official\.pth"),
-        ({"classifier.fc.1.bias": torch.full((704,), torch.nan)}, "NaN"),
+        ({"stem.1.bias": torch.full((8,), torch.nan)}, "NaN"),
     ],
 )
 def test_an_incomplete_file_of_the_authors_network_is_refused(
@@ -214,72 +214,6 @@ def test_an_incomplete_file_of_the_authors_network_is_refused(
 
 
 TOOL = load_tool("convert_weights")
-
-
-class _Model(nn.Module):
-    def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        self.backbone = backbone
-
-
-def _trained(model: nn.Module) -> nn.Module:
-    for name, tensor in model.state_dict().items():
-        if name.endswith("num_batches_tracked"):
-            tensor.zero_()
-        elif tensor.ndim == 1:  # as after training
-            tensor.uniform_(0.5, 1.5)
-        else:
-            tensor.uniform_(-1, 1).mul_(tensor[0].numel() ** -0.5)
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def resnet18(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """torchvision's, in a file."""
-    net = torchvision.models.resnet18()
-    return _save(net, tmp_path_factory.mktemp("resnet18") / "theirs.safetensors")
-
-
-def _save(model: nn.Module, path: Path, prefix: str = "") -> str:
-    save_file({prefix + key: value for key, value in model.state_dict().items()}, path)
-    return str(path)
-
-
-def test_detectron2s_resnet_gives_what_torchvisions_gives(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        net = torchvision.models.resnet50()
-    net = _trained(net.to_empty(device="cpu"))
-    weights = tmp_path / "theirs.pth"
-    torch.save({"state_dict": {f"module.{k}": v for k, v in net.state_dict().items()}}, weights)
-    output = tmp_path / "ours.safetensors"
-    account, keys = convert_weights(str(weights), output, "detectron2:resnet50")
-    assert account == "318 of 320 tensors"
-    cfg = get_cfg()
-    for key, value in keys.items():
-        cfg.merge_from_list([key, value])
-    cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]  # NORM is FrozenBN
-    with torch.device("meta"):
-        backbone = build_backbone(cfg)
-    model = _Model(backbone.to_empty(device="cpu"))
-    checkpointer = SafeCheckpointer(model)
-    checkpointer.load(str(output))
-    assert checkpointer.report.groups["backbone"].is_full
-    assert not checkpointer.report.unexpected
-    x = torch.randn(1, 3, 48, 32, dtype=torch.float64)
-    with torch.no_grad():
-        nodes = {f"layer{i}": f"res{i + 1}" for i in range(1, 5)}
-        expected = create_feature_extractor(net.double(), nodes)(x)
-        torch.testing.assert_close(model.double().eval().backbone(x), expected)
-
-
-@pytest.mark.parametrize("name", ["resnext50_32x4d", "resnet34"])
-def test_other_resnets_have_the_same_tensors(name: str) -> None:
-    with torch.device("meta"):
-        expected = getattr(torchvision.models, name)().state_dict()
-        encoder, _ = build_resnet(name)
-    found = {name: tensor.shape for name, tensor in rename_resnet(expected).items()}
-    assert found == {name: tensor.shape for name, tensor in encoder.state_dict().items()}
-    assert set(RESNETS) <= set(torchvision.models.list_models())
 
 
 def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> None:
@@ -305,36 +239,40 @@ def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> 
         convert_weights(weights, tmp_path / "other.safetensors", "timm:tf_efficientnet_lite0")
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, resnet18: str) -> None:
-    state = read_weights(resnet18)[0]
-    half, output = str(tmp_path / "half.safetensors"), tmp_path / "ours.safetensors"
-    save_file({key: value for key, value in state.items() if "layer4" not in key}, half)
-    own = "detectron2:resnet18"
-    for weights, target, to, named in (
-        (resnet18, output, "detectron2:resnet34", "detectron2:resnet34: 80 missing"),
-        (resnet18, output, "resnet18", "'resnet18'"),
-        (resnet18, output, "MobileFormer", r"theirs\.safetensors"),
-        (resnet18, output, "timm:tf_efficientnet_lite0", "tf_efficientnet_lite0"),
-        (resnet18, output, "timm:efficientnet_lite0", "timm:efficientnet_lite0"),
-        (half, output, own, "res5"),
-        (resnet18, tmp_path / "ours.pth", own, r"ours\.pth"),
-        (resnet18, Path(half), own, "--overwrite"),
+@pytest.fixture(scope="module")
+def official(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The authors' smallest network, in a file."""
+    state = {name: _draw(name, shape).float() for name, shape in _Shapes("26M").items()}
+    path = tmp_path_factory.mktemp("official") / "theirs.safetensors"
+    save_file(state, path)
+    return str(path)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, official: str) -> None:
+    output, existing = tmp_path / "ours.safetensors", tmp_path / "other.safetensors"
+    existing.write_text("")
+    for target, to, named in (
+        (output, "resnet18", "'resnet18'"),
+        (output, "timm:tf_efficientnet_lite0", "tf_efficientnet_lite0"),
+        (output, "timm:efficientnet_lite0", "timm:efficientnet_lite0"),
+        (tmp_path / "ours.pth", "MobileFormer", r"ours\.pth"),
+        (existing, "MobileFormer", "--overwrite"),
     ):
         with pytest.raises(UserError, match=named):
-            convert_weights(weights, target, to)
+            convert_weights(official, target, to)
     assert not output.exists()
 
 
 def test_the_tool_prints_the_report_and_the_keys(
-    tmp_path: Path, resnet18: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, official: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "ours.safetensors"
-    arguments = ["--weights", resnet18, "--to", "detectron2:resnet18", "--output", str(output)]
+    arguments = ["--weights", official, "--to", "MobileFormer", "--output", str(output)]
     TOOL.main(arguments)
     printed = capsys.readouterr().out
     for words in (
-        "120 of 122 tensors",
-        *("MODEL.RESNETS.DEPTH 18", 'MODEL.PIXEL_MEAN "[123.675, 116.28, 103.53]"'),
+        "MODEL.MOBILE_FORMER.VARIANT 26M",
+        'MODEL.PIXEL_MEAN "[123.675, 116.28, 103.53]"',
     ):
         assert words in printed
     assert "--overwrite" in refuse(TOOL.main, arguments, capsys)

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Weights of the package in timm's models and Detectron2's checkpointer; timm's by address."""
+"""Weights of the package in Detectron2's checkpointer, and timm's weights by address."""
 
 import functools
 import logging
@@ -10,10 +10,9 @@ import pytest
 import timm
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, FPN, build_backbone, build_model
-from torch import Tensor, nn
+from torch import nn
 
 import qbheat_det
 from qbheat_det.checkpoint import (
@@ -26,87 +25,11 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from qbheat_det.modeling.backbone.mobile_former import arch_from_config
-from qbheat_det.modeling.classification import TimmMobileFormer
-from tests.engine.gradient_cases import CLASSIFIER, Case, make_case_config
-
-MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
-
-
-def _config(*opts: Any) -> CfgNode:
-    own = ("MODEL.CLASSIFIER.DECODER", "linear", "MODEL.CLASSIFIER.NUM_CLASSES", 5)
-    cfg = make_case_config(Case(CLASSIFIER, opts=(*own, *opts)), "cpu")
-    cfg.INPUT.PRETRAIN.SIZE = 32
-    return cfg
-
-
-def _save_classifier(path: Path, cfg: CfgNode, **info: Any) -> Any:
-    model = build_model(cfg).eval()
-    for name, buffer in model.named_buffers():  # as after training
-        if name.endswith(("running_mean", "running_var")):
-            buffer.copy_(torch.rand_like(buffer) + 0.5)
-    settings = {"pixel_format": "RGB", "pixel_mean": MEAN, "pixel_std": STD, **info}
-    save_weights(str(path), model.state_dict(), WeightsInfo(**settings))
-    return model
-
-
-def _timm_model(cfg: CfgNode, **kwargs: Any) -> TimmMobileFormer:
-    model = TimmMobileFormer(arch=arch_from_config(cfg), **kwargs).eval()
-    model.pretrained_cfg = {}
-    return model
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "weights.safetensors"
-
-
-@pytest.mark.parametrize(("normalize", "pixel_format"), [(False, "RGB"), (True, "BGR")])
-def test_a_linear_classifier_gives_its_scores_of_rgb_images(
-    path: Path, normalize: bool, pixel_format: str
-) -> None:
-    cfg = _config("MODEL.CLASSIFIER.NORMALIZE", normalize)
-    trained = _save_classifier(path, cfg, pixel_format=pixel_format)
-    model = _timm_model(cfg, num_classes=5)
-    model.load_pretrained(str(path))
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        pixels = images if pixel_format == "RGB" else images.flip(1)
-        torch.testing.assert_close(model(images), trained.classify(pixels))
-    step = 1 if pixel_format == "RGB" else -1
-    assert model.pretrained_cfg == {
-        "mean": tuple(value / 255 for value in MEAN[::step]),
-        "std": tuple(value / 255 for value in STD[::step]),
-    }
-
-
-@pytest.mark.parametrize("kind", ["other classes", "transformer decoder", "backbone alone"])
-def test_without_a_classifier_that_fits_the_backbone_is_taken_over(path: Path, kind: str) -> None:
-    decoder = "transformer" if kind == "transformer decoder" else "linear"
-    cfg = _config("MODEL.CLASSIFIER.DECODER", decoder)
-    trained = _save_classifier(path, cfg)
-    if kind == "backbone alone":
-        save_weights(str(path), trained.backbone.state_dict(), WeightsInfo())
-    model = _timm_model(cfg, num_classes=7 if kind == "other classes" else 5)
-    before = {key: value.clone() for key, value in model.get_classifier().state_dict().items()}
-    model.load_pretrained(str(path))
-    torch.testing.assert_close(dict(model.get_classifier().state_dict()), before, rtol=0, atol=0)
-    own = model.state_dict()
-    expected = trained.backbone.state_dict()
-    torch.testing.assert_close({k: own[k] for k in expected}, dict(expected), rtol=0, atol=0)
-    grey = _timm_model(cfg, num_classes=0, in_chans=1)
-    grey.load_pretrained(str(path))
-    weight: Tensor = trained.backbone.stem.weight.detach()
-    torch.testing.assert_close(grey.stem.weight.detach(), weight.sum(dim=1, keepdim=True))
-
-
-def test_timm_takes_a_file_and_has_no_weights_of_its_own(path: Path) -> None:
-    _save_classifier(path, _config())
-    weights = {"file": str(path), "custom_load": True}
-    with pytest.raises(UserError, match="tokens"):  # of other widths
-        timm.create_model("mobile_former_285m", pretrained=True, pretrained_cfg_overlay=weights)
-    with pytest.raises(RuntimeError, match="mobile_former_1g"):
-        timm.create_model("mobile_former_1g", pretrained=True)
 
 
 class _Detector(nn.Module):

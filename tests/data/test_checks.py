@@ -25,7 +25,6 @@ from qbheat_det.data import (
     load_class_folders,
     load_classes,
     load_image_folders,
-    raise_first,
     register_image_folders,
 )
 from qbheat_det.data.datasets.image_folder import list_images
@@ -109,18 +108,6 @@ def test_the_size_counts_after_exif_rotation_as_in_detectron2(
             fits = False
         assert fits == (bool(size) == (orientation in (5, 6, 7, 8)))
         assert (error_kind(one) is None) == fits
-
-
-def test_all_errors_are_found_in_order_and_the_first_counts_the_others(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.jpg", draw(WIDTH, HEIGHT))
-    records = [record(path, image_id=i) for i in range(50)]
-    for position in (3, 20, 49):
-        records[position]["width"] = 61
-    errors = find_image_errors(records)
-    assert [error.where.split("image id ")[1] for error in errors] == ["3)", "20)", "49)"]
-    assert "61 x 40 pixels, but has 60 x 40" in errors[1].reason
-    with pytest.raises(UserError, match=r"image id 3\).*2 more"):
-        raise_first(errors)
 
 
 def box(**fields: object) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Parts of image files, the right ones, of every format; sets in memory; the drawn toy set."""
+"""Parts of image files, the right ones, of every format."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +9,10 @@ import torch
 from detectron2.data.detection_utils import read_image
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from pycocotools import mask as coco_mask
 from torch import Tensor
 
-from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir
-from qbheat_det.data import ToySpec, prepare_toy_set
-from qbheat_det.data import images as reading
-from qbheat_det.data.datasets import toy
-from qbheat_det.data.datasets.toy import CATEGORY_IDS, Scene
-from qbheat_det.data.images import ImageInMemory, decode_if_small, decode_images, open_image, resize
+from qbheat_det.data.images import open_image, resize
 from tests.data.pictures import draw, save
 
 WIDTH, HEIGHT = 90, 60
@@ -120,120 +112,6 @@ def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None
     torch.testing.assert_close(found.int(), torch.from_numpy(expected).int(), rtol=0, atol=1)
 
 
-def test_a_picture_in_memory_is_cut_in_pixels_of_its_file() -> None:
-    pixels = torch.from_numpy(draw(50, 30))
-    picture = ImageInMemory(pixels, width=200, height=90)
-    assert (picture.width, picture.height) == (200, 90)
-    part = picture.read((40, 9, 120, 61), at_least=1)
-    torch.testing.assert_close(part, pixels[3:20, 10:30], rtol=0, atol=0)
-    assert part.untyped_storage().data_ptr() == pixels.untyped_storage().data_ptr()
-    assert picture.read((199, 89, 200, 90), at_least=1).shape == (1, 1, 3)
-    assert picture.read((0, 0, 1, 1), at_least=1).shape == (1, 1, 3)
-
-
-def draw_set(folder: Path) -> dict[str, tuple[int, int]]:
-    """Writes images of several sizes; returns their sizes as the headers say them."""
-    sizes = {"a.jpg": (60, 40), "b.png": (33, 75), "c.jpg": (200, 320), "d.jpg": (90, 300)}
-    turned = {"d.jpg": 6}
-    return {
-        save(folder / name, draw(*size), orientation=turned.get(name)): size
-        for name, size in sizes.items()
-    }
-
-
-def _records(names: list[str]) -> list[dict[str, Any]]:
-    return [{"file_name": name} for name in names]
-
-
-def whole(images: dict[str, ImageInMemory], name: str) -> Tensor:
-    image = images[name]
-    return image.read((0, 0, image.width, image.height), 1)
-
-
-def test_small_images_are_kept_as_they_are(tmp_path: Path) -> None:
-    names = list(draw_set(tmp_path))
-    images = decode_images(names, shorter_side=1000)
-    for name in names:
-        expected = torch.from_numpy(read_image(name, "RGB").copy())
-        torch.testing.assert_close(whole(images, name), expected, rtol=0, atol=0)
-
-    cut, gone, *others = draw_set(tmp_path)
-    Path(cut).write_bytes(Path(cut).read_bytes()[:900])
-    Path(gone).unlink()
-    assert list(decode_images([cut, gone, *others], shorter_side=100)) == others
-
-
-def test_the_budget_decides_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(draw_set(tmp_path))
-    needed = 3 * (60 * 40 + 33 * 75 + 45 * 72 + 45 * 150)
-    assert decode_if_small(_records(names), shorter_side=45, budget=needed - 1) == {}
-    images = decode_if_small(_records(names), shorter_side=45, budget=needed)
-    assert sum(image.num_bytes for image in images.values()) == needed
-    few = [*names[:1] * 200, names[2]]  # the sample does not see the large one
-    assert decode_if_small(_records(few), shorter_side=1000, budget=201 * 60 * 40 * 3) == {}
-
-    name = save(tmp_path / "a.jpg", draw(50, 50))
-    monkeypatch.setattr(reading, "_decode", lambda *_, **__: pytest.fail("an image was decoded"))
-    assert decode_if_small(_records([name]) * 100_000, shorter_side=50, budget=1e6) == {}
-
-
-SPEC = ToySpec(name="tiny", num_images=40, seed=3)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_toy_set(SPEC, tmp_path_factory.mktemp("cache"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def test_the_same_spec_gives_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
-    again = prepare_toy_set(SPEC, tmp_path)
-    assert again.name == tiny.name
-    assert contents(again) == contents(tiny)
-    assert len(contents(tiny)) == SPEC.num_images + 1
-    # An image does not depend on how many there are.
-    fewer = contents(prepare_toy_set(replace(SPEC, num_images=3), tmp_path))
-    assert fewer["images/000003.jpg"] == contents(tiny)["images/000003.jpg"]
-
-
-def test_annotations_agree_with_a_pixel_by_pixel_count() -> None:
-    for number in range(6):
-        scene = Scene(np.random.default_rng([5, number]), 128)
-        objects = [i for i, label in enumerate(scene.labels) if label >= 0]
-        for index, annotation in zip(objects, scene.annotate(), strict=True):
-            pixels = [(x, y) for y in range(128) for x in range(128) if scene.owner[y, x] == index]
-            xs, ys = [x for x, _ in pixels], [y for _, y in pixels]
-            box = [min(xs), min(ys), max(xs) + 1 - min(xs), max(ys) + 1 - min(ys)]
-            assert annotation["bbox"] == box
-            assert annotation["area"] == len(pixels)
-            assert len(pixels) >= 0.5 * scene.areas[index]  # every object stays visible
-            assert annotation["category_id"] == CATEGORY_IDS[scene.labels[index]]
-            mask = coco_mask.decode(annotation["segmentation"])
-            np.testing.assert_array_equal(mask, scene.owner == index)
-
-
-def test_a_cache_that_cannot_be_written_is_named_and_a_half_written_set_never_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="QBHEAT_CACHE") as caught:
-        prepare_toy_set(SPEC, tmp_path / "file")
-    assert str(tmp_path / "file") in str(caught.value)
-
-    def fail_late(spec: ToySpec, folder: Path) -> None:
-        (folder / "images").mkdir(parents=True)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(toy, "_draw", fail_late)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_toy_set(SPEC, tmp_path)
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-
-
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("QBHEAT_CACHE", raising=False)
@@ -241,5 +119,5 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert get_cache_dir() == Path("/home/someone/.cache/qbheat_det")
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
     assert get_cache_dir() == Path("/scratch/cache/qbheat_det")
-    monkeypatch.setenv("QBHEAT_CACHE", "~/toys")
-    assert get_cache_dir() == Path("/home/someone/toys")
+    monkeypatch.setenv("QBHEAT_CACHE", "~/cache")
+    assert get_cache_dir() == Path("/home/someone/cache")

@@ -2,7 +2,6 @@
 """The mappers of pre-training and classification: which part, at which size, how augmented."""
 
 import errno
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.testing import assert_close
 from torchvision.transforms import RandomResizedCrop, v2
 
-from qbheat_det.config import get_cfg
 from qbheat_det.core.seeding import preserved_randomness, seed_place
 from qbheat_det.data import DataError, PretrainingMapper
 from qbheat_det.data.mappers import ClassificationMapper
@@ -71,35 +69,10 @@ def test_flips_are_fair_and_channels_in_the_order_of_the_format(tmp_path: Path) 
         assert mapped["image"].float().mean(dim=(1, 2)).tolist() == expected
 
 
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_parts_from_memory_are_those_from_the_file(orientation: int, tmp_path: Path) -> None:
-    path = save(tmp_path / "a.png", draw(90, 70), orientation=orientation)
-    from_file, from_memory = (PretrainingMapper(size=32, memory_gb=gb) for gb in (0, 1))
-    for mapper in (from_file, from_memory):
-        mapper.prepare([record(path)])
-    assert from_file._memory == {}
-    for seed in range(5):
-        torch.manual_seed(seed)
-        expected = from_file(record(path))
-        torch.manual_seed(seed)
-        found = from_memory(record(path))
-        torch.testing.assert_close(found["image"], expected["image"], rtol=0, atol=0)
-
-
-def test_no_part_from_memory_has_fewer_pixels_than_the_model_sees(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.jpg", draw(700, 400))
-    mapper = PretrainingMapper(size=32, scale=(0.2, 0.2), memory_gb=1)
-    mapper.prepare([record(path)])
-    picture = mapper._memory.get(path)
-    assert picture.read((0, 0, 700, 400), 1).shape[0] == math.ceil(32 / math.sqrt(0.2 * 3 / 4))
-    for _ in range(50):
-        assert min(picture.read(mapper._choose_box(700, 400), 32).shape[:2]) >= 32
-
-
 @pytest.mark.parametrize("broken", ["half", "missing", "bomb"])
-@pytest.mark.parametrize(("memory_gb", "is_train"), [(0, True), (1, False)])
+@pytest.mark.parametrize("is_train", [True, False])
 def test_a_broken_image_is_an_error(
-    broken: str, memory_gb: float, is_train: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broken: str, is_train: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(save(tmp_path / "a.jpg", draw(90, 60)))
     if broken == "half":
@@ -108,8 +81,7 @@ def test_a_broken_image_is_an_error(
         path.unlink()
     else:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 90 * 60 // 3)
-    mapper = PretrainingMapper(size=16, memory_gb=memory_gb, is_train=is_train)
-    mapper.prepare([record(str(path))])
+    mapper = PretrainingMapper(size=16, is_train=is_train)
     error = mapper(record(str(path)))
     assert isinstance(error, DataError)
     assert error.kind == "unreadable image"
@@ -126,13 +98,6 @@ def test_too_many_open_files_are_no_broken_image(
     monkeypatch.setattr(PathManager, "open", fail)
     with pytest.raises(OSError, match="Too many"):
         PretrainingMapper(size=16)(record(str(path)))
-
-
-def test_fixed_views_are_of_the_pixels_in_the_file_whatever_fits_into_memory() -> None:
-    cfg = get_cfg()
-    assert PretrainingMapper.from_config(cfg)["memory_gb"] > 0
-    cfg.INPUT.FIXED_VIEWS.COUNT = 2
-    assert PretrainingMapper.from_config(cfg)["memory_gb"] == 0
 
 
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)

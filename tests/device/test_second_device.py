@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer
 from qbheat_det.engine.step import BatchSource, _move
 from qbheat_det.inference.files import predict_files
@@ -20,6 +19,7 @@ from tests.engine import tiny_training
 from tests.engine.classifier_cases import make_classes
 from tests.engine.test_objectives import OPTS as PRETRAINING
 from tests.engine.tiny_training import MF_DETR, losses, read_opts, start_run
+from tests.toy_set import ToySpec, prepare_toy_set
 
 from .second_device import NAME, Generator, recorded_waits
 

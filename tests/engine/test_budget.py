@@ -11,10 +11,10 @@ from detectron2.config import CfgNode
 
 from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.datasets.toy import ToySpec, prepare_toy_set
 from qbheat_det.engine import RunFlags, plan
 from qbheat_det.engine.plan import find_first_stage, plan_run
 from qbheat_det.engine.setup import build_config
+from tests.toy_set import ToySpec, prepare_toy_set
 
 SETUP, EVALUATION = 10.0, 2.0  # seconds, of each run and of each epoch
 STEP = 8.0  # seconds of an epoch's steps at the recipe's 384 pixels

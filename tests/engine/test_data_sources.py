@@ -112,7 +112,7 @@ BAD_CLASSES = {
 
 BAD_EVALUATIONS = {
     "--eval-only DATASETS.TEST ()": "--val-images",
-    "--images one DATASETS.TEST ('qbheat_toy_val',)": "'qbheat_toy_val'",
+    "--images one DATASETS.TEST ('cells_sample_val',)": "'cells_sample_val'",
     "--images one --val-images two MODEL.META_ARCHITECTURE MoCo": "MoCo",
 }
 BAD = [
@@ -186,7 +186,8 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:500])
 
 
-RETINANET, MASK_RCNN = "retinanet_285M_toy.yaml", "mask_rcnn_285M_toy.yaml"
+RETINANET = "quick_schedules/retinanet_285M_cells.yaml"
+MASK_RCNN = "coco/mask_rcnn_285M.yaml"
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -208,8 +209,8 @@ def test_bad_data_are_named_before_anything_is_written(
             spoil(folder)
         flags += ["--data" if name == "train" else "--val", str(folder / "annotations.json")]
     output = tmp_path / "output"
-    recipe = get_config_path(f"quick_schedules/{config}")
+    opts = {"OUTPUT_DIR": str(output), "INPUT.MASK_FORMAT": "bitmask"}
     with pytest.raises(UserError, match=named) as error:
-        build_config(parse_run(recipe, {"OUTPUT_DIR": str(output)}, *flags))
+        build_config(parse_run(get_config_path(config), opts, *flags))
     assert f"/{split}/" in str(error.value)
     assert not output.exists()

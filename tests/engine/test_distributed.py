@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer
 from qbheat_det.engine.hooks import average_over_processes
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
 from tests.feature_cache.test_frozen import train_from_cache
+from tests.toy_set import ToySpec, prepare_toy_set
 
 from .classifier_cases import make_classes
 from .gradient_cases import (

@@ -290,7 +290,7 @@ def test_a_run_killed_at_ten_moments_ends_with_the_bits_of_a_whole_one(
 def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = get_config_path("quick_schedules/retinanet_285M_toy.yaml")
+    path = get_config_path("quick_schedules/retinanet_285M_cells.yaml")
     words = [word for pair in TINY_ENCODER.items() for word in pair]
     cfg = load_config(path, [*words, "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.FREEZE_AT", "5"])
     model, file = build_model(cfg), str(tmp_path / "weights.safetensors")

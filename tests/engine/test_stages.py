@@ -11,14 +11,14 @@ import torch
 from qbheat_det.api import training
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.plan import find_first_stage
 from tests.tool_modules import load_tool
+from tests.toy_set import ToySpec, prepare_toy_set
 
 from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state
 
-CONFIG = "demo/toy_retinanet.yaml"
+CONFIG = "quick_schedules/retinanet_small_cells.yaml"
 FIRST = """
 _BASE_: "{base}"
 MODEL:

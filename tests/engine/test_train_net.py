@@ -16,16 +16,16 @@ from detectron2.modeling import build_model
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.evaluation import Evaluation
 from tests.tool_modules import load_tool
+from tests.toy_set import ToySpec, prepare_toy_set
 
 from . import tiny_training
 from .conftest import TrainAfresh
 from .tiny_training import TINY_ENCODER, forget_runs, losses, read_opts, state
 
-RETINANET = "quick_schedules/retinanet_285M_toy.yaml"
+RETINANET = "quick_schedules/retinanet_285M_cells.yaml"
 FAST = [
     *(word for pair in TINY_ENCODER.items() for word in pair),
     "SOLVER.MAX_ITER", "2", "SOLVER.IMS_PER_BATCH", "2", "DATALOADER.NUM_WORKERS", "0",
@@ -76,12 +76,13 @@ def trained(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, A
 
 @pytest.mark.parametrize(
     ("config", "task"),
-    [("quick_schedules/mask_rcnn_285M_toy.yaml", "segm"), ("coco/fcos_285M.yaml", "bbox")],
+    [("coco/mask_rcnn_285M.yaml", "segm"), ("coco/fcos_285M.yaml", "bbox")],
 )
 def test_a_detector_trains_and_evaluates_by_four_flags(
     run: Run, tmp_path: Path, config: str, task: str
 ) -> None:
-    results = run(config, "OUTPUT_DIR", str(tmp_path), "SOLVER.EPOCHS", "0.0")
+    masks = ("INPUT.MASK_FORMAT", "bitmask")  # the masks of the drawn set are RLE
+    results = run(config, "OUTPUT_DIR", str(tmp_path), "SOLVER.EPOCHS", "0.0", *masks)
     assert "AP" in results[task]
     assert (tmp_path / "model_final.pth").is_file()
     assert all(math.isfinite(loss) for loss in losses(tmp_path).values())
@@ -126,7 +127,7 @@ def test_an_evaluation_writes_only_into_a_folder_that_is_named(
 
 
 def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: Path) -> None:
-    config, start = "quick_schedules/mf_detr_211_285M_toy.yaml", tmp_path / "start.pth"
+    config, start = "quick_schedules/mf_detr_211_285M_cells.yaml", tmp_path / "start.pth"
     small = ("MODEL.MF_DETR.HIDDEN_DIM", "16", "MODEL.MF_DETR.NHEADS", "2")
     encoder = [word for pair in TINY_ENCODER.items() for word in pair]
     opts = [*encoder, *small, "MODEL.DEVICE", "cpu", "MODEL.MF_DETR.NUM_CLASSES", "6"]
@@ -238,7 +239,7 @@ def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged
         ("SOLVER.LOG_PERIOD", "0"),
         ("SOLVER.IMS_PER_BATCH", "0"),
         ("MODEL.RETINANET.NUM_CLASSES", "9"),
-        ("DATASETS.TRAIN", "('qbheat_toy_train',)"),
+        ("DATASETS.TRAIN", "('cells_sample_train',)"),
     ],
 )
 def test_values_out_of_range_are_refused_by_their_key(

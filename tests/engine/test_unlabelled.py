@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.data.unlabelled import FeatureNoise, StrongColours
 from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
 from qbheat_det.modeling.contracts import STRONG, UNLABELLED
+from tests.toy_set import ToySpec, prepare_toy_set
 
 from . import tiny_training
 from .conftest import TrainAfresh

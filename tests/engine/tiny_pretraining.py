@@ -10,7 +10,7 @@ from tests.data.pictures import draw, save
 
 from .tiny_training import TINY_ENCODER, parse_run, read_opts, start_run
 
-RECIPE = get_config_path("quick_schedules/qb_heat_285M_toy.yaml")
+RECIPE = get_config_path("quick_schedules/qb_heat_285M_cells.yaml")
 OPTS = {
     **TINY_ENCODER,
     **read_opts("""

@@ -16,9 +16,9 @@ from detectron2.utils import events
 import qbheat_det  # noqa: F401  registers models and data
 from qbheat_det.config import get_config_path
 from qbheat_det.config.loading import EPOCH_KEYS
-from qbheat_det.data import ToySpec, prepare_toy_set
 from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.data_sources import CUSTOM_SETS
+from tests.toy_set import ToySpec, prepare_toy_set
 from tools.train_net import parse_args
 
 from .gradient_cases import BLOCKS
@@ -30,7 +30,7 @@ def read_opts(text: str) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
-CONFIG = get_config_path("demo/toy_retinanet.yaml")
+CONFIG = get_config_path("quick_schedules/retinanet_small_cells.yaml")
 TINY_ENCODER = {
     "MODEL.MOBILE_FORMER.VARIANT": "custom",
     "MODEL.MOBILE_FORMER.BLOCKS": str(BLOCKS),

@@ -63,9 +63,9 @@ def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str) -> None:
         np.testing.assert_allclose(value, together[name][2:], rtol=1e-3, atol=1e-4)
 
 
-def test_the_default_images_are_the_toy_set(root: Path) -> None:
+def test_the_default_images_are_the_included_cells(root: Path) -> None:
     images, source = read_images(make_config("classifier"), [])
-    assert (len(images), source) == (8, "8 images of qbheat_toy_val")
+    assert (len(images), source) == (8, "8 images of cells_sample_val")
     (root / "empty").mkdir()
     (root / "empty" / "x.png").write_text("no image")
     with pytest.raises(UserError, match="--images"):

@@ -77,7 +77,7 @@ def make_config(kind: str, **changes: Any) -> CfgNode:
     for key, value in changes.items():
         words += [key.replace("__", "."), str(value)]
     base = "qb_heat" if kind == "qb_heat" else "retinanet"
-    return load_config(get_config_path(f"demo/toy_{base}.yaml"), words)
+    return load_config(get_config_path(f"quick_schedules/{base}_small_cells.yaml"), words)
 
 
 def build(cfg: CfgNode, *, head_seed: int = 0, backbone_seed: int = 0) -> nn.Module:

@@ -117,7 +117,6 @@ NEUTRAL: dict[str, Callable[[Parts], object]] = {
     "numbers of records": lambda p: p.update(records=number_records(p["records"])),
     "arrays": lambda p: p["records"][0]["annotations"][0].update(bbox=np.array([1.0, 2, 3, 4])),
     "memory format": _set_weight(torch.eye(2).t()),
-    "kept images": lambda p: p["cfg"].INPUT.merge_from_list(["PRETRAIN.MEMORY_GB", 1.0]),
 }
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 
-from qbheat_det.data.tiles import OVERLAP, tile_starts
-from qbheat_det.evaluation.tiles import merge_tiles
+from qbheat_det.data.tiles import OVERLAP, merge_tiles, tile_starts
 from qbheat_det.inference.images import Image
 from qbheat_det.inference.predict import TiledPredictor
 

@@ -121,7 +121,6 @@ class Settings:
     groups: int = 3
     box_noise: float = 0.4
     label_noise: float = 0.25
-    negatives: bool = True
     max_queries: int = 200
 
 
@@ -141,14 +140,13 @@ def noised_boxes(
 ) -> list[NoisedBox]:
     """All queries of one image; numbers in [0, 1) are (E, 6), E at least as many."""
     labels, boxes = target
-    copies = 2 if settings.negatives else 1
-    while len(labels) * copies > settings.max_queries:
+    while 2 * len(labels) > settings.max_queries:
         labels, boxes = labels[:-1], boxes[:-1]
     queries: list[NoisedBox] = []
     for group in range(settings.groups):
-        if group and len(queries) + copies * len(labels) > settings.max_queries:
+        if group and len(queries) + 2 * len(labels) > settings.max_queries:
             break
-        for negative in (False, True)[:copies]:
+        for negative in (False, True):
             for index in range(len(labels)):
                 *shift, relabel, label = noise[len(queries)].tolist()
                 seen = int(labels[index])

@@ -15,7 +15,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.layers import SinePositionEncoding
 from qbheat_det.modeling import contracts
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, TimmBackbone
-from qbheat_det.modeling.classification.image_classifier import BatchMixing
+from qbheat_det.modeling.classification import BatchMixing
 from qbheat_det.modeling.detr import SetCriterion
 from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
 from qbheat_det.modeling.pretrain.base import check_equal_shares, find_map
@@ -32,7 +32,6 @@ VALUES = {
         "QB_HEAT.FEATURE_DIM 0",
         "QB_HEAT.NUM_MODELS 3",
         "QB_HEAT.VISIBLE edge",
-        "QB_HEAT.LOSS_ON visible",
         "QB_HEAT.DECODER_DIM 10",
         "QB_HEAT.DECODER_DEPTH 0",
         "QB_HEAT.IN_FEATURE s4",

@@ -6,11 +6,9 @@ import math
 from typing import Any
 
 import pytest
-import timm
 import torch
 from detectron2.layers import batch_norm
 from detectron2.modeling import build_model
-from timm.optim import param_groups_layer_decay
 from torch import nn
 from torch.optim import Optimizer
 
@@ -267,11 +265,6 @@ def test_state_of_a_plain_run_and_of_another_layout_is_taken_up(before: str) -> 
     train(new, plain, start=4, steps=1)
 
 
-def test_steps_are_not_fused_on_a_device_without_kernels() -> None:
-    optimizer = build("SGD", nn.Linear(2, 2, device="meta"))
-    assert not optimizer.param_groups[0]["fused"]
-
-
 @pytest.mark.parametrize(
     ("max_norm", "value"),
     [(0.5, 3.0), (4.999, 3.0), (5.0, 3.0), (7.0, 3.0), (math.inf, 3.0), (1.0, math.nan)],
@@ -286,13 +279,3 @@ def test_clipping_leaves_the_bits_that_torch_leaves(max_norm: float, value: floa
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, **same)
     assert found[2].grad is None
-
-
-def test_rates_are_those_of_timms_layer_decay_and_of_its_classifier_one() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=7)
-    groups = param_groups_layer_decay(model, layer_decay=0.8)
-    scales = {p: group["lr_scale"] for group in groups for p in group["params"]}
-    backbone = timm.create_model("vit_tiny_patch16_224", num_classes=0)
-    for name, number in layers_above(backbone).items():
-        assert 0.8**number == pytest.approx(scales[model.get_parameter(name)]), name
-    assert {scales[p] for p in model.head.parameters()} == {1.0}

@@ -14,12 +14,12 @@ from PIL import Image
 
 from qbheat_det.analysis.datasets import DatasetSource, Inspection, draw_samples, measure
 from qbheat_det.config import get_cfg
-from qbheat_det.data import ToySpec, prepare_toy_set
 from tests.tool_modules import load_tool, refuse
+from tests.toy_set import ToySpec, prepare_toy_set
 
 TOOL = load_tool("inspect_dataset")
 
-CONFIG = str(Path(__file__).parents[2] / "configs" / "demo" / "toy_retinanet.yaml")
+CONFIG = "quick_schedules/retinanet_small_cells.yaml"
 NAMES = ("inspect_test_train", "inspect_test_val")
 
 Content = dict[str, Any]
@@ -44,7 +44,7 @@ def data(drawn: Path, tmp_path: Path) -> dict[str, Path]:
     """A copy of two small sets: folders with annotations.json and images/."""
     folders = {}
     for name in ("train", "val"):
-        source = next(drawn.glob(f"toy_{name}_*px_??????????"))
+        source = next(drawn.glob(f"{name}_*"))
         folders[name] = Path(shutil.copytree(source, tmp_path / name))
     return folders
 

@@ -24,10 +24,6 @@ _MARGIN = 1.5  # pixels by which rounded boxes reach beyond their image
 _MAX_SHIFT = 30  # run lengths have at most seven groups of five bits
 
 
-def _are_keypoints(value: object) -> bool:
-    return not value or (isinstance(value, list) and len(value) % 3 == 0 and are_numbers(value))
-
-
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -52,7 +48,6 @@ _RULES: dict[str, dict[str, Rule]] = {
         "id": _ID,
         "iscrowd": (lambda value: value in (0, 1), "0 or 1", 0),
         "ignore": (lambda value: value == 0, "0, as Detectron2 ignores no annotation", 0),
-        "keypoints": (_are_keypoints, "a list of finite numbers [x, y, visibility, …]", None),
     },
 }
 

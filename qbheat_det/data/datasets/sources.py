@@ -8,7 +8,7 @@ import random
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,35 +39,18 @@ def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> 
         register_coco_instances(name, {}, path, root)
 
 
-def register_coco_images(
-    name: str,
-    json_file: PathLike,
-    image_root: PathLike,
-    *,
-    prepare: Callable[[], object] | None = None,
-) -> None:
+def register_coco_images(name: str, json_file: PathLike, image_root: PathLike) -> None:
     """Registers the images of a COCO file without their annotations, for pre-training.
 
-    The file is read when the set is first loaded, after a call of ``prepare``, which may create it.
-    It only needs the list "images". Registering the same files again does nothing. Raises a
-    ``UserError`` if the name is registered with different files.
+    The file is read when the set is first loaded, and only needs the list "images". Registering the
+    same files again does nothing. Raises a ``UserError`` if the name has different files.
     """
     path, root = os.path.abspath(json_file), os.path.abspath(image_root)
     if not is_new(name, json_file=path, image_root=root, unlabelled=True):
         return
-
-    def load() -> list[dict[str, Any]]:
-        if prepare is not None:
-            prepare()
-        return load_coco_images(path, root)
-
-    DatasetCatalog.register(name, load)
+    DatasetCatalog.register(name, lambda: load_coco_images(path, root))
     MetadataCatalog.get(name).set(
-        json_file=path,
-        image_root=root,
-        unlabelled=True,
-        evaluator_type="reconstruction",
-        drawn_on_first_use=prepare is not None,  # json_file may not exist yet
+        json_file=path, image_root=root, unlabelled=True, evaluator_type="reconstruction"
     )
 
 

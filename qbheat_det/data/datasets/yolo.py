@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.text import join_first, one_line
+from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, short
 
 from .conversion import MISSING_IMAGE, Converted, LabelledImage, convert, read_lines
@@ -145,21 +145,11 @@ def convert_yolo(source: Mapping[str, Any]) -> Converted:
                 with image.reading(place):
                     _add_label(image, place, line, config)
     converted = convert(images, config.names, config.file.parent, by_index=True)
-    converted.warnings += [*config.warnings, *_find_orphans(config, subset, set(labels.values()))]
+    converted.warnings += config.warnings
     if paths and not found:
         reason = f"no image of '{subset}' has a label file, such as '{labels[paths[0]]}'"
         converted.errors.append(DataError("no labels", str(config.file), reason))
     return converted
-
-
-def _find_orphans(config: YoloConfig, subset: str, known: set[Path]) -> Iterator[str]:
-    """Yields a warning for each "labels" folder that has label files without an image."""
-    for folder in filter(Path.is_dir, config.subsets[subset]):
-        labels = find_label_file(folder / "any").parent
-        orphans = [file for file in _list_labels(folder) if file not in known]
-        if orphans and labels != folder:  # image folders may have other text files
-            names = join_first(file.relative_to(labels) for file in orphans)
-            yield f"{labels}: no image for the labels {names}"
 
 
 def find_label_file(image: str | Path) -> Path:

@@ -8,7 +8,7 @@ view, so these features can be cached, see ``qbheat_det.feature_cache``.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from detectron2.config import CfgNode
@@ -21,9 +21,8 @@ from qbheat_det.core.seeding import VIEW, preserved_randomness, seed_place
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
 
-from .classification import ClassificationMapper
+from .crops import ClassificationMapper, PretrainingMapper, TwoViewMapper
 from .detection import DetectionMapper, DetrDatasetMapper, TileMapper, build_detr_crop
-from .pretraining import PretrainingMapper, TwoViewMapper
 
 __all__ = [
     "ClassificationMapper", "DetectionMapper", "DetrDatasetMapper", "PretrainingMapper",
@@ -37,17 +36,6 @@ VIEW_ROW = "view_row"
 """Record key of the index in the data set, from which the seeds of views are derived."""
 
 
-@runtime_checkable
-class PreparedMapper(Protocol):
-    """A mapper that is prepared once with all records, before workers start."""
-
-    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Prepares the mapper for records. For example, decodes a small data set into memory."""
-
-    def __call__(self, dataset_dict: dict[str, Any], /) -> dict[str, Any] | DataError | None:
-        """Maps a record, see ``Mapper``."""
-
-
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
     "default": DetectionMapper,
     "detr": DetrDatasetMapper,
@@ -58,8 +46,7 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
 """Functions ``(cfg, is_train) -> mapper`` by name, for ``INPUT.DATASET_MAPPER_NAME``.
 
 To add a mapper, set ``DATASET_MAPPERS["mine"] = MyMapper`` before the data loader is built.
-Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged. A mapper that needs all records
-in advance must follow ``PreparedMapper``.
+Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged.
 """
 
 MAPPERS_OF_IMAGES = {"pretrain", "classify", "two_views"}
@@ -97,11 +84,6 @@ class NamingMapper:
     """Wraps a mapper to add the name of the image to its errors."""
 
     mapper: Mapper
-
-    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Calls ``prepare`` of the mapper if it is a ``PreparedMapper``."""
-        if isinstance(self.mapper, PreparedMapper):
-            self.mapper.prepare(dataset_dicts)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
         try:

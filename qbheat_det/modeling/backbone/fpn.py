@@ -6,7 +6,13 @@ Detection", arXiv:1708.02002 (P6, P7). Deviation: Mobile-Former ends at stride 1
 computed by a strided convolution on P4. This gives the multiply-adds of MF-285M in the QB-Heat
 paper (Table 14). No single design of P6 matches the paper's multiply-adds for all three sizes.
 Padding is treated as part of the image, as in Detectron2.
+
+``accept_prefixes`` lets Detectron2's ``DetectionCheckpointer`` load pyramids and backbones from
+files with other prefixes. For most file formats, it compares names exactly. If the prefixes differ,
+it loads nothing and only logs a warning. This package's own checkpointers match names themselves.
 """
+
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
@@ -20,7 +26,8 @@ from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.contracts import get_encoder, pick_outputs
 
-from .prefixes import accept_prefixes
+_PYRAMID = "bottom_up."
+_PREFIXES = ("backbone.bottom_up.", "backbone.", _PYRAMID)
 
 
 class StridedLevels(nn.Module):
@@ -96,3 +103,49 @@ def build_bare_backbone(cfg: CfgNode) -> Backbone:
     except (KeyError, ValueError) as error:
         name = cfg.MODEL.BACKBONE.NAME
         raise UserError(f"MODEL.BACKBONE.NAME {name} cannot be built: {error}") from error
+
+
+def accept_prefixes(backbone: Backbone) -> None:
+    """Lets ``load_state_dict`` find weights of a backbone or bottom-up network under any prefix.
+
+    Loading raises a ``UserError`` if the file contains only a part of the encoder, or none of it.
+    """
+    backbone.register_load_state_dict_pre_hook(_find_own)
+
+
+def _find_own(
+    backbone: Backbone,
+    state_dict: dict[str, Tensor],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    names = list(backbone.state_dict())
+    below = _PYRAMID if any(name.startswith(_PYRAMID) for name in names) else ""
+    encoder = [name.removeprefix(below) for name in names if name.startswith(below)]
+    own = prefix + below
+    if not any(own + name in state_dict for name in encoder):
+        # If this backbone is a child of another module, all names begin with that module's prefix.
+        others = [each for each in (prefix, *(prefix + p for p in _PREFIXES)) if each != own]
+        found = max(others, key=lambda each: sum(each + name in state_dict for name in encoder))
+        moved = {found + name: own + name for name in encoder}
+        around = found.removesuffix(_PYRAMID)
+        moved |= {around + n: prefix + n for n in names if below and not n.startswith(below)}
+        for old, new in moved.items():
+            if old in state_dict:
+                state_dict[new] = state_dict.pop(old)
+    needed = [name for name in encoder if not name.endswith("num_batches_tracked")]
+    missing = [name for name in needed if own + name not in state_dict]
+    is_wrong_file = bool(unexpected_keys if prefix else state_dict)
+    if missing and (len(missing) < len(needed) or is_wrong_file):
+        raise UserError(
+            f"the file has {len(needed) - len(missing)} of the {len(needed)} tensors of "
+            f"{type(backbone).__name__}, and lacks '{missing[0]}': use weights of the same variant "
+            "and outputs. Inside a model of another package, names without a prefix need a file in "
+            "Detectron2's format {'model': …, 'matching_heuristics': True}, as qbheat://NAME has. "
+            "To load only a part, use qbheat_det.checkpoint.SafeCheckpointer(model, "
+            "allow_partial=True)"
+        )

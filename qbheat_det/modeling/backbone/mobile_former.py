@@ -8,7 +8,7 @@ of the latter defines three sizes with twelve blocks, six tokens and a last stag
 Deviations: see ``mobile_former_archs.py``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,8 +36,8 @@ from qbheat_det.layers import (
 )
 from qbheat_det.modeling.image_model import check_value
 
+from .fpn import accept_prefixes
 from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, named_arch
-from .prefixes import accept_prefixes
 
 
 @BACKBONE_REGISTRY.register()
@@ -104,7 +104,7 @@ class MobileFormer(Backbone):
         self.stages = _build_stages(arch, self._num_stages_needed(), norm, drop_path)
         last = shapes[self._stage_names[-1]].channels
         self.last_bridge: nn.Module | None = None
-        if arch.head_dim and "tokens" in self._out_features:
+        if arch.last_bridge and "tokens" in self._out_features:
             self.last_bridge = MobileToFormer(token_dim=arch.token_dim, channels=last)
         if self._expanded_name in self._out_features:
             self.expand: nn.Module = pointwise(last, arch.expanded, norm)
@@ -133,28 +133,22 @@ class MobileFormer(Backbone):
         ``image_sizes`` (N, 2) are heights and widths in pixels. If they are given, padding does not
         change the outputs of an image. Otherwise padding is treated as part of the image.
         """
-        stages = list(self.run_stages(x, image_sizes))
-        outputs = {name: out for name, out, _ in stages}
-        _, last, outputs["tokens"] = stages[-1]
-        if self._expanded_name in self._out_features:
-            outputs[self._expanded_name] = F.relu6(self.expand(last))
-        return {name: outputs[name] for name in self._out_features}
-
-    def run_stages(
-        self, x: Tensor, image_sizes: Tensor | None = None
-    ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yields (name, feature map, tokens) after each stage. Arguments as in ``forward``."""
         padding = None if image_sizes is None else padding_mask(image_sizes, x.shape[-2:])
         tokens = self.tokens.expand(x.shape[0], -1, -1)
         x = F.relu6(self.stem(zero_padding(x, padding)))
         padding = halve(padding)
+        outputs = {}
         for name, stage in zip(self._stage_names, self.stages, strict=False):
             for block in cast(Iterable[MobileFormerBlock], stage):
                 x, tokens = block(x, tokens, padding)
                 padding = halve(padding) if block.stride == 2 else padding
-            if self.last_bridge is not None and name == self._stage_names[-1]:
-                tokens = self.last_bridge(tokens, x, padding)
-            yield name, x, tokens
+            outputs[name] = x
+        if self.last_bridge is not None:
+            tokens = self.last_bridge(tokens, x, padding)
+        outputs["tokens"] = tokens
+        if self._expanded_name in self._out_features:
+            outputs[self._expanded_name] = F.relu6(self.expand(x))
+        return {name: outputs[name] for name in self._out_features}
 
     def reset_parameters(self) -> None:
         """Initializes as the authors' code: Kaiming fan-out for convolutions, N(0, 0.01) for linear

@@ -45,9 +45,8 @@ class BlockSpec:
 class MobileFormerArch:
     """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper.
 
-    ``head_dim`` is the hidden width of the ImageNet networks' classifier. These networks also have
-    a Mobile->Former bridge after the last block. ``head_dim`` is 0 for the QB-Heat paper's
-    networks, which have neither the hidden layer nor this bridge.
+    ``last_bridge`` is whether a Mobile->Former bridge follows the last block, as in the ImageNet
+    networks. The QB-Heat paper's networks have none.
     """
 
     num_tokens: int
@@ -55,7 +54,7 @@ class MobileFormerArch:
     stem: int
     blocks: tuple[BlockSpec, ...]
     expanded: int
-    head_dim: int = 0
+    last_bridge: bool = False
 
     def __post_init__(self) -> None:
         kinds = [block.kind for block in self.blocks]
@@ -98,16 +97,16 @@ def arch_of_rows(
     stem: int,
     blocks: Sequence[Sequence[Any]],
     expanded: int,
-    head_dim: int = 0,
+    last_bridge: bool = False,
 ) -> MobileFormerArch:
     """Builds an arch from rows [kind, hidden, out, second hidden]. ``ValueError`` if invalid."""
     specs = tuple(BlockSpec(*row) for row in blocks)
-    return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, head_dim)
+    return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, last_bridge)
 
 
 # fmt: off
 _SMALLEST = arch_of_rows(
-    num_tokens=3, token_dim=128, stem=8, expanded=576, head_dim=1024,
+    num_tokens=3, token_dim=128, stem=8, expanded=576, last_bridge=True,
     blocks=[
         ("lite_down", 24, 12), ("plain", 36, 12),                                     # 1/4
         ("down", 72, 24, 96), ("plain", 72, 24),                                      # 1/8
@@ -147,7 +146,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
         ],
     ),
     "508M": arch_of_rows(
-        num_tokens=6, token_dim=192, stem=24, expanded=1440, head_dim=1920,
+        num_tokens=6, token_dim=192, stem=24, expanded=1440, last_bridge=True,
         blocks=[
             ("lite", 48, 24),                                                         # 1/2
             ("down", 144, 40, 160), ("plain", 120, 40),                               # 1/4
@@ -158,7 +157,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
         ],
     ),
     "294M": arch_of_rows(
-        num_tokens=6, token_dim=192, stem=16, expanded=1152, head_dim=1920,
+        num_tokens=6, token_dim=192, stem=16, expanded=1152, last_bridge=True,
         blocks=[
             ("lite", 32, 16),
             ("down", 96, 24, 96), ("plain", 96, 24),
@@ -168,7 +167,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
         ],
     ),
     "214M": arch_of_rows(
-        num_tokens=6, token_dim=192, stem=12, expanded=960, head_dim=1600,
+        num_tokens=6, token_dim=192, stem=12, expanded=960, last_bridge=True,
         blocks=[
             ("lite", 24, 12),
             ("down", 72, 20, 80), ("plain", 60, 20),
@@ -178,7 +177,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
         ],
     ),
     "151M": arch_of_rows(
-        num_tokens=6, token_dim=192, stem=12, expanded=768, head_dim=1280,
+        num_tokens=6, token_dim=192, stem=12, expanded=768, last_bridge=True,
         blocks=[
             ("lite", 24, 12),
             ("down", 72, 16, 64), ("plain", 48, 16),
@@ -188,7 +187,7 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
         ],
     ),
     "96M": arch_of_rows(
-        num_tokens=4, token_dim=128, stem=12, expanded=768, head_dim=1280,
+        num_tokens=4, token_dim=128, stem=12, expanded=768, last_bridge=True,
         blocks=[
             ("lite", 24, 12),
             ("down", 72, 16, 64),

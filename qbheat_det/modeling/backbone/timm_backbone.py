@@ -27,7 +27,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.layers.cpu_kernels import is_recorded
 from qbheat_det.modeling.image_model import ImageModel, check_value
 
-from .prefixes import accept_prefixes
+from .fpn import accept_prefixes
 
 _FREEZE_ALL = 5
 _PROBE_SIZE = (64, 96)  # image size for which height, width and channels of feature maps differ
@@ -213,7 +213,7 @@ class Teacher(ImageModel):
         return {
             "backbone": _build_teacher(cfg),
             "in_feature": node.IN_FEATURE,
-            "head_in_features": list_teacher_maps(cfg),
+            "head_in_features": [node.IN_FEATURE],
             "image_size": node.IMAGE_SIZE,
             "pixel_mean": node.PIXEL_MEAN,
             "pixel_std": node.PIXEL_STD,
@@ -225,20 +225,10 @@ class Teacher(ImageModel):
         return self.backbone(self.preprocess_image(batched_inputs))
 
 
-def find_teacher_maps(cfg: CfgNode) -> dict[str, ShapeSpec]:
-    """Returns channels and strides of the teacher's outputs without allocating its weights."""
+def find_teacher_map(cfg: CfgNode) -> ShapeSpec:
+    """Returns channels and stride of the teacher's output without allocating its weights."""
     with torch.device("meta"):
-        return _build_teacher(cfg).output_shape()
-
-
-def list_teacher_maps(cfg: CfgNode) -> list[str]:
-    """Returns the names of the teacher outputs in ``MODEL.TEACHER``, ``IN_FEATURE`` first."""
-    node = cfg.MODEL.TEACHER
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in node.FINER):
-        raise UserError(
-            f"MODEL.TEACHER.FINER is a list of pairs, such as [['s8', 's16']], not {node.FINER}"
-        )
-    return list(dict.fromkeys([node.IN_FEATURE, *(name for _, name in node.FINER)]))
+        return _build_teacher(cfg).output_shape()[cfg.MODEL.TEACHER.IN_FEATURE]
 
 
 def _build_teacher(cfg: CfgNode) -> TimmBackbone:
@@ -247,7 +237,7 @@ def _build_teacher(cfg: CfgNode) -> TimmBackbone:
         check_timm_name(node.NAME)
     except UserError as error:
         raise UserError(f"MODEL.TEACHER.NAME: {error}") from None
-    return TimmBackbone(name=node.NAME, out_features=list_teacher_maps(cfg), freeze_at=_FREEZE_ALL)
+    return TimmBackbone(name=node.NAME, out_features=[node.IN_FEATURE], freeze_at=_FREEZE_ALL)
 
 
 class LeanReLU6(nn.ReLU6):

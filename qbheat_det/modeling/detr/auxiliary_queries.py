@@ -25,6 +25,8 @@ from qbheat_det.modeling.image_model import check_value
 from .criterion import Matches, SetCriterion, Targets
 from .mf_decoder import QuerySet
 
+_COPIES = 2  # a positive and a negative query
+
 
 class _Layout(NamedTuple):
     """The box index, group and kind of each query. All fields are (N, E)."""
@@ -46,23 +48,19 @@ class Denoising(nn.Module):
         groups: int,
         box_noise: float = 0.4,
         label_noise: float = 0.25,
-        negatives: bool = True,
         max_queries: int = 200,
-        weight: float = 1.0,
     ) -> None:
         """
         Args:
             num_classes: K.
             dim: C, width of the decoder's queries.
-            groups: maximum number of noised copies of each box. Queries of one copy attend to each
-                other.
+            groups: maximum number of noised copies of each box. Each group also has a negative
+                query, with more noise, for each box. Queries of one group attend to each other.
             box_noise: noise scale in [0, 2]: the largest shift of a corner, relative to half the
                 side of its box. Corners of negative queries move 1 to 2 times as far.
             label_noise: probability that a random class replaces a label.
-            negatives: whether each group also has a negative query, with more noise, for each box.
             max_queries: maximum number of queries per image. If it is exceeded, the image has fewer
                 groups. If one group still exceeds it, some boxes are left out.
-            weight: factor on the losses.
 
         Raises:
             ValueError: a number is out of range.
@@ -72,8 +70,7 @@ class Denoising(nn.Module):
             "GROUPS": (groups, 1, math.inf),
             "BOX_NOISE": (box_noise, 0, 2),
             "LABEL_NOISE": (label_noise, 0, 1),
-            "MAX_QUERIES": (max_queries, 1 + negatives, math.inf),
-            "WEIGHT": (weight, 0, math.inf),
+            "MAX_QUERIES": (max_queries, _COPIES, math.inf),
         }
         for key, (value, least, most) in ranges.items():
             is_inside = least <= value <= most
@@ -82,9 +79,7 @@ class Denoising(nn.Module):
         self.groups = groups
         self.box_noise = box_noise
         self.label_noise = label_noise
-        self.copies = 1 + negatives
         self.max_queries = max_queries
-        self.weight = weight
         self.label_embed = nn.Embedding(num_classes, dim)
         self.position_encoding = SinePositionEncoding(channels=dim)
         layers = nn.Linear(2 * dim, dim), nn.Linear(dim, dim)
@@ -172,26 +167,23 @@ class Denoising(nn.Module):
             normalizers,
             Matches(*(index.to(device, non_blocking=True) for index in matched)),
         )
-        return {
-            name.replace("loss_", "loss_dn_"): self.weight * loss.sum()
-            for name, loss in losses.items()
-        }
+        return {name.replace("loss_", "loss_dn_"): loss.sum() for name, loss in losses.items()}
 
     def normalizers(self, counts: Sequence[int], criterion: SetCriterion) -> tuple[float, float]:
         """See ``SetCriterion.normalizers``. ``counts`` are the numbers of boxes per image."""
         kept = sum(groups * used for groups, used in map(self._shape_of, counts))
-        return criterion.classification.normalizer(kept, (self.copies - 1) * kept), float(kept)
+        return criterion.classification.normalizer(kept, (_COPIES - 1) * kept), float(kept)
 
     def _shape_of(self, count: int) -> tuple[int, int]:
         """Takes the number of boxes of an image. Returns its (groups, boxes per group)."""
-        used = min(count, self.max_queries // self.copies)
-        return min(self.groups, self.max_queries // max(self.copies * used, 1)), used
+        used = min(count, self.max_queries // _COPIES)
+        return min(self.groups, self.max_queries // max(_COPIES * used, 1)), used
 
     def _layout(self, targets: Targets) -> _Layout:
         """Returns the layout of the queries of a batch, on the CPU."""
         shapes = torch.tensor([self._shape_of(count) for count in targets.counts])  # (N, 2)
         groups, used = shapes.T[..., None]
-        length = self.copies * used  # queries per group, (N, 1)
+        length = _COPIES * used  # queries per group, (N, 1)
         total = groups * length
         index = torch.arange(int(total.max())).expand(len(shapes), -1)  # (N, E)
         inside = index % length.clamp(min=1)

@@ -11,7 +11,6 @@ matching cost follows "Deformable DETR", arXiv:2010.04159. Deviation: targets ma
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,19 +58,22 @@ class Matches(NamedTuple):
     target: Tensor
 
 
-class ClassificationLoss(ABC):
-    """A loss on logits (…, K + 1). The last class is "no object"."""
+class SoftmaxClassification:
+    """DETR's softmax over K + 1 classes, with a smaller weight for unmatched queries.
 
-    name: str
-    """The value of ``MODEL.MF_DETR.CLASSIFICATION`` that selects this loss."""
-    initial_bias: float = 0.0
-    """Initial bias of the logits."""
-    least_normalizer: float = 1.0
-    """Smallest divisor of a sum over an effective batch."""
-    reads_quality: bool = True
-    """Whether ``loss`` uses the IoU."""
+    The last class is "no object". ``initial_bias`` is the initial bias of the logits, and
+    ``least_normalizer`` the smallest divisor of a sum over an effective batch. ``reads_quality`` is
+    whether ``loss`` uses the IoU.
+    """
 
-    @abstractmethod
+    initial_bias = 0.0
+    least_normalizer = 1e-6  # the divisor is 0 only if the sum is 0
+    reads_quality = False
+
+    def __init__(self, *, no_object_weight: float = 0.1) -> None:
+        """Takes the weight of unmatched queries."""
+        self.no_object_weight = no_object_weight
+
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
         """Returns (N, …), the loss of each query, before division by ``normalizer``.
 
@@ -81,52 +83,34 @@ class ClassificationLoss(ABC):
             quality: (N, …), IoU of the predicted box with the matched box, without gradient. 0 for
                 unmatched queries.
         """
+        weight = logits.new_ones(logits.shape[-1])
+        weight[-1] = self.no_object_weight
+        return F.cross_entropy(logits.movedim(-1, 1), wanted, weight, reduction="none")
 
-    @abstractmethod
     def normalizer(self, matched: int, unmatched: int) -> float:
         """Returns the divisor of the loss, given the numbers of queries in the whole batch."""
+        return matched + self.no_object_weight * unmatched
 
-    @abstractmethod
     def scores(self, logits: Tensor) -> Tensor:
         """Takes logits (…, K + 1) and returns class probabilities (…, K)."""
+        return logits.softmax(dim=-1)[..., :-1]
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Takes logits (…, K + 1) and classes (…, T). Returns the costs (…, T), -p as in DETR."""
         return -self.scores(logits).gather(-1, labels)
 
 
-class SoftmaxClassification(ClassificationLoss):
-    """DETR's softmax over K + 1 classes, with a smaller weight for unmatched queries."""
-
-    name = "softmax"
-    least_normalizer = 1e-6  # the divisor is 0 only if the sum is 0
-    reads_quality = False
-
-    def __init__(self, *, no_object_weight: float = 0.1) -> None:
-        """Takes the weight of unmatched queries."""
-        self.no_object_weight = no_object_weight
-
-    def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        weight = logits.new_ones(logits.shape[-1])
-        weight[-1] = self.no_object_weight
-        return F.cross_entropy(logits.movedim(-1, 1), wanted, weight, reduction="none")
-
-    def normalizer(self, matched: int, unmatched: int) -> float:
-        return matched + self.no_object_weight * unmatched
-
-    def scores(self, logits: Tensor) -> Tensor:
-        return logits.softmax(dim=-1)[..., :-1]
-
-
-class FocalClassification(ClassificationLoss):
+class FocalClassification:
     """Focal loss on a sigmoid per class. The last of the K + 1 logits is not used.
 
     The loss of a class is its binary cross-entropy with the target t, weighted by
     abs(t - p)^gamma, and by alpha for the true class or 1 - alpha for all other classes. An
-    ``iou_target`` of 0 gives RetinaNet's focal loss, and 1 gives the quality focal loss.
+    ``iou_target`` of 0 gives RetinaNet's focal loss, and 1 gives the quality focal loss. It has the
+    methods of ``SoftmaxClassification``.
     """
 
-    name = "focal"
+    least_normalizer = 1.0
+    reads_quality = True
 
     def __init__(
         self,
@@ -187,7 +171,7 @@ class SetCriterion(nn.Module):
         self,
         *,
         num_classes: int,
-        classification: ClassificationLoss | None = None,
+        classification: SoftmaxClassification | FocalClassification | None = None,
         class_weight: float = 1.0,
         l1_weight: float = 5.0,
         giou_weight: float = 2.0,

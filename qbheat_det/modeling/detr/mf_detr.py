@@ -102,11 +102,6 @@ class MFDETR(nn.Module):
         }
 
     @property
-    def equivalent_configs(self) -> dict[str, tuple[str, ...]]:
-        """See ``modeling/contracts.py``."""
-        return {"MODEL.MF_DETR.CLASSIFICATION": (self.criterion.classification.name,)}
-
-    @property
     def device(self) -> torch.device:
         """Device of the model."""
         return self.pixel_mean.device
@@ -268,8 +263,7 @@ def _build_selection(node: CfgNode) -> QuerySelection | None:
             "MODEL.MF_DETR.QUERY_SELECTION needs CLASSIFICATION 'focal' and DENOISING.GROUPS 0"
         )
     sizes = {"num_classes": node.NUM_CLASSES, "num_queries": node.NUM_OBJECT_QUERIES}
-    own = {key.lower(): value for key, value in node.QUERY_SELECTION.items() if key != "ENABLED"}
-    return QuerySelection(**sizes, dim=node.HIDDEN_DIM, **own)
+    return QuerySelection(**sizes, dim=node.HIDDEN_DIM)
 
 
 def _build_criterion(node: CfgNode) -> SetCriterion:

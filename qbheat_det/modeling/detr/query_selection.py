@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from qbheat_det.layers import SinePositionEncoding, depthwise, pointwise, zero_padding
 from qbheat_det.layers.padded_maps import valid_sizes
-from qbheat_det.modeling.image_model import check_value
 
 from .criterion import Matches, SetCriterion, Targets
 
@@ -64,7 +63,6 @@ class QuerySelection(nn.Module):
         num_queries: int,
         dim: int,
         positions_per_box: int = 6,
-        weight: float = 1.0,
     ) -> None:
         """
         Args:
@@ -72,19 +70,10 @@ class QuerySelection(nn.Module):
             num_queries: Q.
             dim: C, the width of feature maps and queries.
             positions_per_box: number of positions that each box is assigned to in training.
-            weight: factor on the losses of the dense head.
         """
         super().__init__()
-        check_value(
-            positions_per_box >= 1,
-            "MF_DETR.QUERY_SELECTION.POSITIONS_PER_BOX",
-            positions_per_box,
-            "at least 1",
-        )
-        check_value(weight >= 0, "MF_DETR.QUERY_SELECTION.WEIGHT", weight, "at least 0")
         self.num_queries = num_queries
         self.positions_per_box = positions_per_box
-        self.weight = weight
         self.tower = nn.ModuleList(
             nn.ModuleList([depthwise(dim, dim, ""), pointwise(dim, dim, ""), nn.LayerNorm(dim)])
             for _ in range(2)
@@ -142,8 +131,7 @@ class QuerySelection(nn.Module):
             logits, boxes, targets, normalizers * self.positions_per_box, matches
         )
         return {
-            name.replace("loss_", "loss_proposal_"): self.weight * loss.sum()
-            for name, loss in losses.items()
+            name.replace("loss_", "loss_proposal_"): loss.sum() for name, loss in losses.items()
         }
 
     @torch.no_grad()

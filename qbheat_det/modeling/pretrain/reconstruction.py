@@ -32,7 +32,7 @@ _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
 class DecoderBlock(Block):
     """timm's pre-norm block, without dropout and layer scale, for some of the positions.
 
-    The last block skips visible patches if they are not part of the loss.
+    The last block skips visible patches, as they are not part of the loss.
     """
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -69,7 +69,6 @@ class ReconstructionDecoder(nn.Module):
         dim: int = 512,
         depth: int = 6,
         num_heads: int = 16,
-        mlp_ratio: float = 4.0,
     ) -> None:
         """
         Args:
@@ -79,7 +78,6 @@ class ReconstructionDecoder(nn.Module):
             dim: width of the blocks, divisible by 4 and by ``num_heads``.
             depth: number of blocks.
             num_heads: number of attention heads.
-            mlp_ratio: hidden width of the MLPs, relative to ``dim``.
 
         Raises:
             ValueError: a number is out of range.
@@ -90,7 +88,6 @@ class ReconstructionDecoder(nn.Module):
             fits, "QB_HEAT.DECODER_DIM", dim, f"divisible by 4 and DECODER_HEADS ({num_heads})"
         )
         check_value(depth >= 1, "QB_HEAT.DECODER_DEPTH", depth, "at least 1")
-        check_value(mlp_ratio > 0, "QB_HEAT.DECODER_MLP_RATIO", mlp_ratio, "above 0")
         self.grid_size = grid_size
         self.patch_size = patch_size
         self.embed = nn.Identity() if in_channels == dim else Linear(in_channels, dim)
@@ -100,7 +97,7 @@ class ReconstructionDecoder(nn.Module):
         norm = partial(nn.LayerNorm, eps=1e-6)
         self.blocks = nn.Sequential(
             *(
-                DecoderBlock(dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=True, norm_layer=norm)
+                DecoderBlock(dim, num_heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=norm)
                 for _ in range(depth)
             )
         )
@@ -164,14 +161,11 @@ def masked_positions(visible: Tensor, count: int) -> Tensor:
 
 
 class ReconstructionLoss(nn.Module):
-    """Mean squared error over the P = 3 * patch_size ** 2 values of each patch."""
+    """Mean squared error over the P = 3 * patch_size ** 2 values of each masked patch."""
 
-    def __init__(self, *, positions: str = "masked", normalize_patches: bool = True) -> None:
-        """Takes the patches in the loss ("masked" or "all"), and whether to normalize targets."""
+    def __init__(self, *, normalize_patches: bool = True) -> None:
+        """Takes whether to normalize targets."""
         super().__init__()
-        known = ("masked", "all")
-        check_value(positions in known, "QB_HEAT.LOSS_ON", positions, f"one of {known}")
-        self.positions = positions
         self.normalize_patches = normalize_patches
 
     def forward(self, predicted: Tensor, patches: Tensor, visible: Tensor) -> Tensor:
@@ -180,8 +174,6 @@ class ReconstructionLoss(nn.Module):
         ``visible`` (N, L) is True at patches that the encoder sees.
         """
         error = (predicted.float() - self.find_target(patches)).square().mean(dim=-1)
-        if self.positions == "all":
-            return error.mean(dim=1)
         masked = ~visible
         return (error * masked).sum(dim=1) / masked.sum(dim=1)
 
@@ -293,11 +285,8 @@ class ReconstructionModel(PretrainingModel):
                 dim=node.DECODER_DIM,
                 depth=node.DECODER_DEPTH,
                 num_heads=node.DECODER_HEADS,
-                mlp_ratio=node.DECODER_MLP_RATIO,
             ),
-            "loss": ReconstructionLoss(
-                positions=node.LOSS_ON, normalize_patches=node.NORM_PIXEL_LOSS
-            ),
+            "loss": ReconstructionLoss(normalize_patches=node.NORM_PIXEL_LOSS),
             "in_feature": node.IN_FEATURE,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
@@ -311,14 +300,12 @@ class ReconstructionModel(PretrainingModel):
     def training_losses(
         self, z: Tensor, images: Tensor, visible: Tensor, num_masked: int
     ) -> dict[str, Tensor]:
-        """Returns the mean loss. Decodes only the patches that are part of the loss.
+        """Returns the mean loss. Decodes only masked patches.
 
         Takes features (N, G, G, C), normalized images (N, 3, S, S) and the mask ``visible``
         (N, G * G), which is False at ``num_masked`` patches of each image.
         """
-        masked = None
-        if self.loss.positions == "masked":
-            masked = masked_positions(visible, num_masked)
+        masked = masked_positions(visible, num_masked)
         predicted = self.decoder(z, masked)
         patches = patchify(images, self.decoder.patch_size, masked)
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}

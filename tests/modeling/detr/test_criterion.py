@@ -10,7 +10,6 @@ from torch.testing import assert_close
 
 from qbheat_det.modeling.detr import SetCriterion
 from qbheat_det.modeling.detr.criterion import (
-    ClassificationLoss,
     FocalClassification,
     SoftmaxClassification,
     Targets,
@@ -140,7 +139,8 @@ def test_a_diverged_model_does_not_crash_the_solver() -> None:
     assert len(criterion(4).match(logits * float("nan"), boxes, targets).query) == 3
 
 
-LOSSES: dict[str, ClassificationLoss] = {
+Loss = SoftmaxClassification | FocalClassification
+LOSSES: dict[str, Loss] = {
     "softmax": SoftmaxClassification(no_object_weight=NO_OBJECT_WEIGHT),
     "focal": FocalClassification(),
     "focal, plain targets": FocalClassification(iou_target=0.0),
@@ -153,7 +153,7 @@ def binary_entropy(target: float, p: Tensor) -> Tensor:
     return -(target * p.log() + (1 - target) * (1 - p).log())
 
 
-def naive_loss(loss: ClassificationLoss, logits: Tensor, wanted: int, quality: float) -> Tensor:
+def naive_loss(loss: Loss, logits: Tensor, wanted: int, quality: float) -> Tensor:
     """Of one query's logits (K + 1,), class by class."""
     num_classes = len(logits) - 1
     powers = [value.exp() for value in logits]
@@ -173,7 +173,9 @@ def naive_loss(loss: ClassificationLoss, logits: Tensor, wanted: int, quality: f
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_losses_of_class_and_their_gradients_equal_the_naive_ones(loss: ClassificationLoss) -> None:
+def test_losses_of_class_and_their_gradients_equal_the_naive_ones(
+    loss: Loss,
+) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(2, 3, 4, 6, generator=generator)  # (L, N, Q, K + 1)
     wanted = torch.randint(6, (2, 3, 4), generator=generator)  # 5 is no-object
@@ -208,7 +210,9 @@ def test_costs_and_scores_equal_the_naive_ones() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_gradients_are_finite_at_the_extremes(loss: ClassificationLoss) -> None:
+def test_gradients_are_finite_at_the_extremes(
+    loss: Loss,
+) -> None:
     values = torch.tensor([-1e4, -50.0, 0.0, 50.0, 1e4])
     logits = torch.cartesian_prod(values, values, values)[:, None].requires_grad_()
     for wanted in range(3):

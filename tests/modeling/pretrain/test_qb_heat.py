@@ -74,10 +74,9 @@ def test_copying_reproduces_what_is_visible_where_it_is(place: str) -> None:
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("loss_on", ["masked", "all"])
-def test_training_has_the_loss_and_the_gradients_that_evaluation_has(loss_on: str) -> None:
+def test_training_has_the_loss_and_the_gradients_that_evaluation_has() -> None:
     """The former computes what the loss looks at alone, and the latter whole images."""
-    model = build_model(make_tiny_config(LOSS_ON=loss_on)).eval()
+    model = build_model(make_tiny_config()).eval()
     inputs = make_inputs(5)
     found = []
     for training in (False, True):

@@ -1,32 +1,44 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""The mappers for pre-training, which return one or two random resized crops of an image.
+"""The mappers for pre-training and classification, which return square crops of an image.
 
 Random crops are those of torchvision's ``RandomResizedCrop``, from "Going deeper with
 convolutions", arXiv:1409.4842. Contrastive pre-training uses the augmentations of MoCo v2,
 arXiv:2003.04297: random crop, flip, color jitter, grayscale and blur. There are two differences:
 torchvision changes the colors of uint8 images, and the blur kernel has a radius of three standard
 deviations.
+
+RandAugment, arXiv:1909.13719, and random erasing, arXiv:1708.04896, are from timm. The recipes of
+the QB-Heat paper vary the magnitude of RandAugment randomly, which torchvision does not support.
 """
 
 import errno
 import math
+import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode, configurable
+from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms import RandomResizedCrop, v2
 from torchvision.transforms.v2 import functional as F
 
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
-from qbheat_det.data.images import Box, ImageInMemory, decode_if_small, open_image, resize
+from qbheat_det.data.images import Box, open_image, resize
 
+JITTER = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation and hue of MoCo v2
+BLUR_SIGMA = (0.1, 2.0)  # [min, max] in pixels, of MoCo v2
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _REACH = 3.0  # radius of a blur's kernel, in standard deviations
 _KEPT = ("file_name", "image_id", "label", "place")
+_LARGEST_MAGNITUDE = 10  # on timm's scale
+_LARGEST_DRAWN = 9.99  # at 10, posterizing would keep no bits, which Pillow does not support
+_TRANSLATION = 0.45  # largest shift, relative to the side, as in timm
 _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors unrelated to the file
 
 
@@ -49,7 +61,6 @@ class PretrainingMapper:
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         flip: str = "horizontal",
         pixel_format: str = "RGB",
-        memory_gb: float = 0.0,
         test_crop: float = 1.0,
         is_train: bool = True,
     ) -> None:
@@ -61,7 +72,6 @@ class PretrainingMapper:
                 uniformly distributed.
             flip: "none", or the direction of flips with probability 1/2: "horizontal", "vertical".
             pixel_format: channel order, "RGB" or "BGR".
-            memory_gb: keep the decoded images in memory if they take less than this, in GB.
             test_crop: side of the central square in inference, relative to the shorter side.
             is_train: whether crops and flips are random.
 
@@ -74,7 +84,6 @@ class PretrainingMapper:
             ("PRETRAIN.SCALE", scale, is_scale, "[min, max] with 0 < min <= max <= 1"),
             ("PRETRAIN.RATIO", ratio, is_ratio, "[min, max] with 0 < min <= max"),
             ("PRETRAIN.SIZE", size, size >= 1, "at least 1 pixel"),
-            ("PRETRAIN.MEMORY_GB", memory_gb, memory_gb >= 0, "0 or more"),
             ("CLASSIFY.TEST_CROP", test_crop, 0 < test_crop <= 1, "above 0 and at most 1"),
             ("RANDOM_FLIP", flip, flip in _FLIPS, f"one of {', '.join(_FLIPS)}"),
             ("FORMAT", pixel_format, pixel_format in ("RGB", "BGR"), "RGB or BGR"),
@@ -87,39 +96,22 @@ class PretrainingMapper:
         self.pixel_format = pixel_format
         self._flipped = _FLIPS[flip]
         self._reversed = (0,) if pixel_format == "BGR" else ()
-        self._memory_gb = memory_gb
-        self._memory: dict[str, ImageInMemory] = {}
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
         keys = cfg.INPUT.PRETRAIN
-        # Fixed views must be identical on all machines, but images in memory may be scaled down.
-        is_fixed = cfg.INPUT.FIXED_VIEWS.COUNT > 0
         return {
             "size": keys.SIZE,
             "scale": keys.SCALE,
-            "ratio": keys.RATIO,
             "flip": cfg.INPUT.RANDOM_FLIP,
             "pixel_format": cfg.INPUT.FORMAT,
-            "memory_gb": 0.0 if is_fixed else keys.MEMORY_GB,
             "is_train": is_train,
         }
-
-    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        """Decodes all images if they fit into ``memory_gb``. Called once, before workers start."""
-        # Images are scaled down, but so that even the smallest crop has at least S pixels per side.
-        smallest = math.sqrt(self.scale[0] * min(self.ratio[0], 1 / self.ratio[1]))
-        self._memory = decode_if_small(
-            dataset_dicts,
-            shorter_side=math.ceil(self.size / smallest),
-            budget=self._memory_gb * 1e9,
-        )
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         file_name = dataset_dict["file_name"]
         try:
-            decoded = self._memory.get(file_name)
-            with nullcontext(decoded) if decoded else open_image(file_name) as picture:
+            with open_image(file_name) as picture:
                 box = self._choose_box(picture.width, picture.height)
                 pixels = picture.read(box, self.size)
         except MemoryError:
@@ -160,10 +152,10 @@ class TwoViewMapper:
         self,
         *,
         crop: PretrainingMapper,
-        jitter: Sequence[float] = (0.4, 0.4, 0.4, 0.1),
+        jitter: Sequence[float] = JITTER,
         jitter_probability: float = 0.8,
         grey_probability: float = 0.2,
-        blur_sigma: Sequence[float] = (0.1, 2.0),
+        blur_sigma: Sequence[float] = BLUR_SIGMA,
         blur_probability: float = 0.5,
     ) -> None:
         """
@@ -174,24 +166,7 @@ class TwoViewMapper:
             grey_probability: probability of conversion to grayscale.
             blur_sigma: [min, max] of the standard deviation of the blur, in pixels.
             blur_probability: probability of a blur.
-
-        Raises:
-            UserError: a value is invalid.
         """
-        is_jitter = len(jitter) == 4 and min(jitter) >= 0 and max(*jitter[:3], 2 * jitter[3]) <= 1
-        is_sigma = len(blur_sigma) == 2 and 0 < blur_sigma[0] <= blur_sigma[1]
-        check_input_keys(
-            ("TWO_VIEWS.JITTER", jitter, is_jitter, "three values in [0, 1] and a hue in [0, 0.5]"),
-            ("TWO_VIEWS.BLUR_SIGMA", blur_sigma, is_sigma, "[min, max] with 0 < min <= max"),
-            *(
-                (f"TWO_VIEWS.{name}_PROBABILITY", value, 0 <= value <= 1, "in [0, 1]")
-                for name, value in (
-                    ("JITTER", jitter_probability),
-                    ("GREY", grey_probability),
-                    ("BLUR", blur_probability),
-                )
-            ),
-        )
         self._crop = crop
         self._sigma = blur_sigma[0], blur_sigma[1]
         brightness, contrast, saturation, hue = jitter
@@ -207,18 +182,7 @@ class TwoViewMapper:
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
-        keys = cfg.INPUT.TWO_VIEWS
-        return {
-            "crop": PretrainingMapper(cfg, is_train),
-            "jitter": keys.JITTER,
-            "jitter_probability": keys.JITTER_PROBABILITY,
-            "grey_probability": keys.GREY_PROBABILITY,
-            "blur_sigma": keys.BLUR_SIGMA,
-            "blur_probability": keys.BLUR_PROBABILITY,
-        }
-
-    def prepare(self, dataset_dicts: Sequence[dict[str, Any]]) -> None:
-        self._crop.prepare(dataset_dicts)
+        return {"crop": PretrainingMapper(cfg, is_train)}
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
         entry = self._crop(dataset_dict)
@@ -242,3 +206,99 @@ class TwoViewMapper:
         # The radius is at most the image's side, as the time of a blur grows with its square.
         radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
         return F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
+
+
+class ClassificationMapper:
+    """Maps a record with ``file_name`` and ``label`` to a square image.
+
+    Returns the same entry as ``PretrainingMapper``, or its ``DataError``. In training, RandAugment
+    and random erasing are applied after the random crop and flip.
+    """
+
+    @configurable
+    def __init__(
+        self,
+        *,
+        crop: PretrainingMapper,
+        rand_augment: Sequence[float] = (),
+        random_erasing: float = 0.0,
+        pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
+        pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
+    ) -> None:
+        """
+        Args:
+            crop: mapper that crops and flips. If it is for inference, nothing else is done.
+            rand_augment: magnitude (an integer from 0 to 10) and its standard deviation; empty for
+                no RandAugment.
+            random_erasing: probability of replacing a rectangle by Gaussian noise.
+            pixel_mean: mean of the noise, in the channel order of ``crop.pixel_format``.
+            pixel_std: standard deviation of the noise.
+
+        Raises:
+            UserError: a value is invalid.
+        """
+        magnitude, deviation = rand_augment if len(rand_augment) == 2 else (-1, -1)
+        is_pair = magnitude in range(_LARGEST_MAGNITUDE + 1) and deviation >= 0
+        pair = f"empty or [whole number up to {_LARGEST_MAGNITUDE}, standard deviation]"
+        check_input_keys(
+            ("CLASSIFY.RAND_AUGMENT", rand_augment, not len(rand_augment) or is_pair, pair),
+            ("CLASSIFY.RANDOM_ERASING", random_erasing, 0 <= random_erasing <= 1, "in [0, 1]"),
+        )
+        self._crop = crop
+        self._is_bgr = crop.pixel_format == "BGR"
+        self._augment = None
+        if crop.is_train and rand_augment:
+            mean = [round(value) for value in pixel_mean]
+            self._augment = rand_augment_transform(
+                f"rand-m{int(magnitude)}-mstd{deviation:f}-inc1",
+                {
+                    "translate_const": int(_TRANSLATION * crop.size),
+                    "magnitude_max": _LARGEST_DRAWN,
+                    "img_mean": tuple(reversed(mean) if self._is_bgr else mean),
+                },
+            )
+        self._erasing = None
+        if crop.is_train and random_erasing:
+            self._erasing = random_erasing, RandomErasing(1.0, mode="pixel", device="cpu")
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32).view(3, 1, 1)
+            for values in (pixel_mean, pixel_std)
+        )
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
+        keys = cfg.INPUT.CLASSIFY
+        crop = PretrainingMapper.from_config(cfg, is_train)
+        return {
+            "crop": PretrainingMapper(**crop, test_crop=keys.TEST_CROP),
+            "rand_augment": keys.RAND_AUGMENT,
+            "random_erasing": keys.RANDOM_ERASING,
+            "pixel_mean": cfg.MODEL.PIXEL_MEAN,
+            "pixel_std": cfg.MODEL.PIXEL_STD,
+        }
+
+    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError:
+        entry = self._crop(dataset_dict)
+        if isinstance(entry, DataError):
+            return entry
+        if self._augment is not None:
+            entry["image"] = self._rand_augment(entry["image"])
+        # timm's probability is 1, and the decision is made here, to normalize only erased images.
+        if self._erasing is not None and random.random() < self._erasing[0]:
+            entry["image"] = self._erase(entry["image"])
+        return entry
+
+    def _rand_augment(self, image: Tensor) -> Tensor:
+        """Applies RandAugment to an image (3, S, S), uint8."""
+        assert self._augment is not None
+        rgb = image.flip(0) if self._is_bgr else image
+        picture = self._augment(Image.fromarray(rgb.permute(1, 2, 0).numpy()))
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        return (pixels.flip(0) if self._is_bgr else pixels).contiguous()
+
+    def _erase(self, image: Tensor) -> Tensor:
+        """Erases a random rectangle of an image (3, S, S), uint8. Other pixels do not change."""
+        assert self._erasing is not None
+        normalised = (image.float() - self._mean) / self._std
+        erased = self._erasing[1](normalised) * self._std + self._mean
+        return erased.round().clamp(0, 255).to(torch.uint8)
