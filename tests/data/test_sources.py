@@ -237,17 +237,6 @@ def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(
     assert not (tmp_path / "run").exists()
 
 
-def test_labels_of_an_image_that_is_gone_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = open_source(str(write_yolo(tmp_path))).train
-    write(tmp_path / "train/labels/classes.txt", "cat\ndog\n")
-    (tmp_path / "train/images/b.jpg").unlink()
-    register_source(NAME, source)
-    assert "train/labels: no image for the labels b.txt" in caplog.text
-    assert "classes.txt" not in caplog.text
-
-
 def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path: Path) -> None:
     source = open_source(str(write_yolo(tmp_path))).train
     write(tmp_path / "train/images/b.jpg", "no image")
