@@ -69,7 +69,7 @@ def run(*, quick: bool, threads: int = 1, rounds: int = 7) -> list[Result]:
 
 def _peer_batches(cfg: CfgNode, case: Case, decode: Callable[[str], Tensor]) -> Iterator[Any]:
     keys = cfg.INPUT.PRETRAIN
-    place: Any = v2.RandomResizedCrop(keys.SIZE, scale=keys.SCALE, ratio=keys.RATIO)
+    place: Any = v2.RandomResizedCrop(keys.SIZE, scale=keys.SCALE)
     if case.has_boxes:
         place = v2.RandomShortestSize(list(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MAX_SIZE_TRAIN)
     transform = v2.Compose([place, v2.RandomHorizontalFlip()])

@@ -54,7 +54,7 @@ def train(recipe: Path, images: str, output_dir: Path, *flags: str) -> Trainer:
 def test_objectives_differ_in_nothing_but_the_objective() -> None:
     def get_common_keys(recipe: Path) -> list[object]:
         cfg = load_config(recipe)
-        crops = [cfg.INPUT.PRETRAIN[key] for key in ("SIZE", "SCALE", "RATIO")]
+        crops = [cfg.INPUT.PRETRAIN[key] for key in ("SIZE", "SCALE")]
         encoder = [cfg.MODEL.BACKBONE, cfg.MODEL.MOBILE_FORMER]
         return [*encoder, cfg.SOLVER, *crops, cfg.INPUT.RANDOM_FLIP]
 

@@ -79,10 +79,8 @@ class PretrainingMapper:
             UserError: a value is invalid.
         """
         is_scale = len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1
-        is_ratio = len(ratio) == 2 and 0 < ratio[0] <= ratio[1]
         check_input_keys(
             ("PRETRAIN.SCALE", scale, is_scale, "[min, max] with 0 < min <= max <= 1"),
-            ("PRETRAIN.RATIO", ratio, is_ratio, "[min, max] with 0 < min <= max"),
             ("PRETRAIN.SIZE", size, size >= 1, "at least 1 pixel"),
             ("CLASSIFY.TEST_CROP", test_crop, 0 < test_crop <= 1, "above 0 and at most 1"),
             ("RANDOM_FLIP", flip, flip in _FLIPS, f"one of {', '.join(_FLIPS)}"),
