@@ -44,7 +44,7 @@ class MobileToFormer(nn.Module):
         logits = _multiply_with_pixels(query * query.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
         if padding is not None:
             logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
-        attention = logits.softmax(dim=-1)
+        attention = _softmax(logits, dim=-1)
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
         pixels = x.flatten(2)  # (N, C, HW)
@@ -75,7 +75,7 @@ class FormerToMobile(nn.Module):
         value = _split_heads(self.value(tokens), self.num_heads)
         # Tokens are the rows of the product, so that no copy of the feature map is needed.
         logits = _multiply_with_pixels(key * key.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
-        attention = logits.softmax(dim=-2)
+        attention = _softmax(logits, dim=-2)
         for watch in self.watchers:
             watch(attention.unflatten(-1, x.shape[-2:]))
         if has_rows(x):
@@ -287,6 +287,15 @@ def _multiply_with_pixels(tokens: Tensor, x: Tensor) -> Tensor:
     if has_rows(x):
         return _multiply(_spread(tokens), pixels).unflatten(1, (num_heads, -1))
     return tokens @ pixels.unflatten(1, (num_heads, -1))
+
+
+def _softmax(logits: Tensor, dim: int) -> Tensor:
+    """Computes the softmax of (N, heads, M, HW) over one of the last two dimensions."""
+    if not is_half_program():
+        return logits.softmax(dim)
+    # The compiler would lay out the four dimensions as channels-last, with the heads innermost, and
+    # compute the exponential of one number at a time.
+    return logits.flatten(0, 1).softmax(dim).unflatten(0, logits.shape[:2])
 
 
 def _spread(heads: Tensor) -> Tensor:
