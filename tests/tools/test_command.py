@@ -37,27 +37,6 @@ def test_help_names_every_command_and_each_has_its_tool() -> None:
     assert "--data" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("--weights w --images x --conf 0.5", "--conf"),
-        ("--weights w --source x", "use --images for --source"),
-        ("--weights w source=x", "use --images for source"),
-    ],
-)
-def test_flags_of_other_libraries_are_answered_with_ours(
-    words: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["qbheat predict", *words.split()])
-    with pytest.raises(SystemExit):
-        load_tool("predict").parse_args()
-    assert named in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["qbheat predict", "--images", "source"])  # a folder
-    with pytest.raises(SystemExit):
-        load_tool("predict").parse_args()
-    assert "use --images" not in capsys.readouterr().err
-
-
 def test_no_help_waits_for_large_libraries() -> None:
     code = f"""
 import runpy, sys
