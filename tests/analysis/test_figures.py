@@ -46,12 +46,12 @@ def make_figure(*images: str) -> Figure:
 
 
 def test_a_figure_is_strict_json_and_its_images(tmp_path: Path) -> None:
-    about, *images = write_figure(make_figure("a", "b_1"), tmp_path / "new", suffix="_007")
-    names = ["spectrum_a_007.png", "spectrum_b_1_007.png"]
+    about, *images = write_figure(make_figure("a", "b_1"), tmp_path / "new")
+    names = ["spectrum_a.png", "spectrum_b_1.png"]
     assert {path.name: path.read_bytes() for path in images} == dict(
         zip(names, (b"a", b"b_1"), strict=True)
     )
-    assert about.name == "spectrum_007.json"
+    assert about.name == "spectrum.json"
     assert json.loads(about.read_text(), parse_constant=pytest.fail) == {
         "name": "spectrum",
         "title": "Spectrum",

@@ -73,17 +73,17 @@ def test_a_config_loses_paths_of_every_kind_and_keeps_names(backbone: Trained) -
     cfg.MODEL.CLASS_NAMES = ["/", "file: a", ".."]
     cfg.MODEL.CACHE_FEATURES.FOLDER = "private"
     cfg.DATASETS.TRAIN = ("../../me", "shapes")
-    cfg.TEST.KNN.TRAIN = ("file:///home/me",)
-    cfg.TEST.KNN.VAL = ("\\\\server\\x",)
+    cfg.DATASETS.UNLABELLED = ("file:///home/me",)
+    cfg.SOLVER.FIRST_STAGE = "\\\\server\\x"
     cfg.INPUT.CLASSIFY.RAND_AUGMENT = [["/home/me"]]
     cfg.DATASETS.TEST = ("a..b", "c/d")
     info = WeightsInfo.from_config(cfg, iteration=7, commit="")
     found = load_embedded_config(remove_machine_paths(info, cfg).config, "it")
     assert found.MODEL.CLASS_NAMES == ["/", "file: a", ".."]
     assert found.DATASETS.TEST == ("a..b", "c/d")
-    knn, augment = found.TEST.KNN, found.INPUT.CLASSIFY.RAND_AUGMENT
-    emptied = (found.MODEL.CACHE_FEATURES.FOLDER, found.DATASETS.TRAIN, knn.TRAIN, knn.VAL, augment)
-    assert not any(emptied)
+    data, augment = found.DATASETS, found.INPUT.CLASSIFY.RAND_AUGMENT
+    paths = (found.MODEL.CACHE_FEATURES.FOLDER, data.TRAIN, data.UNLABELLED, augment)
+    assert not any((*paths, found.SOLVER.FIRST_STAGE))
 
 
 def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
