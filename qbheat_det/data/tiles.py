@@ -168,7 +168,10 @@ def _drop_parts(found: Instances, is_cut: Tensor) -> Instances:
 
 
 def merge_images(found: Iterable[Found]) -> Iterator[tuple[Any, Instances]]:
-    """Yields the id and the merged boxes of each image, which precedes its tiles in ``found``."""
+    """Yields the id and the merged boxes of each image.
+
+    In ``found``, the tiles of an image follow the whole image.
+    """
     for image_id, group in itertools.groupby(found, key=lambda one: one[0]):
         (_, _, whole), *tiles = group
         yield image_id, merge_tiles(whole, [(tile, boxes) for _, tile, boxes in tiles if tile])

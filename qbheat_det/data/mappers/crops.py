@@ -209,8 +209,8 @@ class TwoViewMapper:
 class ClassificationMapper:
     """Maps a record with ``file_name`` and ``label`` to a square image.
 
-    Returns the same entry as ``PretrainingMapper``, or its ``DataError``. In training, RandAugment
-    and random erasing are applied after the random crop and flip.
+    Returns the same entry as ``PretrainingMapper``, or a ``DataError`` if the image cannot be read.
+    In training, RandAugment and random erasing are applied after the random crop and flip.
     """
 
     @configurable
