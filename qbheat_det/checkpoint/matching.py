@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Matches the tensors of a file with those of a model, and reports what was loaded.
+"""Matches the tensors of a file with a model, and reports which tensors were loaded.
 
 Unlike Detectron2's heuristic, all names in the file get the same change of prefix. It accounts for
 wrappers, bare backbones, and backbones inside a feature pyramid. Rows of classification layers are
@@ -65,7 +65,7 @@ def fit_weights(
     skip: Sequence[str] = (),
     private: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], LoadReport]:
-    """Matches the tensors of a file with those of a model, and returns the tensors that fit.
+    """Matches the tensors of a file with a model, and returns the tensors that fit.
 
     Args:
         stored: the tensors in the file, by name.

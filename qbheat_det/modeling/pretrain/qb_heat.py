@@ -80,7 +80,7 @@ class LinearModels(nn.Module):
 
 
 class HeatPredictor(nn.Module):
-    """Predicts the features of the whole image from those of the visible quarter.
+    """Predicts the features of the whole image from the visible quarter's features.
 
     A visible corner predicts the three remaining quarters, at an offset of half the image. A
     visible centre is split into quarters. Each of them predicts the three adjacent blocks in its
