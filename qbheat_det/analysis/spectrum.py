@@ -2,11 +2,11 @@
 """The figure "spectrum": eigenvalues of the linear models of QB-Heat, compared with a control.
 
 Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. The model learns
-M = Δx A, but eigenvalues and energies are those of A. E(A) = E(A1) + E(A2). Undefined values are
-nan.
+M = Δx A, but the figure shows eigenvalues and energies of A. E(A) = E(A1) + E(A2). Undefined values
+are nan.
 
-The control are "rotated" matrices, which have the learned singular values with random singular
-vectors. Properties that learned and rotated matrices share do not depend on singular vectors.
+The control has "rotated" matrices: the learned singular values with random singular vectors.
+Properties that learned and rotated matrices share do not depend on singular vectors.
 """
 
 import math

@@ -185,10 +185,10 @@ class Detector(Trained):
             data: data set with boxes, in any format of ``--data``. If it has a validation part,
                 only this part is used.
             images: folder of the images, if they are not in the folder of a COCO json.
-            tile: see ``predict``. AP is that of whole images.
+            tile: see ``predict``. AP is computed on whole images.
 
         Raises:
-            UserError: the data are invalid or their classes differ from those of the detector, or
+            UserError: the data are invalid, their classes differ from the detector's classes, or
                 the detector is exported or deployed.
         """
         from qbheat_det.engine import RunFlags, build_config, evaluate

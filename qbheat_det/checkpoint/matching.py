@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Matches the tensors of a file with those of a model, and reports what was loaded.
+"""Matches the tensors of a file with a model, and reports which tensors were loaded.
 
 Unlike Detectron2's heuristic, all names in the file get the same change of prefix. It accounts for
 wrappers, bare backbones, and backbones inside a feature pyramid. Rows of classification layers are
@@ -65,7 +65,7 @@ def fit_weights(
     skip: Sequence[str] = (),
     private: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], LoadReport]:
-    """Matches the tensors of a file with those of a model, and returns the tensors that fit.
+    """Matches the tensors of a file with a model, and returns the tensors that fit.
 
     Args:
         stored: the tensors in the file, by name.
@@ -265,8 +265,9 @@ def carry_over_rows(name: str, stored: Tensor, fresh: Tensor, change: ClassChang
     """Returns the model's tensor with the rows of the kept classes copied from a file.
 
     Takes the file's tensor ``stored`` (R_old, …) and the model's initial tensor ``fresh``
-    (R_new, …), and returns a tensor (R_new, …). Returns ``stored`` if all classes share the rows,
-    and None if the rows do not fit. ``name``, as in the model, selects the layout of the rows.
+    (R_new, …), and returns a tensor (R_new, …). Returns ``stored`` if the rows do not depend on the
+    class, as in class-agnostic box regression, and None if the rows do not fit. ``name`` is the
+    tensor's name in the model, which determines the layout of the rows.
     """
     layout = _find_layout(name)
     if layout is None or stored.ndim == 0 or stored.shape[1:] != fresh.shape[1:]:

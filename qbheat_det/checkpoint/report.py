@@ -58,10 +58,11 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of matching a file with a model; ``groups`` has a report for each part of the model.
+    """Result of matching a weights file with a model.
 
-    ``unexpected`` lists names in the file that the model does not have. ``unused`` lists names in
-    modules that the model's config disables. ``skipped`` lists children that are not loaded.
+    ``groups`` has a report for each part of the model. ``unexpected`` lists names in the file that
+    the model does not have. ``unused`` lists names in modules that the model's config disables.
+    ``skipped`` lists child modules whose tensors in the file are not loaded.
     """
 
     file: str

@@ -2,8 +2,8 @@
 """Seeds for steps, images and views, computed from the run's seed and their position.
 
 Therefore a resumed run needs no saved generator states. The seed of a step depends on its number
-and on the process, that of an augmented image on its position in the data stream, and that of a
-fixed view on the index of the image and the number of the view.
+and the process. The seed of an augmented image depends on its position in the data stream. The seed
+of a fixed view depends on the index of the image and the number of the view.
 """
 
 import random

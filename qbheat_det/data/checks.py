@@ -121,7 +121,7 @@ def _find_object_errors(
 
 
 def find_box_error(box: object, size: tuple[float, float]) -> str | None:
-    """Returns what is wrong with a box [x, y, width, height], or None.
+    """Returns the error in a box [x, y, width, height], or None if it is valid.
 
     ``size`` is (width, height) of the image.
     """

@@ -3,7 +3,7 @@
 
 A tile is a record of a data set: the record of its image with the key ``TILE``. Mappers crop the
 tile out of the decoded image, see ``TileMapper`` in ``data/mappers``. ``merge_tiles`` merges the
-boxes of an image with those of its tiles.
+boxes of an image with the boxes of its tiles.
 """
 
 import itertools
@@ -120,7 +120,7 @@ def _thin_out(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merge_tiles(whole: Instances, tiles: Iterable[tuple[Rectangle, Instances]]) -> Instances:
-    """Merges the boxes of a whole image with those of its tiles.
+    """Merges the boxes of a whole image with the boxes of its tiles.
 
     Boxes longer than half of their tile are dropped: they are often parts of objects that the model
     finds in the whole image.
@@ -168,7 +168,10 @@ def _drop_parts(found: Instances, is_cut: Tensor) -> Instances:
 
 
 def merge_images(found: Iterable[Found]) -> Iterator[tuple[Any, Instances]]:
-    """Yields the id and the merged boxes of each image, which precedes its tiles in ``found``."""
+    """Yields the id and the merged boxes of each image.
+
+    In ``found``, the tiles of an image follow the whole image.
+    """
     for image_id, group in itertools.groupby(found, key=lambda one: one[0]):
         (_, _, whole), *tiles = group
         yield image_id, merge_tiles(whole, [(tile, boxes) for _, tile, boxes in tiles if tile])

@@ -100,7 +100,7 @@ class PartPrograms:
     def load_or_build(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> None:
         """Loads the program for a shape; builds it if the file is missing, damaged or inaccurate.
 
-        A program is inaccurate if its outputs differ from those of the part. Raises a
+        A program is inaccurate if its outputs differ from the part's outputs. Raises a
         ``RuntimeError`` if the new program is damaged or inaccurate, and errors of the compiler.
         """
         lock = file_lock(path.with_suffix(".lock"), waiting=f"Another process compiles '{path}'")
@@ -122,7 +122,7 @@ class PartPrograms:
                 self._build(args, path)
 
     def _load(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> bool:
-        """Loads a program, and returns whether its outputs equal those of the part."""
+        """Loads a program, and returns whether its outputs equal the part's outputs."""
         from torch._inductor import aoti_load_package
 
         if not path.exists():

@@ -231,7 +231,7 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
     """Sets the number and names of classes in place, and checks that all test sets have them.
 
     Training uses the classes of the training images. Evaluation uses the classes in the weights,
-    or else those in the config, or else those of the test images.
+    or else in the config, or else of the test images.
 
     Raises:
         UserError: a set has no labels, or has different classes.

@@ -145,7 +145,7 @@ class _FewViews(FeatureStore):
 
 
 class _Rehearsal:
-    """Replaces the building of caches, and adds up what the whole caches would cost.
+    """Replaces the building of caches, and adds up the cost of the whole caches.
 
     Attributes:
         num_views: views of the run that are not cached yet.
@@ -169,7 +169,7 @@ class _Rehearsal:
     def encode(
         self, store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
     ) -> FeatureStore:
-        """Returns a store with a few of the views; the arguments are those of ``fill``."""
+        """Returns a store with a few of the views. For the arguments, see ``fill``."""
         begin = time.perf_counter()
         number = min(VIEWS_PER_FILE, len(views))
         encode([views[0]])  # warm-up

@@ -2,8 +2,8 @@
 """One optimizer step: micro-batches, autocast, losses normalized over the effective batch.
 
 Combines Detectron2's ``SimpleTrainer`` and ``AMPTrainer``. The effective batch is the union of the
-micro-batches of all processes. Gradients equal those of a single process that runs the effective
-batch at once, except that BatchNorm's statistics are per micro-batch. On a GPU, the next batch is
+micro-batches of all processes. Gradients are the same as if one process ran the effective batch
+at once, except that BatchNorm's statistics are per micro-batch. On a GPU, the next batch is
 loaded and copied during the current step, and losses are read during the backward pass.
 """
 

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compares the results of an exported file with those of the PyTorch model on images.
+"""Compares the results of an exported file and of the PyTorch model on images.
 
 The PyTorch model processes images one by one. Detectors use Detectron2's ``DefaultPredictor``, and
 classifiers use the crop of their mapper. Both resize with Pillow.

@@ -76,7 +76,7 @@ class CachedBackbone(Backbone):
         return dict(self._shapes)
 
     def train(self, mode: bool = True) -> "CachedBackbone":
-        """Also sets the mode of the encoder, like that of a child module."""
+        """Also sets the mode of the encoder, which is not a child module."""
         super().train(mode)
         self.encoder.train(mode)
         return self
@@ -247,7 +247,7 @@ def check_cache_keys(cfg: CfgNode) -> None:
 
 
 def open_store(cfg: CfgNode, encoder: nn.Module, every: AllViews, **of_key: Any) -> FeatureStore:
-    """Returns a store in ``MODEL.CACHE_FEATURES.FOLDER``; arguments are those of ``make_key``."""
+    """Returns a store in ``MODEL.CACHE_FEATURES.FOLDER``. For the arguments, see ``make_key``."""
     named, key = cfg.MODEL.CACHE_FEATURES.FOLDER, make_key(cfg, encoder, every, **of_key)
     caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
     dtype = _DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]

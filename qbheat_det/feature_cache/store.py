@@ -91,7 +91,7 @@ class AllViews(Dataset[Mapped]):
 
 
 class FeatureStore:
-    """A store of views on disk. Indices are those of ``AllViews``."""
+    """A store of views on disk, with the indices of ``AllViews``."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class FeatureStore:
         return missing
 
     def read(self, view_index: int) -> Stored:
-        """Returns a copy of a view, or what the mapper returned instead.
+        """Returns a copy of a view, or the mapper's ``DataError`` or None.
 
         Raises:
             UserError: the file is missing, damaged or from another cache.

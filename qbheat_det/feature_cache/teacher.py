@@ -122,7 +122,7 @@ class TeacherFeatures:
         return AllViews(number_records(DatasetCatalog.get(name)), views)
 
     def _train_views(self, stream: TrainStream, views: FixedViews) -> AllViews:
-        """Returns the same views as those of the student, but in the teacher's image size."""
+        """Returns the student's views in the teacher's image size."""
         mapper = build_mapper(self._cfg, is_train=True)
         return AllViews(stream.dataset, FixedViews(mapper, views.count, views.seed))
 

@@ -65,7 +65,7 @@ class BatchPredictor(DefaultPredictor):
         """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU.
 
         Images with the same size after resizing are batched, so no padding is needed. The results
-        are equal to those of single images up to rounding.
+        are the same as for single images, up to rounding.
         """
         inputs: list[dict[str, Any]] = []
         for image in images:

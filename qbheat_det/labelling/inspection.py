@@ -9,7 +9,7 @@ because a detector trained on a few hundred images is rarely that certain. Secon
 must not overlap an annotated box of any class, so that a wrong class is not reported twice.
 
 The three scores have different scales. To convert them to probabilities, artificial errors of each
-kind are added to a copy of the labels. Their scores are compared with those of unchanged labels.
+kind are added to a copy of the labels. Their scores are compared with unchanged labels' scores.
 
 Notation: an image has G annotated and P predicted boxes, XYXY in pixels.
 """

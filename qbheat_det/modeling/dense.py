@@ -122,7 +122,7 @@ class DenseTeacherLoss:
         return found
 
     def __call__(self, student: DensePredictions, targets: DenseTargets) -> dict[str, Tensor]:
-        """Returns the losses by name. Their mean over all parts is that of the effective batch."""
+        """Returns the losses by name. Their mean over all parts is the effective batch's loss."""
         logits, best, total = student.logits.float(), targets.scores.amax(dim=2), targets.total[0]
         loss = quality_focal_loss(logits, targets.scores, self.gamma)
         losses = {"loss_teacher_cls": loss.sum() / total}

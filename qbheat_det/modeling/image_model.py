@@ -155,8 +155,8 @@ class ImageModel(nn.Module):
 class PooledFeatures(nn.Module):
     """Pools a backbone's outputs to one vector per image, without parameters.
 
-    ``channels`` C is the width of the feature map ``in_feature``, and ``token_dim`` D that of the
-    tokens (0 without tokens). The vector has ``width`` C + D.
+    ``channels`` C is the width of the feature map ``in_feature``. ``token_dim`` D is the width of
+    the tokens (0 without tokens). The vector has ``width`` C + D.
     """
 
     def __init__(self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str) -> None:

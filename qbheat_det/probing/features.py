@@ -231,7 +231,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
     """Loads a backbone from weights of a whole model or of a backbone alone.
 
     Returns the metadata of the file. Raises a ``UserError`` if the tensors of the file's backbone
-    are not exactly those of ``backbone``.
+    are not exactly the tensors of ``backbone``.
     """
     state, info = read_weights(weights)
     names = bare_backbone(state)

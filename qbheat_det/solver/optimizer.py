@@ -153,7 +153,7 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
     """Returns, by parameter name, the number of layers above a parameter, including the head.
 
     ``group_matcher(coarse)`` defines the layers, as in timm's models. It is 1 for the last layer.
-    Parameters that belong to no layer, such as those of a feature pyramid, have 0.
+    Parameters that belong to no layer, for example in a feature pyramid, have 0.
 
     Raises:
         UserError: the backbone has no ``group_matcher``.

@@ -122,8 +122,8 @@ def convert_labels(source: Mapping[str, Any]) -> Converted:
     """Converts a subset to COCO's format, with file names relative to the image folder.
 
     ``source`` has the keys "labels_path" (a label file or a folder with label files) and "subset"
-    (a key of ``find_label_files``). Optional keys are "image_root" (image folder; by default that
-    of the path) and "classes" (class names; by default the sorted names of all parts).
+    (a key of ``find_label_files``). Optional keys are "image_root" (image folder; by default the
+    folder of the path) and "classes" (class names; by default the sorted names of all parts).
 
     Raises:
         UserError: a file cannot be read, or no image has a box.

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The mappers for pre-training and classification, which return square crops of an image.
 
-Random crops are those of torchvision's ``RandomResizedCrop``, from "Going deeper with
+Random crops are drawn as in torchvision's ``RandomResizedCrop``, from "Going deeper with
 convolutions", arXiv:1409.4842. Contrastive pre-training uses the augmentations of MoCo v2,
 arXiv:2003.04297: random crop, flip, color jitter, grayscale and blur. There are two differences:
 torchvision changes the colors of uint8 images, and the blur kernel has a radius of three standard
@@ -209,8 +209,8 @@ class TwoViewMapper:
 class ClassificationMapper:
     """Maps a record with ``file_name`` and ``label`` to a square image.
 
-    Returns the same entry as ``PretrainingMapper``, or its ``DataError``. In training, RandAugment
-    and random erasing are applied after the random crop and flip.
+    Returns the same entry as ``PretrainingMapper``, or a ``DataError`` if the image cannot be read.
+    In training, RandAugment and random erasing are applied after the random crop and flip.
     """
 
     @configurable

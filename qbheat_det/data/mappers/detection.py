@@ -2,9 +2,9 @@
 """The mappers for detection: Detectron2's mapper with faster reading, and DETR's augmentation.
 
 In training, crops, resizes and flips are drawn from the size in the file's header, with the same
-random numbers as in Detectron2. Then the file is decoded, at 1/2, 1/4 or 1/8 of its size if it is a
-JPEG that the first resize makes smaller than that, and resized with PyTorch's uint8 kernel. Boxes
-are equal to those of Detectron2, and pixels up to rounding, except for JPEGs of reduced size.
+random numbers as in Detectron2. Then the file is decoded and resized with PyTorch's uint8 kernel. A
+JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the first resize makes it smaller than that. Boxes
+are equal to Detectron2's. Pixels are equal up to rounding, except for JPEGs of reduced size.
 """
 
 import copy
@@ -31,9 +31,9 @@ from qbheat_det.modeling.contracts import TILE
 class DetectionMapper(DatasetMapper):
     """Detectron2's mapper, which reads files faster in training.
 
-    Masks, keypoints and boxes are those of Detectron2. Inference, and everything that needs the
-    pixels of the whole image, such as other augmentations and semantic segmentation, is left to
-    Detectron2.
+    Masks, keypoints and boxes are equal to Detectron2's. Detectron2's code runs in inference, and
+    for anything that needs the pixels of the whole image, such as other augmentations and semantic
+    segmentation.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T
 class TileMapper:
     """Crops the ``TILE`` of a record out of the decoded image, before all augmentations.
 
-    "height" and "width" of the entry are those of the tile.
+    "height" and "width" of the entry are the size of the tile.
     """
 
     mapper: DatasetMapper

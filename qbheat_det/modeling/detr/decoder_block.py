@@ -70,7 +70,7 @@ def feed_forward(widths: DecoderWidths) -> nn.Sequential:
 
 
 def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
-    """Builds multi-head attention with full projections, on (N, length, C)."""
+    """Builds multi-head attention on (N, length, C), with all four projections."""
     sizes = {"dim": widths.dim, "num_heads": widths.num_heads}
     return MapAttention(**sizes, dropout=widths.dropout, fused=fused)
 

@@ -113,7 +113,7 @@ class MFDETR(nn.Module):
         Args:
             batched_inputs: dicts of a dataset mapper with "image" (3, H, W). In training, also
                 "instances" with ``gt_boxes`` (absolute XYXY) and ``gt_classes``. In inference,
-                optionally "height" and "width" of the output, by default those of the image.
+                optionally "height" and "width" of the output (default: the size of the image).
             normalizers: in training, the result of ``loss_normalizers`` for the effective batch.
                 By default, it is computed over the batches of all processes.
 

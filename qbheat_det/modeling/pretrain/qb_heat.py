@@ -50,9 +50,9 @@ _EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
 
 
 class LinearModels(nn.Module):
-    """The matrices (C, C) of one scale: A, B and C of the paper, multiplied by their offset.
+    """The matrices (C, C) of one scale: the paper's A, B and C times the offset of the blocks.
 
-    Explicit matrices are parameters with the paper's names. Implicit ones are computed from them.
+    Explicit matrices are parameters with the paper's names. All others are computed from them.
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
@@ -80,7 +80,7 @@ class LinearModels(nn.Module):
 
 
 class HeatPredictor(nn.Module):
-    """Predicts the features of the whole image from those of the visible quarter.
+    """Predicts the features of the whole image from the visible quarter's features.
 
     A visible corner predicts the three remaining quarters, at an offset of half the image. A
     visible centre is split into quarters. Each of them predicts the three adjacent blocks in its
@@ -180,7 +180,7 @@ class VisibleQuarters:
         return cls(torch.tensor(order).to(device, non_blocking=True), counts)
 
     def crop(self, images: Tensor) -> Tensor:
-        """Returns the visible quarters (N, C, S / 2, S / 2) of sorted images (N, C, S, S)."""
+        """Returns the visible quarters (N, C, S / 2, S / 2) of images (N, C, S, S) in ``order``."""
         half = images.shape[-1] // 2
         firsts = [*product((0, half), (0, half)), (half // 2, half // 2)]  # row and column
         groups = zip(images.split(self.counts), firsts, strict=True)

@@ -198,7 +198,7 @@ class ReconstructionLoss(nn.Module):
 
 
 class FeaturePredictor(Protocol):
-    """A module that predicts the features of all positions from those of the visible part."""
+    """A module that predicts the features of all positions from the visible ones."""
 
     dim: int
     """C, the channels of the features."""
