@@ -36,19 +36,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "their near-duplicates are not selected")  # fmt: skip
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
-    add("--strategy", choices=["typiclust", "k_center", "balanced"],
-        help="default: balanced with --weights, else typiclust")  # fmt: skip
+    add("--strategy", choices=["random", "typiclust", "k_center", "balanced"],
+        help="default: balanced with --weights, else random")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "
         "train on N images of --data that it selects, and plot AP50 over N")  # fmt: skip
     add("--val", default="", metavar="SRC", help="with --simulate: validation data, if --data has "
         "no validation part")  # fmt: skip
-    add("--strategies", nargs="+", default=["random", "typiclust", "balanced"],
+    add("--strategies", nargs="+", default=["random", "balanced"],
         help="with --simulate: strategies to compare (default: %(default)s)")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="with --simulate (default: 1 2 3)")
     add("opts", nargs="*", default=[], metavar="KEY VALUE",
         help="with --simulate: overrides of the training config")  # fmt: skip
-    add("--seed", type=int, default=0, help="seed of the clustering (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of random and typiclust (default: %(default)s)")
     return parser.parse_intermixed_args(argv)
 
 

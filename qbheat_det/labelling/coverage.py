@@ -26,7 +26,7 @@ _DIMENSIONS = 128
 _NO_DIFFERENCE = 0.01  # an image equals the mean if its relative distance is below this
 _NEIGHBOURS = 20  # neighbors that define typicality, as in TypiClust
 _MAX_CLUSTERS = 500  # as in TypiClust
-COVERING = ("typiclust", "k_center")
+COVERING = ("random", "typiclust", "k_center")
 
 
 def unit_vectors(features: Tensor) -> Tensor:
@@ -95,7 +95,13 @@ def _count_rows(vectors: Tensor) -> int:
 def cover(
     strategy: str, vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Selects images with a strategy in ``COVERING``. ``seed`` is the seed of the clustering."""
+    """Selects images with a strategy in ``COVERING``.
+
+    ``seed`` is the seed of "random", and of the clustering of "typiclust".
+    """
+    if strategy == "random":
+        order, known = np.random.default_rng(seed).permutation(len(vectors)), {*taken}
+        return [index for index in order.tolist() if index not in known][:budget]
     if strategy == "k_center":
         return k_center(vectors, budget, taken)
     return typiclust(vectors, budget, taken, seed=seed)

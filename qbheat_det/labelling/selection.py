@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Selects the images to label next from a pool of unlabelled images.
 
-Without a detector, the selection covers the pool (see ``coverage``). With a detector, it consists
-of images with many objects of all classes. The feature vectors of the images are cached on disk.
+Without a detector, the selection is random or covers the pool (see ``coverage``). With a detector,
+it consists of images with many objects of all classes. Near-duplicates are left out. The feature
+vectors of the images are cached on disk.
 """
 
 import os
@@ -32,7 +33,7 @@ from .coverage import (
 )
 from .embedding import embed_images
 
-Strategy = Literal["typiclust", "k_center", "balanced"]
+Strategy = Literal["random", "typiclust", "k_center", "balanced"]
 Boxes = dict[str, list[dict[str, Any]]]
 BALANCED: Strategy = "balanced"  # needs a detector
 _SET = "images_with_labels"
@@ -151,15 +152,15 @@ def select(
         data: labelled images, in any format of ``--data``. These images, including their validation
             part, and near-duplicates of them are not selected.
         encoder: weights of the encoder whose features are compared.
-        strategy: by default "balanced" if ``weights`` are given, else "typiclust".
+        strategy: by default "balanced" if ``weights`` are given, else "random".
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
-        seed: seed of the clustering.
+        seed: seed of "random" and "typiclust".
 
     Raises:
         UserError: the budget is larger than the pool, weights cannot be read, or the strategy
             needs ``weights``.
     """
-    strategy = strategy or (BALANCED if weights else "typiclust")
+    strategy = strategy or (BALANCED if weights else "random")
     if strategy not in (*COVERING, BALANCED):
         known = ", ".join([*COVERING, BALANCED])
         raise UserError(f"there is no strategy '{strategy}': use one of {known}")

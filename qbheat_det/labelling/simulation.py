@@ -49,7 +49,7 @@ def simulate(
     *,
     val: str = "",
     images: str = "",
-    strategies: Sequence[str] = ("random", "typiclust", "balanced"),
+    strategies: Sequence[str] = ("random", "balanced"),
     seeds: Sequence[int] = (1, 2, 3),
     encoder: str = "distill/285M",
     opts: Sequence[str] = (),
@@ -57,7 +57,7 @@ def simulate(
     """Trains a detector for each strategy, seed and number of images.
 
     A strategy starts without labelled images and adds images up to each budget. "random" is the
-    baseline. "balanced" needs a detector, so it uses "typiclust" for the first budget. The detector
+    baseline. "balanced" needs a detector, so it uses "random" for the first budget. The detector
     is a RetinaNet head on cached features of the frozen encoder. Calling the function again
     continues an interrupted simulation.
 
@@ -67,7 +67,7 @@ def simulate(
         output: folder for ``points.json``, ``curve.svg`` and the last run.
         val: validation data; by default the validation part of ``data``.
         images: folder of the images, if they are not in the folder of a COCO json.
-        strategies: "random" or strategies of ``select``.
+        strategies: strategies of ``select``.
         seeds: seeds of selection and training.
         encoder: weights of the frozen encoder.
         opts: overrides of the training config, as a flat list of keys and values.
@@ -136,7 +136,7 @@ def _open_boxes(data: str, val: str, images: str, strategies: Sequence[str]) -> 
     opened = open_source(data, images)
     if opened.kind == "classes" or not (val or opened.val):
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
-    if unknown := {*strategies} - {"random", *COVERING, BALANCED}:
+    if unknown := {*strategies} - {*COVERING, BALANCED}:
         raise UserError(f"there is no strategy '{unknown.pop()}'")
     file = read_annotations(opened.train)
     raise_first(file.errors)
@@ -157,13 +157,11 @@ def _choose(
     ``run`` is the folder of the detector that was trained on ``chosen``.
     """
     need = budget - len(chosen)
-    if strategy == "random":
-        return np.random.default_rng(seed).permutation(len(paths))[:budget].tolist()
     if strategy == BALANCED:
         if run:
             counts = count_objects(paths, predict_boxes(paths, open_detector(run)))
             return [*chosen, *choose_balanced(vectors, counts, need, chosen)]
-        strategy = "typiclust"
+        strategy = "random"
     return [*chosen, *cover(strategy, vectors, need, chosen, seed=seed)]
 
 
