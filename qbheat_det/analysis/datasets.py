@@ -106,7 +106,7 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     try:
         content = read_annotations(named)
     except UserError as error:
-        reason = str(error).removeprefix(origin).lstrip(": ")
+        reason = str(error).removeprefix(f"{origin}: ").removeprefix(f"{origin}, ")
         unusable = DataError("annotation file that cannot be used", origin, reason)
         return Inspection(source, [], (), [unusable])
     records = _load_valid(content)

@@ -15,18 +15,19 @@ from typing import Any
 import torch
 import yaml
 from detectron2.config import CfgNode
+from detectron2.utils.logger import log_first_n
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 
 from .defaults import RETIRED, get_cfg
 
-logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_DEPTH = 100  # of nested values in YAML
+_COMMAND_LINE = "command line"  # the source of overrides in messages
 
 # Maps keys in epochs to Detectron2's keys in iterations, which are computed from them.
 EPOCH_KEYS = {
@@ -97,7 +98,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
     layers = [] if path is None else _read_layers(Path(find_config(path)))
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
-    layers.append(("command line", dict(zip(opts[::2], opts[1::2], strict=True))))
+    layers.append((_COMMAND_LINE, dict(zip(opts[::2], opts[1::2], strict=True))))
     for source, values in layers:
         for key, value in without_retired(values, source).items():
             _set(cfg, key, value, source)
@@ -148,15 +149,24 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     """Returns values by dotted key without the keys of earlier versions.
 
     If such a key has a value that is no longer supported, a warning mentions ``source``, or a
-    ``UserError`` is raised if the key changes the model. ``VIS``, figures in training, may be any.
+    ``UserError`` is raised if the key changes the model. Files may have any ``VIS``, as weights of
+    earlier versions do: it only drew figures in training.
     """
+    figures = [key for key in values if key.startswith("VIS.")]
+    if figures and source == _COMMAND_LINE:
+        _warn_once(f"{source}: {figures[0]} was removed: qbheat report draws the figures")
     for key, only in RETIRED.items():
         if str(value := values.get(key, only)) != str(only):
             message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
             if key.startswith("MODEL."):
                 raise UserError(f"{message}: leave the key out, or use --config-file")
-            logger.warning(message)
-    return {k: v for k, v in values.items() if k not in RETIRED and not k.startswith("VIS.")}
+            _warn_once(message)
+    return {k: v for k, v in values.items() if k not in RETIRED and k not in figures}
+
+
+def _warn_once(message: str) -> None:
+    """Logs a warning once per process: a command reads its config several times."""
+    log_first_n(logging.WARNING, message, key="message", name=__name__)
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:

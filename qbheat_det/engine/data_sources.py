@@ -169,8 +169,9 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
             source = open_source(path, root, likely_root=likely)
             opened.append(source)
             if job != "images" and (source.kind == "classes") != (job == "classes"):
-                wanted = "class folders" if job == "classes" else "boxes"
-                raise UserError(f"the config is for {wanted}, but '{path}' does not contain any")
+                kinds = ("boxes", "class folders")
+                found, wanted = kinds if job == "classes" else reversed(kinds)
+                raise UserError(f"'{path}' has {found}, but {wanted} are needed here")
         elif images:
             if job != "images":
                 flag, needed = ("--val-images", "--val") if opened else ("--images", "--data")

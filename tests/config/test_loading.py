@@ -78,7 +78,9 @@ def test_retired_keys_are_left_out_and_other_values_are_refused_if_they_change_t
     assert load_config(old, [key, "1"]) == load_config()
     assert not caplog.records
     assert load_config(old, ["SOLVER.WANDB_PROJECT", "mine"]) == load_config()
-    assert "command line: SOLVER.WANDB_PROJECT was removed" in caplog.text
+    assert load_config(old, ["SOLVER.WANDB_PROJECT", "mine", "VIS.PERIOD", "5"]) == load_config()
+    assert caplog.text.count("command line: SOLVER.WANDB_PROJECT was removed") == 1
+    assert "command line: VIS.PERIOD was removed" in caplog.text
     with pytest.raises(UserError, match=rf"command line: {key} was removed"):
         load_config(old, [key, "3"])
     with pytest.raises(UserError, match=rf"checkpoint's config: {key} was removed"):

@@ -98,7 +98,7 @@ BAD_FILES = [
     ("a.json", _LABEL_STUDIO % '{"value": {"brushlabels": ["x"]}}', "region 1"),
     ("a.json", _LABEL_STUDIO % '{"value": {"x": 1, "y": 1, "width": 1}}', "region 1.*class"),
     ("a.json", "[{}]", "task 1"),
-    ("a.json", "[1]", "task 1"),
+    ("a.json", "[1]", "task 1: it must be a JSON object"),
     ("a.xml", "<annotations><track/></annotations>", "video"),
     ("a.xml", "<!DOCTYPE x><annotations/>", "DOCTYPE"),
     ("metadata.jsonl", '{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3]]}}', "entry 1"),

@@ -145,6 +145,8 @@ def _read_task(
     file: Path, number: int, task: Mapping[str, Any]
 ) -> tuple[LabelledImage, Sequence[Any]]:
     """Returns the image of a task and its list of regions."""
+    if not isinstance(task, dict):
+        raise ValueError(f"it must be a JSON object, but is {short(task)}")
     data = task.get("data", task)
     texts = [value for value in data.values() if isinstance(value, str)]
     named = [data[key] for key in ("image", "img", "ocr") if key in data]
