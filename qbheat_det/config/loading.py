@@ -27,6 +27,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_DEPTH = 100  # of nested values in YAML
+# Groups whose removed keys change the tensors or the losses of a model.
+_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
 _COMMAND_LINE = "command line"  # the source of overrides in messages
 
 # Maps keys in epochs to Detectron2's keys in iterations, which are computed from them.
@@ -158,7 +160,7 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     for key, only in RETIRED.items():
         if str(value := values.get(key, only)) != str(only):
             message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
-            if key.startswith("MODEL."):
+            if key.startswith(_CHANGE_MODEL):
                 raise UserError(f"{message}: leave the key out, or use --config-file")
             _warn_once(message)
     return {k: v for k, v in values.items() if k not in RETIRED and k not in figures}

@@ -164,7 +164,9 @@ def read_rgb(picture: Picture) -> Image:
             return decode_image(file, picture)
     is_array = isinstance(picture, np.ndarray) and picture.dtype == np.uint8
     if not (is_array and picture.ndim == 3 and picture.shape[2] == 3 and picture.size):
-        found = getattr(picture, "dtype", type(picture).__name__), getattr(picture, "shape", "")
+        found = f"a value of type {type(picture).__name__}"
+        if isinstance(picture, np.ndarray):
+            found = f"{picture.dtype} of shape {picture.shape}"
         raise UserError(f"an image is an array (H, W, 3) of uint8, RGB, not {found}")
     return np.array(picture)
 

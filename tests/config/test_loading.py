@@ -79,6 +79,7 @@ def test_retired_keys_are_left_out_and_other_values_are_refused_if_they_change_t
     assert not caplog.records
     assert load_config(old, ["SOLVER.WANDB_PROJECT", "mine"]) == load_config()
     assert load_config(old, ["SOLVER.WANDB_PROJECT", "mine", "VIS.PERIOD", "5"]) == load_config()
+    assert load_config(old, ["MODEL.ACTIVATION_CHECKPOINTING", "True"]) == load_config()
     assert caplog.text.count("command line: SOLVER.WANDB_PROJECT was removed") == 1
     assert "command line: VIS.PERIOD was removed" in caplog.text
     with pytest.raises(UserError, match=rf"command line: {key} was removed"):
