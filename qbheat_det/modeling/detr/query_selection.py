@@ -191,8 +191,8 @@ class QuerySelection(nn.Module):
         """Returns the centers (x, y) and sizes (w, h) of the anchors, (N, P, 2) each."""
         height, width = size
         if padding is None:
-            # The exporter does not support new_tensor.
-            extent = torch.cat([like.new_full((len(like), 1), side) for side in size], dim=1)
+            # The exporter does not support new_tensor, and len() would fix the batch size.
+            extent = torch.cat([like.new_full((like.shape[0], 1), side) for side in size], dim=1)
         else:
             extent = valid_sizes(padding).to(like.dtype)
         rows, columns = (
