@@ -12,7 +12,6 @@ from detectron2.modeling import build_model
 from torch import nn
 
 from qbheat_det.config import load_config
-from qbheat_det.config.loading import list_leaves
 from qbheat_det.data import build_mapper
 from qbheat_det.solver import build_optimizer, resolve_schedule
 
@@ -172,16 +171,3 @@ def test_classification_follows_the_papers_setup(size: str) -> None:
     assert (classifier.LABEL_SMOOTHING, classifier.MIXUP, classifier.CUTMIX) == (0.1, 0, 0)
     assert images.RAND_AUGMENT == [9, 0.5]
     assert images.RANDOM_ERASING == {"3.7G": 0.25}.get(size, 0)
-
-
-@pytest.mark.parametrize("path", [path for path in RECIPES if "fast_" in path.name], ids=_name)
-def test_a_fast_recipe_is_that_of_the_paper_but_for_queries_and_epochs(path: Path) -> None:
-    plain = dict(list_leaves(load_config(path.with_name(path.name.removeprefix("fast_")))))
-    fast = dict(list_leaves(load_config(path)))
-    changed = {key for key, value in fast.items() if value != plain[key]}
-    own = ("MODEL.MF_DETR.CLASS", "MODEL.MF_DETR.FOCAL.", "MODEL.MF_DETR.DENOISING.")
-    own += ("MODEL.MF_DETR.DROPOUT",)
-    schedule = {"SOLVER.EPOCHS", "SOLVER.STEP_EPOCHS"} if path.parent.name == "coco" else set()
-    changed.discard("OUTPUT_DIR")
-    assert {key for key in changed if not key.startswith(own)} <= schedule
-    assert {"MODEL.MF_DETR.CLASSIFICATION", "MODEL.MF_DETR.DENOISING.GROUPS"} & changed

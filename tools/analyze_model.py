@@ -45,7 +45,6 @@ from qbheat_det.modeling.backbone import (
     build_mobile_former_fpn_backbone,
 )
 from qbheat_det.modeling.classification import LinearDecoder, TransformerDecoder
-from qbheat_det.modeling.contracts import train_only_modules
 from qbheat_det.modeling.detr import MFDecoder
 
 DETECTION_SIZE = (800, 1333)
@@ -320,8 +319,6 @@ def report_config(file: str, opts: Sequence[str], size: Sequence[int], depth: in
     """Prints the counts of a detector's modules in inference."""
     cfg = load_config(file, ["MODEL.DEVICE", "cpu", *opts])
     model = build_model(cfg).eval()
-    for name in train_only_modules(model):
-        setattr(model, name, None)
     madds = count_detector_madds(model, *size)
     params = parameter_count(model)
     rows = []

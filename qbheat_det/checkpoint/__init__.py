@@ -3,7 +3,7 @@
 
 from .checkpointer import ExactCheckpointer, SafeCheckpointer
 from .convert import TimmWeights
-from .matching import bare_backbone, fit_weights, without_children
+from .matching import bare_backbone, fit_weights
 from .report import check_exact
 from .run_config import (
     holds_backbone_alone,
@@ -26,5 +26,5 @@ __all__ = [
     "ExactCheckpointer", "SafeCheckpointer", "TimmWeights", "WeightsInfo",
     "bare_backbone", "check_exact", "check_weights_file", "class_names_of", "find_weights",
     "fit_weights", "holds_backbone_alone", "info_of", "load_embedded_config", "load_run_config",
-    "local_weights", "read_weights", "refuse_encoder", "save_weights", "without_children",
+    "local_weights", "read_weights", "refuse_encoder", "save_weights",
 ]  # fmt: skip

@@ -8,13 +8,13 @@ partial loading is requested.
 import os
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import remove_leftovers, write_atomically
@@ -23,10 +23,9 @@ from qbheat_det.modeling.contracts import (
     get_timm_name,
     optional_modules,
     pretrain_only_modules,
-    train_only_modules,
 )
 
-from .matching import fit_weights, without_children
+from .matching import fit_weights
 from .report import LoadReport, check_complete, check_exact
 from .weights_file import (
     WeightsFile,
@@ -185,15 +184,14 @@ class SafeCheckpointer(DetectionCheckpointer):
             trained = info.value_of("MODEL.META_ARCHITECTURE")
             is_same = trained == type(model).__name__ if trained else tuple(skip) == own_parts
             skip = [] if is_same else skip
-        train_only = [] if resuming else self._find_train_only(stored)
         fitting, report = fit_weights(
             stored,
-            without_children(own_state, train_only),
+            own_state,
             file=path,
             old_classes=info.class_names if info else (),
             classes=self.class_names,
             optional_modules=optional_modules(model),
-            skip=[*skip, *train_only],
+            skip=skip,
             private=own_parts,
         )
         if resuming:
@@ -212,10 +210,6 @@ class SafeCheckpointer(DetectionCheckpointer):
             self.logger.warning("Loaded in part, as --allow-partial asks: %s", "; ".join(errors))
         if info is not None:
             self._warn_of_other_pixels(info)
-
-    def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
-        # A new run initializes its train-only modules.
-        return list(train_only_modules(self.model))
 
     def _check(self, report: LoadReport) -> None:
         check_complete(report, allow_partial=self.allow_partial)
@@ -257,17 +251,7 @@ class SafeCheckpointer(DetectionCheckpointer):
 
 
 class ExactCheckpointer(SafeCheckpointer):
-    """Loads trained models: file and model must have the same tensors and classes.
-
-    Only the tensors of train-only modules may be missing or differ.
-    """
-
-    def _find_train_only(self, stored: Mapping[str, Tensor]) -> list[str]:
-        def shapes(state: Mapping[str, Tensor], child: str) -> dict[str, torch.Size]:
-            return {k: tensor.shape for k, tensor in state.items() if k.startswith(f"{child}.")}
-
-        own, children = self.model.state_dict(), train_only_modules(self.model)
-        return [child for child in children if shapes(own, child) != shapes(stored, child)]
+    """Loads trained models: file and model must have the same tensors and classes."""
 
     def _check(self, report: LoadReport) -> None:
         check_exact(report, "use the config.yaml that was written beside the weights")

@@ -81,7 +81,7 @@ def fit_weights(
         UserError: a tensor contains NaN or infinity, or the names fit several parts of the model.
     """
     skipped = tuple(child for child in skip if any(_is_of(child, key) for key in stored))
-    stored = without_children(stored, skipped)
+    stored = {k: t for k, t in stored.items() if not any(_is_of(child, k) for child in skipped)}
     check_finite(stored, file)
     change = compare_classes(old_classes, classes, file=file)
     names = match_names(model_state, stored, file=file, private=private)
@@ -100,11 +100,6 @@ def fit_weights(
         class_change=change if has_classes else None,
         note=_UNNAMED if has_classes and classes and not old_classes else "",
     )
-
-
-def without_children(state: Mapping[str, Tensor], children: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the tensors that are not in the given children of the model, such as "decoder"."""
-    return {k: t for k, t in state.items() if not any(_is_of(child, k) for child in children)}
 
 
 def match_names(

@@ -76,14 +76,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         "IOU_TARGET": 1.0,
         "PRIOR": 0.01,  # initial probability of each class
     },
-    "MODEL.MF_DETR.DENOISING": {
-        "GROUPS": 0,  # noised copies of each ground-truth box as queries in training
-        # Maximum shift of a corner, relative to half the side of the box. Corners of negatives are
-        # shifted by 1 to 2 times this value.
-        "BOX_NOISE": 0.4,
-        "LABEL_NOISE": 0.25,  # probability of a random label
-        "MAX_QUERIES": 200,  # maximum per image; images with many boxes get fewer groups
-    },
     "MODEL.MF_DETR.QUERY_SELECTION": {
         # Initialize object queries from the best predictions of a dense head, which the decoder
         # refines. If False, queries are learned parameters, the same for all images.
@@ -299,6 +291,10 @@ RETIRED: dict[str, object] = {
     "INPUT.TWO_VIEWS.JITTER_PROBABILITY": 0.8,
     "MODEL.ACTIVATION_CHECKPOINTING": False,
     "MODEL.MF_DETR.DEEP_SUPERVISION": True,
+    "MODEL.MF_DETR.DENOISING.BOX_NOISE": 0.4,
+    "MODEL.MF_DETR.DENOISING.GROUPS": 0,
+    "MODEL.MF_DETR.DENOISING.LABEL_NOISE": 0.25,
+    "MODEL.MF_DETR.DENOISING.MAX_QUERIES": 200,
     "MODEL.MF_DETR.DENOISING.NEGATIVES": True,
     "MODEL.MF_DETR.DENOISING.WEIGHT": 1.0,
     "MODEL.MF_DETR.QUERY_GROUPS.COUNT": 1,

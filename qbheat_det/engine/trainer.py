@@ -22,7 +22,6 @@ from qbheat_det.checkpoint import (
     WeightsInfo,
     info_of,
     save_weights,
-    without_children,
 )
 from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values, with_values
 from qbheat_det.core.environment import find_commit
@@ -33,7 +32,6 @@ from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.modeling.contracts import (
     needs_teacher,
     pretrain_only_modules,
-    train_only_modules,
 )
 from qbheat_det.solver import (
     build_lr_scheduler,
@@ -236,9 +234,7 @@ class Trainer(DefaultTrainer):
         """Writes the evaluated weights and their metadata to ``OUTPUT_DIR/<name>.safetensors``."""
         if comm.is_main_process():
             path = Path(self.cfg.OUTPUT_DIR) / f"{name}.safetensors"
-            state = self.evaluated_model.state_dict()
-            state = without_children(state, train_only_modules(self.bare_model))
-            save_weights(str(path), state, self._describe_weights())
+            save_weights(str(path), self.evaluated_model.state_dict(), self._describe_weights())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs except the weights."""

@@ -153,24 +153,19 @@ class MapAttention(nn.MultiheadAttention):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Takes queries (N, Q, C), keys and values (N, L, C). Returns (N, Q, C).
 
-        ``key_padding_mask`` (N, L) is True at keys that all queries ignore. ``attn_mask`` (N *
-        heads, Q, L) is True if a query may not attend to a key.
+        ``key_padding_mask`` (N, L) is True at keys that all queries ignore.
         """
         if self.watchers:
             found, weights = super().forward(
-                query, key, value, key_padding_mask, True, attn_mask, average_attn_weights=False
+                query, key, value, key_padding_mask, average_attn_weights=False
             )
             for watch in self.watchers:
                 watch(cast(Tensor, weights))
             return found
         masked = None if key_padding_mask is None else key_padding_mask[:, None, None]
-        if attn_mask is not None:
-            by_head = attn_mask.unflatten(0, (-1, self.num_heads))
-            masked = by_head if masked is None else masked | by_head
         if exported_form.get() and not is_half_program() and not self.fused:
             return self._attend_in_graph(query, key, value, masked)
         assert self.in_proj_weight is not None, "keys and values are as wide as the queries"

@@ -87,11 +87,6 @@ def has_held_out_loss(model: type | object) -> bool:
     return bool(getattr(model, "held_out_loss", True))
 
 
-def train_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``train_only_modules``: children in checkpoints, but not in the final weights."""
-    return tuple(getattr(model, "train_only_modules", ()))
-
-
 def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
     """Returns ``pretrain_only_modules``: children that downstream models do not load."""
     return tuple(getattr(model, "pretrain_only_modules", ()))

@@ -45,7 +45,6 @@ DETECTORS = {
     "fcos": read_opts(FCOS),
     "fcos, unlabelled": read_opts(FCOS + SEMI),
     "mf_detr": DETR | read_opts("SOLVER.ACCUMULATE 2"),
-    "mf_detr, auxiliary queries": DETR | read_opts("MODEL.MF_DETR.DENOISING.GROUPS 2"),
     "mf_detr, selected queries": DETR
     | read_opts(f"MODEL.MF_DETR.QUERY_SELECTION.ENABLED True {FOCAL}"),
     "mf_detr, cached": DETR | read_opts(f"{CACHED} INPUT.DETR_CROP_RESIZE []"),

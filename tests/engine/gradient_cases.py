@@ -35,11 +35,9 @@ BLOCKS = [
 ]  # fmt: skip
 RETINANET, MF_DETR = "coco/Base-RetinaNet.yaml", "coco/Base-MFDETR.yaml"
 CLASSIFIER, MOCO = "ImageNet-finetune/Base-finetune.yaml", "ImageNet-MoCo/Base-MoCo.yaml"
-# configs/Base-FastMFDETR.yaml but for the noise, which each image draws in its own process or part.
-FAST_WITHOUT_NOISE = (
+SELECTED_QUERIES = (
     "MODEL.MF_DETR.CLASSIFICATION", "focal", "MODEL.MF_DETR.CLASS_WEIGHT", 2.0,
-    "MODEL.MF_DETR.DENOISING.GROUPS", 5,
-    "MODEL.MF_DETR.DENOISING.BOX_NOISE", 0.0, "MODEL.MF_DETR.DENOISING.LABEL_NOISE", 0.0,
+    "MODEL.MF_DETR.QUERY_SELECTION.ENABLED", True,
 )  # fmt: skip
 Batch = tuple[int, ...]
 

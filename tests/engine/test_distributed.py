@@ -28,10 +28,10 @@ from tests.toy_set import ToySpec, prepare_toy_set
 from .classifier_cases import make_classes
 from .gradient_cases import (
     CLASSIFIER,
-    FAST_WITHOUT_NOISE,
     MF_DETR,
     MOCO,
     RETINANET,
+    SELECTED_QUERIES,
     Case,
     run_all,
     run_case,
@@ -53,8 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 FAMILIES: dict[str, tuple[str, tuple[Any, ...], tuple[str, ...]]] = {
     "MF-DETR": (MF_DETR, (), ("no box in one process", "a frozen backbone")),
-    # Sigmoid scores and denoising queries.
-    "fast MF-DETR": (MF_DETR, FAST_WITHOUT_NOISE, ("no box at all",)),
+    "MF-DETR with selected queries": (MF_DETR, SELECTED_QUERIES, ("no box at all",)),
     "RetinaNet": (RETINANET, (), ("no box in one process", "no box at all")),
     "ImageClassifier": (CLASSIFIER, (), ("a frozen backbone",)),
 }

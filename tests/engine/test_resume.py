@@ -14,10 +14,10 @@ import torch
 from detectron2.modeling import build_model
 from torch.utils._pytree import tree_leaves_with_path
 
-from qbheat_det.checkpoint import ExactCheckpointer, WeightsInfo, read_weights, save_weights
+from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine import RunFlags, Trainer, build_config
+from qbheat_det.engine import RunFlags
 from qbheat_det.engine.logs import warn_of_weights
 from qbheat_det.engine.resume import (
     check_same_config,
@@ -25,18 +25,15 @@ from qbheat_det.engine.resume import (
     check_start,
 )
 from qbheat_det.engine.step import StepTrainer
-from qbheat_det.modeling.contracts import train_only_modules
 
 from . import tiny_training
 from .conftest import TrainAfresh
 from .tiny_training import MF_DETR, TINY_ENCODER, losses, read_opts, state
 
-AUXILIARY = {"MODEL.MF_DETR.DENOISING.GROUPS": "2"}
 CASES = {
     "retinanet": {},
     "mf_detr_with_everything": {
         **MF_DETR,
-        **AUXILIARY,
         **read_opts("""
 SOLVER.EMA.ENABLED True SOLVER.EMA.DECAY 0.9 SOLVER.ACCUMULATE 2 SOLVER.AMP.ENABLED True
 SOLVER.AMP.PRECISION bfloat16 DATALOADER.NUM_WORKERS 1 TEST.EVAL_PERIOD 3
@@ -109,30 +106,6 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
         (broken / "last_checkpoint").write_text(last.name)
         train_afresh(broken, {"DATALOADER.NUM_WORKERS": "2"}, "--resume")
         assert_same_bits(state(broken)["model"], state(whole)["model"])
-
-
-def test_auxiliary_queries_are_resumed_but_not_exported_and_weights_fit_without_them(
-    whole_runs: dict[str, Path], tiny_data: Path, tmp_path: Path
-) -> None:
-    folder = whole_runs["mf_detr_with_everything"]
-    kept = state(folder)["ema"]  # what is evaluated
-    exported, _ = read_weights(str(folder / "model_final.safetensors"))
-    missing = kept.keys() - exported.keys()
-    for opts, file, expected in (
-        ({}, "model_final.pth", kept),
-        (AUXILIARY, "model_final.pth", kept),
-        (AUXILIARY, "model_final.safetensors", exported),
-    ):
-        cfg = build_config(tiny_training.parse(tmp_path, tiny_data, {**MF_DETR, **opts}))
-        model = Trainer.build_model(cfg)
-        ExactCheckpointer(model, class_names=cfg.MODEL.CLASS_NAMES).load(str(folder / file))
-        found = dict(model.state_dict())
-        if opts:
-            own = {name for name in found if name.startswith(train_only_modules(model))}
-            assert missing == own != set()
-        fit = {name: value for name, value in expected.items() if name in found}
-        assert fit.keys() >= exported.keys()
-        torch.testing.assert_close({n: found[n] for n in fit}, dict(fit), rtol=0, atol=0)
 
 
 def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(

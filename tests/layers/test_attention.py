@@ -77,10 +77,8 @@ def test_attention_without_dropout_equals_pytorchs(masked: bool) -> None:
     query, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
     masks: dict[str, Any] = {}
     if masked:
-        hidden = torch.rand(8, 5, 7) < 0.5
-        hidden[..., 0] = False
         padding = torch.arange(7).expand(2, -1) >= torch.tensor([[7], [4]])
-        masks = {"attn_mask": hidden, "key_padding_mask": padding}
+        masks = {"key_padding_mask": padding}
     found = ours(query, memory + 1, memory, **masks)
     wanted, weights = theirs(query, memory + 1, memory, average_attn_weights=False, **masks)
     assert_close(found, wanted)

@@ -23,7 +23,7 @@ RECIPES = [
     "objectives/moco_v2.yaml",
     "coco/retinanet_285M_probe.yaml",
     "coco/mf_detr_211_285M_finetune.yaml",
-    "coco/fast_mf_detr_522_285M_finetune.yaml",
+    "coco/mf_detr_522_285M_finetune.yaml",
 ]
 PROBE = "coco/mf_detr_211_285M_probe.yaml"
 FINETUNE = "coco/mf_detr_211_285M_finetune.yaml"

@@ -133,20 +133,15 @@ class QueryLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(dim)
         self.dropout = Dropout(widths.dropout)
 
-    def forward(
-        self, queries: Tensor, position: Tensor, level: LevelMap, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the updated queries and positions, (N, Q, C) each.
-
-        ``mask`` (N * heads, Q, Q) is True if a query (row) may not attend to a query (column).
-        """
+    def forward(self, queries: Tensor, position: Tensor, level: LevelMap) -> tuple[Tensor, Tensor]:
+        """Returns the updated queries and positions, (N, Q, C) each."""
         position = position + self.adapt_position(queries)
         gathered = self.cross_attention(
             queries + position, level.x + level.position, level.x, key_padding_mask=level.ignored
         )
         queries = self.cross_norm(queries + self.dropout(gathered))
         located = queries + position
-        exchanged = self.self_attention(located, located, queries, attn_mask=mask)
+        exchanged = self.self_attention(located, located, queries)
         queries = self.self_norm(queries + self.dropout(exchanged))
         queries = queries + self.dropout(self.feed_forward(queries))
         return self.feed_forward_norm(queries), position
@@ -224,21 +219,11 @@ class DecoderBlock(nn.Module):
         self.query_to_map = query_to_map
 
     def forward(
-        self,
-        queries: Tensor,
-        position: Tensor,
-        level: LevelMap,
-        *,
-        mask: Tensor | None = None,
-        num_read: int | None = None,
+        self, queries: Tensor, position: Tensor, level: LevelMap
     ) -> tuple[Tensor, Tensor, LevelMap]:
-        """Returns the updated queries (N, Q, C), positions (N, Q, C) and feature map.
-
-        The feature map attends to the first ``num_read`` queries only.
-        """
-        queries, position = self.query_layer(queries, position, level, mask)
+        """Returns the updated queries (N, Q, C), positions (N, Q, C) and feature map."""
+        queries, position = self.query_layer(queries, position, level)
         if self.mobile is not None and self.query_to_map is not None:
-            read = queries[:, :num_read]
-            level = replace(level, x=self.mobile(level, read))
-            level = replace(level, x=self.query_to_map(level, read, position[:, :num_read]))
+            level = replace(level, x=self.mobile(level, queries))
+            level = replace(level, x=self.query_to_map(level, queries, position))
         return queries, position, level

@@ -36,27 +36,6 @@ from .decoder_block import (
 from .query_selection import QuerySelection, refine_boxes
 
 
-@dataclass(frozen=True)
-class QuerySet:
-    """E additional queries for each of N images, with their attention masks."""
-
-    content: Tensor  # (N, E, C)
-    position: Tensor  # (N, E, C)
-    masked: Tensor  # (N, E, E), True if a query (row) may not attend to a query (column)
-
-    def mask(self, num_own: int) -> Tensor:
-        """Returns (N, Q + E, Q + E), True if a query (row) may not attend to a query (column).
-
-        The decoder's own Q queries come first and do not attend to the additional ones, which
-        attend to all of them.
-        """
-        num_images, num_extra = self.content.shape[:2]
-        own = torch.arange(num_own + num_extra, device=self.masked.device) >= num_own
-        above = own.expand(num_images, num_own, -1)
-        below = F.pad(self.masked, (num_own, 0), value=False)
-        return torch.cat([above, below], dim=1)
-
-
 class BoxHead(nn.Module):
     """Three linear layers, then a sigmoid."""
 
@@ -118,7 +97,7 @@ class MFDecoder(nn.Module):
         widths = widths or DecoderWidths()
         fine, coarse, *coarsest = (cast(int, shape.channels) for shape in input_shape)
         self.position_encoding = SinePositionEncoding(channels=widths.dim)
-        self.num_queries, self.num_heads = num_queries, widths.num_heads
+        self.num_queries = num_queries
         self.selection = selection
         if selection is None:
             self.query_position = nn.Embedding(num_queries, widths.dim)
@@ -153,30 +132,24 @@ class MFDecoder(nn.Module):
             nn.init.zeros_(self.class_embed.weight)
             self.selection.reset_parameters()
 
-    def forward(
-        self,
-        features: Sequence[Tensor],
-        padding: Tensor | None = None,
-        extra: QuerySet | None = None,
-    ) -> dict[str, Any]:
-        """Returns "pred_logits" (L, N, Q + E, K + 1) and "pred_boxes" (L, N, Q + E, 4).
+    def forward(self, features: Sequence[Tensor], padding: Tensor | None = None) -> dict[str, Any]:
+        """Returns "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4).
 
         L is the number of blocks in training. In inference, L is 1 (the last block). Boxes are
-        cxcywh in [0, 1] of the unpadded image. Additional queries come last. With a ``selection``,
-        also returns the "proposals" that it selects from in training.
+        cxcywh in [0, 1] of the unpadded image. With a ``selection``, also returns the "proposals"
+        that it selects from in training.
 
         Args:
             features: outputs (N, C, H, W) of the backbone, finest first.
             padding: mask (N, 1, H, W) at stride 8, True outside the images, or None.
-            extra: E additional queries per image, which do not affect the decoder's own queries.
         """
         if self.selection is None:
-            states = self.refine_queries(features, padding, extra)
+            states = self.refine_queries(features, padding)
             return self.predict(states if self.training else states[-1:])
         maps = self.prepare_maps(features, padding)
         proposals = self.selection.propose(maps.merged(), maps.masks)
         chosen = self.selection.select(proposals)
-        states = self._refine(maps, chosen.content, chosen.position, extra)
+        states = self._refine(maps, chosen.content, chosen.position)
         states = states if self.training else states[-1:]
         outputs: dict[str, Any] = {
             "pred_logits": chosen.logits + self.class_embed(states),
@@ -184,16 +157,11 @@ class MFDecoder(nn.Module):
         }
         return {**outputs, "proposals": proposals} if self.training else outputs
 
-    def refine_queries(
-        self,
-        features: Sequence[Tensor],
-        padding: Tensor | None = None,
-        extra: QuerySet | None = None,
-    ) -> Tensor:
-        """Returns the learned queries after every block, (L, N, Q + E, C). See ``forward``."""
+    def refine_queries(self, features: Sequence[Tensor], padding: Tensor | None = None) -> Tensor:
+        """Returns the learned queries after every block, (L, N, Q, C). See ``forward``."""
         position = self.query_position.weight.expand(features[0].shape[0], -1, -1)
         maps = self.prepare_maps(features, padding)
-        return self._refine(maps, torch.zeros_like(position), position, extra)
+        return self._refine(maps, torch.zeros_like(position), position)
 
     def prepare_maps(self, features: Sequence[Tensor], padding: Tensor | None) -> "DecoderMaps":
         """Projects the backbone's outputs to the decoder's width, coarsest first."""
@@ -211,16 +179,8 @@ class MFDecoder(nn.Module):
         )
         return DecoderMaps((start, middle, last), masks)
 
-    def _refine(
-        self, maps: "DecoderMaps", queries: Tensor, position: Tensor, extra: QuerySet | None
-    ) -> Tensor:
-        """Returns the content of all queries after every block, (L, N, Q + E, C)."""
-        mask = None
-        if extra is not None:
-            queries = torch.cat([queries, extra.content.to(queries)], dim=1)
-            position = torch.cat([position, extra.position.to(position)], dim=1)
-            # PyTorch expects one copy of the mask for each head.
-            mask = extra.mask(self.num_queries).repeat_interleave(self.num_heads, dim=0)
+    def _refine(self, maps: "DecoderMaps", queries: Tensor, position: Tensor) -> Tensor:
+        """Returns the content of the queries after every block, (L, N, Q, C)."""
         x = maps.levels[0]
         states: list[Tensor] = []
         for scale, blocks in enumerate(self.levels):
@@ -238,9 +198,7 @@ class MFDecoder(nn.Module):
                 padding=padding,
             )
             for block in cast(Sequence[DecoderBlock], blocks):
-                queries, position, level = block(
-                    queries, position, level, mask=mask, num_read=self.num_queries
-                )
+                queries, position, level = block(queries, position, level)
                 states.append(queries)
             x = level.as_image(level.x)
         return torch.stack(states)

@@ -23,7 +23,6 @@ from qbheat_det.layers import halve, padding_mask
 from qbheat_det.modeling.contracts import pick_outputs
 from qbheat_det.modeling.image_model import check_value, find_cached_images
 
-from .auxiliary_queries import Denoising
 from .criterion import FocalClassification, SetCriterion, SoftmaxClassification, Targets
 from .decoder_block import DecoderWidths
 from .mf_decoder import MFDecoder
@@ -41,8 +40,6 @@ class MFDETR(nn.Module):
     Otherwise a warning is logged. In training, BatchNorm's statistics include the padding.
     """
 
-    train_only_modules = ("auxiliary_queries",)
-
     @configurable
     def __init__(
         self,
@@ -53,7 +50,6 @@ class MFDETR(nn.Module):
         in_features: Sequence[str],
         pixel_mean: Sequence[float],
         pixel_std: Sequence[float],
-        auxiliary_queries: Denoising | None = None,
     ) -> None:
         """
         Args:
@@ -63,13 +59,11 @@ class MFDETR(nn.Module):
             in_features: names of the backbone's outputs at strides 8 and 16.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
-            auxiliary_queries: additional queries in training, with their own losses.
         """
         super().__init__()
         self.backbone = backbone
         self.decoder = decoder
         self.criterion = criterion
-        self.auxiliary_queries = auxiliary_queries
         self.in_features = list(in_features)
         first = decoder if decoder.selection is None else decoder.selection
         nn.init.constant_(first.class_embed.bias, criterion.classification.initial_bias)
@@ -97,8 +91,6 @@ class MFDETR(nn.Module):
             "in_features": node.IN_FEATURES,
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
-            # Built last, so that the random weights of all other parts do not change.
-            "auxiliary_queries": _build_auxiliary_queries(node),
         }
 
     @property
@@ -141,7 +133,7 @@ class MFDETR(nn.Module):
         targets: Targets,
         normalizers: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Returns the losses of the decoder's queries, and of proposals or auxiliary queries.
+        """Returns the losses of the decoder's queries and, with a selection, of its proposals.
 
         ``features`` are the backbone's outputs (N, C, H, W) at strides 8 and 16. ``padding``
         (N, 1, H, W) is at stride 8. For ``normalizers``, see ``forward``.
@@ -149,40 +141,26 @@ class MFDETR(nn.Module):
         if normalizers is None:
             counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
             normalizers = self.criterion.normalizers_of_processes(counts)
-        if self.decoder.selection is not None:
-            outputs = self.decoder(features, padding)
-            proposals = outputs.pop("proposals")
-            return {
-                **self.criterion(outputs, targets, normalizers[0]),
-                **self.decoder.selection.losses(proposals, targets, self.criterion, normalizers[0]),
-            }
-        if self.auxiliary_queries is None:
-            return self.criterion(self.decoder(features, padding), targets, normalizers[0])
-        outputs = self.decoder(features, padding, self.auxiliary_queries(targets))
-        num_own = self.decoder.num_queries
-        own = {name: values[:, :, :num_own] for name, values in outputs.items()}
-        extra = {name: values[:, :, num_own:] for name, values in outputs.items()}
+        outputs = self.decoder(features, padding)
+        losses = self.criterion(outputs, targets, normalizers)
+        if self.decoder.selection is None:
+            return losses
+        proposals = outputs["proposals"]
         return {
-            **self.criterion(own, targets, normalizers[0]),
-            **self.auxiliary_queries.losses(extra, targets, self.criterion, normalizers[1]),
+            **losses,
+            **self.decoder.selection.losses(proposals, targets, self.criterion, normalizers),
         }
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (P, 2), the divisors of class and box losses for a batch.
-
-        The first row is for the object queries, the second for auxiliary queries, if there are any.
-        """
+        """Returns (2,), the divisors of the class and box losses for a batch."""
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Takes the sum of ``loss_counts`` over all parts. Returns each part's divisors (P, 2)."""
+        """Takes the sum of ``loss_counts`` over all parts. Returns each part's divisors (2,)."""
         return self.criterion.mean_normalizers(counts, parts)
 
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:
-        rows = [self.criterion.normalizers(counts, self.decoder.num_queries)]
-        if self.auxiliary_queries is not None:
-            rows.append(self.auxiliary_queries.normalizers(counts, self.criterion))
-        return torch.tensor(rows)  # on the CPU, so that all rows are transferred at once
+        return torch.tensor(self.criterion.normalizers(counts, self.decoder.num_queries))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalizes the images and stacks them, zero-padded on the right and bottom."""
@@ -258,10 +236,8 @@ def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder
 def _build_selection(node: CfgNode) -> QuerySelection | None:
     if not node.QUERY_SELECTION.ENABLED:
         return None
-    if node.DENOISING.GROUPS or node.CLASSIFICATION != "focal":
-        raise ValueError(
-            "MODEL.MF_DETR.QUERY_SELECTION needs CLASSIFICATION 'focal' and DENOISING.GROUPS 0"
-        )
+    if node.CLASSIFICATION != "focal":
+        raise ValueError("MODEL.MF_DETR.QUERY_SELECTION needs MODEL.MF_DETR.CLASSIFICATION 'focal'")
     sizes = {"num_classes": node.NUM_CLASSES, "num_queries": node.NUM_OBJECT_QUERIES}
     return QuerySelection(**sizes, dim=node.HIDDEN_DIM)
 
@@ -278,12 +254,3 @@ def _build_criterion(node: CfgNode) -> SetCriterion:
         l1_weight=node.L1_WEIGHT,
         giou_weight=node.GIOU_WEIGHT,
     )
-
-
-def _build_auxiliary_queries(node: CfgNode) -> Denoising | None:
-    denoising = node.DENOISING
-    check_value(denoising.GROUPS >= 0, "MF_DETR.DENOISING.GROUPS", denoising.GROUPS, "at least 0")
-    if not denoising.GROUPS:
-        return None
-    own = {name.lower(): value for name, value in denoising.items()}
-    return Denoising(num_classes=node.NUM_CLASSES, dim=node.HIDDEN_DIM, **own)
