@@ -76,25 +76,14 @@ def simulate(
         UserError: the data have no boxes or no validation part, an image cannot be read, a strategy
             is unknown, or a budget is larger than the data set.
     """
-    file = _open_boxes(data, val, images, strategies)
     budgets = sorted(budgets)
-    if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
-        raise UserError(f"budgets are {budgets}, but '{data}' has {len(file.images)} images")
+    file = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
-    embedded = embed_images(paths, encoder)
-    for path, reason in embedded.unreadable.items():
-        raise UserError(f"cannot read the image '{path}': {reason}")
-    vectors, folder = unit_vectors(embedded.vectors), Path(output)
+    vectors, folder = _embed(paths, encoder), Path(output)
     points = _read_points(folder / _POINTS)
-
-    flags = RunFlags(
-        config_file=_CONFIG,
-        images=file.image_root,
-        val=val or data,
-        val_images=images,
-        weights=encoder,
-        output=str(folder / "run"),
-        opts=opts,
+    flags = RunFlags(config_file=_CONFIG, images=file.image_root, weights=encoder, opts=opts)
+    flags = dataclasses.replace(
+        flags, val=val or data, val_images=images, output=str(folder / "run")
     )
     for seed, strategy in itertools.product(seeds, strategies):
         chosen: list[int] = []
@@ -108,10 +97,16 @@ def simulate(
             run, num_boxes, metrics = _train(file.keep(names), flags, folder / "labels.json", seed)
             if not is_done:
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
-            write_atomically(folder / _POINTS, json.dumps([*map(asdict, points)]).encode())
-            chart = plotting.chart_image(plot_points(points))
-            write_atomically(folder / _CURVE, chart.content)
+                _write_points(points, folder)
     return points
+
+
+def _embed(paths: Sequence[str], encoder: str) -> Tensor:
+    """Returns unit vectors (N, D) of the images."""
+    embedded = embed_images(paths, encoder)
+    for path, reason in embedded.unreadable.items():
+        raise UserError(f"cannot read the image '{path}': {reason}")
+    return unit_vectors(embedded.vectors)
 
 
 def _train(
@@ -132,7 +127,9 @@ def _train(
     return Path(flags.output), len(labels["annotations"]), metrics
 
 
-def _open_boxes(data: str, val: str, images: str, strategies: Sequence[str]) -> CocoFile:
+def _open_boxes(
+    data: str, val: str, images: str, budgets: Sequence[int], strategies: Sequence[str]
+) -> CocoFile:
     opened = open_source(data, images)
     if opened.kind == "classes" or not (val or opened.val):
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
@@ -140,6 +137,8 @@ def _open_boxes(data: str, val: str, images: str, strategies: Sequence[str]) -> 
         raise UserError(f"there is no strategy '{unknown.pop()}'")
     file = read_annotations(opened.train)
     raise_first(file.errors)
+    if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
+        raise UserError(f"budgets are {budgets}, but '{data}' has {len(file.images)} images")
     return file
 
 
@@ -184,6 +183,11 @@ def _read_points(path: Path) -> list[Point]:
     except ValueError as error:
         raise UserError(f"'{path}' is not a file of points: remove it") from error
     return [parse_record(Point, entry, f"'{path}'") for entry in entries]
+
+
+def _write_points(points: Sequence[Point], folder: Path) -> None:
+    write_atomically(folder / _POINTS, json.dumps([*map(asdict, points)]).encode())
+    write_atomically(folder / _CURVE, plotting.chart_image(plot_points(points)).content)
 
 
 @plotting.themed

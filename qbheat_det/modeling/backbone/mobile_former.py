@@ -92,15 +92,9 @@ class MobileFormer(Backbone):
         self.optional_modules = tuple(k for k, name in unused.items() if name not in out_features)
 
         self.tokens = nn.Parameter(torch.empty(arch.num_tokens, arch.token_dim))
-        self.stem: nn.Module = NormedConv2d(
-            in_channels,
-            arch.stem,
-            3,
-            stride=2,
-            padding=1,
-            bias=False,
-            norm=get_norm(norm, arch.stem),
-        )
+        sizes = {"kernel_size": 3, "stride": 2, "padding": 1, "bias": False}
+        stem_norm = get_norm(norm, arch.stem)
+        self.stem: nn.Module = NormedConv2d(in_channels, arch.stem, **sizes, norm=stem_norm)
         self.stages = _build_stages(arch, self._num_stages_needed(), norm, drop_path)
         last = shapes[self._stage_names[-1]].channels
         self.last_bridge: nn.Module | None = None
