@@ -54,7 +54,7 @@ class DetectionSet:
 
 @dataclass(frozen=True)
 class RunDetections:
-    """The detections of a run. Error counts and images use detections from ``threshold``."""
+    """The detections of a run. Errors and images use scores of at least ``threshold``."""
 
     label: str
     scores: metrics.DetectionScores

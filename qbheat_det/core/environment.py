@@ -119,7 +119,7 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory for later allocations; returns whether this worked (glibc).
+    """Makes malloc keep freed memory for later allocations. Returns whether it worked (glibc).
 
     By default, glibc returns large blocks to the system, and the kernel fills new blocks with zeros
     page by page. For feature maps of tens of megabytes, this takes as long as the computation.

@@ -108,7 +108,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 class _Stream(io.BufferedWriter):
-    """Stores the error of a failed write, because ``torch.save`` replaces it by its own."""
+    """Stores the error of a failed write, because ``torch.save`` raises another error instead."""
 
     fault: OSError | None = None
 

@@ -64,7 +64,7 @@ class ImageFile:
         """Decodes the image to (height, width, 3), uint8, RGB. It can be called only once.
 
         A JPEG is scaled down by ``reduction``, which is 1, 2, 4 or 8, with the size rounded up.
-        Pixel i then covers the ``reduction`` pixels from i * reduction on.
+        Pixel i of the result covers pixels i * reduction to (i + 1) * reduction - 1 of the file.
         """
         if reduction > 1:
             width, height = self._image.size

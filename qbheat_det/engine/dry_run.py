@@ -150,7 +150,7 @@ class _Rehearsal:
     Attributes:
         num_views: views of the run that are not cached yet.
         seconds: time to encode these views with all processes.
-        disk: their size in bytes, and the free bytes of that disk.
+        disk: size of these views in bytes, and free bytes on the disk of the cache.
         spent: seconds that the rehearsal itself took.
     """
 

@@ -124,7 +124,7 @@ def start_from(stage: RunFlags, flags: RunFlags) -> RunFlags:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a run that do not depend on its length, seconds per epoch, and usual epochs."""
+    """Seconds of a run besides training, seconds per epoch, and the recipe's epochs."""
 
     fixed: float
     epoch: float

@@ -312,8 +312,8 @@ def _move(value: Any, device: torch.device) -> Any:
 def choose_precision(cfg: CfgNode) -> torch.dtype | None:
     """Returns the autocast dtype that ``SOLVER.AMP`` names; None for float32.
 
-    That is the case if AMP is disabled, or on a processor that only emulates bfloat16, where a step
-    would take ten times as long.
+    Float32 is used if AMP is disabled, or if the processor only emulates bfloat16, which would make
+    a step ten times as long.
     """
     if not cfg.SOLVER.AMP.ENABLED:
         return None

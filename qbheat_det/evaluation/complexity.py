@@ -89,7 +89,7 @@ def count_parameters(model: nn.Module, *, batch_norm_affine: bool = True) -> int
     """Returns the number of parameters. Shared parameters are counted once.
 
     Without ``batch_norm_affine``, BatchNorm's scale and offset are not counted. This is the rule of
-    the paper's detection tables, because they are buffers in frozen backbones.
+    the paper's detection tables, because scale and offset are buffers in frozen backbones.
     """
     skipped = {
         id(parameter)

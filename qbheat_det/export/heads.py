@@ -29,7 +29,8 @@ EMPTY = -1.0
 class Head(nn.Module):
     """Computes the ``outputs`` of ``ExportInfo`` from the backbone's outputs ``in_features``.
 
-    ``forward`` takes these by name, and sizes (4,): H, W, H', W' before and after the resize.
+    ``forward`` takes these outputs by name, and sizes (4,): H, W, H', W' before and after the
+    resize.
     """
 
     task: Task

@@ -259,8 +259,8 @@ def fill(
 ) -> FeatureStore:
     """Encodes and writes the missing files of a store, and returns it.
 
-    All processes of a run must call this function. If another run is filling the same store, it
-    waits until that run finishes or dies.
+    All processes of a run must call this function. If another run is filling the same store, the
+    function waits until the other run finishes or dies.
 
     Args:
         store: the store to fill.

@@ -33,7 +33,7 @@ SPLIT_FILE = "split.json"
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
-    """Registers a COCO file. Raises a ``UserError`` if the name has different files."""
+    """Registers a COCO file. Raises a ``UserError`` if the name is in use for other files."""
     path, root = os.path.abspath(json_file), os.path.abspath(image_root)
     if is_new(name, json_file=path, image_root=root, unlabelled=None):
         register_coco_instances(name, {}, path, root)
@@ -43,7 +43,7 @@ def register_coco_images(name: str, json_file: PathLike, image_root: PathLike) -
     """Registers the images of a COCO file without their annotations, for pre-training.
 
     The file is read when the set is first loaded, and only needs the list "images". Registering the
-    same files again does nothing. Raises a ``UserError`` if the name has different files.
+    same files again does nothing. Raises a ``UserError`` if the name is in use for other files.
     """
     path, root = os.path.abspath(json_file), os.path.abspath(image_root)
     if not is_new(name, json_file=path, image_root=root, unlabelled=True):

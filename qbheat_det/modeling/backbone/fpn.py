@@ -8,8 +8,9 @@ paper (Table 14). No single design of P6 matches the paper's multiply-adds for a
 Padding is treated as part of the image, as in Detectron2.
 
 ``accept_prefixes`` lets Detectron2's ``DetectionCheckpointer`` load pyramids and backbones from
-files with other prefixes. For most file formats, it compares names exactly. If the prefixes differ,
-it loads nothing and only logs a warning. This package's own checkpointers match names themselves.
+files with other prefixes. For most file formats, ``DetectionCheckpointer`` compares names exactly.
+If the prefixes differ, it loads nothing and only logs a warning. This package's own checkpointers
+match names themselves.
 """
 
 from typing import Any

@@ -91,7 +91,7 @@ class QuerySelection(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
-        """Takes the feature maps (N, C, H, W) of all levels and their padding (N, 1, H, W)."""
+        """Returns the proposals for maps (N, C, H, W) and padding (N, 1, H, W) of all levels."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
         return Proposals(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 
