@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The figure "spectrum": eigenvalues of the linear models of QB-Heat, compared with a control.
 
-Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. The model learns M = Δx
-A, but the figure shows eigenvalues and energies of A. The energy E(A1) is the sum of the eigenvalue
-magnitudes of A1, and E(A) = E(A1) + E(A2). Undefined values are nan.
+Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. The model learns
+M = Δx A, but the figure shows eigenvalues and energies of A. The energy E(A1) is the sum of the
+eigenvalue magnitudes of A1, and E(A) = E(A1) + E(A2). Undefined values are nan.
 
 The control has "rotated" matrices: the learned singular values with random singular vectors.
 Properties that learned and rotated matrices share do not depend on singular vectors.

@@ -117,7 +117,7 @@ class BatchQueue:
             return
         try:
             results = self._predict([image for image, _ in batch])
-        except Exception as error:  # such as out of memory; the server continues
+        except Exception as error:  # such as out of memory, after which the server continues
             logger.exception("the model failed")
             for _, future in batch:
                 future.set_exception(error)

@@ -54,15 +54,15 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "MODEL.MF_DETR": {
         "NUM_CLASSES": 80,
-        "IN_FEATURES": ["s8", "s16_expanded"],  # at strides 8 and 16, finest first
-        "NUM_BLOCKS": [5, 2, 2],  # at strides 32, 16, 8: MF-Dec-522
+        "IN_FEATURES": ["s8", "s16_expanded"],  # backbone outputs at strides 8 and 16, finest first
+        "NUM_BLOCKS": [5, 2, 2],  # number of blocks at strides 32, 16, 8: MF-Dec-522
         "HIDDEN_DIM": 256,
         "NUM_OBJECT_QUERIES": 100,
         "NHEADS": 8,
         "DIM_FEEDFORWARD": 1024,
-        "EXPANSION": 6,  # of the lite bottleneck in M-F- blocks
+        "EXPANSION": 6,  # expansion of the lite bottleneck in M-F- blocks
         "DROPOUT": 0.1,
-        "NORM": "BN",  # of the down- and up-convolutions; "SyncBN" for tiny batches
+        "NORM": "BN",  # norm of down- and up-convolutions; "SyncBN" for tiny batches
         "CLASS_WEIGHT": 1.0,
         "L1_WEIGHT": 5.0,
         "GIOU_WEIGHT": 2.0,

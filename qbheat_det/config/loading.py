@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_MAX_DEPTH = 100  # of nested values in YAML
+_MAX_DEPTH = 100  # largest depth of nested values in YAML
 # Groups whose removed keys change the tensors or the losses of a model.
 _CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
 _COMMAND_LINE = "command line"  # the source of overrides in messages

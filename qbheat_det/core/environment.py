@@ -126,7 +126,7 @@ def keep_freed_memory() -> bool:
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    trim_threshold, mmap_max = -1, -4  # constants of malloc.h
     most_kept = 2**31 - 1  # bytes
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, most_kept))

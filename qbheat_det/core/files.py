@@ -157,7 +157,7 @@ def _lock(stream: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems cannot; the file itself is synced
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

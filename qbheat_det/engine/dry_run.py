@@ -288,11 +288,11 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
     made = comm.all_gather(made)[0]
     if not made:
         raise UserError(f"OUTPUT_DIR '{output_dir}' cannot be written to")
-    os.makedirs(made, exist_ok=True)  # for machines without a shared disk
+    os.makedirs(made, exist_ok=True)  # needed on machines without a shared disk
     try:
         yield Path(made)
         comm.synchronize()
-    except Interrupted as stop:  # its message names the folder
+    except Interrupted as stop:  # the message names the temporary folder
         name = signal.Signals(stop.number).name
         raise Interrupted(
             stop.number, f"{name} stopped the dry run, which writes no files"

@@ -38,7 +38,7 @@ class TrainingRun(Protocol):
     cfg: CfgNode
     iter: int  # from 0
     start_iter: int  # above 0 in a resumed run
-    max_iter: int  # of the whole run
+    max_iter: int  # number of iterations of the whole run
     storage: EventStorage
     data_loader: Any  # the training batches of this process
     bare_model: nn.Module

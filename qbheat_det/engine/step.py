@@ -128,7 +128,7 @@ class StepTrainer(SimpleTrainer):
 
     def close(self) -> None:
         """Ends the loader's workers."""
-        names = ("_data_loader_iter_obj", "_data_loader_iter")  # of Detectron2's releases
+        names = ("_data_loader_iter_obj", "_data_loader_iter")  # names in Detectron2's releases
         for iterator in (vars(self).get(name) for name in names):
             if isinstance(iterator, Generator):
                 iterator.close()

@@ -176,7 +176,7 @@ class Trainer(DefaultTrainer):
             )
             return {}
         if self.cached_features:
-            self._evaluation.forget()  # its loaders may read the cache of other weights
+            self._evaluation.forget()  # loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
         if self.teacher:
             self.teacher.prepare(self.data_loader)

@@ -71,7 +71,7 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
     analysis.set_op_handle(**_ADDED_HANDLES)
-    with undisturbed(model), quiet("fvcore.nn.jit_analysis"):  # it warns of uncounted operators
+    with undisturbed(model), quiet("fvcore.nn.jit_analysis"):  # fvcore warns of uncounted operators
         counts = analysis.by_module_and_operator()
     rounded = {name: {key: round(n) for key, n in own.items()} for name, own in counts.items()}
     return MAdds(rounded)

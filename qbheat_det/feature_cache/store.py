@@ -289,7 +289,7 @@ def fill(
         loaded = iter(_load(views, indices, title=title, num_workers=num_workers))
         for file in files:
             store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
-            if file == files[0]:  # its size indicates the space of all files
+            if file == files[0]:  # the size of this file indicates the size of all files
                 store.check_space()
         comm.synchronize()
     return store

@@ -224,7 +224,7 @@ def render_annotations(
         raise UserError(f"the format '{format}' is not one of {', '.join(FORMATS)}")
     names = {
         box["category_id"]: str(box["category_id"]) for box in results
-    }  # of classes without a name
+    }  # names of classes without a name in the config
     names |= dict(zip(category_ids or range(1, 1 + len(class_names)), class_names, strict=False))
     if format == "coco":
         return [{**box, "category_name": names[box["category_id"]]} for box in results]

@@ -224,7 +224,7 @@ def _batches_of_one_size(images: Sequence[Tensor], batch_size: int) -> Iterator[
     for group in by_size.values():
         yield from cut(
             group, -(-len(group) // batch_size)
-        )  # of about equal size, so that no batch is small
+        )  # about equally large, so that no batch is small
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:

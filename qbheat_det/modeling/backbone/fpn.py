@@ -37,7 +37,7 @@ class StridedLevels(nn.Module):
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
         """Takes the width C, the level to start from (such as "p4"), and the number of levels."""
         super().__init__()
-        self.in_feature = in_feature  # Detectron2's FPN reads this and num_levels
+        self.in_feature = in_feature  # Detectron2's FPN reads in_feature and num_levels
         self.num_levels = num_levels
         self._first = int(in_feature.removeprefix("p")) + 1
         self.convs = nn.ModuleList(

@@ -152,7 +152,7 @@ class QuerySelection(nn.Module):
         chosen.scatter_(1, cost.topk(count, dim=1, largest=False).indices, True)
         counts = torch.tensor(targets.counts).to(cost.device, non_blocking=True)
         chosen &= torch.arange(cost.shape[2], device=cost.device) < counts[:, None, None]
-        none = cost.new_full((*cost.shape[:2], 1), torch.inf)  # for a batch without boxes
+        none = cost.new_full((*cost.shape[:2], 1), torch.inf)  # needed for a batch without boxes
         best = torch.cat([torch.where(chosen, cost, torch.inf), none], dim=2).min(dim=2)  # (N, P)
         image, query = best.values.isfinite().nonzero(as_tuple=True)
         return Matches(
