@@ -138,9 +138,7 @@ class Run:
             starts = read_run_record(folder / RUN_FILE)
             if source := starts[-1].get("data", {}).get(name) if starts else None:
                 name = f"{name} of {folder.resolve()}"  # see ``find_detections``
-                if part := source.get(
-                    "split"
-                ):  # split.json is beside run.json, whose folder may have moved
+                if part := source.get("split"):  # beside run.json, whose folder may have moved
                     source = source | {"split": {**part, "file": str(folder / SPLIT_FILE)}}
                 if name not in DatasetCatalog:
                     register_source(name, source)

@@ -191,9 +191,8 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
         for index, group in enumerate(groups)
         if sizes[group] > 1
     )
-    start = max(
-        generator.random(), 1 - len(order) * fraction
-    )  # at least one image, if there are two
+    # At least one image is held out, if there are two.
+    start = max(generator.random(), 1 - len(order) * fraction)
     # For a fraction of 1/5, this is every fifth image in the order of groups, from a random start.
     return {
         index
