@@ -227,7 +227,7 @@ class SafeCheckpointer(DetectionCheckpointer):
             return
         message = (
             f"'{path}' was trained in timm's {trained}; the tensors of {own} fit, but its "
-            f"padding or eps may not be: build timm:{trained}"
+            f"padding or eps may differ: build timm:{trained}"
         )
         if not self.allow_partial:
             raise UserError(f"{message} (--allow-partial loads it anyway)")
