@@ -19,11 +19,11 @@ ZOO_FILE = ROOT / "MODEL_ZOO.md"
 _BEGIN, _END = "<!-- begin: docs/write_zoo_table.py -->", "<!-- end -->"
 _HEADERS = ("name", "task", "metrics", "params", "multiply-adds", "file")
 _NOTES = """\
-Parameters are counted over the whole file. Multiply-adds are of convolutions, linear layers and
-attention on one image of the stated size; of pre-trained models, only the backbone is counted.
+Parameters are counted over the whole file. Multiply-adds include convolutions, linear layers and
+attention, for one image of the stated size. For pre-trained models, only the backbone is counted.
 Metrics are measured with these files in half precision, unless a note below says otherwise.
-"Shipped" files, 40 MB at most, are in the repository and in the wheel: their names work without a
-network, and the tests check that code and weights agree."""
+"Shipped" files (40 MB at most) are in the repository and in the wheel, so their names work without
+a network. Tests check that code and weights agree."""
 
 
 def update(text: str) -> str:

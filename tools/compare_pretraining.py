@@ -8,7 +8,7 @@ interrupted comparison, repeat the command. OUTPUT/comparison.md and .json are r
 step.
 
 examples:
-  # print the commands, and which are done
+  # print the commands, and whether each command is done
   qbheat compare --data flowers/train --val flowers/val \\
       --epochs 20 --seeds 1 2 3 --output output/comparison --plan
 

@@ -33,7 +33,7 @@ CONFIG = "demo/cells_probe.yaml"
 ENCODERS = ("pretrained", "random")
 UNTRAINED = "untrained"
 FIGURES = ("detections", "curves")
-NUM_IMAGES = 8  # in the report
+NUM_IMAGES = 8  # number of images in the report
 NUM_RECALIBRATED = 48  # number of images for BatchNorm statistics
 MARKER = ".of_the_demo"  # file in folders that the next demo may remove
 
@@ -138,7 +138,7 @@ def start_run(output: Path, opts: Sequence[str]) -> "Trainer":
     flags = RunFlags(config_file=CONFIG, output=str(output), opts=opts)
     cfg = build_config(flags)
     for name in ("detectron2", "fvcore", "qbheat_det"):
-        for handler in [*(own := logging.getLogger(name)).handlers]:  # of the previous run
+        for handler in [*(own := logging.getLogger(name)).handlers]:  # handlers of the previous run
             own.removeHandler(handler)
             handler.close()
     setup(cfg, flags)

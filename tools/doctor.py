@@ -95,7 +95,7 @@ def check_torch(importer: Importer = importlib.import_module) -> Iterator[Findin
         yield Finding("torchvision", importer("torchvision").__version__)
     except ModuleNotFoundError as error:
         yield Finding("torchvision", _reason(error), pip_install("torchvision"), required=True)
-    except Exception as error:  # its operators did not load
+    except Exception as error:  # the operators of torchvision did not load
         text = f"does not import beside torch {torch.__version__} ({_reason(error)})"
         if "+cpu" in torch.__version__:
             text += ": its build on the package index wants torch's CUDA build, also without a GPU"

@@ -22,7 +22,7 @@ examples:
 does not change the data set.
 
 exit code: 0 if there are no errors; 1 if there are errors; 2 if a file or key does not exist.
-Warnings do not count as errors, because training can handle them.
+Warnings do not count as errors, because training can handle such data.
 """
 
 import argparse

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SDIST = "pb1-detectron2"  # on the index; its Python files are those of Detectron2's tag v0.6
+SDIST = "pb1-detectron2"  # name on the index; Python files as in Detectron2's tag v0.6
 SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
 VERSION = "0.6+pure"  # the local label marks it as unofficial
 

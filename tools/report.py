@@ -3,11 +3,11 @@
 """Draw figures of runs or checkpoints on one page that needs no other file.
 
 examples:
-  # a pre-training, and a detector on its frozen encoder, beside one on random weights
+  # a pre-training, a detector on its frozen encoder, and a detector on a random encoder
   qbheat report output/pretraining output/probe output/probe_random \\
       --output output/report.html
 
-  # with labels, on other images
+  # with labels for the runs, on other images
   qbheat report ours=output/pretraining random=output/random \\
       --images photos/ --output output/report.html
 

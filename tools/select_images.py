@@ -3,7 +3,7 @@
 """Select the images to label next.
 
 examples:
-  # first round: select images that represent the whole folder
+  # first round: select random images, without near-duplicates
   qbheat select --images photos/ --budget 50 --output next/
 
   # later rounds: select images with objects of all classes; the boxes become pre-annotations

@@ -98,7 +98,7 @@ class Job:
         return self.folder / f"{self.stage}.json"
 
     def is_done(self) -> bool:
-        """Whether the command succeeded. ``UserError`` if it did with other settings."""
+        """Whether the command succeeded. Raises a ``UserError`` if its settings were different."""
         if not self.record_file.is_file():
             return False
         try:

@@ -52,7 +52,7 @@ class DatasetSource:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Result of the checks of one dataset. ``records`` are those of its valid entries."""
+    """Result of the checks of one dataset. ``records`` has the records of all valid entries."""
 
     source: DatasetSource
     records: list[dict[str, Any]]

@@ -165,7 +165,7 @@ def choose_threshold(errors: DetectionErrors) -> float:
 
 
 def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
-    """Counts missed boxes, and correct and wrong detections with scores from ``threshold``."""
+    """Counts missed boxes, and correct and wrong detections scored at least ``threshold``."""
     kept = errors.scores >= threshold
     return {
         "correct": int(errors.correct[kept].sum()),
@@ -175,7 +175,7 @@ def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
 
 
 def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns the boxes without a correct detection from ``threshold``, largest boxes first."""
+    """Returns boxes without a correct detection scored at least ``threshold``, largest first."""
     detected = errors.matches >= 0
     detected[detected] = errors.scores[errors.matches[detected]] >= threshold
     missed = np.flatnonzero(~detected)
@@ -184,7 +184,7 @@ def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
 
 
 def find_wrong(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns the wrong detections with scores from ``threshold``, highest scores first."""
+    """Returns wrong detections with scores of at least ``threshold``, highest scores first."""
     wrong = np.flatnonzero(errors.wrong & (errors.scores >= threshold))
     return wrong[np.argsort(-errors.scores[wrong], kind="stable")]
 
@@ -192,9 +192,10 @@ def find_wrong(errors: DetectionErrors, threshold: float) -> Indices:
 def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int) -> Indices:
     """Returns the confusion matrix (K + 1, K + 1) of true (rows) and detected classes.
 
-    The last class is background. Only detections with scores from ``threshold`` are counted. In
-    descending order of scores, each wrong detection is assigned to the missed box with the highest
-    IoU, if it is at least 0.5.
+    The last class is background. Only detections with scores of at least ``threshold`` are counted.
+    Detections that match no box of their class are assigned, highest score first, to the unmatched
+    ground-truth box of their image with the highest IoU, if this IoU is at least 0.5. Otherwise
+    they count as background.
     """
     found, truth = errors.found, errors.truth
     counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
@@ -216,7 +217,7 @@ def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int
 
 
 def count_errors_by_image(errors: DetectionErrors, threshold: float) -> Counter[int]:
-    """Returns the number of wrong detections from ``threshold`` and missed boxes, by image id."""
+    """Returns the number of wrong detections and missed boxes at ``threshold``, by image id."""
     wrong = errors.found.image_ids[find_wrong(errors, threshold)]
     missed = errors.truth.image_ids[find_missed_boxes(errors, threshold)]
     return Counter(np.concatenate([wrong, missed]).tolist())

@@ -33,7 +33,7 @@ _TRUTH_COLOR: Color = (64, 156, 255)
 _FOUND_COLOR: Color = (255, 150, 30)
 _PANEL_SIDE, _CROP_SIDE = 560, 240  # pixels
 _CELLS = 8  # number of crops of missed boxes, and of wrong detections
-_MOST_CLASSES = 40  # in the AP chart, which shows the best and worst 20 if there are more
+_MOST_CLASSES = 40  # largest number in the AP chart, else the best and worst 20
 _CLASSES_EXPLANATION = (
     "Rows are true classes, columns predicted ones; the color is the share of the row. Blue cells "
     "are correct, red ones wrong. Colors exaggerate small shares.",
@@ -54,7 +54,7 @@ class DetectionSet:
 
 @dataclass(frozen=True)
 class RunDetections:
-    """The detections of a run. Error counts and images use detections from ``threshold``."""
+    """The detections of a run. Errors and images use scores of at least ``threshold``."""
 
     label: str
     scores: metrics.DetectionScores

@@ -36,7 +36,7 @@ from .run import FigureOptions, Run, run_on_images
 _GREY = 128
 _NORMALIZED = "Each masked patch has the image's mean and contrast."
 _RECONSTRUCTIONS = (
-    "Masked pixels are grey. Losses are mean squared errors over masked patches. For normalized "
+    "Masked pixels are gray. Losses are mean squared errors over masked patches. For normalized "
     "patches, predicting zero costs about 1.",
 )
 _TITLE = "Spatial correlation of feature maps"
@@ -54,7 +54,7 @@ _CORRELATION = (
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """N images (S, S, 3) by column title, and losses and mean losses of the images by view."""
+    """N images (S, S, 3) by column title. By view, the loss of each image and the mean loss."""
 
     columns: Mapping[str, Sequence[RGBImage]]
     losses: Mapping[str, Sequence[Mapping[str, Any]]]

@@ -138,7 +138,7 @@ class Run:
             starts = read_run_record(folder / RUN_FILE)
             if source := starts[-1].get("data", {}).get(name) if starts else None:
                 name = f"{name} of {folder.resolve()}"  # see ``find_detections``
-                if part := source.get("split"):  # its file is beside run.json, which may have moved
+                if part := source.get("split"):  # beside run.json, whose folder may have moved
                     source = source | {"split": {**part, "file": str(folder / SPLIT_FILE)}}
                 if name not in DatasetCatalog:
                     register_source(name, source)
@@ -151,7 +151,7 @@ class Run:
         return name
 
     def find_detections(self, name: str) -> Path | None:
-        """Returns the file with the last evaluation's detections, or None for other weights."""
+        """Returns the file of the last evaluation's detections, None if it is of other weights."""
         if self.folder is None or self.checkpoint is None:
             return None
         name = name.removesuffix(f" of {self.folder.resolve()}")

@@ -2,8 +2,8 @@
 """The figure "spectrum": eigenvalues of the linear models of QB-Heat, compared with a control.
 
 Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. The model learns
-M = Δx A, but the figure shows eigenvalues and energies of A. E(A) = E(A1) + E(A2). Undefined values
-are nan.
+M = Δx A, but the figure shows eigenvalues and energies of A. The energy E(A1) is the sum of the
+eigenvalue magnitudes of A1, and E(A) = E(A1) + E(A2). Undefined values are nan.
 
 The control has "rotated" matrices: the learned singular values with random singular vectors.
 Properties that learned and rotated matrices share do not depend on singular vectors.
@@ -210,7 +210,7 @@ def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
     for index, (label, found) in enumerate(results.found.items(), 1):
         images[f"magnitudes_{index}"] = chart_image(
             plot_magnitudes(found[""], found["rotated"]),
-            caption=f"{label}: magnitudes of eigenvalues. Grey: rotated matrices.",
+            caption=f"{label}: magnitudes of eigenvalues. Gray: rotated matrices.",
         )
         rows |= {f"{label}, {name}".removesuffix(", "): one for name, one in found.items()}
     return results.draw(

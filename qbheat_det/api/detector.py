@@ -108,11 +108,11 @@ class Detector(Trained):
             images: one image, a list of images, a folder, a glob pattern such as "photos/*.jpg", or
                 a video. An image is a file, a PIL image, an RGB array (H, W, 3) of uint8, or an RGB
                 tensor (3, H, W) of uint8 or of floats in [0, 1].
-            threshold: boxes with a lower score are left out, in [0, 1].
+            threshold: score in [0, 1]. Boxes with a lower score are left out.
             batch_size: number of images that the model processes together.
             tile: side of overlapping square tiles in pixels. If set, the detector also predicts on
-                each tile, which finds small objects in large images. By default as in training; 0
-                for whole images only.
+                each tile, which finds small objects in large images. By default, the value of the
+                training is used. 0 predicts on whole images only.
 
         Returns:
             ``Detections`` for one image, a list of ``Detections`` for several images, or an
@@ -161,7 +161,7 @@ class Detector(Trained):
         """Returns a copy in the fastest equivalent form, see ``qbheat_det.deploy``.
 
         Args:
-            precision: "float32" or "bfloat16". The latter changes the results slightly.
+            precision: "float32" or "bfloat16". bfloat16 changes the results slightly.
             compile: "auto" or "off".
             image_sizes: sizes to compile for, as (height, width) of resized images in pixels.
 

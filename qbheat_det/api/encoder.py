@@ -46,7 +46,7 @@ def names_mistakes(right: Mapping[str, str]) -> Callable[[Callable[P, R]], Calla
 
 
 class Trained:
-    """The base class of trained models, which can be exported.
+    """Base class of ``Detector`` and ``Encoder``. It adds the method ``export``.
 
     Attributes:
         cfg: config of the model, including ``MODEL.WEIGHTS``.
@@ -90,8 +90,8 @@ class Trained:
 
         Args:
             output: the ``.onnx`` file to write.
-            images: files and folders to compare on; by default included images of
-                blood cells.
+            images: files and folders to compare on; by default, images of blood cells in the
+                package.
             tolerance: largest allowed difference of scores, and of boxes relative to the image
                 size.
             overwrite: replace an existing file.

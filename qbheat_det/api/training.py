@@ -28,7 +28,7 @@ def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) ->
     Args:
         cfg: config returned by ``build_config``.
         resume: continue the run in ``OUTPUT_DIR``.
-        allow_partial: allow ``MODEL.WEIGHTS`` to lack tensors of the model, or to have others.
+        allow_partial: allow ``MODEL.WEIGHTS`` to lack tensors of the model, or to have extra ones.
 
     Returns:
         The results of the last evaluation.

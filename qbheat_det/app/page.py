@@ -29,7 +29,7 @@ from .uploads import (
 )
 
 _TITLE = "qbheat_det"
-_HEIGHT = "min(560px, 100vw)"  # of the pictures, also on narrow phones
+_HEIGHT = "min(560px, 100vw)"  # height of the pictures, also on narrow phones
 _FIGURES = 3  # attention in two directions, and reconstructions
 _KEPT, _INTERVAL = 3600, 60  # seconds: lifetime of uploads and results, time between checks
 _FONTS = ("system-ui", "sans-serif")

@@ -45,7 +45,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Review:
-    """A selection, and how many of its images are accepted. They come first in its files."""
+    """A selection, and the number of accepted images, which come first in its files."""
 
     selection: Selection
     accepted: int = 0

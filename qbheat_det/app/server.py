@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The HTTP server of ``qbheat serve``, which needs FastAPI (the extra ``serve``).
 
-The same thread loads and runs the model, because OpenMP starts a pool of workers for each thread
-that computes, and more workers than cores would double the time of a prediction. While the model
-is busy, new requests wait and form the next batch. So no request waits for a batch to fill. Limits
-on bytes, pixels, time and the number of requests bound the memory.
+One thread loads and runs the model. OpenMP starts a pool of workers for each thread that computes.
+With several pools there are more workers than cores, and a prediction takes twice as long. While
+the model is busy, new requests wait and form the next batch. No request waits for a batch to fill.
+Limits on bytes, pixels, time and the number of requests bound the memory.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class Box(BaseModel):
 
     @classmethod
     def of(cls, box: DetectedBox) -> "Box":
-        """Returns a box with coordinates to 0.01 pixels and a score of four digits."""
+        """Returns a box with coordinates rounded to 0.01 pixels, and a score of four digits."""
         left, top, right, bottom = (round(edge, 2) for edge in box.xyxy)
         xyxy, score = (left, top, right, bottom), round(box.score, 4)
         return cls(xyxy=xyxy, score=score, class_name=box.class_name, class_id=box.class_id)
@@ -117,7 +117,7 @@ class BatchQueue:
             return
         try:
             results = self._predict([image for image, _ in batch])
-        except Exception as error:  # such as out of memory; the server continues
+        except Exception as error:  # such as out of memory, after which the server continues
             logger.exception("the model failed")
             for _, future in batch:
                 future.set_exception(error)

@@ -130,8 +130,8 @@ _KINDS: dict[str, Kind] = {"detection": "detector", "pretraining": "pretraining"
 class Models:
     """The models that the page offers: those on the command line and those in the model zoo.
 
-    ``kinds`` maps labels to kinds of models, with the user's own models first. Models are opened at
-    first use, and the last two of each kind stay open.
+    ``kinds`` maps the display name of each model to its kind, with the user's own models first.
+    Models are opened at first use, and the last two of each kind stay open.
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:

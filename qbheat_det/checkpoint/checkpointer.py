@@ -39,7 +39,7 @@ from .weights_file import (
 class SafeCheckpointer(DetectionCheckpointer):
     """Saves checkpoints atomically, resumes from them, and starts new runs from other weights.
 
-    ``report`` and ``info`` describe the last file that was loaded. They are None before that.
+    ``report`` and ``info`` describe the last file that was loaded. Before that, both are None.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        """Resumes from the last checkpoint, if ``resume`` and there is one; else loads ``path``.
+        """Loads the last checkpoint if ``resume`` is True and there is one, otherwise ``path``.
 
         See ``find_checkpoint_to_resume``. Checkpointables are loaded only if the run is resumed.
         """
@@ -226,8 +226,8 @@ class SafeCheckpointer(DetectionCheckpointer):
         if not (own and trained) or own == trained:
             return
         message = (
-            f"'{path}' was trained in timm's {trained}; the tensors of {own} look equal, but its "
-            f"padding or eps may not be: build timm:{trained}"
+            f"'{path}' was trained in timm's {trained}; the tensors of {own} fit, but its "
+            f"padding or eps may differ: build timm:{trained}"
         )
         if not self.allow_partial:
             raise UserError(f"{message} (--allow-partial loads it anyway)")

@@ -31,8 +31,8 @@ from .weights_file import WeightsInfo, read_weights, save_weights
 logger = logging.getLogger(__name__)
 _TIMM = "timm://"
 # Maps module names of the networks of Mobile-Former's authors (github.com/AAboys/MobileFormer) to
-# those of ``MobileFormer``, for blocks by kind of block. Each convolution "name.N" has a BatchNorm
-# "name.N+1". "hyperN" has the two layers of a dynamic ReLU.
+# module names of ``MobileFormer``. Modules of blocks are listed by kind of block. Each convolution
+# "name.N" has a BatchNorm "name.N+1". "hyperN" has the two layers of a dynamic ReLU.
 _MF_STEM = {"tokens.weight": "tokens", "stem.0.weight": "stem.weight"}
 _MF_ATTENTION = {
     "local_global.q": "mobile_to_former.query",
@@ -264,7 +264,7 @@ def _undo_groups(
 
 
 def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by: int = 1) -> None:
-    """Makes a grouped 1x1 convolution dense; its input is the channels before the shuffle."""
+    """Makes a grouped 1x1 convolution dense. Its input has the channels before the shuffle."""
     blocks = weights[f"{name}.weight"][:, :, 0, 0].chunk(groups)
     dense = torch.block_diag(*blocks)
     order = _shuffle(dense.shape[1], shuffled_by)

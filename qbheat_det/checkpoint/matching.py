@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Matches the tensors of a file with a model, and reports which tensors were loaded.
 
-Unlike Detectron2's heuristic, all names in the file get the same change of prefix. It accounts for
-wrappers, bare backbones, and backbones inside a feature pyramid. Rows of classification layers are
-matched by class names.
+Unlike Detectron2's heuristic, all names in the file get the same change of prefix. This change
+accounts for wrappers, bare backbones, and backbones inside a feature pyramid. Rows of
+classification layers are matched by class names.
 """
 
 import re
@@ -140,7 +140,7 @@ def match_names(
 def bare_backbone(names: Collection[str]) -> dict[str, str]:
     """Maps the names of a backbone's tensors in a file to names without the backbone's prefix.
 
-    If the file has a feature pyramid, its bottom-up backbone is meant. Empty without a backbone.
+    From a feature pyramid, the bottom-up backbone is used. Empty if there is no backbone.
     """
     short = strip_wrappers((), names)
     for prefix in (BELOW_FPN, BACKBONE):

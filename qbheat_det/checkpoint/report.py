@@ -32,8 +32,8 @@ class ClassChange:
 class GroupReport:
     """Reports how the tensors of one part of the model, such as its backbone, were loaded.
 
-    ``num_loaded`` counts the tensors from the file. ``missing`` lists tensors that the file lacks,
-    ``mismatched`` those that have a different shape there. Missing optional tensors do not count.
+    ``num_loaded`` counts the tensors from the file. ``missing`` lists tensors that the file lacks.
+    ``mismatched`` lists tensors of another shape. Missing optional tensors do not count.
     """
 
     num_loaded: int = 0

@@ -67,7 +67,7 @@ class WeightsInfo:
     def from_config(
         cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
     ) -> "WeightsInfo":
-        """Builds a description whose remaining fields are from the resolved config of a run."""
+        """Builds a description from the arguments and the resolved config of a run."""
         return cls(
             class_names=tuple(map(str, cfg.MODEL.CLASS_NAMES)),
             category_ids=tuple(map(int, cfg.MODEL.CATEGORY_IDS)),
@@ -227,13 +227,13 @@ def class_names_of(path: str) -> tuple[str, ...]:
 
 
 def check_weights_file(weights: str) -> str:
-    """Returns the local path of a file of weights, after downloading an address.
+    """Returns the local path of a weights file. Downloads the file if ``weights`` is an address.
 
     Raises a ``UserError`` if the path cannot be a file of weights.
     """
     if Path(weights).suffix.lower() in {".pkl", ".pickle"}:
         raise UserError(
-            f"'{weights}' is refused: unpickling it can run code; where you trust it, convert it "
+            f"'{weights}' is refused: unpickling it can run code; if you trust it, convert it "
             "with torch.save({'model': …})"
         )
     path = Path(local_weights(weights))
@@ -261,7 +261,7 @@ def load_pytorch(path: str, *, mmap: bool = False) -> Any:
         if isinstance(error, pickle.UnpicklingError) and "Unsupported global" in str(error):
             raise UserError(
                 f"'{path}' is refused: it has objects other than tensors, which can run code; save "
-                "only its state_dict() where you trust it"
+                "only its state_dict() if you trust it"
             ) from error
         raise _unreadable(path, "PyTorch weights", type(error).__name__) from error
 

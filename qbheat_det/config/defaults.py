@@ -20,7 +20,7 @@ _KEYS: dict[str, dict[str, Any]] = {
     "MODEL.DEPLOY": {
         # Convert the loaded model to the fastest equivalent form on the device.
         "ENABLED": False,
-        "PRECISION": "float32",  # or "bfloat16", if it is faster: changes AP by a few tenths
+        "PRECISION": "float32",  # or "bfloat16", which can be faster and changes AP by a few tenths
         # "auto" compiles for IMAGE_SIZES; if these are empty, for all sizes on GPUs. Or "off".
         "COMPILE": "auto",
         "IMAGE_SIZES": [],  # [[height, width], …] in pixels, after resizing
@@ -54,15 +54,15 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "MODEL.MF_DETR": {
         "NUM_CLASSES": 80,
-        "IN_FEATURES": ["s8", "s16_expanded"],  # at strides 8 and 16, finest first
-        "NUM_BLOCKS": [5, 2, 2],  # at strides 32, 16, 8: MF-Dec-522
+        "IN_FEATURES": ["s8", "s16_expanded"],  # backbone outputs at strides 8 and 16, finest first
+        "NUM_BLOCKS": [5, 2, 2],  # number of blocks at strides 32, 16, 8: MF-Dec-522
         "HIDDEN_DIM": 256,
         "NUM_OBJECT_QUERIES": 100,
         "NHEADS": 8,
         "DIM_FEEDFORWARD": 1024,
-        "EXPANSION": 6,  # of the lite bottleneck in M-F- blocks
+        "EXPANSION": 6,  # expansion of the lite bottleneck in M-F- blocks
         "DROPOUT": 0.1,
-        "NORM": "BN",  # of the down- and up-convolutions; "SyncBN" for tiny batches
+        "NORM": "BN",  # norm of down- and up-convolutions; "SyncBN" for tiny batches
         "CLASS_WEIGHT": 1.0,
         "L1_WEIGHT": 5.0,
         "GIOU_WEIGHT": 2.0,
@@ -235,9 +235,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Layer-wise decay of the learning rate, from the head down through the backbone.
         "LAYER_DECAY": 1.0,
         # Config of a first stage, such as a head on cached features of the frozen encoder: a path
-        # relative to the file that sets this key, or the name of a shipped config. It trains in
-        # OUTPUT_DIR/first_stage, and the run starts from its weights. A command that sets
-        # MODEL.WEIGHTS or freezes the backbone leaves it out.
+        # relative to the file that sets this key, or the name of a shipped config. The stage trains
+        # in OUTPUT_DIR/first_stage, and the run starts from its weights. A command that sets
+        # MODEL.WEIGHTS or freezes the backbone skips the stage.
         "FIRST_STAGE": "",
         # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
         # total number of images per optimizer step.
@@ -246,12 +246,12 @@ _KEYS: dict[str, dict[str, Any]] = {
         # CHECKPOINT_PERIOD.
         "EPOCHS": 0.0,
         # Fewest iterations of EPOCHS. With fewer images, all keys in epochs grow. A command that
-        # sets EPOCHS sets this to 0.
+        # sets EPOCHS sets MIN_ITER to 0.
         "MIN_ITER": 0,
         "STEP_EPOCHS": [],
         "WARMUP_EPOCHS": 0.0,
         "CHECKPOINT_EPOCHS": 0.0,
-        # Batch size to which SOLVER.BASE_LR refers. It is scaled to the actual batch size; 0: not.
+        # Batch size to which BASE_LR refers. BASE_LR is scaled to the actual batch size. 0: off.
         "REFERENCE_BATCH_SIZE": 0,
         "LR_SCALING": "linear",  # scaling with the batch size; or "sqrt", which suits AdamW
         "CHECKPOINTS_KEPT": 3,  # newest checkpoints to keep besides the best and last; 0: all
@@ -276,8 +276,8 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Maps keys of earlier versions, which are in the configs of their weights, to the only value that
-# is still supported.
+# Maps removed keys to the only value that is still supported. Weights of earlier versions have
+# these keys in their configs.
 RETIRED: dict[str, object] = {
     "DATALOADER.CACHE_GB": 20.0,
     "DATALOADER.RETRY_SECONDS": 300.0,

@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_MAX_DEPTH = 100  # of nested values in YAML
+_MAX_DEPTH = 100  # largest depth of nested values in YAML
 # Groups whose removed keys change the tensors or the losses of a model.
 _CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
 _COMMAND_LINE = "command line"  # the source of overrides in messages
@@ -52,7 +52,7 @@ def get_config_path(name: str) -> str:
         name: path below ``configs/``, such as ``"coco/mf_detr_211_285M_probe.yaml"``.
 
     Raises:
-        UserError: there is no such file; the message names the nearest ones.
+        UserError: there is no such file; the message names similar files.
     """
     # The folder is inside the package in a wheel, and next to it in a checkout.
     roots = [_PACKAGE / "configs", _PACKAGE.parent / "configs"]
@@ -151,8 +151,8 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     """Returns values by dotted key without the keys of earlier versions.
 
     If such a key has a value that is no longer supported, a warning mentions ``source``, or a
-    ``UserError`` is raised if the key changes the model. Files may have any ``VIS``, as weights of
-    earlier versions do: it only drew figures in training.
+    ``UserError`` is raised if the key changes the model. Any value of ``VIS`` is accepted, because
+    weights of earlier versions have this key. It only drew figures in training.
     """
     figures = [key for key in values if key.startswith("VIS.")]
     if figures and source == _COMMAND_LINE:
@@ -253,7 +253,7 @@ def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, obje
 
     Raises:
         UserError: a layer sets both epochs and iterations. The complete config of an earlier run
-            may, because its iterations were computed from its epochs.
+            may set both, because its iterations were computed from its epochs.
     """
     overruled: set[str] = set()
     for layer in layers:

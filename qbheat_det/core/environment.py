@@ -119,14 +119,14 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory for later allocations; returns whether this worked (glibc).
+    """Makes malloc keep freed memory for later allocations. Returns whether it worked (glibc).
 
     By default, glibc returns large blocks to the system, and the kernel fills new blocks with zeros
     page by page. For feature maps of tens of megabytes, this takes as long as the computation.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    trim_threshold, mmap_max = -1, -4  # of malloc.h
+    trim_threshold, mmap_max = -1, -4  # constants of malloc.h
     most_kept = 2**31 - 1  # bytes
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, most_kept))

@@ -23,7 +23,7 @@ _SUFFIXES = {"image/svg+xml": ".svg", "image/jpeg": ".jpg", "image/png": ".png"}
 
 
 class NotApplicable(Exception):
-    """Raised if a figure cannot be drawn for a run or model, although both are valid."""
+    """Raised if a figure does not apply to a run or model, although run and model are valid."""
 
 
 @dataclass(frozen=True)

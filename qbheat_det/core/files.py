@@ -108,7 +108,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> None:
 
 
 class _Stream(io.BufferedWriter):
-    """Stores the error of a failed write, because ``torch.save`` replaces it by its own."""
+    """Stores the error of a failed write, because ``torch.save`` raises another error instead."""
 
     fault: OSError | None = None
 
@@ -157,7 +157,7 @@ def _lock(stream: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems cannot; the file itself is synced
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -89,8 +89,9 @@ def with_views(
 ) -> list[dict[str, Any]]:
     """Repeats each record once per view, and adds "place".
 
-    A view is a list of places. Image i gets its place i modulo their number. If a view has no
-    places, "place" is not added. The views of an image are adjacent.
+    Each element of ``views`` lists the names of the quadrants that may be visible. Image i gets
+    ``places[i % len(places)]``. If a view lists no quadrant, "place" is not added. The views of an
+    image are adjacent.
     """
     kinds = list(views)
     return [

@@ -43,7 +43,7 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 # The allowed formats. The content of a file decides, not its suffix. (Pillow opens MPO as JPEG.)
 # Other formats are unsafe: for EPS, Pillow would start another program.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
-REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # of a JPEG's width and height in decoding
+REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # factors by which JPEGs are scaled down in decoding
 _RGB = ImageReadMode.RGB.value
 
 
@@ -64,7 +64,7 @@ class ImageFile:
         """Decodes the image to (height, width, 3), uint8, RGB. It can be called only once.
 
         A JPEG is scaled down by ``reduction``, which is 1, 2, 4 or 8, with the size rounded up.
-        Pixel i then covers the ``reduction`` pixels from i * reduction on.
+        Pixel i of the result covers pixels i * reduction to (i + 1) * reduction - 1 of the file.
         """
         if reduction > 1:
             width, height = self._image.size
@@ -99,7 +99,7 @@ def open_image(path: str) -> Iterator[ImageFile]:
     with PathManager.open(path, "rb") as file:
         try:
             image = Image.open(file, formats=IMAGE_FORMATS)
-        except UnidentifiedImageError:  # its message has a temporary name
+        except UnidentifiedImageError:  # Pillow's message has a temporary name
             raise UnidentifiedImageError("not an image") from None
         with image:
             yield ImageFile(file, image)

@@ -29,7 +29,7 @@ _DYNAMIC_SIZE = (512, 640)  # size of the example image if code is compiled for 
 
 
 class DeployReport(dict[str, str]):
-    """The result of each step by name; starts with "no: " and a reason if it was not applied."""
+    """The result of each step by name. It starts with "no: " if the step was not applied."""
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<14}{detail}" for name, detail in self.items())
@@ -79,7 +79,7 @@ class DeployedModel(nn.Module):
         return int(self.model.size_divisibility)  # type: ignore[arg-type]
 
     def train(self, mode: bool = True) -> "DeployedModel":
-        """Stays in eval mode; raises a ``UserError`` if ``mode``, as weights are folded."""
+        """Stays in eval mode. Raises a ``UserError`` if ``mode`` is True: weights are folded."""
         if mode:
             raise UserError("a deployed model does not train: train the original and deploy it")
         return super().train(False)

@@ -249,7 +249,7 @@ def scaled_prelu(
     """Splits a dynamic ReLU into a PReLU and a factor for each channel.
 
     Takes a map (1, C, H, W) and a token (1, D). Returns the map after the PReLU, and the factor
-    (C,). ``order[i]`` is the channel of the ReLU that applies to channel ``i`` of ``x``.
+    (C,). Channel ``i`` of ``x`` uses the slopes of channel ``order[i]`` of the ReLU.
     """
     low, high = (slope.flatten() for slope in act.bounds(token))
     if order is not None:
@@ -330,7 +330,7 @@ def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tens
 
 
 def _can_fuse(x: Tensor, convolution: NormedConv2d) -> bool:
-    """Whether ``x`` is a single image in inference, or anything in a bfloat16 program."""
+    """Whether ``x`` is a single image in inference, or a bfloat16 program is exported."""
     if is_half_program():
         return True
     if is_recorded() and not (exported_form.get() == "float" and type(x.shape[0]) is int):

@@ -150,7 +150,7 @@ class _Rehearsal:
     Attributes:
         num_views: views of the run that are not cached yet.
         seconds: time to encode these views with all processes.
-        disk: their size in bytes, and the free bytes of that disk.
+        disk: size of these views in bytes, and free bytes on the disk of the cache.
         spent: seconds that the rehearsal itself took.
     """
 
@@ -288,11 +288,11 @@ def _temporary_folder(output_dir: str) -> Iterator[Path]:
     made = comm.all_gather(made)[0]
     if not made:
         raise UserError(f"OUTPUT_DIR '{output_dir}' cannot be written to")
-    os.makedirs(made, exist_ok=True)  # for machines without a shared disk
+    os.makedirs(made, exist_ok=True)  # needed on machines without a shared disk
     try:
         yield Path(made)
         comm.synchronize()
-    except Interrupted as stop:  # its message names the folder
+    except Interrupted as stop:  # the message names the temporary folder
         name = signal.Signals(stop.number).name
         raise Interrupted(
             stop.number, f"{name} stopped the dry run, which writes no files"

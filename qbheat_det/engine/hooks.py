@@ -38,7 +38,7 @@ class TrainingRun(Protocol):
     cfg: CfgNode
     iter: int  # from 0
     start_iter: int  # above 0 in a resumed run
-    max_iter: int  # of the whole run
+    max_iter: int  # number of iterations of the whole run
     storage: EventStorage
     data_loader: Any  # the training batches of this process
     bare_model: nn.Module
@@ -63,7 +63,7 @@ def is_saved(run: TrainingRun, period: int) -> bool:
 
 
 def save_checkpoint(run: TrainingRun) -> None:
-    """Saves a checkpoint; after the last step, exports the evaluated weights as well."""
+    """Saves a checkpoint. After the last step, also exports the evaluated weights."""
     if run.iter + 1 < run.max_iter:
         run.save(f"model_{run.iter:07d}")
         return
@@ -73,7 +73,7 @@ def save_checkpoint(run: TrainingRun) -> None:
 
 @contextmanager
 def step_before(run: TrainingRun) -> Iterator[None]:
-    """Context in which the run's iteration is one lower: the last completed step."""
+    """Context in which the run's iteration is that of the last completed step (one lower)."""
     run.iter -= 1
     try:
         yield

@@ -29,7 +29,7 @@ R = TypeVar("R")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_STARTING = timedelta(minutes=5)  # for all processes to join
+_STARTING = timedelta(minutes=5)  # time for all processes to join
 _TORCHRUN = "torchrun --nproc-per-node N tools/train_net.py … (docs/distributed.md)"
 
 

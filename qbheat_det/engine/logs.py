@@ -234,7 +234,7 @@ class PeriodicWriter(hooks.PeriodicWriter):
 
 
 def drop_metrics_from(path: Path, iteration: int) -> None:
-    """Removes incomplete lines of ``metrics.json``, and those at or after ``iteration``."""
+    """Removes incomplete lines of ``metrics.json``, and lines at or after ``iteration``."""
     if not path.is_file():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

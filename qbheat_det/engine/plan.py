@@ -49,7 +49,7 @@ _OWN = ("DATASETS.UNLABELLED", "MODEL.BACKBONE.FREEZE_AT", "MODEL.CACHE_FEATURES
 _EQUAL = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP",
           "MODEL.FPN.OUT_CHANNELS")  # fmt: skip
 
-_SIZES = (2 / 3, 7 / 9, 1, 4 / 3, 16 / 9)  # of the recipe's shorter side
+_SIZES = (2 / 3, 7 / 9, 1, 4 / 3, 16 / 9)  # factors on the recipe's shorter side
 _STRIDE = 32
 _ENOUGH = 2 / 3  # share of the recipe's epochs that an image size must allow to be chosen
 _FEWEST, _MOST = 1 / 3, 3  # times the recipe's epochs; below _FEWEST, only the first stage trains
@@ -124,7 +124,7 @@ def start_from(stage: RunFlags, flags: RunFlags) -> RunFlags:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a run that do not depend on its length, seconds per epoch, and usual epochs."""
+    """Seconds of a run besides training, seconds per epoch, and the recipe's epochs."""
 
     fixed: float
     epoch: float

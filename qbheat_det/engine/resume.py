@@ -82,7 +82,7 @@ def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
 
 
 def check_start(cfg: CfgNode, flags: RunFlags) -> None:
-    """Checks that a command either resumes a run or starts a new one.
+    """Refuses a new run in the folder of another run, or a resumed run with other weights.
 
     Raises:
         UserError: ``--resume`` comes with weights that the run did not start from, or the folder of
@@ -257,7 +257,7 @@ def name_last_checkpoint(folder: Path) -> str:
 class StopSignals(HookBase):
     """Ends a run on SIGINT, SIGTERM or SIGUSR1; must be the last hook.
 
-    Processes share signals in the all-reduce of the losses. So all of them know about a signal
+    Processes share signals in the all-reduce of the losses. So all processes know about a signal
     before the checkpoint hook runs, and stop after the same step. A signal interrupts an evaluation
     immediately: the step is saved, and ``--resume`` starts with the evaluation. A second Ctrl-C
     ends the process immediately, but not under torchrun, which itself sends the first signal again.
@@ -284,7 +284,7 @@ class StopSignals(HookBase):
         """Ends the run if any process received a signal.
 
         Raises:
-            Interrupted: a process received a signal; raised on all, after the checkpoint is saved.
+            Interrupted: a process received a signal. All raise it after the checkpoint is saved.
         """
         if self.trainer.stops:
             comm.synchronize()  # torchrun ends the others after the first exit

@@ -30,7 +30,7 @@ _KEYS = {
 }
 SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "DETR_CROP_RESIZE",
           "DETR_CROP_RANGE")  # fmt: skip
-_SMALLEST = 32  # pixels of --image-size
+_SMALLEST = 32  # smallest --image-size in pixels
 FIRST_STAGE_WEIGHTS = Path("first_stage", "model_final.safetensors")
 """The result of ``SOLVER.FIRST_STAGE`` in ``OUTPUT_DIR``, from which the second stage starts."""
 WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
@@ -161,7 +161,7 @@ class RunFlags:
         return cfg
 
     def name_default_config(self) -> str:
-        """Returns the shipped config for the kind of data, if the command names no other."""
+        """Returns the shipped config for the kind of data, for commands that name no config."""
         return _DEFAULTS[self._find_job()]
 
     def _find_job(self) -> str:
@@ -178,7 +178,7 @@ def _set_image_size(
     """Sets the image size in place.
 
     For detectors, ``size`` becomes the largest training size, or the test size if the command only
-    evaluates (shorter sides). The other sizes keep their ratios. For other models, it is
+    evaluates (shorter sides). The other sizes keep their ratios. For other models, ``size`` becomes
     ``INPUT.PRETRAIN.SIZE``.
 
     Raises:

@@ -128,7 +128,7 @@ class StepTrainer(SimpleTrainer):
 
     def close(self) -> None:
         """Ends the loader's workers."""
-        names = ("_data_loader_iter_obj", "_data_loader_iter")  # of Detectron2's releases
+        names = ("_data_loader_iter_obj", "_data_loader_iter")  # names in Detectron2's releases
         for iterator in (vars(self).get(name) for name in names):
             if isinstance(iterator, Generator):
                 iterator.close()
@@ -312,8 +312,8 @@ def _move(value: Any, device: torch.device) -> Any:
 def choose_precision(cfg: CfgNode) -> torch.dtype | None:
     """Returns the autocast dtype that ``SOLVER.AMP`` names; None for float32.
 
-    That is the case if AMP is disabled, or on a processor that only emulates bfloat16, where a step
-    would take ten times as long.
+    Float32 is used if AMP is disabled, or if the processor only emulates bfloat16, which would make
+    a step ten times as long.
     """
     if not cfg.SOLVER.AMP.ENABLED:
         return None

@@ -69,6 +69,7 @@ class Trainer(DefaultTrainer):
         cfg: resolved config, with the iterations and learning rate computed from the data.
         bare_model: the model without the distributed wrapper.
         cached_features: the feature cache; None unless ``MODEL.CACHE_FEATURES`` is enabled.
+        teacher: cached features of the teacher of distillation; None for other models.
         resumed_from: checkpoint that the run was resumed from; None for a new run.
     """
 
@@ -175,7 +176,7 @@ class Trainer(DefaultTrainer):
             )
             return {}
         if self.cached_features:
-            self._evaluation.forget()  # its loaders may read the cache of other weights
+            self._evaluation.forget()  # loaders may read the cache of other weights
             self.cached_features.prepare(self.data_loader)
         if self.teacher:
             self.teacher.prepare(self.data_loader)
@@ -222,7 +223,7 @@ class Trainer(DefaultTrainer):
         model are under "student".
         """
         student = self._evaluation(self.bare_model) if self._mean_teacher else {}
-        results = self._evaluation(self.evaluated_model)  # the files in OUTPUT_DIR are of these
+        results = self._evaluation(self.evaluated_model)  # last, so OUTPUT_DIR has their files
         self._last_eval_results = {**results, **({"student": student} if student else {})}
         return self._last_eval_results
 

@@ -137,10 +137,10 @@ def complete_annotations(dataset: dict[str, Any]) -> None:
 class HeldOutLossEvaluator(DatasetEvaluator):
     """Averages the per-image loss of a pre-training model over a dataset.
 
-    For "loss_reconstruction", results are ``{"reconstruction": {"loss_corner", "loss_centre",
-    "loss", "loss_standard_error"}}``. The first two are the means over corner views and over center
-    views, if there are any. "loss" is the mean over images, where the loss of an image is the mean
-    over its views. For "loss_feature", the outer key is "feature".
+    If the model returns "loss_reconstruction", the results are ``{"reconstruction": {"loss_corner",
+    "loss_centre", "loss", "loss_standard_error"}}``. The first two are the means over corner views
+    and over center views, if there are any. "loss" is the mean over images, where the loss of an
+    image is the mean over its views. With "loss_feature", the outer key is "feature".
     """
 
     def __init__(self, dataset_name: str) -> None:
@@ -170,7 +170,7 @@ class HeldOutLossEvaluator(DatasetEvaluator):
             self._losses.append((image, view, loss))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Gathers from all processes. Returns results on the main process, elsewhere ``{}``."""
+        """Gathers all losses. Returns results on the main process, and ``{}`` on others."""
         parts = comm.gather(self._losses, dst=0)
         if not comm.is_main_process():
             return {}

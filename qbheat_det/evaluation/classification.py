@@ -96,7 +96,7 @@ class ClassificationEvaluator(DatasetEvaluator):
             self._seen.append((entry["image_id"], label, prediction, rank))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Gathers from all processes. Returns results on the main process, elsewhere ``{}``."""
+        """Gathers all ranks. Returns results on the main process, and ``{}`` on others."""
         parts = comm.gather(self._seen, dst=0)
         if not comm.is_main_process():
             return {}
@@ -204,8 +204,8 @@ def rank_true_classes(
 ) -> Tensor:
     """Returns the zero-based ranks (N,) of the true classes, see ``score_neighbours``.
 
-    Among equally similar images, the first ones vote. Among equal votes, the lower label comes
-    first. Classes without votes come last.
+    If several training images are equally similar, those with the lower index vote. Among equal
+    votes, the lower label comes first. Classes without votes come last.
     """
     (train_features, train_labels), (features, labels) = train, val
     k = min(k, len(train_features))
@@ -229,7 +229,7 @@ def rank_true_classes(
 
 
 def _first_of_the_largest(values: Tensor, k: int) -> Tensor:
-    """Returns the columns (N, k) of the k largest values per row. Among ties, the first win."""
+    """Returns the columns (N, k) of the k largest values per row, the first of equal values."""
     smallest = values.topk(k, dim=1).values[:, -1:]
     above, equal = values > smallest, values == smallest
     free = k - above.sum(dim=1, keepdim=True)

@@ -71,7 +71,7 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
     analysis.set_op_handle(**_ADDED_HANDLES)
-    with undisturbed(model), quiet("fvcore.nn.jit_analysis"):  # it warns of uncounted operators
+    with undisturbed(model), quiet("fvcore.nn.jit_analysis"):  # fvcore warns of uncounted operators
         counts = analysis.by_module_and_operator()
     rounded = {name: {key: round(n) for key, n in own.items()} for name, own in counts.items()}
     return MAdds(rounded)
@@ -89,7 +89,7 @@ def count_parameters(model: nn.Module, *, batch_norm_affine: bool = True) -> int
     """Returns the number of parameters. Shared parameters are counted once.
 
     Without ``batch_norm_affine``, BatchNorm's scale and offset are not counted. This is the rule of
-    the paper's detection tables, because they are buffers in frozen backbones.
+    the paper's detection tables, because scale and offset are buffers in frozen backbones.
     """
     skipped = {
         id(parameter)

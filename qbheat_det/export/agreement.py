@@ -41,7 +41,7 @@ class Agreement:
     # Infinite if either result is not finite.
     score: float = 0.0
     box: float = 0.0  # largest difference of box coordinates, in pixels of the image
-    relative_box: float = 0.0  # the same, divided by the longer side of the image
+    relative_box: float = 0.0  # ``box`` divided by the longer side of the image
     unmatched: int = 0  # detections above the threshold that only one of the two results has
 
     @property

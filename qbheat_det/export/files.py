@@ -71,8 +71,8 @@ def export_model(
     Args:
         cfg: the config of the weights, see ``load_run_config``.
         output: an ``.onnx`` file.
-        images: files and folders of images for the comparison; by default included
-            images of blood cells.
+        images: files and folders of images for the comparison; by default, images of blood cells in
+            the package.
         tolerance: see ``Agreement.holds``.
         overwrite: whether to replace ``output`` if it exists.
         image_size: (H, W) in pixels; the file then accepts only single images of this size. By

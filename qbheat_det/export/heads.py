@@ -29,7 +29,8 @@ EMPTY = -1.0
 class Head(nn.Module):
     """Computes the ``outputs`` of ``ExportInfo`` from the backbone's outputs ``in_features``.
 
-    ``forward`` takes these by name, and sizes (4,): H, W, H', W' before and after the resize.
+    ``forward`` takes these outputs by name, and sizes (4,): H, W, H', W' before and after the
+    resize.
     """
 
     task: Task
@@ -115,7 +116,7 @@ class DenseHead(Head):
         maps = [features[name] for name in self.in_features]
         logits, deltas, *centerness = self.head(maps)
         levels_scores = [permute_to_N_HWA_K(x, self._num_classes).sigmoid() for x in logits]
-        for centers in centerness:  # of FCOS
+        for centers in centerness:  # FCOS only
             pairs = zip(levels_scores, centers, strict=True)
             levels_scores = [(x * permute_to_N_HWA_K(y, 1).sigmoid()).sqrt() for x, y in pairs]
         anchors = self.anchor_generator(maps)

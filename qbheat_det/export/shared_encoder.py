@@ -127,7 +127,7 @@ def _find_differences(model: ExportableModel, other: ExportableModel) -> list[st
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors that affect the outputs, so not BatchNorm's count of batches."""
+    """Returns the tensors that affect the outputs. BatchNorm's count of batches does not."""
     state = module.state_dict()
     return {k: tensor for k, tensor in state.items() if not k.endswith("num_batches_tracked")}
 

@@ -264,16 +264,17 @@ def make_key(
     device: torch.device,
     size_divisibility: int,
 ) -> dict[str, Any]:
-    """Returns the key of a cache as JSON data. Caches with equal keys have equal features.
+    """Returns the key of a cache as JSON data. If the key changes, a new cache is built.
 
     The key contains the encoder's weights and structure, the normalization and padding of images,
     all of ``INPUT``, the views, the precision, the memory format, the device, and the versions of
     this package and PyTorch. For each record, it contains the annotations, and the relative path,
     size and modification time of the file.
 
-    The key does not contain the contents and the root folder of the files, so that caches can be
-    moved and shared. It does not contain the number of threads, the batch size and the versions of
-    other libraries, because their effect is far below half precision.
+    The key does not contain the pixels and the root folder of the files, so that caches can be
+    moved and shared. Other pixels in a file of the same size and modification time are not
+    detected. It does not contain the number of threads, the batch size and the versions of other
+    libraries, because their effect is far below half precision.
 
     Args:
         cfg: config of the run, or of its teacher.

@@ -58,10 +58,14 @@ _KEPT = ("file_name", "image_id", "label", TILE)
 class CachedViews:
     """A mapper that reads cached views from a store, with features instead of pixels.
 
-    Returns "file_name", "image_id", "label" and "tile" of the record, if they exist; "features",
-    the encoder's outputs (C, h, w) or (M, D) by name; "image" (3, H, W), zeros of the view's size
-    that take no memory; and "height", "width" and "instances", if the original mapper returned
-    them. If the original mapper returned a ``DataError`` or None, this is returned.
+    Returns a dict with these keys:
+
+    - "file_name", "image_id", "label" and "tile" of the record, if they exist;
+    - "features": the encoder's outputs (C, h, w) or (M, D) by name;
+    - "image" (3, H, W): zeros of the view's size, which take no memory;
+    - "height", "width" and "instances", if the original mapper returned them.
+
+    If the original mapper returned a ``DataError`` or None, returns this value.
     """
 
     def __init__(self, store: FeatureStore, count: int) -> None:

@@ -259,8 +259,8 @@ def fill(
 ) -> FeatureStore:
     """Encodes and writes the missing files of a store, and returns it.
 
-    All processes of a run must call this function. If another run is filling the same store, it
-    waits until that run finishes or dies.
+    All processes of a run must call this function. If another run is filling the same store, the
+    function waits until the other run finishes or dies.
 
     Args:
         store: the store to fill.
@@ -289,7 +289,7 @@ def fill(
         loaded = iter(_load(views, indices, title=title, num_workers=num_workers))
         for file in files:
             store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
-            if file == files[0]:  # its size indicates the space of all files
+            if file == files[0]:  # the size of this file indicates the size of all files
                 store.check_space()
         comm.synchronize()
     return store

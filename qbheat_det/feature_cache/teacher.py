@@ -94,8 +94,9 @@ class TeacherFeatures:
     def prepare(self, stream: TrainStream) -> None:
         """Completes the caches and replaces the stream's mapper by one that reads them.
 
-        Must be called on all processes before the first batch. Raises a ``UserError`` if the number
-        of views is not fixed, the teacher's weights do not match, or the disk is too small.
+        Must be called on all processes before the first batch. Raises a ``UserError`` if
+        ``INPUT.FIXED_VIEWS.COUNT`` is 0 or too large, if the teacher's weights do not match, or if
+        the disk is too small.
         """
         if isinstance(stream.mapper, FixedViews):
             views = self._train_views(stream, stream.mapper)

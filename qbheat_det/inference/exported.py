@@ -46,8 +46,9 @@ class ExportInfo:
     """The description of an exported file.
 
     The input "images" is (N, H, W, 3), uint8, with channels in the order of ``pixel_format``. N, H
-    and W are free, unless ``image_size`` is set. Then the input is a single image of this size. The
-    ONNX graph resizes, normalizes and pads the images. Its outputs depend on ``task``:
+    and W are free, unless ``image_size`` is set. If ``image_size`` is set, the input is a single
+    image of this size. The ONNX graph resizes, normalizes and pads the images. Its outputs depend
+    on ``task``:
 
     - "detection": "boxes" (N, R, 4), XYXY in pixels of the input image, "scores" (N, R) in [0, 1],
       in descending order, "labels" (N, R), from 0, and "counts" (N,). The first ``counts[n]`` of

@@ -48,7 +48,7 @@ class UnreadableImage(UserError):
 
 
 class NamedImage(NamedTuple):
-    """An image with a local file to read it from again, a name, and a frame number in videos."""
+    """An image, its local file if it can be read again, its name, and its number in a video."""
 
     image: Image
     file: Path | None

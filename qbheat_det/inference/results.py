@@ -146,10 +146,10 @@ class Predictions:
 
     Attributes:
         results: for a detector, one dict per box with "image_id", "file_name", "category_id",
-            "bbox" (XYWH, pixels of the upright image) and "score". If the model predicts masks, it
-            also has "segmentation" (RLE). In videos, it also has "frame" (from 0), and each frame
-            has its own image id. For a classifier, one dict per image with "file_name" and
-            "classes", a list of "name" and "score" in descending order of scores.
+            "bbox" (XYWH, pixels of the upright image) and "score". If the model predicts masks, a
+            dict also has "segmentation" (RLE). In videos, a dict also has "frame" (from 0), and
+            each frame has its own image id. For a classifier, one dict per image with "file_name"
+            and "classes", a list of "name" and "score" in descending order of scores.
         images: for a detector, one dict per image or frame with "id", "file_name", "height" and
             "width" in pixels, and "frame" in videos.
         num_images: number of images and videos that were predicted on.
@@ -224,7 +224,7 @@ def render_annotations(
         raise UserError(f"the format '{format}' is not one of {', '.join(FORMATS)}")
     names = {
         box["category_id"]: str(box["category_id"]) for box in results
-    }  # of classes without a name
+    }  # names of classes without a name in the config
     names |= dict(zip(category_ids or range(1, 1 + len(class_names)), class_names, strict=False))
     if format == "coco":
         return [{**box, "category_name": names[box["category_id"]]} for box in results]

@@ -2,7 +2,7 @@
 """Finds near-duplicate images, and selects images that cover a pool, from feature vectors only.
 
 - ``typiclust``: "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets",
-  arXiv:2202.02794. Selects the most typical image of each uncovered cluster.
+  arXiv:2202.02794. Selects the most typical image of each cluster without a labelled image.
 - ``k_center``: "Active Learning for Convolutional Neural Networks: A Core-Set Approach",
   arXiv:1708.00489. Repeatedly selects the image that is farthest from all selected images.
 
@@ -108,7 +108,7 @@ def cover(
 
 
 def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
-    """Returns the cosine (N,) of each vector to the nearest one in ``others`` (-inf if empty)."""
+    """Returns the cosine (N,) of each vector to the nearest of ``others`` (-inf if empty)."""
     nearest = torch.full((len(vectors),), -torch.inf)
     size = _count_rows(vectors)
     for start in range(0, len(others), size):
@@ -166,7 +166,7 @@ def choose_balanced(
 def typiclust(
     vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Clusters the pool, and selects the most typical image of the largest uncovered clusters.
+    """Clusters the pool, and selects the most typical image of the largest unlabelled clusters.
 
     The number of clusters is the total number of images with labels after this selection, but at
     most 500.

@@ -2,8 +2,8 @@
 """Selects the images to label next from a pool of unlabelled images.
 
 Without a detector, the selection is random or covers the pool (see ``coverage``). With a detector,
-it consists of images with many objects of all classes. Near-duplicates are left out. The feature
-vectors of the images are cached on disk.
+the selection consists of images with many objects of all classes. Near-duplicates are left out. The
+feature vectors of the images are cached on disk.
 """
 
 import os

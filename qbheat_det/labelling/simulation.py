@@ -151,7 +151,7 @@ def _choose(
     seed: int,
     run: Path | None,
 ) -> list[int]:
-    """Adds images to ``chosen`` up to the budget, and returns both.
+    """Returns ``chosen`` with images added up to the budget.
 
     ``run`` is the folder of the detector that was trained on ``chosen``.
     """

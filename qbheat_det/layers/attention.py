@@ -40,11 +40,12 @@ def attend(
         masked: broadcastable to (N, heads, Q, L), True if a query may not attend to a key. Each
             query must attend to at least one key.
         dropout: probability, in [0, 1), of dropping a weight. Rounded to 16 bits on CPUs.
-        fused: whether to use PyTorch's kernel also when compiling or exporting. Set it if there are
-            too many weights to store, as in self-attention over all positions of a feature map.
+        fused: whether to use PyTorch's kernel also when compiling or exporting. Set it if the
+            attention matrix (Q, L) is too large to store, as in self-attention over all positions
+            of a feature map.
 
     Returns:
-        (N, Q, heads * d).
+        The weighted values (N, Q, heads * d).
     """
     on_cpu = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
     if is_half_program():  # in bfloat16, PyTorch's kernel takes twice as long as matrix products
@@ -65,7 +66,7 @@ def attend(
 
 
 def _attention_weights(query: Tensor, key: Tensor, masked: Tensor | None) -> Tensor:
-    """Returns (…, Q, L), by the plain formula, which compilers and exporters optimize."""
+    """Returns the attention weights (…, Q, L) by the plain formula, which compilers optimize."""
     logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     if masked is not None:
         logits = logits.masked_fill(masked, float("-inf"))
@@ -131,7 +132,7 @@ def _parts(shape: tuple[int, int, int, int]) -> Iterator[tuple[int, slice]]:
 
 
 def _empty_by_rows(like: Tensor) -> Tensor:
-    """Returns (N, heads, length, d) in the memory layout of (N, length, heads, d)."""
+    """Returns an empty (N, heads, length, d) in the memory layout of (N, length, heads, d)."""
     num_images, num_heads, length, width = like.shape
     return like.new_empty(num_images, length, num_heads, width).transpose(1, 2)
 

@@ -93,12 +93,12 @@ class Linear(nn.Linear):
     """``torch.nn.Linear`` that calls ``linear``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Takes (..., C) and returns (..., C')."""
+        """Takes features (..., C) and returns features (..., C')."""
         return linear(input, self.weight, self.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Same as ``torch.nn.functional.linear``. Takes (..., C), (C', C) and (C',)."""
+    """Same as ``torch.nn.functional.linear``. ``x`` is (..., C), ``weight`` (C', C)."""
     if not _uses_convolution(x, weight):
         return F.linear(x, weight, bias)
     image = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (1, C, rows, 1)
@@ -134,7 +134,7 @@ def prefers_convolutions() -> bool:
 
 @functools.cache
 def _look_up_processor() -> bool:
-    # Looked up, not timed, so that all runs on the same machine give the same results.
+    # The answer is looked up, not timed, so that all runs on one machine give the same results.
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     is_intel_or_unknown = read_cpu_field("vendor_id") in ("", "GenuineIntel")
@@ -145,7 +145,7 @@ class NormedConv2d(Conv2d):
     """Detectron2's ``Conv2d``, with a frozen BatchNorm folded into the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes (N, C, H, W) and returns (N, C', H', W')."""
+        """Takes a feature map (N, C, H, W) and returns a feature map (N, C', H', W')."""
         if is_recorded() or self.activation is not None:
             found: Tensor = super().forward(x)  # compilers and exporters fold norms themselves
             return found
@@ -234,7 +234,7 @@ class DynamicReLU(nn.Module):
 
 
 def _bounds(theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Takes (N, 2 * C) in [0, 1]. Returns the smaller and larger slope, (N, C, 1, 1) each."""
+    """Takes ``theta`` (N, 2 C) in [0, 1]. Returns the smaller and larger slope (N, C, 1, 1)."""
     positive, negative = theta[:, :, None, None].chunk(2, dim=1)
     a1, a2 = 2 * positive, 2 * negative - 1
     return torch.minimum(a1, a2), torch.maximum(a1, a2)

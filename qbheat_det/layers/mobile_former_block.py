@@ -70,7 +70,7 @@ class FormerToMobile(nn.Module):
         self.value = nn.Linear(token_dim, channels)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Takes (N, C, H, W) and tokens (N, M, D). Returns the updated feature map (N, C, H, W)."""
+        """Takes a map (N, C, H, W) and tokens (N, M, D). Returns the updated map (N, C, H, W)."""
         key = _split_heads(self.key(tokens), self.num_heads)
         value = _split_heads(self.value(tokens), self.num_heads)
         # Tokens are the rows of the product, so that no copy of the feature map is needed.
@@ -185,7 +185,7 @@ class Mobile(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Takes a feature map (N, C, H, W) and a token (N, D). Returns (N, C', H, W).
+        """Takes a feature map (N, C, H, W) and a token (N, D). Returns a map (N, C', H, W).
 
         ``padding`` (N, 1, H, W) is True outside the images.
         """
@@ -227,7 +227,7 @@ class DownMobile(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, token: Tensor, padding: Tensor | None = None) -> Tensor:
-        """See ``Mobile.forward``. Returns (N, C', ceil(H / 2), ceil(W / 2))."""
+        """See ``Mobile.forward``. Returns a map (N, C', ceil(H / 2), ceil(W / 2))."""
         y = self.down_reduce(self.down_act(self.down(zero_padding(x, padding)), token))
         hidden = self.depthwise_act(self.depthwise(zero_padding(y, halve(padding))), token)
         return y + self.drop_path(self.reduce(hidden))
@@ -258,7 +258,7 @@ class MobileFormerBlock(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Takes (N, C, H, W) and tokens (N, M, D). Returns (N, C', H', W') and (N, M, D)."""
+        """Takes and returns a map, (N, C, H, W) to (N, C', H', W'), and tokens (N, M, D)."""
         tokens = self.former(self.mobile_to_former(tokens, x, padding))
         x = self.mobile(x, tokens[:, 0], padding)
         return self.former_to_mobile(x, tokens), tokens
@@ -277,12 +277,12 @@ def has_rows(x: Tensor) -> bool:
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Splits (N, L, C) into heads (N, heads, L, C / heads)."""
+    """Splits features (N, L, C) into heads (N, heads, L, C / heads)."""
     return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 def _multiply_with_pixels(tokens: Tensor, x: Tensor) -> Tensor:
-    """Multiplies (N, heads, M, C / heads) with pixels (N, C, H, W). Returns (N, heads, M, HW)."""
+    """Multiplies tokens (N, heads, M, C / heads) with pixels (N, C, H, W) to (N, heads, M, HW)."""
     num_heads, pixels = tokens.shape[1], x.flatten(2)
     if has_rows(x):
         return _multiply(_spread(tokens), pixels).unflatten(1, (num_heads, -1))
@@ -299,7 +299,7 @@ def _softmax(logits: Tensor, dim: int) -> Tensor:
 
 
 def _spread(heads: Tensor) -> Tensor:
-    """Converts (N, heads, M, C / heads) to (N, heads * M, C), with zeros outside each head."""
+    """Converts tokens (N, heads, M, C / heads) to (N, heads * M, C), zero outside each head."""
     num_heads = heads.shape[1]
     own = torch.eye(num_heads, dtype=heads.dtype, device=heads.device)
     return (heads[:, :, :, None] * own[:, None, :, None]).flatten(3).flatten(1, 2)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 
 def padding_mask(image_sizes: Tensor, size: Sequence[int]) -> Tensor:
-    """Returns a mask (N, 1, H, W), True outside images of the sizes (N, 2), for a batch (H, W)."""
+    """Returns a mask (N, 1, H, W), True outside images of sizes (N, 2), for a batch of (H, W)."""
     height, width = size
     rows = torch.arange(height, device=image_sizes.device) >= image_sizes[:, :1]  # (N, H)
     columns = torch.arange(width, device=image_sizes.device) >= image_sizes[:, 1:]  # (N, W)
@@ -31,7 +31,7 @@ def halve(padding: Tensor | None) -> Tensor | None:
 
 
 def valid_sizes(padding: Tensor) -> Tensor:
-    """Returns (N, 2), the height and width of the unpadded area of each mask."""
+    """Returns the height and width (N, 2) of the unpadded area of each mask."""
     valid = ~padding[:, 0]
     return torch.stack([valid[:, :, 0].sum(dim=1), valid[:, 0, :].sum(dim=1)], dim=1)
 
@@ -45,7 +45,7 @@ def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
 def resize_bilinear(
     x: Tensor, size: Sequence[int], padding: Tensor | None = None, padding_out: Tensor | None = None
 ) -> Tensor:
-    """Resizes (N, C, H, W) to (N, C, H', W') bilinearly, as if each image was not padded.
+    """Resizes ``x`` (N, C, H, W) to (N, C, H', W') bilinearly, as if no image was padded.
 
     ``padding`` (N, 1, H, W) is the mask of ``x``, and ``padding_out`` (N, 1, H', W') the mask of
     the result. They are None if no image is padded.
@@ -62,14 +62,14 @@ def resize_bilinear(
 
 
 def _source_positions(length: int, old: Tensor, new: Tensor) -> Tensor:
-    """Returns (N, length), the positions of outputs in the coordinates of inputs, 0 to old - 1."""
+    """Returns the positions (N, length) of outputs in coordinates of inputs, 0 to old - 1."""
     centres = torch.arange(length, device=old.device, dtype=old.dtype) + 0.5
     position = centres * (old / new)[:, None] - 0.5
     return torch.minimum(position.clamp(min=0), (old - 1)[:, None])
 
 
 def _hats(positions: Tensor, length: int) -> Tensor:
-    """Returns (N, P, length), the bilinear weight of each input at positions (N, P)."""
+    """Returns the bilinear weight (N, P, length) of each input at positions (N, P)."""
     inputs = torch.arange(length, device=positions.device, dtype=positions.dtype)
     return (1 - (positions[..., None] - inputs).abs()).clamp(min=0)
 
@@ -87,10 +87,10 @@ class SinePositionEncoding(nn.Module):
         self.frequency: Tensor  # (C / 4,)
 
     def forward(self, size: Sequence[int], padding: Tensor | None = None) -> Tensor:
-        """Returns (N, HW, C) for feature maps of size (H, W) with ``padding`` (N, 1, H, W).
+        """Returns position encodings (N, HW, C) of maps (H, W) with ``padding`` (N, 1, H, W).
 
-        Without padding, returns (1, HW, C). Positions are normalized to (0, 1] within the unpadded
-        image.
+        Without padding, the encodings are (1, HW, C). Positions are normalized to (0, 1] within the
+        unpadded image.
         """
         height, width = size
         if padding is None:

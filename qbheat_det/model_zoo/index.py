@@ -17,7 +17,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record
 
 INDEX_FILE = Path(__file__).with_name("index.json")
-PREFIX = "qbheat://"  # of addresses
+PREFIX = "qbheat://"  # prefix of addresses
 TASKS = ("pretraining", "detection", "classification")
 
 

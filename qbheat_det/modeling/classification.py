@@ -37,7 +37,7 @@ class LinearDecoder(nn.Module):
         normalize: bool = False,
         in_feature: str = "s16_expanded",
     ) -> None:
-        """Takes the backbone's ``output_shape()``, K, and the name of the feature map to pool.
+        """Takes the backbone's ``output_shape()``, the number of classes K, and the map to pool.
 
         ``normalize`` adds a BatchNorm without scale and offset before the linear layer, as is
         common in linear probing.
@@ -51,7 +51,7 @@ class LinearDecoder(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Takes a feature map (N, C, H, W) and optional "tokens" (N, M, D). Returns (N, K)."""
+        """Takes a map (N, C, H, W) and optional "tokens" (N, M, D). Returns logits (N, K)."""
         return self.classifier(self.norm(self.pool(features)))
 
 
@@ -113,7 +113,7 @@ class BatchMixing:
         mixup: float = 0.0,
         cutmix: float = 0.0,
     ) -> None:
-        """Takes K, the label smoothing, and the alphas of the Beta distributions.
+        """Takes the number of classes K, the label smoothing, and the alphas of Mixup and CutMix.
 
         An alpha of 0 disables Mixup or CutMix. If both are enabled, each batch uses one at random.
         """
@@ -211,7 +211,7 @@ class ImageClassifier(ImageModel):
 
     @property
     def num_classes(self) -> int:
-        """K."""
+        """The number of classes K."""
         return self.mixing.num_classes
 
     def train(self, mode: bool = True) -> "ImageClassifier":

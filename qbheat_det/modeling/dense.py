@@ -7,9 +7,9 @@ mean is over all processes, updated once per step, and saved in checkpoints. FCO
 built from ``MODEL.FCOS``, with two fixes from Detectron2's main branch: images without boxes, and
 GroupNorm heads on a recent PyTorch.
 
-Unlabelled images: "Dense Teacher", arXiv:2207.02541. A detector learns from a teacher's dense
-scores, without pseudo-boxes, NMS and score threshold. The teacher is the moving average of the
-weights. The teacher sees the weak view of an image, and the student sees the strong view.
+Unlabelled images: "Dense Teacher", arXiv:2207.02541. A detector learns from a teacher's scores and
+boxes at selected locations, without NMS or score threshold. The teacher is the moving average of
+the weights. The teacher sees the weak view of an image, and the student sees the strong view.
 """
 
 import math
@@ -51,7 +51,7 @@ class DensePredictions:
 
 @dataclass(frozen=True)
 class DenseTargets:
-    """What a student learns from a teacher at R anchors or locations of N images.
+    """Targets of the student, from a teacher, at R anchors or locations of N images.
 
     Attributes:
         scores: (N, R, K), the teacher's class scores at the selected locations; zero elsewhere.
@@ -85,8 +85,8 @@ class DenseTeacherLoss:
 
     Attributes:
         top_share: share, in (0, 1], of the locations of the effective batch that learn from the
-            teacher. These have the teacher's highest class scores. The targets of all other
-            locations are zero.
+            teacher. These locations have the teacher's highest class scores. The targets of all
+            other locations are zero.
         weight: factor on the losses.
         gamma: exponent of the quality focal loss (arXiv:2006.04388).
     """
@@ -122,7 +122,7 @@ class DenseTeacherLoss:
         return found
 
     def __call__(self, student: DensePredictions, targets: DenseTargets) -> dict[str, Tensor]:
-        """Returns the losses by name. Their mean over all parts is the effective batch's loss."""
+        """Returns the losses by name. Their mean over all micro-batches is the loss of a step."""
         logits, best, total = student.logits.float(), targets.scores.amax(dim=2), targets.total[0]
         loss = quality_focal_loss(logits, targets.scores, self.gamma)
         losses = {"loss_teacher_cls": loss.sum() / total}
@@ -163,7 +163,7 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """Like the base detector's. By default, ``normalizers`` are computed over all processes."""
+        """Like the base class. By default, ``normalizers`` are computed over all processes."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
@@ -200,12 +200,12 @@ class SyncNormalizer(DenseDetector):
         return DensePredictions(logits, torch.stack(boxes), *(each.squeeze(2) for each in quality))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
-        """Like the base detector's. Inputs with cached "features" become a ``CachedImages``."""
+        """Like the base class, but inputs with cached "features" become a ``CachedImages``."""
         cached = find_cached_images(batched_inputs, self.backbone.size_divisibility, self.device)
         return super().preprocess_image(batched_inputs) if cached is None else cached
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (1,), the number of positive anchors in a batch. Does not run the backbone."""
+        """Returns the number (1,) of positive anchors in a batch. Does not run the backbone."""
         height, width = self.preprocess_image(batched_inputs).tensor.shape[-2:]
         maps = [
             torch.empty(0, math.ceil(height / stride), math.ceil(width / stride))
@@ -217,7 +217,7 @@ class SyncNormalizer(DenseDetector):
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
         """Updates the running mean with the number of positive anchors (1,). Returns the divisor of
-        each part."""
+        each micro-batch."""
         momentum = 0.9  # Detectron2's
         self.loss_normalizer.mul_(momentum).add_(counts[0].clamp(min=1), alpha=1 - momentum)
         return self.loss_normalizer[None] / parts
@@ -246,7 +246,7 @@ class SyncNormalizer(DenseDetector):
 
 @META_ARCH_REGISTRY.register()
 class SyncFCOS(SyncNormalizer, FCOS):
-    """FCOS normalized over the effective batch. In one process, equal to Detectron2's."""
+    """FCOS normalized over the effective batch. In one process, equal to Detectron2's FCOS."""
 
     first_normalizer = 300.0
 

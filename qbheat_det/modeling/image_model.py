@@ -30,7 +30,7 @@ class CachedImages:
     """Cached encoder outputs, passed through a model to its encoder in place of pixels."""
 
     features: Sequence[Mapping[str, Tensor]]  # per image, outputs (C, h, w) or (M, D) by name
-    shape: torch.Size  # of the padded pixels
+    shape: torch.Size  # shape of the padded pixels
     device: torch.device
 
     def batch(self, name: str, stride: int | None, layout: torch.memory_format) -> Tensor:

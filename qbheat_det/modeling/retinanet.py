@@ -29,10 +29,10 @@ class AtssAssigner:
     """Assigns anchors to the boxes of one image.
 
     Candidates of a box are the ``top_k`` anchors of each level whose centers are nearest to its
-    center. Positives are those candidates whose IoU is at least the mean plus the standard
-    deviation of the candidates' IoUs, and whose center is in the box. In contrast to the paper, a
-    box without positives gets its best candidate. An anchor of several boxes learns the one with
-    the highest IoU.
+    center. Positives are the candidates whose IoU is at least the mean plus the standard deviation
+    of the candidates' IoUs, and whose center is in the box. In contrast to the paper, a box without
+    positives gets its best candidate. An anchor that is positive for several boxes is assigned to
+    the box with the highest IoU.
 
     Attributes:
         top_k: number of candidates per box and level; the paper's 9.
@@ -41,7 +41,7 @@ class AtssAssigner:
     top_k: int = 9
 
     def __call__(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
-        """Returns (R,), the index of each anchor's box, or -1 for background.
+        """Returns the index (R,) of each anchor's box, or -1 for background.
 
         Args:
             anchors: anchors of each level, XYXY, in pixels of the padded batch.
@@ -65,7 +65,7 @@ class AtssAssigner:
         return index.where(value >= 0, -1)
 
     def _nearest(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
-        """Returns (M, candidates), indices into the anchors of all levels."""
+        """Returns the indices (M, candidates) of candidates in the anchors of all levels."""
         rows, start = [], 0
         for level in anchors:
             distances = torch.cdist(boxes.get_centers(), level.get_centers())
@@ -77,7 +77,7 @@ class AtssAssigner:
 
 @META_ARCH_REGISTRY.register()
 class SyncRetinaNet(SyncNormalizer, RetinaNet):
-    """RetinaNet normalized over the effective batch. In one process, equal to Detectron2's.
+    """RetinaNet normalized over the effective batch. In one process, as Detectron2's RetinaNet.
 
     With an ``assigner``, ATSS assigns the anchors, scores learn the IoU of the predicted boxes (as
     in arXiv:2006.04388), and boxes learn with the GIoU loss.

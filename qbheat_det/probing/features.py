@@ -133,7 +133,7 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / std (C,) of (N, C, ...) in float64. 1 / std is 0 if constant."""
+    """Returns mean and 1 / std (C,) of channels (N, C, ...), float64. Constants have 1 / std 0."""
     count = features.numel() // features.shape[1]
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
@@ -224,7 +224,7 @@ def _batches_of_one_size(images: Sequence[Tensor], batch_size: int) -> Iterator[
     for group in by_size.values():
         yield from cut(
             group, -(-len(group) // batch_size)
-        )  # of about equal size, so that no batch is small
+        )  # about equally large, so that no batch is small
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:

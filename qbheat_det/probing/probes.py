@@ -7,8 +7,8 @@ QB-Heat paper's BatchNorm without scale and offset.
 
 Decoder, AdamW, weight decay and label smoothing of tran-k follow Table 11 of the QB-Heat paper.
 Deviations: Images are not augmented, because feature maps are cached. Dropout and the number of
-epochs are selected for each encoder. The learning rate is constant and weights are averaged over
-about one epoch, so that one training run evaluates all numbers of epochs. Feature maps are
+epochs are selected for each encoder. The learning rate is constant, and weights are averaged over
+about one epoch. Therefore one training run evaluates all numbers of epochs. Feature maps are
 whitened, for faster convergence.
 
 Hyperparameters of both probes are selected on held-out *training* images.

@@ -199,7 +199,7 @@ class BackboneProbe:
         self.results = _read_results(json_file, setting)
 
     def probe_weights(self, weights: str) -> None:
-        """Probes the backbone of a file. ``UserError`` if it does not fit the config's backbone."""
+        """Probes the backbone of a file, which must fit the config, or raises a ``UserError``."""
         backbone = self._build()
         info = load_backbone(backbone, weights)
         self._probe(backbone, weights, count_images_seen(info))
@@ -256,7 +256,7 @@ class BackboneProbe:
                 self._on_row(row)
 
     def _add(self, row: Row) -> None:
-        """Adds a row, which replaces a row of earlier weights of the same name, and saves all."""
+        """Adds a row, which replaces a row of earlier weights of the same name. Saves all rows."""
         rows = [old for old in self.results["rows"] if _place(old) != _place(row)]
         self.results["rows"] = [*rows, row]
         if self._file is not None:

@@ -152,8 +152,8 @@ def parameter_groups(
 def layers_above(backbone: nn.Module) -> dict[str, int]:
     """Returns, by parameter name, the number of layers above a parameter, including the head.
 
-    ``group_matcher(coarse)`` defines the layers, as in timm's models. It is 1 for the last layer.
-    Parameters that belong to no layer, for example in a feature pyramid, have 0.
+    ``group_matcher(coarse)`` defines the layers, as in timm's models. The number is 1 for the last
+    layer. It is 0 for parameters that belong to no layer, for example in a feature pyramid.
 
     Raises:
         UserError: the backbone has no ``group_matcher``.

@@ -66,8 +66,9 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     iterations are rounded up. ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
     ``SOLVER.REFERENCE_BATCH_SIZE``, or by its square root (``SOLVER.LR_SCALING``).
 
-    The result keeps the keys in epochs, and its reference is its own batch size. Resolving it again
-    does not change it. With another batch size or other data, it resolves like ``cfg``.
+    The result keeps the keys in epochs. Its ``SOLVER.REFERENCE_BATCH_SIZE`` is its batch size. If
+    it is resolved again, it does not change. With another batch size or other data, it resolves
+    like ``cfg``.
 
     Args:
         cfg: config of a run.
@@ -160,8 +161,8 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
 
-    Steps at or after ``SOLVER.MAX_ITER`` have no effect. They are removed, because Detectron2 fails
-    if a step equals ``SOLVER.MAX_ITER``.
+    Values of ``SOLVER.STEPS`` at or after ``SOLVER.MAX_ITER`` have no effect. They are removed,
+    because Detectron2 fails if a step equals ``SOLVER.MAX_ITER``.
 
     Raises:
         UserError: a setting of the scheduler is invalid.

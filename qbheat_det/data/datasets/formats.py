@@ -2,13 +2,16 @@
 """Detects the format of the data sets given by ``--data``, and opens them.
 
 ``FORMATS`` lists the formats that are converted to COCO's format. To add a format, write its
-functions and add a row. To add the export of an annotation tool, add a reader to ``label_files``.
+functions, and add a row to ``FORMATS``, its name to ``Kind`` and its title to ``_TITLES``. If the
+files do not list the classes, add its key to ``with_classes``. To add the export of an annotation
+tool, add a reader to ``label_files``. ``_TAKEN`` and ``SOURCES`` in ``tools/arguments.py`` name all
+formats for users.
 
 A source is a dict that describes a training or validation set. It is saved as JSON with each run,
-and has one of these keys: ``json_file`` (with ``image_root``), ``yolo_file``, ``voc_folder`` or
-``labels_path`` (with ``subset``), or ``image_folders``. ``labelled`` is whether to read the boxes
-or classes. ``classes`` sets the classes of formats that do not list them. ``split`` selects a part
-of the images, see ``split.json``.
+and has one of these keys: ``json_file`` (with ``image_root``), ``yolo_file``, ``voc_folder`` (also
+for LabelImg) or ``labels_path`` (with ``subset``), or ``image_folders``. ``labelled`` is whether to
+read the boxes or classes. ``classes`` sets the classes of formats that do not list them. ``split``
+selects a part of the images, see ``split.json``.
 """
 
 import hashlib
@@ -192,7 +195,7 @@ def _read_first_name(json_file: Path) -> str:
 
 
 def with_classes(source: Source, classes: Sequence[str]) -> Source:
-    """Sets the classes of a source whose files do not list them, as a part may lack some."""
+    """Sets the classes of a source whose files do not list them. A part may lack classes."""
     takes = classes and not source.keys().isdisjoint(("voc_folder", "labels_path"))
     return {**source, "classes": list(classes)} if takes else source
 

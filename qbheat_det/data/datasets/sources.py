@@ -33,7 +33,7 @@ SPLIT_FILE = "split.json"
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
-    """Registers a COCO file. Raises a ``UserError`` if the name has different files."""
+    """Registers a COCO file. Raises a ``UserError`` if the name is in use for other files."""
     path, root = os.path.abspath(json_file), os.path.abspath(image_root)
     if is_new(name, json_file=path, image_root=root, unlabelled=None):
         register_coco_instances(name, {}, path, root)
@@ -43,7 +43,7 @@ def register_coco_images(name: str, json_file: PathLike, image_root: PathLike) -
     """Registers the images of a COCO file without their annotations, for pre-training.
 
     The file is read when the set is first loaded, and only needs the list "images". Registering the
-    same files again does nothing. Raises a ``UserError`` if the name has different files.
+    same files again does nothing. Raises a ``UserError`` if the name is in use for other files.
     """
     path, root = os.path.abspath(json_file), os.path.abspath(image_root)
     if not is_new(name, json_file=path, image_root=root, unlabelled=True):
@@ -191,7 +191,8 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
         for index, group in enumerate(groups)
         if sizes[group] > 1
     )
-    start = max(generator.random(), 1 - len(order) * fraction)  # at least one, if there are two
+    # At least one image is held out, if there are two.
+    start = max(generator.random(), 1 - len(order) * fraction)
     # For a fraction of 1/5, this is every fifth image in the order of groups, from a random start.
     return {
         index

@@ -23,7 +23,7 @@ _LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
 
 
 class VocPart(NamedTuple):
-    """The annotation and image folders of a part, and its list in ``ImageSets`` if it has one."""
+    """The annotation and image folders of a part, and its list in ``ImageSets`` if there is one."""
 
     annotations: Path
     images: Path

@@ -31,9 +31,8 @@ from qbheat_det.modeling.contracts import TILE
 class DetectionMapper(DatasetMapper):
     """Detectron2's mapper, which reads files faster in training.
 
-    Masks, keypoints and boxes are equal to Detectron2's. Detectron2's code runs in inference, and
-    for anything that needs the pixels of the whole image, such as other augmentations and semantic
-    segmentation.
+    Masks, keypoints and boxes are equal to Detectron2's. Inference, semantic segmentation, and
+    augmentations other than resize, crop and flip use Detectron2's code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -182,9 +181,9 @@ def _flatten(transform: Transform) -> Iterator[Transform]:
 
 
 def _find_reduction(transforms: Sequence[Transform]) -> int:
-    """Returns by how much an image may be scaled down before its first transform, a resize.
+    """Returns the factor by which an image may be scaled down before its first transform, a resize.
 
-    Width and height must be multiples of it. Otherwise, boxes would not fit to the pixels.
+    Width and height must be multiples of this factor. Otherwise, boxes would not fit the pixels.
     """
     first = transforms[0] if transforms else None
     if not isinstance(first, T.ResizeTransform):

@@ -8,8 +8,9 @@ paper (Table 14). No single design of P6 matches the paper's multiply-adds for a
 Padding is treated as part of the image, as in Detectron2.
 
 ``accept_prefixes`` lets Detectron2's ``DetectionCheckpointer`` load pyramids and backbones from
-files with other prefixes. For most file formats, it compares names exactly. If the prefixes differ,
-it loads nothing and only logs a warning. This package's own checkpointers match names themselves.
+files with other prefixes. For most file formats, ``DetectionCheckpointer`` compares names exactly.
+If the prefixes differ, it loads nothing and only logs a warning. This package's own checkpointers
+match names themselves.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ class StridedLevels(nn.Module):
     def __init__(self, *, channels: int, in_feature: str, num_levels: int) -> None:
         """Takes the width C, the level to start from (such as "p4"), and the number of levels."""
         super().__init__()
-        self.in_feature = in_feature  # Detectron2's FPN reads this and num_levels
+        self.in_feature = in_feature  # Detectron2's FPN reads in_feature and num_levels
         self.num_levels = num_levels
         self._first = int(in_feature.removeprefix("p")) + 1
         self.convs = nn.ModuleList(

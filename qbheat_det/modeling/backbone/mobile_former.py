@@ -3,7 +3,7 @@
 
 Papers: "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, and
 "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228. Table 8
-of the latter defines three sizes with twelve blocks, six tokens and a last stage at stride 16.
+of QB-Heat defines three sizes with twelve blocks, six tokens and a last stage at stride 16.
 
 Deviations: see ``mobile_former_archs.py``.
 """

@@ -99,7 +99,7 @@ def arch_of_rows(
     expanded: int,
     last_bridge: bool = False,
 ) -> MobileFormerArch:
-    """Builds an arch from rows [kind, hidden, out, second hidden]. ``ValueError`` if invalid."""
+    """Builds an arch from rows [kind, hidden, out, second hidden], or raises a ``ValueError``."""
     specs = tuple(BlockSpec(*row) for row in blocks)
     return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, last_bridge)
 

@@ -3,7 +3,8 @@
 
 Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``. It also registers
 every model of ``timm.list_models()`` as ``timm:<name>``, so that Detectron2 can build a backbone
-from ``MODEL.BACKBONE.NAME: "timm:resnet18"``. ``qbheat_det.checkpoint.convert`` loads the weights.
+from ``MODEL.BACKBONE.NAME: "timm:resnet18"``. ``checkpoint/convert.py`` downloads weights, and
+renames them if needed. The checkpointer loads them.
 
 ``Teacher`` is a frozen timm network whose features ``FeatureDistillation`` predicts.
 """
@@ -106,7 +107,7 @@ class TimmBackbone(Backbone):
         return max(self._out_feature_strides.values())
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """Takes padded images (N, 3, H, W) and returns (N, C, H / s, W / s) by output name."""
+        """Takes padded images (N, 3, H, W). Returns feature maps (N, C, H / s, W / s) by name."""
         return dict(zip(self._out_features, self._maps(x, self._indices), strict=True))
 
     def _maps(self, x: Tensor, indices: Sequence[int]) -> list[Tensor]:
@@ -156,7 +157,7 @@ class TimmBackbone(Backbone):
 
 
 def list_outputs(name: str) -> list[str]:
-    """Returns the names of a timm model's feature maps, finest first. ``UserError`` if none."""
+    """Returns the names of a timm model's feature maps, finest first, or raises a ``UserError``."""
     check_timm_name(name)
     with torch.device("meta"):
         return list(_list_maps(timm.create_model(name, pretrained=False), name))
@@ -271,8 +272,9 @@ class _ReLU6(torch.autograd.Function):
 class TraceableConv2dSame(Conv2dSame):
     """``Conv2dSame`` that pads by a fixed amount when traced with dynamic image sizes.
 
-    Traced inputs have sides that are multiples of the stride. With timm's expression for the
-    padding, ``torch.export`` of a whole network does not terminate.
+    This equals "same" padding if the sides of the input are multiples of the stride, which holds
+    for traced models. With timm's expression for the padding, ``torch.export`` of a whole network
+    does not terminate.
     """
 
     @classmethod

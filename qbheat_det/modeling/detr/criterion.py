@@ -62,8 +62,8 @@ class SoftmaxClassification:
     """DETR's softmax over K + 1 classes, with a smaller weight for unmatched queries.
 
     The last class is "no object". ``initial_bias`` is the initial bias of the logits, and
-    ``least_normalizer`` the smallest divisor of a sum over an effective batch. ``reads_quality`` is
-    whether ``loss`` uses the IoU.
+    ``least_normalizer`` the smallest divisor of a sum over an effective batch. ``reads_quality``
+    tells whether ``loss`` uses the IoU.
     """
 
     initial_bias = 0.0
@@ -75,7 +75,7 @@ class SoftmaxClassification:
         self.no_object_weight = no_object_weight
 
     def loss(self, logits: Tensor, wanted: Tensor, quality: Tensor) -> Tensor:
-        """Returns (N, …), the loss of each query, before division by ``normalizer``.
+        """Returns the loss (N, …) of each query, before division by ``normalizer``.
 
         Args:
             logits: (N, …, K + 1), float32.
@@ -103,10 +103,10 @@ class SoftmaxClassification:
 class FocalClassification:
     """Focal loss on a sigmoid per class. The last of the K + 1 logits is not used.
 
-    The loss of a class is its binary cross-entropy with the target t, weighted by
-    abs(t - p)^gamma, and by alpha for the true class or 1 - alpha for all other classes. An
-    ``iou_target`` of 0 gives RetinaNet's focal loss, and 1 gives the quality focal loss. It has the
-    methods of ``SoftmaxClassification``.
+    The loss of a class is the binary cross-entropy between its probability p and its target t. It
+    is multiplied by abs(t - p)^gamma, and by alpha for the true class or 1 - alpha for other
+    classes. ``iou_target`` 0 gives RetinaNet's focal loss, and 1 the quality focal loss. The class
+    has the methods of ``SoftmaxClassification``.
     """
 
     least_normalizer = 1.0
@@ -156,7 +156,7 @@ class FocalClassification:
         return logits[..., :-1].sigmoid()
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the focal loss of a class if it is true, minus its loss if it is not."""
+        """Returns the focal loss of a class as the true class, minus its loss as a wrong class."""
         logits = logits.gather(-1, labels)
         p = logits.sigmoid()
         wanted = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
@@ -259,7 +259,7 @@ class SetCriterion(nn.Module):
         normalizers: Tensor,
         matches: Matches | None = None,
     ) -> dict[str, Tensor]:
-        """Returns weighted losses "loss_ce", "loss_bbox" and "loss_giou" per block, (L,) each.
+        """Returns weighted losses (L,) per block: "loss_ce", "loss_bbox" and "loss_giou".
 
         For the arguments, in float32, see ``forward`` and ``match``.
         """
@@ -307,6 +307,6 @@ class SetCriterion(nn.Module):
 
 
 def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:
-    """Returns (P,), the overlaps of P pairs of boxes. Both arguments are (P, 4), cxcywh."""
+    """Returns the overlaps (P,) of P pairs of boxes. Both arguments are (P, 4), cxcywh."""
     corners = (box_convert(each, "cxcywh", "xyxy")[:, None] for each in (first, second))
     return torch.vmap(overlap)(*corners)[:, 0, 0]

@@ -3,9 +3,10 @@
 
 Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13. Query layers follow DETR, arXiv:2005.12872
 (post-norm), and all other layers follow Mobile-Former, arXiv:2108.05895. The paper's parameter
-counts imply full projections in query layers, a hidden width of 1024, and expansion 6 in M-F-. Not
-in the paper: 8 heads, the dynamic ReLU of M-F- depends on the first query, and query positions are
-adapted at the start of each block.
+counts imply full projections in query layers, a hidden width of 1024, and expansion 6 in M-F-.
+Blocks M-F+ (stride 32) update the feature map by self-attention, and M-F- (strides 16, 8) by a lite
+bottleneck. Not in the paper: There are 8 heads. The dynamic ReLU of M-F- depends on the first
+query. Query positions are adapted at the start of each block.
 """
 
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ class SeparableConv(nn.Module):
         self.pointwise = pointwise(in_channels, out_channels, norm)
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """Takes (N, C, H, W) and returns (N, C', ceil(H / stride), ceil(W / stride))."""
+        """Takes a map (N, C, H, W). Returns (N, C', ceil(H / stride), ceil(W / stride))."""
         return self.pointwise(F.relu6(self.depthwise(zero_padding(x, padding))))
 
 
@@ -92,7 +93,7 @@ class MaskedGroupNorm(nn.GroupNorm):
     """GroupNorm whose statistics exclude the padding of a batch."""
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Normalizes (N, C, H, W). ``padding`` (N, 1, H, W) is True outside the images."""
+        """Normalizes a map (N, C, H, W). ``padding`` (N, 1, H, W) is True outside the images."""
         if padding is None:
             return super().forward(x)
         valid = (~padding).to(x.dtype)[:, :, None]  # (N, 1, 1, H, W)
@@ -114,7 +115,7 @@ class Lateral(nn.Module):
         self.norm = MaskedGroupNorm(32 if out_channels % 32 == 0 else 4, out_channels)
 
     def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """Takes (N, C, H, W) and returns (N, C', H, W)."""
+        """Takes a feature map (N, C, H, W). Returns a feature map (N, C', H, W)."""
         return self.norm(self.conv(x), padding)
 
 
@@ -203,7 +204,7 @@ class QueryToMap(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Updates the queries, then the feature map. The decoder's last block skips the latter."""
+    """Updates the queries, then the feature map (except in the decoder's last block)."""
 
     def __init__(
         self,

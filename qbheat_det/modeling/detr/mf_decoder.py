@@ -6,8 +6,8 @@ map starts at stride 32, computed from the backbone's output at stride 16. It is
 strides 16 and 8, where the backbone's outputs are added.
 
 The paper does not describe the lateral layers (1x1 convolution and GroupNorm, added after
-upsampling), or that the last block does not update the feature map. Both follow from the parameter
-counts in the paper.
+upsampling). It also does not state that the last block does not update the feature map. Both
+details follow from the parameter counts in the paper.
 """
 
 from collections.abc import Sequence
@@ -45,11 +45,11 @@ class BoxHead(nn.Module):
         self.last = nn.Linear(dim, 4)
 
     def forward(self, queries: Tensor) -> Tensor:
-        """Takes (..., C) and returns boxes (..., 4), cxcywh in [0, 1] of the unpadded image."""
+        """Maps queries (..., C) to boxes (..., 4), cxcywh in [0, 1] of the unpadded image."""
         return self.deltas(queries).sigmoid()
 
     def deltas(self, queries: Tensor) -> Tensor:
-        """Takes (..., C) and returns the logits of boxes (..., 4), before the sigmoid."""
+        """Maps queries (..., C) to the logits of boxes (..., 4), before the sigmoid."""
         for layer in self.hidden:
             queries = F.relu(layer(queries))
         # Float32 under autocast, because half precision in [0, 1] is too coarse for pixels.

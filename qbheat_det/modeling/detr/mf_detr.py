@@ -152,7 +152,7 @@ class MFDETR(nn.Module):
         }
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
-        """Returns (2,), the divisors of the class and box losses for a batch."""
+        """Returns the divisors (2,) of the class and box losses for a batch."""
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:

@@ -91,7 +91,7 @@ class QuerySelection(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
-        """Takes the feature maps (N, C, H, W) of all levels and their padding (N, 1, H, W)."""
+        """Returns the proposals for maps (N, C, H, W) and padding (N, 1, H, W) of all levels."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
         return Proposals(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 
@@ -152,7 +152,7 @@ class QuerySelection(nn.Module):
         chosen.scatter_(1, cost.topk(count, dim=1, largest=False).indices, True)
         counts = torch.tensor(targets.counts).to(cost.device, non_blocking=True)
         chosen &= torch.arange(cost.shape[2], device=cost.device) < counts[:, None, None]
-        none = cost.new_full((*cost.shape[:2], 1), torch.inf)  # for a batch without boxes
+        none = cost.new_full((*cost.shape[:2], 1), torch.inf)  # needed for a batch without boxes
         best = torch.cat([torch.where(chosen, cost, torch.inf), none], dim=2).min(dim=2)  # (N, P)
         image, query = best.values.isfinite().nonzero(as_tuple=True)
         return Matches(

@@ -3,7 +3,7 @@
 
 A subclass adds the layers of its objective and a ``forward`` that returns losses in training. The
 dataset mapper decodes and crops images. The model draws the objective's random choices, such as
-masks. ``forward`` also takes them as an optional argument, for tests and figures.
+masks. ``forward`` also takes these choices as an optional argument, for tests and figures.
 
 ``ProjectionHead`` is the two-layer MLP without BatchNorm of "Improved Baselines with Momentum
 Contrastive Learning" (MoCo-v2), arXiv:2003.04297.

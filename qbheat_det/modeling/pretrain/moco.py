@@ -2,12 +2,12 @@
 """MoCo-v2: contrastive pre-training on two views of each image, with a queue of negative keys.
 
 Papers: "Momentum Contrast", arXiv:1911.05722, and "Improved Baselines with Momentum Contrastive
-Learning", arXiv:2003.04297. The queue and the momentum encoder are updated at the end of a step,
-which gives the same results.
+Learning", arXiv:2003.04297. The queue and the momentum encoder are updated at the end of a step
+instead of within the step, with the same results.
 
 Shuffled BatchNorm (the first paper, Sec. 3.3): if query and key shared batch statistics, the
 encoder could recognize the matching key from them. Therefore the images of all processes are
-redistributed for the key encoder. With few processes, groups within each process do the same.
+redistributed for the key encoder. With few processes, groups within each process are used instead.
 """
 
 import copy
@@ -28,7 +28,7 @@ from .base import PretrainingModel, ProjectionHead, check_equal_shares, embeddin
 
 
 class MomentumCopy(nn.Module):
-    """A copy of a module whose weights are a moving average of the module's (Eq. 2).
+    """A copy of a module whose weights are a moving average of the module's weights (Eq. 2).
 
     The copy has no gradients. As in MoCo, its BatchNorm statistics are not averaged: they are
     computed from the inputs of the copy.
@@ -75,7 +75,7 @@ class FeatureQueue(nn.Module):
         self._held: list[Tensor] = []
 
     def hold(self, keys: Tensor) -> None:
-        """Stores keys (M, D) until ``push_held``. ``RuntimeError`` if there are more than K."""
+        """Stores keys (M, D), at most K, until ``push_held``, or raises a ``RuntimeError``."""
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(

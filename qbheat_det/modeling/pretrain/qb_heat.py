@@ -56,7 +56,7 @@ class LinearModels(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
-        """Takes C, the number of explicit matrices (8, 4 or 2), and Δx relative to the image."""
+        """Takes the width C, the number of explicit matrices (8, 4 or 2), and Δx (of the image)."""
         super().__init__()
         known = tuple(_EXPLICIT)
         check_value(num_models in known, "QB_HEAT.NUM_MODELS", num_models, f"one of {known}")
@@ -89,7 +89,7 @@ class HeatPredictor(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
-        """Takes C, the number of explicit matrices per scale, and the kind of visible quarters."""
+        """Takes the width C, the number of explicit matrices per scale, and ``VISIBLE``."""
         super().__init__()
         known = *OFFSETS, "both"
         check_value(visible in known, "QB_HEAT.VISIBLE", visible, f"one of {known}")
@@ -207,7 +207,7 @@ class QBHeat(ReconstructionModel):
 
     The encoder sees only the visible quarter. The features of the whole image have G x G positions,
     where G is a multiple of 4. ``predictor.scales["corner"].matrices()`` and
-    ``predictor.scales["centre"].matrices()`` return the paper's matrices.
+    ``predictor.scales["centre"].matrices()`` return the QB-Heat paper's A, B and C times Δx.
     """
 
     predictor: HeatPredictor

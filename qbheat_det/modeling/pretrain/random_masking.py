@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Random masking: pre-training by reconstructing patches that are masked at random.
 
-The two objectives differ in the features of masked positions. These are a learned [MASK] token as
-in MAE, arXiv:2111.06377, or they are interpolated from visible features under QB-Heat's assumption
-that neighboring features differ by a linear map. Deviation from MAE: the convolutional encoder
-processes the whole image with zeros in masked patches, at its full cost, and its outputs at these
-patches are discarded. Decoder and target are the same as in QB-Heat (``MODEL.QB_HEAT``).
+The two objectives differ in the features of masked positions. These features are a learned [MASK]
+token as in MAE, arXiv:2111.06377, or they are interpolated from visible features under QB-Heat's
+assumption that neighboring features differ by a linear map. Deviation from MAE: the convolutional
+encoder processes the whole image with zeros in masked patches, at its full cost, and its outputs at
+these patches are discarded. Decoder and target are the same as in QB-Heat (``MODEL.QB_HEAT``).
 """
 
 import zlib
@@ -27,7 +27,7 @@ class RandomMask:
     """Draws masks with K visible positions of G x G in each image."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
-        """Takes G and the masked share. ``ValueError`` if this masks no or all positions."""
+        """Takes G and the masked share. Raises a ``ValueError`` if it masks no or all positions."""
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
         masks_some = 0 < num_visible < positions
@@ -47,7 +47,7 @@ class RandomMask:
         return self._choose(torch.stack(noise).to(device))
 
     def _choose(self, noise: Tensor) -> Tensor:
-        """Makes the K smallest of each row (N, G * G) visible."""
+        """Makes the positions of the K smallest values in each row (N, G * G) visible."""
         chosen = noise.argsort(dim=1)[:, : self.num_visible]
         visible = torch.zeros_like(noise, dtype=torch.bool).scatter_(1, chosen, True)
         return visible.unflatten(1, (self.grid_size, self.grid_size))
@@ -57,20 +57,20 @@ class InterpolatedFeatures(nn.Module):
     """Predicts masked features by a linear map of interpolated visible features along x and y.
 
     Let l and r be the nearest visible columns on the left and right of a masked column j. Then the
-    feature is (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l). If only one of them exists, it is
-    used alone. Rows are interpolated likewise with M_y. The result is the mean over the axes with a
-    visible neighbor. Without one, it is the mean of all visible features. M_x and M_y start at 0.
+    feature is (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l). If only one exists, its feature is
+    used. Rows are interpolated likewise with M_y. The result is the mean over the axes with a
+    visible neighbor, or without one, the mean of all visible features. M_x and M_y start at 0.
     """
 
     def __init__(self, *, dim: int) -> None:
-        """Takes C of the features."""
+        """Takes the number of channels C of the features."""
         super().__init__()
         self.dim = dim
         self.x = nn.Parameter(torch.zeros(dim, dim))  # M_x
         self.y = nn.Parameter(torch.zeros(dim, dim))  # M_y
 
     def forward(self, z: Tensor, visible: Tensor) -> Tensor:
-        """Replaces masked features of (N, G, G, C). ``visible`` (N, G, G) marks all others."""
+        """Replaces the features of ``z`` (N, G, G, C) where ``visible`` (N, G, G) is False."""
         along_x, any_x = interpolate(z, visible)
         along_y, any_y = interpolate(z.transpose(1, 2), visible.transpose(1, 2))
         along_y, any_y = along_y.transpose(1, 2), any_y.transpose(1, 2)
@@ -89,7 +89,7 @@ class MaskToken(nn.Module):
     """Replaces all masked features by one learned vector, before the decoder's first layer."""
 
     def __init__(self, *, dim: int) -> None:
-        """Takes C of the features."""
+        """Takes the number of channels C of the features."""
         super().__init__()
         self.dim = dim
         self.token = nn.Parameter(nn.init.normal_(torch.empty(dim), std=0.02))  # as in MAE
@@ -123,7 +123,7 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_visible(z: Tensor, visible: Tensor) -> Tensor:
-    """Averages (N, H, W, C) over the visible positions of each image. Returns (N, 1, 1, C)."""
+    """Averages ``z`` (N, H, W, C) over visible positions of each image. Returns (N, 1, 1, C)."""
     weights = visible.unsqueeze(-1).float()
     total = torch.where(visible.unsqueeze(-1), z.float(), 0.0).sum(dim=(1, 2), keepdim=True)
     return total / weights.sum(dim=(1, 2), keepdim=True)
@@ -152,7 +152,7 @@ class RandomMasking(ReconstructionModel):
         }
 
     def forward(self, batched_inputs: list[dict[str, Any]], visible: Tensor | None = None) -> Any:
-        """Takes dicts with "image" (3, S, S). Returns losses, or ``inference`` in evaluation.
+        """Takes dicts with "image" (3, S, S). Returns training losses, or results of ``inference``.
 
         ``visible`` (N, G, G) is True at visible patches, equally many in each image. By default, it
         is random in training, and depends on "image_id" or "file_name" in evaluation.

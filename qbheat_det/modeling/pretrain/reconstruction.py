@@ -36,7 +36,7 @@ class DecoderBlock(Block):
     """
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Takes (N, L, D). Returns all positions, or (N, K, D) at indices ``positions`` (N, K)."""
+        """Takes (N, L, D). Returns updated features at all positions or at ``positions`` (N, K)."""
         if positions is None:
             return super().forward(x, **kwargs)
         memory = self.norm1(x)
@@ -115,7 +115,7 @@ class ReconstructionDecoder(nn.Module):
         return self.grid_size * self.patch_size
 
     def forward(self, z: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Decodes (N, G, G, C) to patches (N, G * G, 3 * patch_size ** 2), see ``patchify``.
+        """Decodes features (N, G, G, C) to patches (N, G * G, 3 * patch_size ** 2).
 
         If indices ``positions`` (N, K) are given, returns only these patches, (N, K, …).
         """
@@ -127,7 +127,7 @@ class ReconstructionDecoder(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -> Tensor:
-    """Splits (N, 3, S, S) into patches in row-major order, (N, G * G, 3 * patch_size ** 2).
+    """Splits images (N, 3, S, S) into patches (N, G * G, 3 * patch_size ** 2), row by row.
 
     If indices ``positions`` (N, K) are given, returns only these patches.
     """
@@ -145,7 +145,7 @@ def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
 
 
 def take(x: Tensor, positions: Tensor) -> Tensor:
-    """Selects the rows of (N, L, D) at indices (N, K). Returns (N, K, D)."""
+    """Selects the rows of ``x`` (N, L, D) at indices (N, K). Returns rows (N, K, D)."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
     rows = (positions + first[:, None]).flatten()  # index_select copies whole rows; gather is slow
     return x.flatten(0, 1).index_select(0, rows).unflatten(0, positions.shape)
@@ -164,7 +164,7 @@ class ReconstructionLoss(nn.Module):
     """Mean squared error over the P = 3 * patch_size ** 2 values of each masked patch."""
 
     def __init__(self, *, normalize_patches: bool = True) -> None:
-        """Takes whether to normalize targets."""
+        """``normalize_patches`` is whether targets are normalized."""
         super().__init__()
         self.normalize_patches = normalize_patches
 

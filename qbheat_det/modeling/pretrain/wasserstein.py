@@ -62,14 +62,14 @@ class LipschitzCritic(nn.Module):
         self.interaction = nn.Parameter(torch.zeros(dim, dim))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Takes broadcastable x and y (..., D). Returns (...), in float32 even under autocast."""
+        """Takes broadcastable x and y (..., D). Returns f (...), in float32 even under autocast."""
         with torch.autocast(x.device.type, enabled=False):
             x, y = x.float(), y.float()
             values: Tensor = self.head(self.rest(self.from_x(x) + self.from_y(y))).squeeze(-1)
             return values + ((x @ self.interaction) * y).sum(dim=-1)
 
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
-        """Returns (N,), the norm of the critic's gradient between ``joint`` and ``others``.
+        """Returns the norm (N,) of the critic's gradient between ``joint`` and ``others``.
 
         ``joint`` are pairs from the same image, and ``others`` from different images. ``mixing``
         (N,) in [0, 1] is the weight of ``joint`` in the point at which the gradient is computed.
@@ -90,7 +90,7 @@ class LipschitzCritic(nn.Module):
 
 def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
     """Returns the scalar mean of values (N, M) over pairs from the same image, minus their mean
-    over all other pairs. ``partners`` (N,) are the columns of the former."""
+    over all other pairs. ``partners`` (N,) are the columns of pairs from the same image."""
     own = values.gather(1, partners[:, None]).squeeze(1)
     others = (values.sum(dim=1) - own) / (values.shape[1] - 1)
     return (own - others).mean()
@@ -207,7 +207,7 @@ class WassersteinDependency(PretrainingModel):
         return DependencyDraw(turns % 4, (turns + offset) % 4, mixing)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Embeds images, or areas of images, (N, 3, H, W), as (N, D)."""
+        """Embeds images, or areas of images, (N, 3, H, W), as vectors (N, D)."""
         return self.radius * self.head(self.backbone(images))
 
 
