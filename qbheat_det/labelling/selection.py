@@ -6,6 +6,7 @@ the selection consists of images with many objects of all classes. Near-duplicat
 feature vectors of the images are cached on disk.
 """
 
+import contextlib
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from detectron2.data import DatasetCatalog
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import open_source
+from qbheat_det.data import DataSource, open_source
 from qbheat_det.data.datasets.sources import forget_source, register_source
 from qbheat_det.inference.files import get_predictor, open_weights, predict_images
 from qbheat_det.inference.images import InputFile, find_inputs
@@ -150,7 +151,8 @@ def select(
         weights: trained detector, whose predictions decide which images are selected; None in the
             first round.
         data: labelled images, in any format of ``--data``. These images, including their validation
-            part, and near-duplicates of them are not selected.
+            part, and near-duplicates of them are not selected. The images of a label file may
+            also be in ``images``.
         encoder: weights of the encoder whose features are compared.
         strategy: by default "balanced" if ``weights`` are given, else "random".
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
@@ -169,28 +171,28 @@ def select(
     if budget < 1:
         raise UserError(f"--budget is {budget}, but must be at least 1")
     detector = open_detector(weights, device) if weights else None
-    labelled = list_labelled(str(data)) if data else []
-    pool = _open_pool(images, labelled, encoder, budget, device)
+    names = [*map(str, [images] if isinstance(images, str | Path) else images)]
+    labelled = list_labelled(str(data), names) if data else []
+    pool = _open_pool(names, labelled, encoder, budget, device)
     chooser = _Chooser(pool, strategy, seed, detector)
     files = chooser.choose(budget)
-    names: dict[int, str] = {}
+    classes: dict[int, str] = {}
     if detector:
         model = detector.cfg.MODEL
         ids = model.CATEGORY_IDS or range(1, len(model.CLASS_NAMES) + 1)
-        names = dict(zip(ids, model.CLASS_NAMES, strict=False))
-    return Selection(files, pool, chooser.predict(files), names, _chooser=chooser)
+        classes = dict(zip(ids, model.CLASS_NAMES, strict=False))
+    return Selection(files, pool, chooser.predict(files), classes, _chooser=chooser)
 
 
 def _open_pool(
-    images: str | Path | Sequence[str | Path],
+    images: Sequence[str],
     labelled: Sequence[str],
     encoder: str,
     budget: int,
     device: str | None,
 ) -> Pool:
     """Computes the features of all images, and finds near-duplicates."""
-    names = [images] if isinstance(images, str | Path) else images
-    paths = [str(one.path) for one in find_inputs([*map(str, names)]) if not one.is_video]
+    paths = [str(one.path) for one in find_inputs(images) if not one.is_video]
     real = {os.path.realpath(path) for path in labelled}
     unlabelled = [path for path in paths if os.path.realpath(path) not in real]
     if budget > len(unlabelled):
@@ -213,9 +215,22 @@ def _open_pool(
     return Pool(files, vectors, count, free, repeated, unreadable)
 
 
-def list_labelled(data: str) -> list[str]:
-    """Returns the image paths of a labelled data set, including its validation part."""
-    source = open_source(data)
+def list_labelled(data: str, folders: Sequence[str] = ()) -> list[str]:
+    """Returns the image paths of a labelled data set, including its validation part.
+
+    The images of a label file are searched next to it, and then in each of the ``folders``.
+    """
+    roots = [folder for folder in folders if os.path.isdir(folder) and os.path.isfile(data)]
+    try:
+        return _list_images(open_source(data))
+    except UserError:
+        for root in roots:
+            with contextlib.suppress(UserError):
+                return _list_images(open_source(data, root))
+        raise
+
+
+def _list_images(source: DataSource) -> list[str]:
     files: list[str] = []
     for part in filter(None, (source.train, source.val)):
         try:

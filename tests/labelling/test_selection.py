@@ -92,6 +92,10 @@ def test_images_with_labels_and_their_copies_are_never_selected(
     found = select([photos, tmp_path / "5.png"], 4, data=data)
     assert names(found.files) == {f"{number}.png" for number in range(4)}
     assert found.pool.num_labelled == 2
+    for name in ("5.png", "4.png"):  # the labels alone: their images are in the pool
+        (tmp_path / name).unlink()
+    assert names(select(photos, 4, data=data).files) == {f"{number}.png" for number in range(4)}
+    write_labels(tmp_path, copied)
     with pytest.raises(UserError, match="only 4 images are left"):
         select(photos, 5, data=data)
     with pytest.raises(UserError, match="0 of the 1 images have no labels"):
