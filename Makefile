@@ -81,6 +81,6 @@ endif
 	@echo "[3/4] Detectron2"
 	@$(PY) tools/install_detectron2.py
 	@echo "[4/4] qbheat_det and the libraries that remain"
-	@$(PY) -m pip install --editable '.[bench,dev,docs,eval,export,interop,opencv,openvino,serve]'
+	@$(PY) -m pip install --editable '.[bench,dev,docs,eval,export,opencv,openvino,serve]'
 	@touch $@
 	@echo "Installed in $(VENV)."

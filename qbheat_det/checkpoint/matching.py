@@ -111,9 +111,9 @@ def match_names(
 ) -> dict[str, str]:
     """Maps each tensor name in a file to a name that the model may have.
 
-    Names in the file may have prefixes of wrappers. No prefix is added to reach the children in
-    ``private``, such as a copy of the backbone. Raises a ``UserError`` if a file fits two parts of
-    the model.
+    A prefix such as "backbone." is added or removed if the names then match. Children of the model
+    in ``private``, such as a copy of the backbone, are never matched in this way. Raises a
+    ``UserError`` if a file fits two parts of the model.
     """
     model = set(model_names)
     short = strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])

@@ -87,11 +87,10 @@ def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
 def with_views(
     records: Sequence[dict[str, Any]], views: Iterable[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Repeats each record once per view, and adds "place".
+    """Repeats each record once per view, and adds "place", the visible quadrant.
 
-    Each element of ``views`` lists the names of the quadrants that may be visible. Image i gets
-    ``places[i % len(places)]``. If a view lists no quadrant, "place" is not added. The views of an
-    image are adjacent.
+    Each element of ``views`` lists the quadrants that may be visible. The images take them in turn.
+    If a view lists no quadrant, "place" is not added. The views of an image are adjacent.
     """
     kinds = list(views)
     return [

@@ -48,8 +48,9 @@ _NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm, NaiveSyncBatchNorm, FrozenBatchNorm2
 def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
     """Folds, in place, each BatchNorm that directly follows a convolution.
 
-    The BatchNorm is the ``norm`` of a Detectron2 convolution, or the next module in an
-    ``nn.Sequential`` if neither is shared. Returns the number of folded norms, and of the rest.
+    The BatchNorm is the ``norm`` of a Detectron2 convolution, or the module after a convolution in
+    an ``nn.Sequential``, if the model uses both modules once. Returns the numbers of norms that are
+    folded and of those that are not.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     folded = 0

@@ -2,8 +2,8 @@
 """Plans a run: its stages, and how long it trains.
 
 ``SOLVER.FIRST_STAGE`` names the config of a first stage, usually a head on cached features of a
-frozen encoder, which trains in minutes. Then all weights are trained. Each stage is a run in a
-folder of its own.
+frozen encoder, which trains in minutes. The second stage also trains the encoder. Each stage is a
+run in a folder of its own.
 
 ``--minutes`` chooses image size and epochs. Steps of the recipe are timed on this machine. Step
 time is assumed to be proportional to the area of the images. The chosen settings are timed again to
@@ -62,8 +62,8 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
     """Returns the flags of the first stage, or None if the run has none.
 
     The first stage has the same data, device and model. It is left out if the command evaluates,
-    names weights or freezes the backbone, and if the second stage already has a checkpoint. It is
-    resumed under the same conditions as the run. All processes must call this function.
+    names weights or freezes the backbone. It is also left out if the second stage has a checkpoint.
+    It is resumed under the same conditions as the run. All processes must call this function.
 
     Raises:
         UserError: the config cannot be read, is for another model, or has a first stage itself.
@@ -199,8 +199,8 @@ def _measure(cfg: CfgNode, build_trainer: BuildTrainer) -> Pace:
 def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]:
     """Returns the image size (None for the recipe's size), and whether it allows enough epochs.
 
-    Chooses the largest size that allows ``_ENOUGH`` of the recipe's epochs, or else the smallest
-    size, which must allow ``_FEWEST``.
+    Chooses the largest size that allows the share ``_ENOUGH`` of the recipe's epochs, or else the
+    smallest size. The second value is whether this size allows the share ``_FEWEST``.
     """
     usual, epochs = max(cfg.INPUT.MIN_SIZE_TRAIN), pace.usual
     sizes = [round(share * usual / _STRIDE) * _STRIDE for share in _SIZES]

@@ -269,7 +269,7 @@ def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
     """Checks that a model's encoder returns the same features in every step.
 
     Raises a ``UserError`` if the model pre-trains its encoder, if it does not support cached
-    features, or if a part of the encoder is trained or random.
+    features, or if a part of the encoder changes in training or drops values at random.
     """
     kind, name = type(model).__name__, type(encoder).__name__
     if isinstance(model, PretrainingObjective):

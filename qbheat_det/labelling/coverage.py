@@ -33,8 +33,8 @@ def unit_vectors(features: Tensor) -> Tensor:
     """Centers features (N, D), projects them onto their principal components and normalizes them
     to unit length.
 
-    At most 128 components are kept. The remaining components are mostly noise, and the cost of all
-    functions in this file is proportional to D. All images whose features equal the mean get one
+    At most 128 components are kept. The dropped components are mostly noise, and the functions in
+    this file are faster without them. All images whose features equal the mean get one
     fixed unit vector.
     """
     features = features.float()

@@ -151,16 +151,16 @@ def select(
         weights: trained detector, whose predictions decide which images are selected; None in the
             first round.
         data: labelled images, in any format of ``--data``. These images, including their validation
-            part, and near-duplicates of them are not selected. The images of a label file may
-            also be in ``images``.
+            part, and near-duplicates of them are not selected. If the images of a label
+            file are not next to it, they are searched in the folders of ``images``.
         encoder: weights of the encoder whose features are compared.
         strategy: by default "balanced" if ``weights`` are given, else "random".
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
         seed: seed of "random" and "typiclust".
 
     Raises:
-        UserError: the budget is larger than the pool, weights cannot be read, or the strategy
-            needs ``weights``.
+        UserError: the budget is below 1 or larger than the pool, ``weights`` are not those of a
+            detector, or the strategy is unknown or needs ``weights``.
     """
     strategy = strategy or (BALANCED if weights else "random")
     if strategy not in (*COVERING, BALANCED):

@@ -61,14 +61,14 @@ _ITERATION_RULES: Rules = {
 def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     """Converts epochs to iterations, and scales the learning rate by the batch size.
 
-    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. If ``SOLVER.EPOCHS`` are fewer
-    than ``SOLVER.MIN_ITER``, all keys in epochs are multiplied by the same factor. Numbers of
-    iterations are rounded up. ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
+    An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. If ``SOLVER.EPOCHS`` would
+    give fewer than ``SOLVER.MIN_ITER`` iterations, all keys in epochs are multiplied by the factor
+    that gives ``SOLVER.MIN_ITER`` iterations. Numbers of iterations are rounded up.
+    ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
     ``SOLVER.REFERENCE_BATCH_SIZE``, or by its square root (``SOLVER.LR_SCALING``).
 
-    The result keeps the keys in epochs. Its ``SOLVER.REFERENCE_BATCH_SIZE`` is its batch size. If
-    it is resolved again, it does not change. With another batch size or other data, it resolves
-    like ``cfg``.
+    The result keeps the keys in epochs. Its ``SOLVER.REFERENCE_BATCH_SIZE`` is its batch size, so
+    resolving it again changes nothing, and it can be resolved for another batch size or other data.
 
     Args:
         cfg: config of a run.
