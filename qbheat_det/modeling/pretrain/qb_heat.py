@@ -6,10 +6,10 @@ Sec. 3, 4 and Appendix A. Features at a distance Δx are predicted by a finite d
 z(x + Δx, y) = (I + Δx A) z(x, y), with one matrix for each of eight directions.
 
 Not in the paper: The learned parameter is the matrix M = Δx A, which starts at zero. The matrix
-C_ij predicts diagonally, in the directions of A_i and B_j together. The four corners are equally frequent in a batch. With
-Mobile-Former, the objective learns from "s16_expanded". The paper's backbones include this layer,
-and its classifiers and decoders read it. If the objective learned from an earlier feature map, the
-last convolution would keep its random weights.
+C_ij predicts diagonally, in the directions of A_i and B_j together. The four corners are equally
+frequent in a batch. With Mobile-Former, the objective learns from "s16_expanded". The paper's
+backbones include this layer, and its classifiers and decoders read it. If the objective learned
+from an earlier feature map, the last convolution would keep its random weights.
 """
 
 from collections.abc import Mapping, Sequence
