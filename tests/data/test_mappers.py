@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Mappers by name; the views of DETR and of contrastive pre-training."""
+"""Mappers by name, those of detection beside Detectron2's; views of contrastive pre-training."""
 
 import random
 import re
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
@@ -117,9 +117,6 @@ def test_an_image_that_cannot_be_read_stops_a_detector_and_is_an_error_elsewhere
         assert isinstance(build_mapper(cfg, True)(record), DataError)
 
 
-BOXES = [[40, 60, 150, 220], [260, 30, 330, 90]]  # XYWH, of a red and a green object
-
-
 def make_cfg(**keys: Any) -> CfgNode:
     cfg = get_cfg()
     cfg.INPUT.FORMAT = "RGB"
@@ -131,65 +128,14 @@ def make_cfg(**keys: Any) -> CfgNode:
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """An image of 500 × 400 pixels whose objects are filled boxes of one colour channel."""
-    image = np.zeros((400, 500, 3), dtype=np.uint8)
-    for channel, (x, y, w, h) in enumerate(BOXES):
-        image[y : y + h, x : x + w, channel] = 255
-    path = tmp_path_factory.mktemp("images") / "boxes.png"
-    assert cv2.imwrite(str(path), image[..., ::-1])
+    """An image of 500 × 400 pixels with two objects."""
+    file = save(tmp_path_factory.mktemp("images") / "boxes.png", draw(500, 400))
     annotations = [
-        {"bbox": list(box), "bbox_mode": 1, "category_id": i, "iscrowd": 0}
-        for i, box in enumerate(BOXES)
+        {"bbox": box, "bbox_mode": 1, "category_id": i, "iscrowd": 0}
+        for i, box in enumerate([[40, 60, 150, 220], [260, 30, 330, 90]])
     ]
-    return {
-        "file_name": str(path),
-        "image_id": 1,
-        "height": 400,
-        "width": 500,
-        "annotations": annotations,
-    }
-
-
-def boxes_from_pixels(image: torch.Tensor) -> dict[int, list[float]]:
-    """Returns class -> XYXY around the pixels that are more coloured than not."""
-    boxes = {}
-    for channel in range(len(BOXES)):
-        rows, columns = np.nonzero(image[channel].numpy() >= 128)
-        if len(rows):
-            x1, y1, x2, y2 = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
-            boxes[channel] = [float(x1), float(y1), float(x2), float(y2)]
-    return boxes
-
-
-def assert_boxes_match_pixels(output: dict[str, Any]) -> None:
-    instances = output["instances"]
-    assert instances.image_size == tuple(output["image"].shape[1:])
-    expected = boxes_from_pixels(output["image"])
-    found = dict(
-        zip(instances.gt_classes.tolist(), instances.gt_boxes.tensor.tolist(), strict=True)
-    )
-    for channel in expected.keys() | found.keys():
-        if channel not in expected or channel not in found:
-            # A sliver under a pixel wide rounds away in one of the two.
-            x1, y1, x2, y2 = expected.get(channel) or found[channel]
-            assert min(x2 - x1, y2 - y1) <= 2
-            continue
-        # Half a pixel of rounding and one of interpolation.
-        assert found[channel] == pytest.approx(expected[channel], abs=1.6)
-
-
-def test_boxes_follow_the_pixels_through_flip_scale_and_crop(record: dict[str, Any]) -> None:
-    np.random.seed(0)
-    mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=(240, 320, 400), MAX_SIZE_TRAIN=500), True)
-    assert isinstance(mapper.mapper, DetrDatasetMapper)
-    flipped = 0
-    for _ in range(24):
-        output = mapper(record)
-        assert_boxes_match_pixels(output)
-        found = boxes_from_pixels(output["image"])
-        flipped += len(found) == 2 and found[0][0] > found[1][0]
-    assert 4 <= flipped <= 20
-    assert record["annotations"][0]["bbox"] == BOXES[0]
+    return {"file_name": file, "image_id": 1, "height": 400, "width": 500,
+            "annotations": annotations}  # fmt: skip
 
 
 def test_sizes_are_those_of_the_recipe(record: dict[str, Any]) -> None:
@@ -215,6 +161,54 @@ def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record: dict[
     )
     counts = [len(mapper(small)["instances"]) for _ in range(60)]
     assert set(counts) == {0, 1}
+
+
+@pytest.mark.parametrize("pixel_format", ["RGB", "BGR"])
+@pytest.mark.parametrize("name", ["default", "detr"])
+def test_detection_mapper_equals_detectron2(name: str, pixel_format: str, tmp_path: Path) -> None:
+    cfg = get_cfg()
+    cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.FORMAT = name, pixel_format
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.DETR_CROP_RANGE = (120, 200), (60, 90)
+    cfg.INPUT.DETR_CROP_RESIZE = (100, 130)
+    ours = build_mapper(cfg, True).mapper
+    theirs = DatasetMapper(**type(ours).from_config(cfg, True))
+    kinds = [("a.jpg", None), ("b.png", None), ("c.jpg", 6)]
+    files = [save(tmp_path / end, draw(160, 150), orientation=turn) for end, turn in kinds]
+    boxes = [[10.3, 20.0, 50.0, 60.7], [0.0, 0.0, 149.0, 150.0], [140.0, 140.0, 30.0, 40.0]]
+    annotations = [
+        {"bbox": box, "bbox_mode": 1, "category_id": number, "iscrowd": int(number == 3)}
+        for number, box in enumerate([*boxes, boxes[0]])
+    ]
+    for seed, file in enumerate(4 * files):
+        found = []
+        for mapper in (ours, theirs):
+            np.random.seed(seed)
+            found.append(mapper({"file_name": file, "annotations": annotations}))
+        a, b = (entry["instances"] for entry in found)
+        assert torch.equal(a.gt_boxes.tensor, b.gt_boxes.tensor)
+        assert torch.equal(a.gt_classes, b.gt_classes)
+        assert a.image_size == b.image_size
+        image, expected = (entry["image"].int() for entry in found)
+        assert image.shape == expected.shape
+        assert (image - expected).abs().max() <= 2
+
+
+def test_large_jpeg_is_decoded_at_reduced_size_and_boxes_stay(tmp_path: Path) -> None:
+    cfg = get_cfg()
+    cfg.INPUT.MIN_SIZE_TRAIN = (120,)
+    cfg.INPUT.RANDOM_FLIP = "none"
+    ours = build_mapper(cfg, True).mapper
+    y, x = np.mgrid[:480, :640]
+    square = np.where((x >= 160) & (x < 320) & (y >= 80) & (y < 240), 255, 0)
+    file = save(tmp_path / "a.jpg", np.stack(3 * [square.astype(np.uint8)], -1), quality=95)
+    annotation = {"bbox": [160, 80, 160, 160], "bbox_mode": 1, "category_id": 0}
+    entry = ours({"file_name": file, "annotations": [annotation]})
+    assert entry["image"].shape == (3, 120, 160)  # a quarter, which a draft gives
+    left, top, right, bottom = map(int, entry["instances"].gt_boxes.tensor[0])
+    assert (left, top, right, bottom) == (40, 20, 80, 60)
+    bright = entry["image"][0] > 127
+    assert bright[top:bottom, left:right].all()
+    assert bright.sum() == 40 * 40
 
 
 NONE: dict[str, Any] = {"jitter_probability": 0.0, "grey_probability": 0.0, "blur_probability": 0.0}

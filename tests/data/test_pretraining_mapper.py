@@ -157,14 +157,6 @@ def test_inference_is_torchvisions_resizing_and_centre_crop(
     assert int(difference.abs().max()) <= 4  # a pixel of the small image is 4 to 5 levels wide
 
 
-def test_what_a_seed_draws_is_drawn_again_and_another_draws_otherwise(photo: str) -> None:
-    mapper = classify(rand_augment=(9, 0.5), random_erasing=0.5)
-    images = [map_image(mapper, photo, 1, place) for place in range(12)]
-    for place in (0, 11):
-        assert_close(map_image(mapper, photo, 1, place), images[place], rtol=0, atol=0)
-    assert len({image.numpy().tobytes() for image in images}) == 12
-
-
 def test_every_operation_of_rand_augment_works_at_every_magnitude(photo: str) -> None:
     for magnitude in (0, 10):
         mapper = classify(rand_augment=(magnitude, 1.0))

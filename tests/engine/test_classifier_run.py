@@ -48,7 +48,8 @@ def copy_state(trainer: Trainer) -> dict[str, Tensor]:
 def test_a_probed_encoder_stays_and_fine_tuning_starts_from_it_and_resumes(
     folder: str, tmp_path: Path
 ) -> None:
-    probe = start(tmp_path / "probe", PROBE, folder, {})
+    drop_path = {"MODEL.MOBILE_FORMER.DROP_PATH": "0.5"}  # off, where the encoder is frozen
+    probe = start(tmp_path / "probe", PROBE, folder, drop_path)
     before = copy_state(probe)
     probe.train()
     after = copy_state(probe)

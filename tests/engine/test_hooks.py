@@ -143,43 +143,24 @@ def error(name: str) -> DataError:
     return DataError("unreadable image", f"image '{name}'", "no image at all")
 
 
-def make_hook(folder: Path, *, period: int = 0, max_iter: int = 1) -> Any:
-    """A hook with a trainer as far as it knows one."""
-    hook: Any = SkippedImages(period=period)
-    cfg, data = (
-        SimpleNamespace(OUTPUT_DIR=str(folder)),
-        SimpleNamespace(skipped={}, num_images=1000),
-    )
-    hook.trainer = SimpleNamespace(
-        iter=0, max_iter=max_iter, stops=False, cfg=cfg, data_loader=data
-    )
-    return hook
-
-
-def test_new_images_are_named_in_the_period_and_the_file_has_all(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_skipped_images_of_all_processes_are_named_once_and_known_to_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hook = make_hook(tmp_path, period=2, max_iter=4)
+    hook, again = SkippedImages(period=2), SkippedImages(period=2)
+    run: Any = PretendedRun(tmp_path)
+    run.data_loader = SimpleNamespace(skipped={}, num_images=1000)
+    monkeypatch.setattr(comm, "all_gather", lambda met: [met, [error("b"), error("a")]])
     named = []
-    for hook.trainer.iter, name in enumerate(["a", "b", "a", "c\udcff"]):
+    for iteration, name in enumerate(["a", "a", "a", "c\udcff"]):
         caplog.clear()
-        hook.trainer.data_loader.skipped[f"image '{name}'"] = error(name)
-        hook.after_step()
+        run.data_loader.skipped[f"image '{name}'"] = error(name)
+        run.take_steps(hook, start=iteration, end=iteration + 1)
         named.append([name for name in "abc" if f"image '{name}" in caplog.text])
     assert named == [[], ["a", "b"], [], ["c"]]
     assert "3 of 1,000 images" in caplog.text
     lines = (tmp_path / SKIPPED_FILE).read_text().splitlines()
     assert lines[:2] == [f"image '{name}': no image at all" for name in "ab"]
     assert "udcff" in lines[2]
-
-
-def test_what_other_processes_met_is_known_to_all_and_to_a_resumed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hook, again = make_hook(tmp_path), make_hook(tmp_path)
-    hook.trainer.data_loader.skipped = {"a": error("a")}
-    monkeypatch.setattr(comm, "all_gather", lambda met: [met, [error("b")], [error("a")]])
-    hook.after_step()
-    assert sorted(hook.errors) == ["image 'a'", "image 'b'"]
     again.load_state_dict(hook.state_dict())
     assert again.errors == hook.errors
+    assert len(hook.errors) == 3
