@@ -12,7 +12,6 @@ import huggingface_hub.constants
 import numpy as np
 import PIL.Image
 import pytest
-import timm
 import torch
 from detectron2.structures import ImageList
 
@@ -20,6 +19,7 @@ import qbheat_det
 from qbheat_det import model_zoo
 from qbheat_det.api import Detector, Encoder
 from qbheat_det.core.errors import UserError
+from tests.checkpoint.tiny_models import replace_hub
 
 NAME, REPO = "retinanet/285M_bccd", "someone/cells"
 
@@ -45,24 +45,16 @@ def test_a_zoo_name_is_a_detector_or_an_encoder_and_says_what_it_is(
 
 
 def test_timms_networks_are_encoders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[Any] = []
-    create = timm.create_model
-
-    def fetch(name: str, *, pretrained: bool = False, **kwargs: Any) -> Any:
-        model = create(name, pretrained=False, **kwargs)
-        made.extend([model] if pretrained else [])
-        return model
-
-    monkeypatch.setattr(timm, "create_model", fetch)
-    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    hub = replace_hub(monkeypatch, tmp_path)
     encoder = qbheat_det.load("timm://resnet18", device="cpu")
     assert isinstance(encoder, Encoder)
     image = torch.randint(256, (3, 64, 96), dtype=torch.uint8)
     outputs = encoder(image)
     assert [*outputs] == ["s2", "s4", "s8", "s16", "s32"]
-    mean, std = (torch.tensor(made[0].pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    ((_, net),) = hub
+    mean, std = (torch.tensor(net.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
-        expected = made[0].eval().forward_features(((image / 255 - mean) / std)[None])
+        expected = net.eval().forward_features(((image / 255 - mean) / std)[None])
     torch.testing.assert_close(outputs["s32"], expected, rtol=1e-4, atol=1e-4)
 
 

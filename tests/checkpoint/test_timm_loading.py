@@ -25,11 +25,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "weights.safetensors"
+from tests.checkpoint.tiny_models import replace_hub
 
 
 class _Detector(nn.Module):
@@ -41,24 +37,10 @@ class _Detector(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(mean_of_channels).view(3, 1, 1), False)
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """timm's hub with random weights; returns the names that were asked for."""
-    asked: list[str] = []
-    create = timm.create_model
-
-    def fetch(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        asked.extend([name] if pretrained else [])
-        return create(name, pretrained=False, **kwargs)
-
-    monkeypatch.setattr(timm, "create_model", fetch)
-    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
-    return asked
-
-
 def test_weights_are_fetched_once_and_other_pixels_are_warned_of(
-    hub: list[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    hub = replace_hub(monkeypatch, tmp_path)
     checkpointer = SafeCheckpointer(_Detector())
     checkpointer.load("timm://resnet18")
     assert checkpointer.report.groups["backbone"].is_full
@@ -68,7 +50,7 @@ def test_weights_are_fetched_once_and_other_pixels_are_warned_of(
     with caplog.at_level(logging.WARNING):
         SafeCheckpointer(_Detector(mean=0.5)).load(f"timm://resnet18.{tag}")
     assert "pixel_mean [123.67" in caplog.text
-    assert hub == [f"resnet18.{tag}"]
+    assert [name for name, _ in hub] == [f"resnet18.{tag}"]
 
 
 def test_without_a_network_one_sentence_says_where_the_file_belongs_or_what_is_unknown(
@@ -191,7 +173,8 @@ def test_what_does_not_fill_the_encoder_is_an_error(
         DetectionCheckpointer(_empty(model)).load(str(tmp_path / "w.pth"))
 
 
-def test_weights_of_a_network_that_pads_otherwise_are_refused(path: Path) -> None:
+def test_weights_of_a_network_that_pads_otherwise_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
     model = TimmBackbone(name="tf_efficientnet_lite0", out_features=["s8"])
     config = "MODEL: {BACKBONE: {NAME: build_fpn_backbone}, FPN: {BOTTOM_UP: 'timm:%s'}}"
     info = WeightsInfo(config=config % "tf_efficientnet_lite0")

@@ -3,7 +3,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -52,3 +55,18 @@ def save_detector(
     state = TinyDetector(len(classes), seed=seed).state_dict()
     save_weights(str(path), state, WeightsInfo(class_names=tuple(classes)))
     return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def replace_hub(patch: pytest.MonkeyPatch, cache: Path) -> list[tuple[str, Any]]:
+    """Lets timm's hub have random weights; returns the names and networks that were asked for."""
+    asked: list[tuple[str, Any]] = []
+    create = timm.create_model
+
+    def fetch(name: str, *, pretrained: bool = False, **kwargs: Any) -> Any:
+        model = create(name, pretrained=False, **kwargs)
+        asked.extend([(name, model)] if pretrained else [])
+        return model
+
+    patch.setattr(timm, "create_model", fetch)
+    patch.setenv("FVCORE_CACHE", str(cache))
+    return asked
