@@ -62,15 +62,10 @@ def test_a_file_with_another_hash_is_not_skipped_and_removed_from_the_cache_alon
     with pytest.raises(UserError, match=f"'{wrong}'.*{ENTRY.sha256[:12]}"):
         fetch(ENTRY)
     assert wrong.read_bytes() == b"other"
-
-
-def test_every_digit_of_a_hash_is_compared(shipped: Path) -> None:
-    last = "1" if ENTRY.sha256[-1] == "0" else "0"
-    other = dataclasses.replace(ENTRY, sha256=ENTRY.sha256[:-1] + last)
-    place = _put(shipped)
-    assert fetch(ENTRY) == place
+    _put(tmp_path / "mine")
+    last = "1" if ENTRY.sha256[-1] == "0" else "0"  # every digit is compared
     with pytest.raises(UserError, match="SHA-256"):
-        fetch(other)
+        fetch(dataclasses.replace(ENTRY, sha256=ENTRY.sha256[:-1] + last))
 
 
 TO = "timm:tf_efficientnet_lite0"

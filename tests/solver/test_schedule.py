@@ -77,9 +77,7 @@ def test_the_rate_follows_the_batch() -> None:
         resolved = resolve_schedule(cfg, num_images=100)
         assert resolved.SOLVER.BASE_LR == pytest.approx(expected)
         assert resolved.SOLVER.REFERENCE_BATCH_SIZE == (batch if reference else 0)
-
-
-def test_the_end_of_a_cosine_follows_the_batch_as_the_rate_does() -> None:
+    # The end of a cosine follows as the rate does.
     cfg = config(BASE_LR=1.0, REFERENCE_BATCH_SIZE=16, IMS_PER_BATCH=4)
     cfg.SOLVER.BASE_LR_END = 0.2  # Detectron2 v0.6 has no such key
     resolved = resolve_schedule(cfg, num_images=100)

@@ -47,15 +47,6 @@ def test_the_network_of_inference_is_the_same_to_the_bit() -> None:
                 assert_close(*values, rtol=0, atol=0)
 
 
-def test_what_losses_are_divided_by_is_known_from_the_ground_truth() -> None:
-    # Images of 3, 0 and 1 boxes, 7 queries, 3 groups: 4 of 21 object queries find a box, and 12 of
-    # 24 denoising queries are positive; no-object weighs 0.1.
-    model = build(*DENOISING)
-    counts = model.loss_counts([make_image(index) for index in (0, 5, 1)])
-    assert_close(counts, torch.tensor([[4 + 0.1 * 17, 4.0], [12 + 0.1 * 12, 12.0]]))
-    assert_close(model.loss_normalizers(counts, parts=4), counts / 4)
-
-
 def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
     """Derivatives through all blocks, beside what the masks allow in any number of steps."""
     decoder, queries = small_decoder((1, 1, 1)), 9

@@ -93,22 +93,18 @@ def reference_run(model: MoCo, batches: list[list[dict[str, Any]]], lr: float) -
     return losses
 
 
-def run(model: MoCo, batches: list[list[dict[str, Any]]], lr: float, parts: int = 1) -> list[float]:
-    """The same as the trainer does it, a batch in so many parts."""
+def run(model: MoCo, batches: list[list[dict[str, Any]]], lr: float) -> list[float]:
+    """The same as the trainer does it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=lr)
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        total = 0.0
-        size = len(batch) // parts
-        for start in range(0, len(batch), size):
-            loss = model(batch[start : start + size])["loss_contrastive"] / parts
-            loss.backward()
-            total += float(loss.detach())
+        loss = model(batch)["loss_contrastive"]
+        loss.backward()
         optimizer.step()
         model.after_step()
-        losses.append(total)
+        losses.append(float(loss.detach()))
     return losses
 
 
@@ -120,15 +116,6 @@ def test_a_run_is_that_of_the_papers_algorithm(norm: bool) -> None:
     assert max(expected) - min(expected) > 0.1
     found = run(model, batches, lr=0.3)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_micro_batches_make_the_step_of_the_whole_batch() -> None:
-    batches = [make_batch(seed=seed) for seed in range(5)]
-    whole, parts = (make_model(norm=False, momentum=0.9) for _ in range(2))
-    expected, found = run(whole, batches, 0.3), run(parts, batches, 0.3, parts=2)
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(parts.state_dict()[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_groups_give_what_processes_of_that_share_would() -> None:

@@ -10,7 +10,6 @@ from qbheat_det.modeling.pretrain import (
     MaskTokenMasking,
     ReconstructionDecoder,
     ReconstructionLoss,
-    patchify,
     take,
 )
 from qbheat_det.modeling.pretrain.random_masking import (
@@ -158,27 +157,6 @@ def test_hidden_features_have_no_influence_and_visible_ones_stay(filling: torch.
         changed = filling(torch.where(visible.unsqueeze(-1), z, value), visible)
         torch.testing.assert_close(changed, found, rtol=0, atol=0)
     torch.testing.assert_close(found[visible], z[visible], rtol=0, atol=0)
-
-
-PATCHES = torch.tensor([[[0.0, 0, 3], [1, 2, 3]]])
-PREDICTED = torch.tensor([[[0.0, 0, 0], [1, 1, 1]]])
-VISIBLE = torch.tensor([[True, False]])
-
-
-def test_patches_come_row_by_row_and_hold_the_pixels_of_their_square() -> None:
-    images = torch.randn(2, 3, 12, 12)
-    patches = patchify(images, 4)
-    assert patches.shape == (2, 9, 48)
-    for row in range(3):
-        for column in range(3):
-            square = images[:, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
-            torch.testing.assert_close(patches[:, 3 * row + column], square.flatten(1))
-
-
-def test_raw_pixels_give_the_mean_squared_error_of_masked_patches() -> None:
-    # The masked patch has the error (0 + 1 + 4) / 3.
-    found = ReconstructionLoss(normalize_patches=False)(PREDICTED, PATCHES, VISIBLE)
-    torch.testing.assert_close(found, torch.tensor([5 / 3]))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
