@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Every model on a device that refuses to mix with the CPU, and where the host waits for it."""
 
+import fnmatch
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,71 +55,44 @@ DETECTORS = {
 OBJECTIVES = ["qb_heat", "interpolation", "mask_token", "moco_v2", "supervised", "wasserstein_dual"]
 DISTILLED = "distill_285M_cpu"
 CASES = [*DETECTORS, *OBJECTIVES, DISTILLED]
-QUICK = ("retinanet, bfloat16", "mf_detr, cached", "qb_heat")
+QUICK = ("mf_detr, cached", "qb_heat")
 
-# Where the host waits for the device: in a step that neither logs, saves nor evaluates.
-IN_A_STEP = {
-    "the loss is checked before the weights change; the optimizer's kernels follow": {
-        "engine/step.py LossReading.values"
-    },
-    "the gradient scaler of float16 skips steps that overflow": {
-        "engine/step.py StepTrainer.run_step"
-    },
-    "copies on the stream of the next batch, which the model's does not wait for": {
-        "engine/step.py _move, boxes.to",
-        "engine/step.py _move, instances.to",
-    },
-    "the Hungarian algorithm runs on the CPU": {"modeling/detr/criterion.py SetCriterion.match"},
-    "each position with a box is a pair, as many as there are": {
-        "modeling/detr/query_selection.py QuerySelection.assign"
-    },
-    "Detectron2's anchors and losses choose by masks": {
+# Patterns of places where the host waits for the device: in a step that neither logs, saves nor
+# evaluates, and in an evaluation.
+ALLOWED = {
+    "step": {
+        # The loss is checked before the weights change; the optimizer's kernels follow.
+        "engine/step.py LossReading.values",
+        # The gradient scaler of float16 skips steps that overflow.
+        "engine/step.py StepTrainer.run_step",
+        # Copies on the stream of the next batch, which the model's does not wait for.
+        "engine/step.py _move, *.to",
+        # The Hungarian algorithm runs on the CPU.
+        "modeling/detr/criterion.py SetCriterion.match",
+        # Each position with a box is a pair, as many as there are.
+        "modeling/detr/query_selection.py QuerySelection.assign",
+        # Detectron2's anchors and losses, and torchvision's GIoU, choose by masks.
         "backward",
-        "modeling/retinanet.py SyncRetinaNet.label_anchors, matcher.__call__",
-        "modeling/retinanet.py SyncRetinaNet.label_anchors, wrappers.nonzero_tuple",
-        "modeling/dense.py SyncNormalizer.losses, box_regression._dense_box_regression_loss",
-        "modeling/dense.py SyncNormalizer.losses, box_regression.get_deltas",
-        "modeling/dense.py SyncNormalizer.losses, fcos.compute_ctrness_targets",
-        "modeling/dense.py SyncNormalizer.losses, fcos.losses",
-        "modeling/dense.py SyncNormalizer.losses, giou_loss.giou_loss",
-        "modeling/dense.py SyncNormalizer.losses, retinanet.losses",
-    },
-    "positives, and locations that learn from a teacher, are chosen by masks": {
+        "modeling/retinanet.py SyncRetinaNet.label_anchors, *",
+        "modeling/dense.py SyncNormalizer.losses, *",
+        "modeling/*.py *, _utils._loss_inter_union",
+        # Positives, and locations that learn from a teacher, are chosen by masks.
         "modeling/dense.py DenseTeacherLoss.__call__",
         "modeling/retinanet.py SyncRetinaNet.losses",
     },
-    "torchvision's GIoU chooses by a mask": {
-        "modeling/dense.py DenseTeacherLoss.__call__, _utils._loss_inter_union",
-        "modeling/retinanet.py SyncRetinaNet.losses, _utils._loss_inter_union",
-    },
-}
-IN_AN_EVALUATION = {
-    "results are read": {
-        "engine/evaluation.py Evaluation._evaluate, boxes.to",
-        "engine/evaluation.py Evaluation._evaluate, instances.to",
+    "evaluation": {
+        # Results are read.
+        "engine/evaluation.py Evaluation._evaluate, *.to",
         "evaluation/__init__.py HeldOutLossEvaluator.process",
         "evaluation/classification.py ClassificationEvaluator.process",
         "modeling/pretrain/qb_heat.py QBHeat.in_order",
-    },
-    "Detectron2's images come one by one, and are not pinned": {
-        "modeling/dense.py SyncNormalizer.preprocess_image, dense_detector.<listcomp>",
-    },
-    "Detectron2's boxes are checked, and chosen by masks": {
-        "modeling/dense.py SyncNormalizer.forward, boxes.__getitem__",
-        "modeling/dense.py SyncNormalizer.forward, boxes._batched_nms_coordinate_trick",
-        "modeling/dense.py SyncNormalizer.forward, boxes.clip",
-        "modeling/dense.py SyncNormalizer.forward, boxes.nms",
-        "modeling/dense.py SyncNormalizer.forward, dense_detector._decode_per_level_predictions",
-        "modeling/dense.py SyncNormalizer.forward, instances.__getitem__",
-        "modeling/detr/mf_detr.py MFDETR.forward, boxes.__getitem__",
-        "modeling/detr/mf_detr.py MFDETR.forward, boxes.clip",
-        "modeling/detr/mf_detr.py MFDETR.forward, instances.__getitem__",
+        # Detectron2's images come one by one, and are not pinned.
+        "modeling/dense.py SyncNormalizer.preprocess_image, *",
+        # Detectron2's boxes are checked, and chosen by masks.
+        "modeling/dense.py SyncNormalizer.forward, *",
+        "modeling/detr/mf_detr.py MFDETR.forward, *",
         "modeling/detr/mf_detr.py MFDETR.inference, boxes.clip",
     },
-}
-ALLOWED = {
-    "step": set().union(*IN_A_STEP.values()),
-    "evaluation": set().union(*IN_AN_EVALUATION.values()),
 }
 seen: dict[str, dict[str, set[str]]] = {}
 
@@ -201,10 +175,10 @@ def test_a_run_gives_the_losses_of_the_cpu_resumes_and_waits_only_where_it_must(
     trainer = start_run(make_args(case, folder, data, NAME))
     trainer.train()
     assert {x.device.type for x in trainer.evaluated_model.parameters()} == {NAME}
-    assert {kind: found - ALLOWED[kind] for kind, found in waits.items()} == {
-        "step": set(),
-        "evaluation": set(),
-    }
+    for kind, found in waits.items():
+        assert [
+            one for one in found if not any(fnmatch.fnmatchcase(one, p) for p in ALLOWED[kind])
+        ] == []
     seen[case] = waits
     whole, expected = losses(folder), read(tmp_path)
     start_run(make_args(case, tmp_path / "cpu", data, "cpu")).train()
@@ -223,7 +197,8 @@ def test_each_allowed_wait_is_still_there() -> None:
     if len(seen) < len(CASES):
         pytest.skip("needs all cases")
     for kind, allowed in ALLOWED.items():
-        assert set().union(*(waits[kind] for waits in seen.values())) == allowed
+        found = set().union(*(waits[kind] for waits in seen.values()))
+        assert [pattern for pattern in allowed if not fnmatch.filter(found, pattern)] == []
 
 
 @pytest.mark.parametrize("case", ["retinanet", pytest.param("mf_detr", marks=pytest.mark.slow)])
