@@ -3,6 +3,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +52,12 @@ def area_of(module: str) -> str | None:
     return next((area for end in (3, 2) if (area := ".".join(parts[1:end])) in ALLOWED), None)
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    """Returns a file, parsed once."""
+    return ast.parse(path.read_text("utf-8"))
+
+
 def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Yields what the imports of a parsed file name, absolute, at any depth of the file."""
     for node in ast.walk(tree):
@@ -79,9 +86,7 @@ def imports(root: Path = ROOT, package: str = PACKAGE) -> dict[str, set[str]]:
     return {
         module: {
             name
-            for name in imported_names(
-                ast.parse(path.read_text("utf-8")), module, path.name == "__init__.py"
-            )
+            for name in imported_names(parse(path), module, path.name == "__init__.py")
             if name.split(".")[0] == package
         }
         for module, path in module_files(root, package).items()

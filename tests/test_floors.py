@@ -15,6 +15,7 @@ from .import_graph import (
     file_graph,
     imported_names,
     module_files,
+    parse,
     violations,
 )
 
@@ -57,7 +58,7 @@ def test_no_files_import_each_other_in_a_circle(package: str) -> None:
 
 def test_the_package_never_imports_what_needs_pkg_resources_on_main() -> None:
     for path in module_files().values():
-        names = imported_names(ast.parse(path.read_text("utf-8")), PACKAGE, False)
+        names = imported_names(parse(path), PACKAGE, False)
         bad = [name for name in names if re.match(r"detectron2\.(model_zoo|utils\.testing)", name)]
         assert bad == [], path
 
@@ -70,12 +71,11 @@ def test_models_are_probed_for_attributes_by_their_contracts_alone() -> None:
 
 def test_files_and_functions_stay_short() -> None:
     for path in python_files():
-        text = path.read_text("utf-8")
         name = path.relative_to(ROOT).as_posix()
-        length = len(text.splitlines())
+        length = len(path.read_text("utf-8").splitlines())
         assert name in TABLES or length <= MAX_LINES, name
         assert not name.startswith(PACKAGE) or path.stem == "__init__" or length >= MIN_LINES, name
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 length -= len((ast.get_docstring(node, clean=False) or "").splitlines())
@@ -87,8 +87,7 @@ def test_python_files_begin_with_the_copyright_line_and_a_docstring() -> None:
         lines = path.read_text("utf-8").splitlines()
         lines = lines[1:] if lines and lines[0].startswith("#!") else lines
         assert lines[:1] == ["# Copyright (c) qbheat_det contributors. Apache-2.0."], path
-        if path.name != "__init__.py":
-            assert ast.get_docstring(ast.parse("\n".join(lines))), f"{path} has no docstring"
+        assert path.name == "__init__.py" or ast.get_docstring(parse(path)), path
 
 
 def test_no_tracked_file_names_a_machine_or_an_index_host() -> None:

@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Others' weights for the encoders here: equal outputs after the change of names, and refusals."""
 
+import functools
 import zlib
 from pathlib import Path
 
@@ -133,6 +134,12 @@ def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
     return values / (values[0].numel() ** 0.5)
 
 
+@functools.cache
+def _state(size: str) -> dict[str, Tensor]:
+    """Random weights of an official network, in float32."""
+    return {name: _draw(name, shape).float() for name, shape in _Shapes(size).items()}
+
+
 def _classify(expanded: Tensor, tokens: Tensor, state: dict[str, Tensor]) -> Tensor:
     """Returns the logits (N, 1000) of the authors' classifier, which is not converted."""
     pooled = F.hardswish(expanded.mean(dim=(2, 3)))
@@ -169,7 +176,7 @@ def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
 
 
 def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
-    state = {name: _draw(name, shape).float() for name, shape in _Shapes("96M").items()}
+    state = _state("96M")
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     torch.save({"state_dict": wrapped}, tmp_path / "official.pth")
     weights = str(tmp_path / "own.safetensors")
@@ -203,8 +210,8 @@ def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
 def test_an_incomplete_file_of_the_authors_network_is_refused(
     changes: dict[str, Tensor | None], named: str, tmp_path: Path
 ) -> None:
-    state = {name: _draw(name, shape).float() for name, shape in _Shapes("52M").items()}
-    changed = {name: tensor for name, tensor in {**state, **changes}.items() if tensor is not None}
+    state = {**_state("52M"), **changes}
+    changed = {name: tensor for name, tensor in state.items() if tensor is not None}
     wrapped = {"state_dict": {f"module.{name}": tensor for name, tensor in changed.items()}}
     torch.save(wrapped, tmp_path / "official.pth")
     output = tmp_path / "own.safetensors"
@@ -242,9 +249,8 @@ def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def official(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The authors' smallest network, in a file."""
-    state = {name: _draw(name, shape).float() for name, shape in _Shapes("26M").items()}
     path = tmp_path_factory.mktemp("official") / "theirs.safetensors"
-    save_file(state, path)
+    save_file(_state("26M"), path)
     return str(path)
 
 

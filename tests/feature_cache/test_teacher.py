@@ -54,7 +54,8 @@ def configure(folder: Path, output_dir: Path, *flags: str, **changes: str) -> ar
         "MODEL.TEACHER.IMAGE_SIZE": "128",
         "MODEL.CACHE_FEATURES.FOLDER": str(folder / "cache"),
         "MODEL.CACHE_FEATURES.DTYPE": "float32",
-        "SOLVER.CHECKPOINTS_KEPT": "3",
+        "SOLVER.MAX_ITER": "2",
+        "SOLVER.CHECKPOINT_PERIOD": "1",
         "TEST.EVAL_EPOCHS": "1",
         "OUTPUT_DIR": str(output_dir),
         **{key.replace("__", "."): value for key, value in changes.items()},
@@ -157,7 +158,7 @@ def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
     check_held_out_loss(trainer, folder, expected[-1])
 
     (tmp_path / "model_final.pth").unlink()
-    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    (tmp_path / "last_checkpoint").write_text("model_0000000.pth")
     build(folder, tmp_path, "--resume", **changes).train()
     assert read_metrics(tmp_path) == expected
     torch.testing.assert_close(state(tmp_path)["model"], whole, rtol=0, atol=0)
