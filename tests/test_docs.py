@@ -11,7 +11,6 @@ import sys
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import cv2
 import pytest
@@ -42,32 +41,32 @@ SMALLER = {
 }
 
 
-def test_named_tests_exist() -> None:
+def test_named_tests_exist():
     named = re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)(?:::(test_\w+))?`", TEXTS)
     assert len(named) > 5
     for file, name in named:
         assert f"def {name}" in (TESTS / file).read_text(encoding="utf-8")
 
 
-def test_named_config_keys_exist() -> None:
+def test_named_config_keys_exist():
     assert len(NAMED_KEYS) > 80
     for key in NAMED_KEYS:
         reduce(lambda node, part: node[part], key.split("."), get_cfg())
 
 
-def test_files_named_in_the_architecture_exist() -> None:
+def test_files_named_in_the_architecture_exist():
     paths = re.findall(r"`((?:\w+/)+(?:\w+\.py)?|(?:\w+/)+\w+)`", PAGES["architecture.md"])
     assert len(paths) > 50
     folders = (ROOT, ROOT / "qbheat_det")
     assert [p for p in paths if not any((folder / p).exists() for folder in folders)] == []
 
 
-def test_the_drawing_of_the_architecture_has_all_areas() -> None:
+def test_the_drawing_of_the_architecture_has_all_areas():
     drawn = runpy.run_path(str(DOCS / "draw_architecture.py"))["ROWS"]
     assert {area for row in drawn for area in row} == set(ALLOWED)
 
 
-def test_every_objective_has_its_row() -> None:
+def test_every_objective_has_its_row():
     files = (ROOT / "configs" / "objectives").glob("*.yaml")
     names = {path.name for path in files if not path.name.startswith("Base-")}
     rows = re.findall(r"^\| [^|]+ \| `(\w+\.yaml)` \|", PAGES["objectives.md"], flags=re.M)
@@ -75,9 +74,7 @@ def test_every_objective_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "tutorials").glob("*.ipynb")), ids=str)
-def test_a_tutorial_runs_and_is_committed_without_outputs(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tutorial_runs_and_is_committed_without_outputs(path, tmp_path, monkeypatch):
     cells = json.loads(path.read_text("utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert not any(cell.get("outputs") for cell in cells)
@@ -93,22 +90,22 @@ def test_a_tutorial_runs_and_is_committed_without_outputs(
     [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *DOCS.glob("tutorials/*.ipynb")],
     ids=lambda path: path.name,
 )
-def test_links_lead_to_files_of_the_repository(path: Path) -> None:
+def test_links_lead_to_files_of_the_repository(path):
     """Links work in a clone; ``docs/site.py`` adapts them to the site."""
     links = re.findall(r"\]\(([^)#\s]+)", path.read_text("utf-8"))
     local = {link for link in links if ":" not in link}
     assert {link for link in local if not (path.parent / link).exists()} == set()
 
 
-def test_links_to_sources_become_links_to_pages_of_the_site() -> None:
+def test_links_to_sources_become_links_to_pages_of_the_site():
     turn = runpy.run_path(str(DOCS / "site.py"))["on_page_markdown"]
     text = "[a](../MODEL_ZOO.md#b) [c](../qbheat_det/config/defaults.py) [d](../tools/zoo.py)"
     for uri, up in (("train.md", ""), ("tutorials/predict.md", "../")):
-        page: Any = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
         assert turn(text, page) == f"[a]({up}model_zoo.md#b) [c]({up}config.md) `d`"
 
 
-def test_the_config_reference_has_every_key_with_its_default() -> None:
+def test_the_config_reference_has_every_key_with_its_default():
     site = runpy.run_path(str(DOCS / "site.py"))
     page = site["describe_config"](site["DEFAULTS"].read_text("utf-8"))
     rows = dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \|", page, flags=re.MULTILINE))
@@ -118,7 +115,7 @@ def test_the_config_reference_has_every_key_with_its_default() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -128,7 +125,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert all(any(words in title for title in titles) for words in SEARCHED)
 
 
-def test_pages_are_short() -> None:
+def test_pages_are_short():
     files = [*ROOT.glob("*.md"), *DOCS.glob("*.md")]
     lengths = {path.name: len(path.read_text("utf-8").splitlines()) for path in files}
     assert sum(lengths.values()) <= 3300
@@ -136,19 +133,19 @@ def test_pages_are_short() -> None:
     assert lengths["results.md"] <= 210
 
 
-def test_figures_are_explained_and_listed() -> None:
+def test_figures_are_explained_and_listed():
     page = PAGES["visualize.md"]
     for name in load_tool("report").FIGURES:
         assert f"\n### {name}\n" in page
         assert f"| [`{name}`](#{name}) |" in page
 
 
-def test_the_code_of_the_readme_runs() -> None:
+def test_the_code_of_the_readme_runs():
     for example in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
         exec(compile(example, "README.md", "exec"), {})
 
 
-def test_files_and_make_targets_named_in_the_readme_exist() -> None:
+def test_files_and_make_targets_named_in_the_readme_exist():
     for path in re.findall(r"(?:configs|tools|docs)/[\w./-]+\.\w+", README):
         assert (ROOT / path).is_file()
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -156,7 +153,7 @@ def test_files_and_make_targets_named_in_the_readme_exist() -> None:
         assert re.search(rf"^{''.join(target)}:", makefile, flags=re.MULTILINE)
 
 
-def find_ours() -> list[str]:
+def find_ours():
     """Returns the code in the right column of ``docs/coming_from.md``."""
     found = []
     for table in re.split(r"\n\s*\n", PAGES["coming_from.md"]):
@@ -166,7 +163,7 @@ def find_ours() -> list[str]:
     return found
 
 
-def _follow(node: ast.expr, scope: dict[str, Any]) -> Any:
+def _follow(node, scope):
     """Returns what an expression names, with types for values; binds the arguments of calls."""
     if isinstance(node, ast.Name):
         return scope[node.id]
@@ -187,7 +184,7 @@ def _follow(node: ast.expr, scope: dict[str, Any]) -> Any:
     return {"load": Detector, "predict": Detections}.get(function.__name__, object)
 
 
-def test_python_beside_that_of_other_libraries_exists() -> None:
+def test_python_beside_that_of_other_libraries_exists():
     scope = {"qbheat_det": qbheat_det, "detector": Detector, "result": Detections, "model": None}
     scope["DetectionCheckpointer"] = DetectionCheckpointer
     ours = [code for code in find_ours() if not code.startswith(("qbheat ", "python "))]
@@ -209,7 +206,7 @@ QUICK = {
 }
 
 
-def _prepare(folder: Path) -> None:
+def _prepare(folder):
     (folder / "photos").mkdir()
     for name in ("photo.jpg", "photos/a.jpg", "photos/b.jpg"):
         save(folder / name, draw(120, 90, seed=len(name)))
@@ -224,7 +221,7 @@ def _prepare(folder: Path) -> None:
     (toy / "images").rename(folder / "images")
 
 
-def _run(blocks: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run(blocks, folder, monkeypatch):
     _prepare(folder)
     monkeypatch.chdir(folder)
     code = "\n".join(blocks)
@@ -235,9 +232,7 @@ def _run(blocks: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     exec(compile(code, "docs/python.md", "exec"), {})
 
 
-def test_the_prediction_code_of_the_python_page_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prediction_code_of_the_python_page_runs(tmp_path, monkeypatch):
     assert len(BLOCKS) == 8
     _run(BLOCKS[:4], tmp_path, monkeypatch)
     for name in ("drawn.jpg", "tasks.json", "cvat.json"):
@@ -245,6 +240,6 @@ def test_the_prediction_code_of_the_python_page_runs(
 
 
 @pytest.mark.slow
-def test_all_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_code_of_the_python_page_runs(tmp_path, monkeypatch):
     _run(BLOCKS, tmp_path, monkeypatch)
     assert (tmp_path / "output" / "mine" / "model_final.safetensors").is_file()

@@ -4,7 +4,6 @@
 import ast
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ PROBING = re.compile(
 )
 
 
-def tracked_files() -> list[Path]:
+def tracked_files():
     """Returns the files that git tracks; outside a checkout, all that a source archive holds."""
     run = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -42,34 +41,34 @@ def tracked_files() -> list[Path]:
     return [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
 
 
-def python_files() -> list[Path]:
+def python_files():
     """The tracked Python files."""
     return [path for path in tracked_files() if path.suffix == ".py"]
 
 
-def test_areas_import_what_the_table_allows() -> None:
+def test_areas_import_what_the_table_allows():
     assert violations() == []
 
 
 @pytest.mark.parametrize("package", [PACKAGE, "benchmarks", "tests"])
-def test_no_files_import_each_other_in_a_circle(package: str) -> None:
+def test_no_files_import_each_other_in_a_circle(package):
     assert circles(file_graph(package=package)) == []
 
 
-def test_the_package_never_imports_what_needs_pkg_resources_on_main() -> None:
+def test_the_package_never_imports_what_needs_pkg_resources_on_main():
     for path in module_files().values():
         names = imported_names(parse(path), PACKAGE, False)
         bad = [name for name in names if re.match(r"detectron2\.(model_zoo|utils\.testing)", name)]
         assert bad == [], path
 
 
-def test_models_are_probed_for_attributes_by_their_contracts_alone() -> None:
+def test_models_are_probed_for_attributes_by_their_contracts_alone():
     for path in module_files().values():
         if path != CONTRACTS:
             assert PROBING.findall(path.read_text("utf-8")) == [], path
 
 
-def test_files_and_functions_stay_short() -> None:
+def test_files_and_functions_stay_short():
     for path in python_files():
         name = path.relative_to(ROOT).as_posix()
         length = len(path.read_text("utf-8").splitlines())
@@ -82,7 +81,7 @@ def test_files_and_functions_stay_short() -> None:
                 assert length <= MAX_FUNCTION_LINES, f"{path}: {node.name} has {length} lines"
 
 
-def test_python_files_begin_with_the_copyright_line_and_a_docstring() -> None:
+def test_python_files_begin_with_the_copyright_line_and_a_docstring():
     for path in python_files():
         lines = path.read_text("utf-8").splitlines()
         lines = lines[1:] if lines and lines[0].startswith("#!") else lines
@@ -90,7 +89,7 @@ def test_python_files_begin_with_the_copyright_line_and_a_docstring() -> None:
         assert path.name == "__init__.py" or ast.get_docstring(parse(path)), path
 
 
-def test_no_tracked_file_names_a_machine_or_an_index_host() -> None:
+def test_no_tracked_file_names_a_machine_or_an_index_host():
     # In pieces, so that this file does not name them.
     words = ("/" + "work/", "py" + "pi.org", "python" + "hosted", "/opt/" + "wheels", "/root" + "/")
     for path in tracked_files():

@@ -4,8 +4,6 @@
 import json
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -24,7 +22,7 @@ class ToySpec:
     seed: int = 0
 
 
-def prepare_toy_set(spec: ToySpec, folder: Path) -> Path:
+def prepare_toy_set(spec, folder):
     """Draws a set, ``annotations.json`` and ``images/``, in a folder below ``folder``."""
     own = folder / f"{spec.name}_{spec.num_images}_{spec.seed}"
     if own.is_dir():
@@ -45,7 +43,7 @@ def prepare_toy_set(spec: ToySpec, folder: Path) -> Path:
     return own
 
 
-def _draw(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
+def _draw(rng, size):
     """Returns pixels (S, S, 3), and one to four annotations without ids. Objects may overlap."""
     pixels = rng.integers(0, 256, (size, size, 3), dtype=np.uint8) // 8 + 100
     y, x = np.mgrid[:size, :size]

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.analysis.attention import (
@@ -29,7 +29,6 @@ from qbheat_det.analysis.pretraining import (
 from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.analysis.spectrum import (
     NAMES,
-    Models,
     commutator,
     describe_models,
     draw_spectrum,
@@ -44,23 +43,23 @@ from qbheat_det.core.figures import NotApplicable
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
 from .conftest import check_files
-from .tiny_runs import TinyRuns, truncate
+from .tiny_runs import truncate
 
 DIM = 6
 
 
-def draw(seed: int, dim: int = DIM) -> Tensor:
+def draw(seed, dim=DIM):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(dim, dim, dtype=torch.float64, generator=generator)
 
 
-def with_eigenvalues(values: list[float], seed: int = 0) -> Tensor:
+def with_eigenvalues(values, seed=0):
     """A matrix that is not symmetric, of given real eigenvalues."""
     basis = draw(seed, len(values))
     return basis @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ basis.inverse()
 
 
-def test_energies_and_inverse_errors_are_those_by_hand() -> None:
+def test_energies_and_inverse_errors_are_those_by_hand():
     values = {"A1": [1.0, -2.0], "A2": [3.0, 0.5], "B1": [1.0, 1.5], "B2": [-2.0, 0.5]}
     matrices = {name: with_eigenvalues(found) for name, found in values.items()}
     found = describe_models({"centre": (0.25, matrices)})
@@ -80,14 +79,14 @@ def test_energies_and_inverse_errors_are_those_by_hand() -> None:
     assert math.isnan(inverse_error(0 * forth, 0 * forth))
 
 
-def make_models(factor: float) -> Models:
+def make_models(factor):
     return {
         scale: (offset, {name: (factor * draw(10 * i + j)).float() for j, name in enumerate(NAMES)})
         for i, (scale, offset) in enumerate({"corner": 0.5, "centre": 0.25}.items())
     }
 
 
-def test_rotated_models_have_the_learned_singular_values_and_share_opposites() -> None:
+def test_rotated_models_have_the_learned_singular_values_and_share_opposites():
     models = make_models(0.3)
     (_, one), (_, again) = (rotate_models(models)["corner"] for _ in range(2))
     other = models["corner"][1]
@@ -103,7 +102,7 @@ def test_rotated_models_have_the_learned_singular_values_and_share_opposites() -
     assert not torch.equal(found["B2"], -found["B1"])
 
 
-def test_linear_models_are_read_from_a_checkpoint(tmp_path: Path) -> None:
+def test_linear_models_are_read_from_a_checkpoint(tmp_path):
     path = tmp_path / "weights.pth"
     state = {f"predictor.scales.centre.{name}": torch.randn(3, 3) for name in ("A1", "B1")}
     torch.save({"model": state}, path)
@@ -116,7 +115,7 @@ def test_linear_models_are_read_from_a_checkpoint(tmp_path: Path) -> None:
         read_linear_models(path, "run")
 
 
-def test_commutator_correlation_and_rank_equal_hand_computed_values() -> None:
+def test_commutator_correlation_and_rank_equal_hand_computed_values():
     a, b = with_eigenvalues([1.0, 2, 3, 4]), with_eigenvalues([0.5, -1, 2, 7])
     assert commutator(a, b) == pytest.approx(0.0, abs=1e-12)  # of one basis
     up = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # AB - BA = diag(1, -1), of norms 1
@@ -130,7 +129,7 @@ def test_commutator_correlation_and_rank_equal_hand_computed_values() -> None:
     assert math.isnan(effective_rank(torch.zeros(3, 3)))
 
 
-def test_checkpoints_and_their_controls_have_rows(tiny: TinyRuns, tmp_path: Path) -> None:
+def test_checkpoints_and_their_controls_have_rows(tiny, tmp_path):
     run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
     earlier = Run.open(run.folder / "model_0000009.pth", label="early", device="cpu")
     (tmp_path / "b.pth").write_bytes(b"PK\x03\x04 and no more")
@@ -148,7 +147,7 @@ def test_checkpoints_and_their_controls_have_rows(tiny: TinyRuns, tmp_path: Path
         draw_spectrum([detector], FigureOptions())
 
 
-def test_it_is_the_mean_over_all_pairs_of_positions() -> None:
+def test_it_is_the_mean_over_all_pairs_of_positions():
     torch.manual_seed(0)
     maps = torch.randn(3, 5, 2, 3)
     expected = []
@@ -166,9 +165,7 @@ def test_it_is_the_mean_over_all_pairs_of_positions() -> None:
         measure_spatial_correlation(torch.zeros(1, 2, 1, 1))
 
 
-def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(
-    tiny: TinyRuns, photos: Path, tmp_path: Path
-) -> None:
+def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(tiny, photos, tmp_path):
     runs = [tiny.get(name) for name in ("masking", "untrained", "classifier", "retinanet")]
     runs.append(truncate(runs[0], tmp_path))
     figure = draw_correlation(runs, FigureOptions(images=photos), correlated_images=3)
@@ -180,7 +177,7 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(
     run = runs[0]
     image = crop_squares(run.cfg, [str(photos / "2.png")])[0]["image"]
 
-    def measure(run: Run) -> float:
+    def measure(run):
         with torch.no_grad():
             maps = run.model.backbone(((image - run.model.pixel_mean) / run.model.pixel_std)[None])
         return float(measure_spatial_correlation(maps["s16_expanded"]))
@@ -196,13 +193,11 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(
 
 
 @pytest.fixture(scope="module")
-def backbone(tiny: TinyRuns) -> MobileFormer:
+def backbone(tiny):
     return find_mobile_former(tiny.get("mf_detr").model)
 
 
-def test_the_bridges_of_an_image_sum_to_one_over_pixels_and_over_tokens(
-    backbone: MobileFormer,
-) -> None:
+def test_the_bridges_of_an_image_sum_to_one_over_pixels_and_over_tokens(backbone):
     found = read_bridges(backbone, torch.randn(1, 3, 40, 56))
     assert [block.number for block in found] == [2, 3, 4]
     for block, stride in zip(found, (2, 4, 8), strict=True):
@@ -215,8 +210,8 @@ def test_the_bridges_of_an_image_sum_to_one_over_pixels_and_over_tokens(
 
 
 def test_the_paper_s_blocks_are_chosen_of_its_networks_and_the_last_of_each_stage_of_others(
-    backbone: MobileFormer,
-) -> None:
+    backbone,
+):
     with torch.device("meta"):
         paper = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s16"])
     assert choose_blocks(paper) == [3, 6, 10, 12]
@@ -227,9 +222,7 @@ def test_the_paper_s_blocks_are_chosen_of_its_networks_and_the_last_of_each_stag
     assert find_mobile_former(nn.Linear(1, 1)) is None
 
 
-def test_attention_of_several_models_is_drawn_in_the_same_images(
-    tiny: TinyRuns, photos: Path, tmp_path: Path
-) -> None:
+def test_attention_of_several_models_is_drawn_in_the_same_images(tiny, photos, tmp_path):
     runs = [tiny.get(name) for name in ("resnet", "untrained", "mf_detr")]
     options = FigureOptions(images=photos, num_images=1)
     figure = draw_attention(runs, options, attention_heads="apart")
@@ -240,9 +233,7 @@ def test_attention_of_several_models_is_drawn_in_the_same_images(
         draw_attention(runs[:1], options)
 
 
-def test_visible_pixels_are_the_image_s_and_masked_ones_grey_or_made(
-    tiny: TinyRuns, photos: Path
-) -> None:
+def test_visible_pixels_are_the_image_s_and_masked_ones_grey_or_made(tiny, photos):
     run = tiny.get("untrained")
     entries = crop_squares(run.cfg, [str(photos / f"{i}.png") for i in range(2)])
     with torch.no_grad():
@@ -263,9 +254,7 @@ def test_visible_pixels_are_the_image_s_and_masked_ones_grey_or_made(
         assert made.losses["corner"][i]["loss"] == pytest.approx(loss)
 
 
-def test_each_run_has_a_grid_of_the_same_images(
-    tiny: TinyRuns, photos: Path, tmp_path: Path
-) -> None:
+def test_each_run_has_a_grid_of_the_same_images(tiny, photos, tmp_path):
     runs = [tiny.get(name) for name in ("qb_heat", "retinanet", "untrained", "masking")]
     runs.insert(0, truncate(runs[0], tmp_path))
     options = FigureOptions(images=photos, num_images=2)

@@ -3,24 +3,15 @@
 
 import random
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import (
-    DataError,
-    FixedViews,
-    PretrainingMapper,
-    build_mapper,
-)
+from qbheat_det.data import DataError, FixedViews, PretrainingMapper, build_mapper
 from qbheat_det.data.mappers import (
     DATASET_MAPPERS,
     DetectionMapper,
@@ -34,15 +25,15 @@ from tests.data.pictures import draw, save
 class Mine:
     """A mapper of one's own."""
 
-    def __init__(self, cfg: Any, is_train: bool) -> None:
+    def __init__(self, cfg, is_train):
         self.is_train = is_train
 
-    def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, dataset_dict):
         return dataset_dict
 
 
 @pytest.mark.parametrize("is_train", [True, False])
-def test_each_name_builds_its_class(is_train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_name_builds_its_class(is_train, monkeypatch):
     monkeypatch.setitem(DATASET_MAPPERS, "mine", Mine)
     cfg = get_cfg()
     assert cfg.INPUT.DATASET_MAPPER_NAME == "default"
@@ -57,7 +48,7 @@ def test_each_name_builds_its_class(is_train: bool, monkeypatch: pytest.MonkeyPa
         assert mapper.mapper.is_train is is_train
 
 
-BAD: list[tuple[str, str, Any]] = [
+BAD = [
     ("dert", "INPUT.DATASET_MAPPER_NAME", "dert"),
     ("detr", "INPUT.DETR_CROP_RANGE", [600, 384]),
     ("detr", "INPUT.DETR_CROP_RANGE", [384]),
@@ -76,7 +67,7 @@ BAD: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "key", "value"), BAD)
-def test_values_that_make_no_sense_are_refused_by_key(name: str, key: str, value: Any) -> None:
+def test_values_that_make_no_sense_are_refused_by_key(name, key, value):
     cfg = get_cfg()
     cfg.merge_from_list([key, value, "INPUT.DATASET_MAPPER_NAME", name])
     with pytest.raises(UserError, match=re.escape(key)):
@@ -84,16 +75,16 @@ def test_values_that_make_no_sense_are_refused_by_key(name: str, key: str, value
 
 
 @pytest.mark.parametrize(("count", "seed", "key"), [(0, 0, "COUNT"), (1, -1, "SEED")])
-def test_fixed_views_without_sense_are_refused(count: int, seed: int, key: str) -> None:
+def test_fixed_views_without_sense_are_refused(count, seed, key):
     with pytest.raises(UserError, match=rf"INPUT\.FIXED_VIEWS\.{key}"):
         FixedViews(dict, count, seed)
 
 
-def test_each_view_of_each_image_has_its_own_numbers_whatever_was_drawn_before() -> None:
-    def augment(record: dict[str, Any]) -> dict[str, Any]:
+def test_each_view_of_each_image_has_its_own_numbers_whatever_was_drawn_before():
+    def augment(record):
         return {**record, "drawn": (random.random(), np.random.rand(), float(torch.rand(())))}
 
-    def draw_all(seed: int) -> list[tuple[float, ...]]:
+    def draw_all(seed):
         views = FixedViews(augment, 3, seed)
         records = number_records([{"name": name} for name in "abcd"])
         return [views.view(one, number)["drawn"] for one in records for number in range(3)]
@@ -104,9 +95,7 @@ def test_each_view_of_each_image_has_its_own_numbers_whatever_was_drawn_before()
         assert len({drawn[kind] for drawn in found + others}) == 24
 
 
-def test_an_image_that_cannot_be_read_stops_a_detector_and_is_an_error_elsewhere(
-    tmp_path: Path,
-) -> None:
+def test_an_image_that_cannot_be_read_stops_a_detector_and_is_an_error_elsewhere(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"no picture")
     record = {"file_name": str(tmp_path / "a.jpg"), "label": 0}
     cfg = get_cfg()
@@ -117,7 +106,7 @@ def test_an_image_that_cannot_be_read_stops_a_detector_and_is_an_error_elsewhere
         assert isinstance(build_mapper(cfg, True)(record), DataError)
 
 
-def make_cfg(**keys: Any) -> CfgNode:
+def make_cfg(**keys):
     cfg = get_cfg()
     cfg.INPUT.FORMAT = "RGB"
     cfg.INPUT.DATASET_MAPPER_NAME = "detr"
@@ -127,7 +116,7 @@ def make_cfg(**keys: Any) -> CfgNode:
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def record(tmp_path_factory):
     """An image of 500 × 400 pixels with two objects."""
     file = save(tmp_path_factory.mktemp("images") / "boxes.png", draw(500, 400))
     annotations = [
@@ -138,7 +127,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "annotations": annotations}  # fmt: skip
 
 
-def test_sizes_are_those_of_the_recipe(record: dict[str, Any]) -> None:
+def test_sizes_are_those_of_the_recipe(record):
     np.random.seed(0)
     sizes = (120, 130, 140, 150)
     mapper = build_mapper(make_cfg(MIN_SIZE_TRAIN=sizes, MAX_SIZE_TRAIN=180), True)
@@ -153,7 +142,7 @@ def test_sizes_are_those_of_the_recipe(record: dict[str, Any]) -> None:
     assert 12 <= kept <= 36
 
 
-def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record: dict[str, Any]) -> None:
+def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record):
     np.random.seed(0)
     small = {**record, "annotations": record["annotations"][1:]}
     mapper = build_mapper(
@@ -165,7 +154,7 @@ def test_boxes_that_the_crop_loses_are_dropped_and_the_image_stays(record: dict[
 
 @pytest.mark.parametrize("pixel_format", ["RGB", "BGR"])
 @pytest.mark.parametrize("name", ["default", "detr"])
-def test_detection_mapper_equals_detectron2(name: str, pixel_format: str, tmp_path: Path) -> None:
+def test_detection_mapper_equals_detectron2(name, pixel_format, tmp_path):
     cfg = get_cfg()
     cfg.INPUT.DATASET_MAPPER_NAME, cfg.INPUT.FORMAT = name, pixel_format
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.DETR_CROP_RANGE = (120, 200), (60, 90)
@@ -193,7 +182,7 @@ def test_detection_mapper_equals_detectron2(name: str, pixel_format: str, tmp_pa
         assert (image - expected).abs().max() <= 2
 
 
-def test_large_jpeg_is_decoded_at_reduced_size_and_boxes_stay(tmp_path: Path) -> None:
+def test_large_jpeg_is_decoded_at_reduced_size_and_boxes_stay(tmp_path):
     cfg = get_cfg()
     cfg.INPUT.MIN_SIZE_TRAIN = (120,)
     cfg.INPUT.RANDOM_FLIP = "none"
@@ -211,25 +200,25 @@ def test_large_jpeg_is_decoded_at_reduced_size_and_boxes_stay(tmp_path: Path) ->
     assert bright.sum() == 40 * 40
 
 
-NONE: dict[str, Any] = {"jitter_probability": 0.0, "grey_probability": 0.0, "blur_probability": 0.0}
+NONE = {"jitter_probability": 0.0, "grey_probability": 0.0, "blur_probability": 0.0}
 
 
-def mapped(mapper: Any, path: str, seed: int = 0, **fields: Any) -> dict[str, Any]:
+def mapped(mapper, path, seed=0, **fields):
     torch.manual_seed(seed)
     return mapper({"file_name": path, "image_id": 5, **fields})
 
 
-def two_views(settings: Mapping[str, Any] = NONE, **crop: Any) -> TwoViewMapper:
+def two_views(settings=NONE, **crop):
     return TwoViewMapper(crop=PretrainingMapper(**{"size": 32, **crop}), **settings)
 
 
-def alone(**probability: Any) -> TwoViewMapper:
+def alone(**probability):
     """One augmentation, and neither crop nor flip."""
-    whole: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": "none"}
+    whole = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": "none"}
     return two_views({**NONE, **probability}, **whole)
 
 
-def blur_naively(image: np.ndarray, sigma: float) -> np.ndarray:
+def blur_naively(image, sigma):
     """A Gaussian over the image (H, W) and its mirror image beyond the border, as one sum."""
     reach = 12
     weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
@@ -239,9 +228,7 @@ def blur_naively(image: np.ndarray, sigma: float) -> np.ndarray:
     return np.asarray(sum(w * rows[:, i : i + image.shape[1]] for i, w in enumerate(weights)))
 
 
-def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper(
-    tmp_path: Path,
-) -> None:
+def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper(tmp_path):
     path = save(tmp_path / "a.png", draw(150, 110))
     single = PretrainingMapper(size=32)
     for seed in range(4):
@@ -254,7 +241,7 @@ def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper
 
 
 @pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0])
-def test_blur_is_a_gaussian_of_that_width(sigma: float, tmp_path: Path) -> None:
+def test_blur_is_a_gaussian_of_that_width(sigma, tmp_path):
     pixels = draw(32, 32)
     mapper = alone(blur_probability=1.0, blur_sigma=(sigma, sigma))
     view = mapped(mapper, save(tmp_path / "a.png", pixels))["image"]
@@ -263,7 +250,7 @@ def test_blur_is_a_gaussian_of_that_width(sigma: float, tmp_path: Path) -> None:
         torch.testing.assert_close(view[channel].double(), expected, rtol=0, atol=1.0)
 
 
-def test_each_augmentation_has_its_probability(tmp_path: Path) -> None:
+def test_each_augmentation_has_its_probability(tmp_path):
     pixels = draw(32, 32)
     path = save(tmp_path / "a.png", pixels)
     for name in NONE:
@@ -274,7 +261,7 @@ def test_each_augmentation_has_its_probability(tmp_path: Path) -> None:
         assert any(grey) == (name == "grey_probability")
 
 
-def test_channels_in_reverse_are_augmented_the_same(tmp_path: Path) -> None:
+def test_channels_in_reverse_are_augmented_the_same(tmp_path):
     path = save(tmp_path / "a.png", draw(60, 60))
     rgb, bgr = (two_views({}, pixel_format=order) for order in ("RGB", "BGR"))
     for seed in range(6):

@@ -17,7 +17,7 @@ from .format_cases import BOXES, write, write_yolo
 NAME = "a split of a test"
 
 
-def test_a_fifth_is_held_out_in_the_proportions_of_the_classes() -> None:
+def test_a_fifth_is_held_out_in_the_proportions_of_the_classes():
     groups = ["cat"] * 50 + ["dog"] * 25 + ["cow"] + [None] * 24
     chosen = choose_val(groups, fraction=0.2, seed=1)
     counts = Counter(groups[index] for index in chosen)
@@ -28,7 +28,7 @@ def test_a_fifth_is_held_out_in_the_proportions_of_the_classes() -> None:
     assert choose_val(groups, fraction=0.2, seed=2) != chosen
 
 
-def test_parts_of_a_split_are_disjoint_in_boxes_and_ground_truth(tmp_path: Path) -> None:
+def test_parts_of_a_split_are_disjoint_in_boxes_and_ground_truth(tmp_path):
     source = open_source(str(write_yolo(tmp_path, more="de"))).train
     split = split_source(source, fraction=0.2, seed=0)
     names = {part: set(split[part]) for part in ("train", "val")}

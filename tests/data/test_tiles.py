@@ -1,9 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Tiles of training images against crops in NumPy; objects that tiles find once and whole."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -24,7 +22,6 @@ from qbheat_det.data.tiles import (
     merge_tiles,
     tile_starts,
 )
-from qbheat_det.inference.images import Image
 from qbheat_det.inference.predict import TiledPredictor
 from qbheat_det.modeling.contracts import TILE
 
@@ -32,7 +29,7 @@ SIZE = (150, 230)  # height, width
 SIDE = 64
 
 
-def make_record(path: Path, boxes: np.ndarray) -> dict[str, Any]:
+def make_record(path, boxes):
     annotations = [
         {
             "bbox": list(map(float, box)),
@@ -46,7 +43,7 @@ def make_record(path: Path, boxes: np.ndarray) -> dict[str, Any]:
     return {"file_name": str(path), "image_id": 7, **size, "annotations": annotations}
 
 
-def draw_boxes(number: int, largest: int) -> np.ndarray:
+def draw_boxes(number, largest):
     """Returns random boxes (N, 4) with sides of 4 to ``largest`` pixels, inside the image."""
     rng = np.random.default_rng(0)
     sides = rng.integers(4, largest + 1, (number, 2))
@@ -54,7 +51,7 @@ def draw_boxes(number: int, largest: int) -> np.ndarray:
     return np.concatenate([start, start + sides], axis=1)
 
 
-def test_tiles_are_crops_with_the_boxes_of_which_half_is_visible(tmp_path: Path) -> None:
+def test_tiles_are_crops_with_the_boxes_of_which_half_is_visible(tmp_path):
     pixels = np.random.default_rng(1).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
     PIL.Image.fromarray(pixels).save(tmp_path / "a.png")
     boxes = draw_boxes(60, 70)
@@ -84,7 +81,7 @@ def test_tiles_are_crops_with_the_boxes_of_which_half_is_visible(tmp_path: Path)
     assert num_dropped
 
 
-def test_a_box_smaller_than_the_overlap_is_whole_in_a_tile() -> None:
+def test_a_box_smaller_than_the_overlap_is_whole_in_a_tile():
     boxes = draw_boxes(300, int(OVERLAP * SIDE) - 1)
     tiles = np.array(list_tiles(*SIZE, SIDE))
     start, end = tiles[:, None, :2], tiles[:, None, :2] + tiles[:, None, 2:]
@@ -92,7 +89,7 @@ def test_a_box_smaller_than_the_overlap_is_whole_in_a_tile() -> None:
     assert inside.any(axis=0).all()
 
 
-def test_few_tiles_without_boxes_are_kept_in_training() -> None:
+def test_few_tiles_without_boxes_are_kept_in_training():
     records = [make_record(Path("a.png"), draw_boxes(3, 10)), make_record(Path("b.png"), [])]
     tiles = [record for record in cut_records(records, SIDE, is_train=True) if TILE in record]
     every = [record for record in cut_records(records, SIDE, is_train=False) if TILE in record]
@@ -102,7 +99,7 @@ def test_few_tiles_without_boxes_are_kept_in_training() -> None:
     assert len(every) == 2 * len(list_tiles(*SIZE, SIDE))
 
 
-def test_bad_tiles_are_refused() -> None:
+def test_bad_tiles_are_refused():
     for tile in (31, -1, 64.0, True, "64"):
         with pytest.raises(UserError, match="tile"):
             check_tile(tile)
@@ -121,16 +118,16 @@ WINDOW = 160
 class Components:
     """Finds rectangles of a class's value that are not too small for the image's size."""
 
-    def __init__(self) -> None:
-        self.sizes: list[tuple[int, int]] = []
+    def __init__(self):
+        self.sizes = []
 
-    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+    def predict_batch(self, images):
         return [self._predict(image) for image in images]
 
-    def _predict(self, image: Image) -> Instances:
+    def _predict(self, image):
         self.sizes.append(image.shape[:2])
-        boxes: list[list[int]] = []
-        classes: list[int] = []
+        boxes = []
+        classes = []
         for index, value in enumerate((100, 200)):
             mask = (image[:, :, 0] == value).astype(np.uint8)
             for x, y, w, h, _ in cv2.connectedComponentsWithStats(mask)[2][1:]:
@@ -144,7 +141,7 @@ class Components:
         return found
 
 
-def test_each_object_is_found_once_whole_and_in_its_place() -> None:
+def test_each_object_is_found_once_whole_and_in_its_place():
     image = np.zeros((400, 600, 3), dtype=np.uint8)
     expected = {(10, 10, 290, 390, 0)}  # larger than any tile
     cv2.rectangle(image, (10, 10), (289, 389), (100,) * 3, -1)
@@ -163,7 +160,7 @@ def test_each_object_is_found_once_whole_and_in_its_place() -> None:
     assert found.image_size == (400, 600)
 
 
-def test_an_object_that_no_tile_holds_whole_is_kept() -> None:
+def test_an_object_that_no_tile_holds_whole_is_kept():
     """Larger than the overlap, and too small for the whole image: cut boxes are all there is."""
     image = np.zeros((160, 1000, 3), dtype=np.uint8)
     (first, second, *_) = tile_starts(1000, WINDOW)
@@ -174,7 +171,7 @@ def test_an_object_that_no_tile_holds_whole_is_kept() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 159, 160, 161, 288, 289, 1000, 4001])
-def test_tiles_reach_from_edge_to_edge_and_overlap(size: int) -> None:
+def test_tiles_reach_from_edge_to_edge_and_overlap(size):
     starts = tile_starts(size, WINDOW)
     assert starts[0] == 0
     assert starts[-1] == max(0, size - WINDOW)
@@ -184,7 +181,7 @@ def test_tiles_reach_from_edge_to_edge_and_overlap(size: int) -> None:
     assert len(starts) < 3 or (size - WINDOW) / (len(starts) - 2) > (1 - OVERLAP) * WINDOW
 
 
-def test_an_image_of_one_tile_is_predicted_once() -> None:
+def test_an_image_of_one_tile_is_predicted_once():
     plain = Components()
     TiledPredictor(plain, WINDOW).predict_batch([np.zeros((WINDOW, 90, 3), dtype=np.uint8)])
     assert plain.sizes == [(WINDOW, 90)]
@@ -193,10 +190,10 @@ def test_an_image_of_one_tile_is_predicted_once() -> None:
 class Edges:
     """Finds the whole image as one box, and in each tile a box at each edge."""
 
-    def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
+    def predict_batch(self, images):
         return [self._predict(*image.shape[:2]) for image in images]
 
-    def _predict(self, height: int, width: int) -> Instances:
+    def _predict(self, height, width):
         boxes = [[0, 0, width, height]]
         if height == width == WINDOW:
             boxes = [[0, 60, 20, 80], [140, 60, 160, 80], [60, 0, 80, 20], [60, 140, 80, 160]]
@@ -207,7 +204,7 @@ class Edges:
         return found
 
 
-def test_a_large_box_replaces_boxes_at_edges_of_tiles_but_not_of_the_image() -> None:
+def test_a_large_box_replaces_boxes_at_edges_of_tiles_but_not_of_the_image():
     assert tile_starts(288, WINDOW) == [0, 128]
     image = np.zeros((288, 288, 3), dtype=np.uint8)
     (found,) = TiledPredictor(Edges(), WINDOW).predict_batch([image])
@@ -218,8 +215,8 @@ def test_a_large_box_replaces_boxes_at_edges_of_tiles_but_not_of_the_image() -> 
     assert sorted(map(tuple, found.pred_boxes.tensor.tolist())) == sorted(expected)
 
 
-def test_a_large_box_in_a_tile_is_taken_for_a_part() -> None:
-    def boxes(*rows: list[float], size: tuple[int, int]) -> Instances:
+def test_a_large_box_in_a_tile_is_taken_for_a_part():
+    def boxes(*rows, size):
         classes = torch.zeros(len(rows), dtype=torch.int64)
         scores = torch.full((len(rows),), 0.9)
         return Instances(

@@ -2,14 +2,10 @@
 """Every model on a device that refuses to mix with the CPU, and where the host waits for it."""
 
 import fnmatch
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
@@ -94,10 +90,10 @@ ALLOWED = {
         "modeling/detr/mf_detr.py MFDETR.inference, boxes.clip",
     },
 }
-seen: dict[str, dict[str, set[str]]] = {}
+seen = {}
 
 
-def make_args(case: str, output_dir: Path, data: Path, device: str, *flags: str) -> Any:
+def make_args(case, output_dir, data, device, *flags):
     """Returns the arguments of a run of a case."""
     opts = {**OPTS, "MODEL.DEVICE": device, "MODEL.CACHE_FEATURES.FOLDER": f"{output_dir}/cache"}
     if case in DETECTORS:
@@ -120,7 +116,7 @@ def make_args(case: str, output_dir: Path, data: Path, device: str, *flags: str)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """Boxes, two classes of images, photos without labels, and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("data")
     prepare_toy_set(ToySpec(name="tiny", num_images=4, image_size=64), folder)
@@ -132,14 +128,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+def waits(monkeypatch):
     """Where the host waited, of a "step" and of an "evaluation"; batches are moved ahead."""
-    found: dict[str, set[str]] = {"step": set(), "evaluation": set()}
+    found = {"step": set(), "evaluation": set()}
     take, run_step = BatchSource.take, Trainer.run_step
     after_step, evaluate = Trainer.after_step, Trainer.evaluate
 
-    def recorded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def run(trainer: Trainer) -> Any:
+    def recorded(method, kind):
+        def run(trainer):
             with recorded_waits() as here:
                 result = method(trainer)
             if kind == "evaluation" or trainer.iter == 2:
@@ -148,7 +144,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 
         return run
 
-    def moved(source: BatchSource) -> Any:
+    def moved(source):
         batch, seconds = take(source)
         return [_move(entry, source._device) for entry in batch], seconds
 
@@ -160,7 +156,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     return found
 
 
-def read(folder: Path) -> dict[str, Tensor]:
+def read(folder):
     """Returns the weights of the last checkpoint, on the CPU."""
     return torch.load(folder / "second/model_final.pth", "cpu", weights_only=True)["model"]
 
@@ -169,8 +165,8 @@ def read(folder: Path) -> dict[str, Tensor]:
     "case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 )
 def test_a_run_gives_the_losses_of_the_cpu_resumes_and_waits_only_where_it_must(
-    case: str, data: Path, tmp_path: Path, waits: dict[str, set[str]]
-) -> None:
+    case, data, tmp_path, waits
+):
     folder = tmp_path / "second"
     trainer = start_run(make_args(case, folder, data, NAME))
     trainer.train()
@@ -193,7 +189,7 @@ def test_a_run_gives_the_losses_of_the_cpu_resumes_and_waits_only_where_it_must(
 
 
 @pytest.mark.slow
-def test_each_allowed_wait_is_still_there() -> None:
+def test_each_allowed_wait_is_still_there():
     if len(seen) < len(CASES):
         pytest.skip("needs all cases")
     for kind, allowed in ALLOWED.items():
@@ -203,11 +199,11 @@ def test_each_allowed_wait_is_still_there() -> None:
 
 @pytest.mark.parametrize("case", ["retinanet", pytest.param("mf_detr", marks=pytest.mark.slow)])
 def test_boxes_of_the_model_and_of_its_deployed_form_are_those_of_the_cpu(
-    case: str, data: Path, tmp_path: Path, waits: object
-) -> None:
+    case, data, tmp_path, waits
+):
     start_run(make_args(case, tmp_path, data, NAME)).export("model_final")
     weights = str(tmp_path / "model_final.safetensors")
-    options: Any = {"score_threshold": 0, "opts": ("MODEL.DEPLOY.COMPILE", "off")}
+    options = {"score_threshold": 0, "opts": ("MODEL.DEPLOY.COMPILE", "off")}
     expected, *others = [
         predict_files(weights, [str(data / "photos")], device=device, fast=fast, **options).results
         for device, fast in (("cpu", False), (NAME, False), (NAME, True))
@@ -220,7 +216,7 @@ def test_boxes_of_the_model_and_of_its_deployed_form_are_those_of_the_cpu(
             assert one["bbox"] == pytest.approx(other["bbox"], abs=1e-2)
 
 
-def test_tensors_of_two_devices_do_not_mix() -> None:
+def test_tensors_of_two_devices_do_not_mix():
     here, there = torch.ones(2, 3), torch.ones(2, 3, device=NAME)
     for mixed in (
         lambda: here + there,

@@ -2,7 +2,6 @@
 """A run with tiles: evaluated on whole images, with the boxes that prediction finds."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ OPTS = {
 }
 
 
-def test_a_run_with_tiles_remembers_them(tmp_path: Path, tiny_data: Path) -> None:
+def test_a_run_with_tiles_remembers_them(tmp_path, tiny_data):
     trainer = start_run(parse(tmp_path / "run", tiny_data, OPTS))
     assert trainer.data_loader.num_images > 12
     trainer.train()
@@ -38,7 +37,7 @@ def test_a_run_with_tiles_remembers_them(tmp_path: Path, tiny_data: Path) -> Non
     np.testing.assert_allclose(np.sort(np.array(found.scores))[::-1], expected, atol=1e-4)
 
 
-def test_a_tile_that_no_training_image_exceeds_is_refused(tmp_path: Path, tiny_data: Path) -> None:
+def test_a_tile_that_no_training_image_exceeds_is_refused(tmp_path, tiny_data):
     with pytest.raises(UserError, match="--tile 0"):
         train(tmp_path, tiny_data, {**OPTS, "INPUT.TILE": "64"})
     with pytest.raises(UserError, match=r"INPUT\.TILE"):

@@ -2,8 +2,6 @@
 """``Detections`` drawn and converted to COCO, Label Studio and CVAT."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -18,7 +16,7 @@ from qbheat_det.core.errors import UserError
 BOXES = [[10.0, 20.0, 40.0, 60.0], [0.0, 0.0, 100.0, 80.0]]
 
 
-def _make(ids: tuple[int, ...] = (17, 18), **changes: Any) -> Detections:
+def _make(ids=(17, 18), **changes):
     instances = Instances(
         (80, 100),
         pred_boxes=Boxes(torch.tensor(BOXES)),
@@ -29,7 +27,7 @@ def _make(ids: tuple[int, ...] = (17, 18), **changes: Any) -> Detections:
     return Detections(instances, ["cat", "dog"], ids, image, **{"file_name": "a b.jpg", **changes})
 
 
-def test_boxes_classes_and_scores_survive_every_conversion(tmp_path: Path) -> None:
+def test_boxes_classes_and_scores_survive_every_conversion(tmp_path):
     found = _make()
     assert repr(found) == "Detections(a b.jpg, 100x80: 1 dog, 1 cat)"
     assert [box.xyxy for box in found] == [tuple(box) for box in BOXES]
@@ -50,7 +48,7 @@ def test_boxes_classes_and_scores_survive_every_conversion(tmp_path: Path) -> No
         found.save(tmp_path / "x.unknown")
 
 
-def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path: Path) -> None:
+def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path):
     save_annotations([_make(), _make().select(1)], tmp_path / "tasks.json", "label-studio")
     first, second = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
     assert first["data"] == {"image": "/data/local-files/?d=a%20b.jpg"}
@@ -65,9 +63,7 @@ def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path: Path) -> 
     assert second["predictions"][0]["result"] == []
 
 
-def test_results_name_the_classes_and_cvat_gets_a_file_that_pycocotools_reads(
-    tmp_path: Path,
-) -> None:
+def test_results_name_the_classes_and_cvat_gets_a_file_that_pycocotools_reads(tmp_path):
     save_annotations([_make()], tmp_path / "boxes.json", "coco")
     results = json.loads((tmp_path / "boxes.json").read_text())
     assert [box["category_name"] for box in results] == ["dog", "cat"]
@@ -80,7 +76,7 @@ def test_results_name_the_classes_and_cvat_gets_a_file_that_pycocotools_reads(
 
 
 @pytest.mark.parametrize("format", ["cvat", "label-studio", "yolo"])
-def test_frames_and_unknown_formats_are_refused(tmp_path: Path, format: Any) -> None:
+def test_frames_and_unknown_formats_are_refused(tmp_path, format):
     with pytest.raises(UserError, match=format):
         save_annotations([_make(frame=3)], tmp_path / "x.json", format)
     assert not (tmp_path / "x.json").exists()

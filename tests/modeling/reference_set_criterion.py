@@ -2,23 +2,20 @@
 """DETR's matching, losses and denoising a second time, in Python loops: the oracle of their tests.
 
 Letters: Q queries, K classes; label K means "no object". Boxes are (cx, cy, w, h) in [0, 1] of
-the unpadded image.
+the unpadded image. A target is labels (T,) and boxes (T, 4) of one image.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor
 
 CLASS_WEIGHT, L1_WEIGHT, GIOU_WEIGHT = 1.0, 5.0, 2.0
-Target = tuple[Tensor, Tensor]  # labels (T,) and boxes (T, 4) of one image
 
 
-def generalized_iou(first: Tensor, second: Tensor) -> Tensor:
+def generalized_iou(first, second):
     """Of two single boxes."""
     left1, top1 = first[0] - first[2] / 2, first[1] - first[3] / 2
     right1, bottom1 = first[0] + first[2] / 2, first[1] + first[3] / 2
@@ -34,7 +31,7 @@ def generalized_iou(first: Tensor, second: Tensor) -> Tensor:
     return shared / union - (hull - union) / hull
 
 
-def matching_cost(logits: Tensor, boxes: Tensor, target: Target) -> list[list[float]]:
+def matching_cost(logits, boxes, target):
     """(Q, T): what it costs to give a box to a query."""
     labels, true_boxes = target
     table = []
@@ -54,14 +51,14 @@ def matching_cost(logits: Tensor, boxes: Tensor, target: Target) -> list[list[fl
     return table
 
 
-def match_by_trying_all(cost: Sequence[Sequence[float]], boxes: int) -> list[tuple[int, int]]:
+def match_by_trying_all(cost, boxes):
     """(query, box) pairs of the cheapest among all ordered choices of one query a box."""
     choices = itertools.permutations(range(len(cost)), boxes)
     cheapest = min(choices, key=lambda chosen: sum(cost[q][t] for t, q in enumerate(chosen)))
     return [(query, box) for box, query in enumerate(cheapest)]
 
 
-def match(logits: Tensor, boxes: Tensor, target: Target) -> list[tuple[int, int]]:
+def match(logits, boxes, target):
     """(query, box) pairs: by trying all choices where they are few, else by scipy."""
     count = len(target[0])
     if count == 0:
@@ -72,9 +69,7 @@ def match(logits: Tensor, boxes: Tensor, target: Target) -> list[tuple[int, int]
     return [(int(query), int(box)) for query, box in zip(*linear_sum_assignment(cost), strict=True)]
 
 
-def losses_of_one_prediction(
-    logits: Tensor, boxes: Tensor, targets: Sequence[Target], no_object_weight: float
-) -> dict[str, Tensor]:
+def losses_of_one_prediction(logits, boxes, targets, no_object_weight):
     """Weighted losses of logits (N, Q, K + 1) and boxes (N, Q, 4)."""
     no_object = logits.shape[2] - 1
     total_boxes = max(sum(len(labels) for labels, _ in targets), 1)
@@ -100,9 +95,7 @@ def losses_of_one_prediction(
     }
 
 
-def set_criterion(
-    predictions: Sequence[dict[str, Tensor]], targets: Sequence[Target], no_object_weight: float
-) -> dict[str, Tensor]:
+def set_criterion(predictions, targets, no_object_weight):
     """Losses of every block's prediction, each matched anew; ``_0``, ``_1``... but for the last."""
     losses = {}
     for number, prediction in enumerate(predictions):
@@ -135,14 +128,12 @@ class NoisedBox:
     negative: bool
 
 
-def noised_boxes(
-    target: Target, settings: Settings, num_classes: int, noise: Tensor
-) -> list[NoisedBox]:
+def noised_boxes(target, settings, num_classes, noise):
     """All queries of one image; numbers in [0, 1) are (E, 6), E at least as many."""
     labels, boxes = target
     while 2 * len(labels) > settings.max_queries:
         labels, boxes = labels[:-1], boxes[:-1]
-    queries: list[NoisedBox] = []
+    queries = []
     for group in range(settings.groups):
         if group and len(queries) + 2 * len(labels) > settings.max_queries:
             break
@@ -157,9 +148,7 @@ def noised_boxes(
     return queries
 
 
-def _move(
-    box: Sequence[float], shift: Sequence[float], settings: Settings, negative: bool
-) -> tuple[float, ...]:
+def _move(box, shift, settings, negative):
     centre, side = box[:2], box[2:]
     ends = []
     for axis in (0, 1):
@@ -175,13 +164,7 @@ def _move(
     return (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
 
 
-def denoising_losses(
-    logits: Tensor,
-    boxes: Tensor,
-    queries: Sequence[Sequence[NoisedBox]],
-    targets: Sequence[Target],
-    no_object_weight: float,
-) -> dict[str, Tensor]:
+def denoising_losses(logits, boxes, queries, targets, no_object_weight):
     """Weighted losses of logits (L, N, E, K + 1) and boxes (L, N, E, 4), summed over the blocks."""
     cross_entropy, distance, giou = logits.sum() * 0, boxes.sum() * 0, boxes.sum() * 0
     weights = sum(

@@ -4,28 +4,21 @@
 import copy
 import inspect
 import math
-from typing import Any
 
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.modeling.meta_arch.fcos import FCOS
 from detectron2.utils.events import EventStorage
 from torch.testing import assert_close
 
 from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED
-from qbheat_det.modeling.dense import (
-    DensePredictions,
-    DenseTargets,
-    DenseTeacherLoss,
-    SyncFCOS,
-)
+from qbheat_det.modeling.dense import DensePredictions, DenseTargets, DenseTeacherLoss
 from tests.engine.gradient_cases import NUM_BOXES, make_image
 from tests.modeling.tiny_pretraining import make_tiny_config
 
 
-def make_config(name: str) -> CfgNode:
+def make_config(name):
     cfg = make_tiny_config(name)
     for node in (cfg.MODEL.FCOS, cfg.MODEL.RETINANET):
         # Of a map of one place, 32 groups of 32 channels have no statistics.
@@ -36,15 +29,15 @@ def make_config(name: str) -> CfgNode:
 
 
 @pytest.fixture
-def cfg() -> CfgNode:
+def cfg():
     return make_config("SyncFCOS")
 
 
-def _images(*num_boxes: int) -> list[dict[str, Any]]:
+def _images(*num_boxes):
     return [make_image(NUM_BOXES.index(count)) for count in num_boxes]
 
 
-def _as_detectron2(model: SyncFCOS) -> FCOS:
+def _as_detectron2(model):
     """Returns Detectron2's own class around copies of the same parts."""
     names = inspect.signature(FCOS.__init__).parameters.keys()
     parts = {name: copy.deepcopy(vars(model)[name]) for name in names if name in vars(model)}
@@ -58,7 +51,7 @@ def _as_detectron2(model: SyncFCOS) -> FCOS:
     return other.train(model.training)
 
 
-def test_in_one_process_its_losses_are_detectron2s_step_after_step(cfg: CfgNode) -> None:
+def test_in_one_process_its_losses_are_detectron2s_step_after_step(cfg):
     model = build_model(cfg)
     theirs = _as_detectron2(model)
     batches = [_images(2, 3), _images(1, 4), _images(1, 1)]
@@ -69,7 +62,7 @@ def test_in_one_process_its_losses_are_detectron2s_step_after_step(cfg: CfgNode)
     assert_close(float(model.loss_normalizer), theirs.loss_normalizer)
 
 
-def test_an_image_without_boxes_is_background(cfg: CfgNode) -> None:
+def test_an_image_without_boxes_is_background(cfg):
     model = build_model(cfg)
     batch = _images(0, 2)
     features = [torch.zeros(1, 1, side, side) for side in (8, 4, 2, 1, 1)]
@@ -83,7 +76,7 @@ def test_an_image_without_boxes_is_background(cfg: CfgNode) -> None:
     assert losses["loss_fcos_loc"] == losses["loss_fcos_ctr"] == 0
 
 
-def test_a_batch_without_positives_counts_as_one_in_the_running_mean(cfg: CfgNode) -> None:
+def test_a_batch_without_positives_counts_as_one_in_the_running_mean(cfg):
     model = build_model(cfg)
     expected = model.first_normalizer
     for count in (0, 50, 0):
@@ -92,7 +85,7 @@ def test_a_batch_without_positives_counts_as_one_in_the_running_mean(cfg: CfgNod
         assert_close(found, torch.tensor([expected / 2]))
 
 
-def test_parts_of_a_batch_have_the_losses_of_the_batch(cfg: CfgNode) -> None:
+def test_parts_of_a_batch_have_the_losses_of_the_batch(cfg):
     model = build_model(cfg).eval()  # BatchNorm would see another batch
     model.training = True
     batch = _images(2, 0, 3, 1)
@@ -106,16 +99,16 @@ def test_parts_of_a_batch_have_the_losses_of_the_batch(cfg: CfgNode) -> None:
         assert_close(sum(part[name] for part in losses) / len(parts), value)
 
 
-def sigmoid(x: float) -> float:
+def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-def cross_entropy(target: float, p: float) -> float:
+def cross_entropy(target, p):
     return -target * math.log(p) - (1 - target) * math.log(1 - p)
 
 
-def generalized_iou(a: list[float], b: list[float]) -> float:
-    def area(x: list[float]) -> float:
+def generalized_iou(a, b):
+    def area(x):
         return max(0.0, x[2] - x[0]) * max(0.0, x[3] - x[1])
 
     inner = area([*map(max, a[:2], b[:2]), *map(min, a[2:], b[2:])])
@@ -124,9 +117,7 @@ def generalized_iou(a: list[float], b: list[float]) -> float:
     return inner / union - (outer - union) / outer
 
 
-def naive_losses(
-    student: DensePredictions, teacher: DensePredictions, share: float
-) -> dict[str, float]:
+def naive_losses(student, teacher, share):
     """Sums over lists, location by location."""
     places = [(n, r) for n in range(len(student.logits)) for r in range(student.logits.shape[1])]
     best = {(n, r): max(map(sigmoid, teacher.logits[n, r].tolist())) for n, r in places}
@@ -149,7 +140,7 @@ def naive_losses(
     return losses if student.quality is None else {**losses, "loss_teacher_ctr": quality}
 
 
-def draw_predictions(has_quality: bool) -> DensePredictions:
+def draw_predictions(has_quality):
     corners = torch.rand(2, 30, 2, dtype=torch.float64) * 40
     boxes = torch.cat([corners, corners + 5 + 20 * torch.rand(2, 30, 2)], dim=2)
     quality = torch.randn(2, 30) if has_quality else None
@@ -158,7 +149,7 @@ def draw_predictions(has_quality: bool) -> DensePredictions:
 
 @pytest.mark.parametrize("has_quality", [False, True])
 @pytest.mark.parametrize("share", [0.001, 0.1, 1.0])
-def test_the_losses_are_those_of_a_naive_implementation(has_quality: bool, share: float) -> None:
+def test_the_losses_are_those_of_a_naive_implementation(has_quality, share):
     torch.manual_seed(0)
     student, teacher = draw_predictions(has_quality), draw_predictions(has_quality)
     loss = DenseTeacherLoss(top_share=share, weight=2.0)
@@ -168,12 +159,12 @@ def test_the_losses_are_those_of_a_naive_implementation(has_quality: bool, share
 
 
 @pytest.mark.parametrize("name", ["SyncRetinaNet", "SyncFCOS"])
-def test_a_student_equal_to_its_teacher_has_only_the_loss_of_other_places(name: str) -> None:
+def test_a_student_equal_to_its_teacher_has_only_the_loss_of_other_places(name):
     cfg = make_config(name)
     cfg.MODEL.SEMI.TOP_SHARE = 0.5
     model = build_model(cfg)
     labelled, other = (make_image(NUM_BOXES.index(count)) for count in (2, 3))
-    entry: dict[str, Any] = {"image": other["image"], STRONG: other["image"]}
+    entry = {"image": other["image"], STRONG: other["image"]}
     model.head.bbox_pred.bias.data.fill_(0.5)  # no boxes without area
     model.eval()  # BatchNorm's own statistics in both
     entry[PSEUDO_LABELS] = model.pseudo_labels([[entry]])[0]

@@ -8,7 +8,6 @@ import torch
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
-from torch import Tensor
 from torch.testing import assert_close
 from torchvision.ops import box_iou, generalized_box_iou, sigmoid_focal_loss
 
@@ -19,7 +18,7 @@ from tests.modeling.test_dense import make_config
 STRIDES = (8, 16, 32)
 
 
-def make_anchors(side: int = 96) -> list[Boxes]:
+def make_anchors(side=96):
     """Returns a square anchor of four strides per position of a square image, level by level."""
     levels = []
     for stride in STRIDES:
@@ -29,11 +28,11 @@ def make_anchors(side: int = 96) -> list[Boxes]:
     return levels
 
 
-def first(pair: tuple[float, int]) -> float:
+def first(pair):
     return pair[0]
 
 
-def assign_naively(anchors: list[Boxes], boxes: Tensor, top_k: int) -> list[int]:
+def assign_naively(anchors, boxes, top_k):
     every = Boxes.cat(anchors).tensor
     best = [(-1.0, -1)] * len(every)
     for number, box in enumerate(boxes):
@@ -56,7 +55,7 @@ def assign_naively(anchors: list[Boxes], boxes: Tensor, top_k: int) -> list[int]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_atss_is_the_naive_assignment(seed: int) -> None:
+def test_atss_is_the_naive_assignment(seed):
     torch.manual_seed(seed)
     corners, sides = torch.rand(5, 2) * 70, torch.rand(5, 2) * 40 + 2  # some are below a stride
     boxes, anchors = torch.cat([corners, corners + sides], dim=1), make_anchors()
@@ -65,11 +64,11 @@ def test_atss_is_the_naive_assignment(seed: int) -> None:
     assert set(found.tolist()) == {-1, 0, 1, 2, 3, 4}  # each box has an anchor, however small
 
 
-def test_without_boxes_all_anchors_are_background() -> None:
+def test_without_boxes_all_anchors_are_background():
     assert (AtssAssigner()(make_anchors(), Boxes(torch.zeros(0, 4))) == -1).all()
 
 
-def test_quality_focal_loss_with_hard_targets_is_the_focal_loss() -> None:
+def test_quality_focal_loss_with_hard_targets_is_the_focal_loss():
     torch.manual_seed(0)
     logits, targets = torch.randn(50), torch.randint(2, (50,)).float()
     theirs = sigmoid_focal_loss(logits, targets, alpha=-1, gamma=2.0)
@@ -78,7 +77,7 @@ def test_quality_focal_loss_with_hard_targets_is_the_focal_loss() -> None:
     assert_close(quality_focal_loss(scores.logit(), scores, 2.0), torch.zeros(50))
 
 
-def test_scores_learn_the_overlap_of_the_predicted_boxes() -> None:
+def test_scores_learn_the_overlap_of_the_predicted_boxes():
     cfg = make_config("SyncRetinaNet")
     cfg.MODEL.RETINANET.ATSS.ENABLED = True
     model = build_model(cfg)

@@ -2,12 +2,11 @@
 """The backbone's contract with Detectron2, and the backbone whose features are cached."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from detectron2.modeling import build_backbone
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
@@ -23,9 +22,7 @@ ALL_OUTPUTS = ("s2", "s4", "s8", "s16", "s16_expanded", "tokens")
 
 @pytest.mark.parametrize("name", ["285M", "1.0G", "3.7G", "96M", "52M"])
 @pytest.mark.parametrize("size", [(33, 47), (1, 1)])
-def test_outputs_have_the_promised_shapes_at_any_image_size(
-    name: str, size: tuple[int, int]
-) -> None:
+def test_outputs_have_the_promised_shapes_at_any_image_size(name, size):
     arch = MOBILE_FORMER_ARCHS[name]
     names = list(arch.output_shapes())
     model = MobileFormer(arch=arch, out_features=names).eval()
@@ -43,7 +40,7 @@ def test_outputs_have_the_promised_shapes_at_any_image_size(
 
 
 @pytest.mark.parametrize("freeze_at", [0, 1, 3, 5])
-def test_frozen_tensors_are_bit_equal_after_training_and_the_others_move(freeze_at: int) -> None:
+def test_frozen_tensors_are_bit_equal_after_training_and_the_others_move(freeze_at):
     model = MobileFormer(
         arch=SMALL_ARCH, out_features=ALL_OUTPUTS, freeze_at=freeze_at, drop_path=0.5
     ).train()
@@ -75,7 +72,7 @@ def test_frozen_tensors_are_bit_equal_after_training_and_the_others_move(freeze_
         assert parameter.requires_grad != name.startswith(frozen), name
 
 
-def test_only_what_the_outputs_need_is_built() -> None:
+def test_only_what_the_outputs_need_is_built():
     model = MobileFormer(arch=SMALL_ARCH, out_features=["s4"])
     assert len(model.stages) == 2
     assert not hasattr(model, "expand")
@@ -98,7 +95,7 @@ def test_only_what_the_outputs_need_is_built() -> None:
         [["lite", 32]],
     ],
 )
-def test_a_table_that_is_no_network_is_refused(blocks: list[list[object]]) -> None:
+def test_a_table_that_is_no_network_is_refused(blocks):
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.NAME = "MobileFormer"
     cfg.MODEL.MOBILE_FORMER.VARIANT = "custom"
@@ -116,9 +113,7 @@ def test_a_table_that_is_no_network_is_refused(blocks: list[list[object]]) -> No
         ("build_resnet_backbone", ["res3", "res4"], 1, {"p3": 8, "p4": 16, "p5": 32}),
     ],
 )
-def test_levels_have_the_strides_of_their_names(
-    bottom_up: str, in_features: list[str], top_levels: int, expected: dict[str, int]
-) -> None:
+def test_levels_have_the_strides_of_their_names(bottom_up, in_features, top_levels, expected):
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.NAME = "build_fpn_backbone"
     cfg.MODEL.FPN.BOTTOM_UP = bottom_up
@@ -135,7 +130,7 @@ def test_levels_have_the_strides_of_their_names(
         assert maps[name].shape == (1, 32, -(-128 // stride), -(-192 // stride))
 
 
-def test_a_relu_stands_before_p7_alone() -> None:
+def test_a_relu_stands_before_p7_alone():
     levels = StridedLevels(channels=4, in_feature="p5", num_levels=2)
     x = torch.randn(1, 4, 16, 16)
     p6, p7 = levels(x)
@@ -153,32 +148,32 @@ OUTPUTS = ["s4", "tokens"]
 class Model(nn.Module):
     """Returns what its backbone gives for cached features."""
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone):
         super().__init__()
         self.backbone = backbone
 
-    def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def forward(self, batched_inputs):
         cached = find_cached_images(batched_inputs, 0, torch.device("cpu"))
         images = torch.zeros(1, 3, 8, 8) if cached is None else cached.tensor
         return self.backbone(images)
 
 
-def make_encoder(seed: int = 0) -> MobileFormer:
+def make_encoder(seed=0):
     torch.manual_seed(seed)
     return MobileFormer(arch=ARCH, out_features=OUTPUTS, freeze_at=3)
 
 
-def make_cached() -> tuple[Model, CachedBackbone]:
+def make_cached():
     cached = CachedBackbone(encoder=make_encoder(), outputs=OUTPUTS)
     return Model(cached), cached
 
 
-def make_entries(rows: int = 2) -> list[dict[str, Any]]:
+def make_entries(rows=2):
     features = {"s4": torch.rand(8, rows, 2), "tokens": torch.rand(2, 32)}
     return [{"image": torch.zeros(3, 8, 8), "features": features}]
 
 
-def test_loading_fills_the_encoder_refuses_a_part_and_says_what_is_not_known() -> None:
+def test_loading_fills_the_encoder_refuses_a_part_and_says_what_is_not_known():
     model, cached = make_cached()
     wanted = Model(make_encoder(1)).state_dict()
     part = {name: value for name, value in wanted.items() if name != "backbone.tokens"}
@@ -194,7 +189,7 @@ def test_loading_fills_the_encoder_refuses_a_part_and_says_what_is_not_known() -
         model.load_state_dict({**wanted, "backbone.tokens": torch.zeros(1, 1)})
 
 
-def test_features_are_refused_unless_they_are_of_these_weights_and_images() -> None:
+def test_features_are_refused_unless_they_are_of_these_weights_and_images():
     model, cached = make_cached()
     entries = make_entries()
     with pytest.raises(UserError):

@@ -2,12 +2,10 @@
 """Queries of training alone: what stays as it was, and denoising against Python loops."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from detectron2.modeling import build_model
-from torch import Tensor
 from torch.testing import assert_close
 
 from qbheat_det.modeling.detr.auxiliary_queries import Denoising
@@ -16,7 +14,7 @@ from qbheat_det.modeling.detr.mf_decoder import QuerySet
 from qbheat_det.modeling.detr.mf_detr import MFDETR
 from tests.engine.gradient_cases import MF_DETR, Case, make_case_config, make_image
 
-from ..reference_set_criterion import NoisedBox, Settings, denoising_losses, noised_boxes
+from ..reference_set_criterion import Settings, denoising_losses, noised_boxes
 from .test_criterion import NO_OBJECT_WEIGHT, criterion, ground_truth, predictions
 from .test_decoder_against_reference import maps, small_decoder
 
@@ -24,14 +22,14 @@ DENOISING = ("MODEL.MF_DETR.DENOISING.GROUPS", 3)
 FOCAL = ("MODEL.MF_DETR.CLASSIFICATION", "focal")
 
 
-def build(*opts: Any) -> MFDETR:
+def build(*opts):
     torch.manual_seed(0)
     model = build_model(make_case_config(Case(MF_DETR, opts=opts), "cpu"))
     assert isinstance(model, MFDETR)
     return model
 
 
-def test_the_network_of_inference_is_the_same_to_the_bit() -> None:
+def test_the_network_of_inference_is_the_same_to_the_bit():
     images = [make_image(index) for index in (0, 5)]
     plain, helped = build(*FOCAL).eval(), build(*DENOISING, *FOCAL).eval()
     names = {name for name in helped.state_dict() if not name.startswith("auxiliary_queries.")}
@@ -47,7 +45,7 @@ def test_the_network_of_inference_is_the_same_to_the_bit() -> None:
                 assert_close(*values, rtol=0, atol=0)
 
 
-def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other() -> None:
+def test_a_query_is_moved_by_those_that_it_sees_and_by_no_other():
     """Derivatives through all blocks, beside what the masks allow in any number of steps."""
     decoder, queries = small_decoder((1, 1, 1)), 9
     torch.manual_seed(0)
@@ -91,12 +89,12 @@ SETTINGS = {
 }
 
 
-def part(settings: Settings) -> Denoising:
+def part(settings):
     torch.manual_seed(0)
     return Denoising(num_classes=K, dim=DIM, **dataclasses.asdict(settings))
 
 
-def noise_for(counts: list[int], settings: Settings) -> tuple[Tensor, list[list[NoisedBox]]]:
+def noise_for(counts, settings):
     """Random numbers (N, E, 6), and the queries that the reference makes with them."""
     longest = min(settings.max_queries, 2 * settings.groups * max(counts))
     drawn = torch.rand(len(counts), longest, 6, generator=torch.Generator().manual_seed(1))
@@ -107,7 +105,7 @@ def noise_for(counts: list[int], settings: Settings) -> tuple[Tensor, list[list[
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-def test_queries_equal_those_of_a_loop_over_images(counts: list[int], settings: Settings) -> None:
+def test_queries_equal_those_of_a_loop_over_images(counts, settings):
     denoising, (noise, expected) = part(settings), noise_for(counts, settings)
     found = denoising(Targets.stack(*ground_truth(counts, K)), noise)
     assert found.content.shape[1] == max(len(queries) for queries in expected)
@@ -127,7 +125,7 @@ def test_queries_equal_those_of_a_loop_over_images(counts: list[int], settings: 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-def test_losses_and_gradients_equal_the_naive_ones(counts: list[int], settings: Settings) -> None:
+def test_losses_and_gradients_equal_the_naive_ones(counts, settings):
     _, expected = noise_for(counts, settings)
     width = max(len(queries) for queries in expected)
     truth = ground_truth(counts, K)
