@@ -20,7 +20,7 @@ import qbheat_det
 from qbheat_det.api import Detections, Detector
 from qbheat_det.config import defaults, get_cfg
 from tests.data.pictures import draw, save
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from .import_graph import ALLOWED
 from .tool_modules import load_tool
@@ -206,40 +206,31 @@ QUICK = {
 }
 
 
-def _prepare(folder):
-    (folder / "photos").mkdir()
+@pytest.mark.parametrize(
+    ("count", "written"),
+    [
+        (4, ("drawn.jpg", "tasks.json", "cvat.json")),  # prediction
+        pytest.param(8, ("output/mine/model_final.safetensors",), marks=pytest.mark.slow),
+    ],
+)
+def test_the_code_of_the_python_page_runs(count, written, tmp_path, monkeypatch):
+    assert len(BLOCKS) == 8
+    (tmp_path / "photos").mkdir()
     for name in ("photo.jpg", "photos/a.jpg", "photos/b.jpg"):
-        save(folder / name, draw(120, 90, seed=len(name)))
+        save(tmp_path / name, draw(120, 90, seed=len(name)))
     writer = cv2.VideoWriter(
-        str(folder / "video.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 5, (96, 64)
+        str(tmp_path / "video.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 5, (96, 64)
     )
     for index in range(2):
         writer.write(draw(96, 64, seed=index))
     writer.release()
-    toy = prepare_toy_set(ToySpec("train", num_images=20, image_size=64), folder)
-    (folder / "train.json").write_bytes((toy / "annotations.json").read_bytes())
-    (toy / "images").rename(folder / "images")
-
-
-def _run(blocks, folder, monkeypatch):
-    _prepare(folder)
-    monkeypatch.chdir(folder)
-    code = "\n".join(blocks)
+    toy = draw_toy_set(tmp_path, 20)
+    (tmp_path / "train.json").write_bytes((toy / "annotations.json").read_bytes())
+    (toy / "images").rename(tmp_path / "images")
+    monkeypatch.chdir(tmp_path)
     # The page trains for hours: use small data and settings.
-    code = code.replace('"data.yaml"', '"train.json"').replace(
-        '{"SOLVER.BASE_LR": 0.005}', repr({"SOLVER.BASE_LR": 0.005, **QUICK})
-    )
+    code = "\n".join(BLOCKS[:count]).replace('"data.yaml"', '"train.json"')
+    quick = repr({"SOLVER.BASE_LR": 0.005, **QUICK})
+    code = code.replace('{"SOLVER.BASE_LR": 0.005}', quick)
     exec(compile(code, "docs/python.md", "exec"), {})
-
-
-def test_the_prediction_code_of_the_python_page_runs(tmp_path, monkeypatch):
-    assert len(BLOCKS) == 8
-    _run(BLOCKS[:4], tmp_path, monkeypatch)
-    for name in ("drawn.jpg", "tasks.json", "cvat.json"):
-        assert (tmp_path / name).stat().st_size
-
-
-@pytest.mark.slow
-def test_all_code_of_the_python_page_runs(tmp_path, monkeypatch):
-    _run(BLOCKS, tmp_path, monkeypatch)
-    assert (tmp_path / "output" / "mine" / "model_final.safetensors").is_file()
+    assert all((tmp_path / name).stat().st_size for name in written)

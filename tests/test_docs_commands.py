@@ -20,7 +20,7 @@ import PIL.Image
 import pytest
 
 from qbheat_det.config import get_cfg, get_config_path
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from .test_docs import find_ours
 from .tool_modules import load_tool
@@ -169,7 +169,7 @@ def desk(tmp_path):
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "images").mkdir()
     for part, number in (("train", 8), ("val", 4)):
-        toy = prepare_toy_set(ToySpec(f"docs_{part}", number, 96), tmp_path / "toy")
+        toy = draw_toy_set(tmp_path / "toy", number, name=f"docs_{part}", size=96)
         data = json.loads((toy / "annotations.json").read_text("utf-8"))
         classes = [category["id"] for category in data["categories"]]
         for record in data["images"]:

@@ -17,9 +17,10 @@ from qbheat_det.core.environment import import_own_modules
 from qbheat_det.modeling.pretrain import QBHeat
 
 from .engine.tiny_pretraining import TINY_ENCODER
-from .engine.tiny_training import forget_runs, make_data, read_opts
+from .engine.tiny_training import forget_runs, read_opts
 from .modeling.tiny_pretraining import make_tiny_config
 from .tool_modules import load_tool
+from .toy_set import draw_toy_set
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "your_own_model.md").read_text(encoding="utf-8")
@@ -69,7 +70,7 @@ def _reader(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_reader")
 def test_the_page_trains_evaluates_tunes_probes_and_counts(tmp_path, monkeypatch, capsys):
-    data, tool, results = make_data(tmp_path), load_tool("train_net"), []
+    data, tool, results = draw_toy_set(tmp_path, 12), load_tool("train_net"), []
     run = lambda main, args: results.append(main(args))  # noqa: E731
     monkeypatch.setattr("qbheat_det.engine.run_distributed", run)
     files = str(data / "annotations.json"), str(data / "images")

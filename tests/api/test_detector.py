@@ -14,7 +14,7 @@ from qbheat_det.api import predict_files
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.images import read_rgb
 from tests.export.tiny_models import save as save_tiny
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 
 def _pixels(path):
@@ -194,10 +194,7 @@ QUICK = {
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """A COCO json with its images beside it."""
-    folder = tmp_path_factory.mktemp("toy")
-    return (
-        prepare_toy_set(ToySpec("train", num_images=20, image_size=64), folder) / "annotations.json"
-    )
+    return draw_toy_set(tmp_path_factory.mktemp("toy"), 20) / "annotations.json"
 
 
 @pytest.mark.slow

@@ -123,9 +123,6 @@ def test_streams_that_cannot_be_are_refused(monkeypatch):
     monkeypatch.setattr(comm, "get_world_size", lambda: 3)
     with pytest.raises(UserError, match=r"SOLVER\.IMS_PER_BATCH"):
         make_stream(batch_size=2)
-
-
-def test_another_sampler_is_refused():
     cfg = get_cfg()
     cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
     with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN"):

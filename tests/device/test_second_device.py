@@ -16,7 +16,7 @@ from tests.engine import tiny_training
 from tests.engine.classifier_cases import make_classes
 from tests.engine.test_objectives import OPTS as PRETRAINING
 from tests.engine.tiny_training import MF_DETR, losses, read_opts, start_run
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from .second_device import NAME, Generator, recorded_waits
 
@@ -119,7 +119,7 @@ def make_args(case, output_dir, data, device, *flags):
 def data(tmp_path_factory):
     """Boxes, two classes of images, photos without labels, and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("data")
-    prepare_toy_set(ToySpec(name="tiny", num_images=4, image_size=64), folder)
+    draw_toy_set(folder, 4)
     make_classes(folder / "classes", {"round": 3, "square": 3})
     make_classes(folder, {"photos": 4}, first=50)
     teacher = timm.create_model("mobilenetv3_small_050").state_dict()

@@ -3,6 +3,8 @@
 
 import pytest
 
+from tests.toy_set import draw_toy_set
+
 from . import tiny_training
 from .tiny_training import forget_runs
 
@@ -10,7 +12,13 @@ from .tiny_training import forget_runs
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory):
     """Folder of twelve annotated images."""
-    return tiny_training.make_data(tmp_path_factory.mktemp("tiny"))
+    return draw_toy_set(tmp_path_factory.mktemp("tiny"), 12)
+
+
+@pytest.fixture(scope="session")
+def few_data(tmp_path_factory):
+    """Folder of four annotated images."""
+    return draw_toy_set(tmp_path_factory.mktemp("few"), 4)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, plan
 from qbheat_det.engine.plan import find_first_stage, plan_run
 from qbheat_det.engine.setup import build_config
-from tests.toy_set import ToySpec, prepare_toy_set
 
 SETUP, EVALUATION = 10.0, 2.0  # seconds, of each run and of each epoch
 STEP = 8.0  # seconds of an epoch's steps at the recipe's 384 pixels
@@ -33,11 +32,10 @@ def measure(cfg, *_, **__):
 
 
 @pytest.fixture
-def flags(tmp_path, monkeypatch):
+def flags(few_data, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "dry_run", measure)
     monkeypatch.setattr(plan, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
-    data = prepare_toy_set(ToySpec(name="tiny", num_images=4, image_size=64), tmp_path / "toy")
-    file = str(Path(data) / "annotations.json")
+    file = str(few_data / "annotations.json")
     return RunFlags(data=file, val=file, output=str(tmp_path / "run"), opts=["SEED", "1"])
 
 

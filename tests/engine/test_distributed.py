@@ -20,7 +20,7 @@ from qbheat_det.engine.hooks import average_over_processes
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
 from tests.feature_cache.test_frozen import train_from_cache
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from .classifier_cases import make_classes
 from .gradient_cases import (
@@ -95,11 +95,7 @@ def device(request):
 def args(device, tiny_data, tmp_path_factory):
     """What the processes are told: gradients, toy sets, and weights of an objective."""
     folder, is_cpu = tmp_path_factory.mktemp("inputs"), device == "cpu"
-    toy_sets = {
-        name: str(prepare_toy_set(ToySpec(name="tiny", num_images=size, image_size=64), folder))
-        for name, size in TOY_SIZES.items()
-    }
-    more = ToySpec(name="more", num_images=5, image_size=64, seed=9)
+    toy_sets = {name: str(draw_toy_set(folder, size)) for name, size in TOY_SIZES.items()}
     images = make_classes(folder / "images", dict.fromkeys("abc", 3))
     (folder / "images" / "c" / "broken.jpg").write_text("no image")
     cfg, _ = configure({}, "--images", images)
@@ -118,7 +114,7 @@ def args(device, tiny_data, tmp_path_factory):
         images=images,
         output_dir=str(folder / "two"),
         data=str(tiny_data),
-        photos=str(Path(prepare_toy_set(more, folder)) / "images"),
+        photos=str(draw_toy_set(folder, 5, name="more", seed=9) / "images"),
         folder=str(folder),
     )
 

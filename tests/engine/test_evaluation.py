@@ -1,17 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluation while an objective trains and of its weights: as by hand, image by image."""
+"""Evaluation in a run and of weights: as by hand, image by image, and as prediction with tiles."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
+from qbheat_det import load
 from qbheat_det.checkpoint import ExactCheckpointer, info_of
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, register_coco_json
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
@@ -19,7 +22,7 @@ from qbheat_det.engine.evaluation import Evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
 
 from .tiny_pretraining import OPTS, RECIPE, make_folder
-from .tiny_training import forget_runs, parse_run, start_run
+from .tiny_training import forget_runs, parse, parse_run, start_run, train
 
 
 class Oracle(nn.Module):
@@ -143,3 +146,36 @@ def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(run, folders)
     means["loss"] = sum(means.values()) / len(means)
     last = {key: lines(run, f"reconstruction/{key}")[1] for key in means}
     assert last == pytest.approx(means, rel=1e-5)
+
+
+TILED = {
+    "INPUT.TILE": "40",
+    "MODEL.RETINANET.SCORE_THRESH_TEST": "0.001",
+    "SOLVER.MAX_ITER": "3",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+}
+
+
+def test_a_run_with_tiles_remembers_them(tmp_path, tiny_data):
+    trainer = start_run(parse(tmp_path / "run", tiny_data, TILED))
+    assert trainer.data_loader.num_images > 12
+    trainer.train()
+    (stored,) = (tmp_path / "run" / "inference").rglob("coco_instances_results.json")
+    results = json.loads(stored.read_text())
+    content = json.loads((tiny_data / "annotations.json").read_text())
+    detector = load(str(tmp_path / "run" / "model_final.safetensors"), device="cpu")
+    image = content["images"][0]
+    path = tiny_data / "images" / image["file_name"]
+    found = detector.predict(path, threshold=0.0)
+    evaluated = [one["score"] for one in results if one["image_id"] == image["id"]]
+    whole = detector.predict(path, threshold=0.0, tile=0)
+    assert len(found.scores) != len(whole.scores)
+    expected = np.sort(evaluated)[::-1]
+    np.testing.assert_allclose(np.sort(np.array(found.scores))[::-1], expected, atol=1e-4)
+
+
+def test_a_tile_that_no_training_image_exceeds_is_refused(tmp_path, tiny_data):
+    with pytest.raises(UserError, match="--tile 0"):
+        train(tmp_path, tiny_data, {**TILED, "INPUT.TILE": "64"})
+    with pytest.raises(UserError, match=r"INPUT\.TILE"):
+        train(tmp_path, tiny_data, {**TILED, "INPUT.TILE": "31"})

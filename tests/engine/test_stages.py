@@ -2,7 +2,6 @@
 """A run of two stages equals two commands, and resumes in the stage in which it stopped."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.plan import find_first_stage
 from tests.tool_modules import load_tool
-from tests.toy_set import ToySpec, prepare_toy_set
 
 from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state
 
@@ -56,9 +54,8 @@ def second(first):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    spec = ToySpec(name="tiny", num_images=4, image_size=64)
-    return str(Path(prepare_toy_set(spec, tmp_path_factory.mktemp("toy"))) / "annotations.json")
+def data(few_data):
+    return str(few_data / "annotations.json")
 
 
 def words(opts):

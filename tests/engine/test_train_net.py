@@ -3,7 +3,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.evaluation import Evaluation
 from tests.tool_modules import load_tool
-from tests.toy_set import ToySpec, prepare_toy_set
 
 from . import tiny_training
 from .tiny_training import TINY_ENCODER, forget_runs, losses, read_opts, state
@@ -37,19 +35,13 @@ FAST = [
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    spec = ToySpec(name="tiny", num_images=4, image_size=64)
-    return Path(prepare_toy_set(spec, tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture(scope="module")
-def run(toy):
+def run(few_data):
     """Runs the tool in this process on the tiny set; returns its results."""
     module = load_tool("train_net")
 
     def go(config, *opts, flags=()):
         results = []
-        json_file, images = str(toy / "annotations.json"), str(toy / "images")
+        json_file, images = str(few_data / "annotations.json"), str(few_data / "images")
         data = ["--data", json_file, "--val", json_file, "--images", images]
         argv = ["--config-file", get_config_path(config), *data, *flags, *FAST, *opts]
         forget_runs()
@@ -83,16 +75,19 @@ def test_a_detector_trains_and_evaluates_by_four_flags(run, tmp_path, config, ta
 
 
 def test_a_run_leaves_classes_record_and_curves_and_is_evaluated_with_the_same_results(
-    trained, toy, run
+    trained, few_data, run
 ):
     folder, expected = trained
     cfg = load_config(folder / "config.yaml")
-    categories = json.loads((toy / "annotations.json").read_text())["categories"]
+    categories = json.loads((few_data / "annotations.json").read_text())["categories"]
     assert cfg.MODEL.CATEGORY_IDS == [category["id"] for category in categories]
     assert cfg.MODEL.CLASS_NAMES == [category["name"] for category in categories]
     assert cfg.MODEL.RETINANET.NUM_CLASSES == len(categories) < max(cfg.MODEL.CATEGORY_IDS)
     (start,) = json.loads((folder / "run.json").read_text())
-    paths = {"json_file": str(toy / "annotations.json"), "image_root": str(toy / "images")}
+    paths = {
+        "json_file": str(few_data / "annotations.json"),
+        "image_root": str(few_data / "images"),
+    }
     assert start["data"] == {
         name: {**paths, "labelled": True} for name in ("custom_train", "custom_val")
     }

@@ -16,7 +16,7 @@ from qbheat_det.data.unlabelled import FeatureNoise, StrongColours
 from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
 from qbheat_det.modeling.contracts import STRONG, UNLABELLED
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from . import tiny_training
 from .test_resume import assert_same_bits, break_at, comparable
@@ -33,8 +33,7 @@ MODEL.CACHE_FEATURES.DTYPE float32
 def photos(tiny_data, tmp_path_factory):
     """Five new images, one of them twice, two labelled ones under other names, a broken file."""
     folder = tmp_path_factory.mktemp("photos")
-    spec = ToySpec(name="more", num_images=5, image_size=64, seed=9)
-    drawn = Path(prepare_toy_set(spec, tmp_path_factory.mktemp("drawn"))) / "images"
+    drawn = draw_toy_set(tmp_path_factory.mktemp("drawn"), 5, name="more", seed=9) / "images"
     new = sorted(drawn.iterdir())
     for path in new:
         shutil.copy(path, folder / f"new_{path.name}")

@@ -15,7 +15,6 @@ from qbheat_det.config import get_config_path
 from qbheat_det.config.loading import EPOCH_KEYS
 from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.data_sources import CUSTOM_SETS
-from tests.toy_set import ToySpec, prepare_toy_set
 from tools.train_net import parse_args
 
 from .gradient_cases import BLOCKS
@@ -51,11 +50,6 @@ MODEL.MF_DETR.NUM_OBJECT_QUERIES 8 MODEL.MF_DETR.DROPOUT 0.2 MODEL.MOBILE_FORMER
 INPUT.DATASET_MAPPER_NAME detr INPUT.DETR_CROP_RESIZE [64,80] INPUT.DETR_CROP_RANGE [40,64]
 """)
 """Overrides that replace the tiny RetinaNet by an MF-DETR with dropout everywhere."""
-
-
-def make_data(cache):
-    """Draws twelve images of 64 pixels; returns their folder."""
-    return Path(prepare_toy_set(ToySpec(name="tiny", num_images=12, image_size=64), cache))
 
 
 def forget_runs():

@@ -19,22 +19,13 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo import Metric, find_entry, index, list_entries, sources
+from qbheat_det.model_zoo import index, sources
 from qbheat_det.model_zoo.sources import _write_pytorch
 
-from .conftest import BACKBONE, DETECTOR, make_entry
+from .conftest import BACKBONE, DETECTOR
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = runpy.run_path(str(ROOT / "docs" / "write_zoo_table.py"))
-
-
-def test_entries_are_found_by_name_and_pattern(ship):
-    second, first = ship("retinanet/tiny", b"2"), ship("mf_detr/tiny", b"1")
-    assert find_entry("qbheat://retinanet/tiny") == second
-    assert list_entries() == (first, second)
-    assert list_entries("m*") == (first,)
-    with pytest.raises(UserError, match="retinanet/tiny"):
-        find_entry("retinet/tiny")
 
 
 def test_the_file_of_the_repository_has_the_entries_of_the_package(monkeypatch):
@@ -47,18 +38,6 @@ def test_the_file_of_the_repository_has_the_entries_of_the_package(monkeypatch):
     assert links
     for link in links:
         get_config_path(link)
-
-
-def test_commands_and_metrics_are_rendered():
-    metric = Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds")
-    assert str(metric) == "kNN top-1 61.2 ±0.4 %"
-    metrics = (metric, Metric("loss", 0.8094, "", "toy"))
-    text = TABLE["render_entries"]([make_entry(command="echo 1\nrm x", metrics=metrics)])
-    for words in (
-        *("](#retinanettiny)", "\n\n```sh\necho 1\nrm x\n```", "- loss 0.8094 on toy\n"),
-        "- kNN top-1 61.25 % on val (±0.4, the standard error; 3 seeds)\n",
-    ):
-        assert words in text
 
 
 ADDRESS = f"qbheat://{DETECTOR}"

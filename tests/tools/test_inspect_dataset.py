@@ -13,7 +13,7 @@ from PIL import Image
 from qbheat_det.analysis.datasets import DatasetSource, Inspection, draw_samples, measure
 from qbheat_det.config import get_cfg
 from tests.tool_modules import load_tool, refuse
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 TOOL = load_tool("inspect_dataset")
 
@@ -31,7 +31,7 @@ def _logging_as_before():
 def drawn(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     for name in ("train", "val"):
-        prepare_toy_set(ToySpec(name=name, num_images=8, image_size=64), cache)
+        draw_toy_set(cache, 8, name=name)
     return cache
 
 
