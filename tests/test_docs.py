@@ -34,6 +34,10 @@ NAMED_KEYS = sorted(set(re.findall(r"`((?:[A-Z]\w+\.)+[A-Z]\w+)`", TEXTS)))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SEARCHED = ("small objects", "out of memory", "yolo", "resume")
 PYTHON = PAGES["python.md"]
+TUTORIALS = [
+    pytest.param(path, marks=pytest.mark.slow if path.stem == "few_boxes" else ())
+    for path in sorted((DOCS / "tutorials").glob("*.ipynb"))
+]
 # Tutorials train on smaller images: what follows these options.
 SMALLER = {
     '"INPUT.FIXED_VIEWS.COUNT", "1"': '"INPUT.MIN_SIZE_TRAIN", "96,", "INPUT.MIN_SIZE_TEST", "96"',
@@ -73,7 +77,7 @@ def test_every_objective_has_its_row():
     assert names == set(rows)
 
 
-@pytest.mark.parametrize("path", sorted((DOCS / "tutorials").glob("*.ipynb")), ids=str)
+@pytest.mark.parametrize("path", TUTORIALS, ids=str)
 def test_a_tutorial_runs_and_is_committed_without_outputs(path, tmp_path, monkeypatch):
     cells = json.loads(path.read_text("utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

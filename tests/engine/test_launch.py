@@ -18,11 +18,9 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
 from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, launch, run_distributed
-from qbheat_det.engine import dry_run as dry_run_module
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.setup import use_classes_of
 from qbheat_det.engine.step import StepTrainer
-from tests.tool_modules import load_tool
 
 from .processes import free_port, make_args, torchrun_environment
 from .tiny_detectors import make_retinanet_config
@@ -97,13 +95,6 @@ def test_a_signal_in_a_dry_run_leaves_nothing_and_names_no_folder(cfg, monkeypat
     assert stopped.value.code == 128 + signal.SIGTERM
     assert str(folder) not in str(stopped.value)
     assert set(folder.iterdir()) == before
-
-
-def test_the_advice_is_printed_once(monkeypatch, capsys):
-    monkeypatch.setattr(dry_run_module, "dry_run", lambda cfg, _: f"forecast of {cfg}")
-    load_tool("train_net").print_forecast(["first", "second"], Trainer, "")
-    forecasts = "forecast of first\n\nforecast of second"
-    assert capsys.readouterr().out == f"{forecasts}\n\n{dry_run_module.ADVICE}\n"
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -69,7 +69,7 @@ def data(tmp_path, monkeypatch):
 
 
 def test_errors_come_first_are_drawn_and_corrected(data, tmp_path):
-    labels, suspects, quality = inspect_labels(str(data), tmp_path / "out")
+    labels, suspects, quality = inspect_labels(str(data), tmp_path / "out", encoder="distill/285M")
     assert quality == [90.0, 90.0]
     first = {one.kind: one for one in suspects[:3]}
     assert first["class"].annotation_id == 10
@@ -119,9 +119,12 @@ def test_scores_that_errors_do_not_raise_mean_nothing():
     assert calibrate(find_suspects(truth, seen), truth, seen, 0) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
+    labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
+    moved = [one for one in suspects if one.kind == "location"][:1]
+    write_suspects(labels, moved, tmp_path / "out", "")
+    file = tmp_path / "corrections.json"
+    for change, named in (
         ({"data": "0"}, "inspect again"),
         ({"suspects": [{"kind": "odd"}]}, "suspect"),
         ({"suspects": None}, "corrections.json"),
@@ -129,21 +132,14 @@ def test_scores_that_errors_do_not_raise_mean_nothing():
         ({"annotation_id": None}, "location"),
         ({"image_id": 999}, "image 999"),
         ({"category_id": 4}, "class 4"),
-    ],
-)
-def test_corrections_that_do_not_fit_are_refused(data, tmp_path, change, named):
-    labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
-    moved = [one for one in suspects if one.kind == "location"][:1]
-    write_suspects(labels, moved, tmp_path / "out", "")
-    content = json.loads((tmp_path / "out" / "suspects.json").read_text())
-    target = content if change.keys() & content.keys() else content["suspects"][0]
-    target.update(change)
-    file = tmp_path / "corrections.json"
-    file.write_text(json.dumps(content))
-    with pytest.raises(UserError) as error:
-        apply_corrections(file, str(data), tmp_path / "corrected.json")
-    assert named in str(error.value)
-    assert not (tmp_path / "corrected.json").exists()
+    ):
+        content = json.loads((tmp_path / "out" / "suspects.json").read_text())
+        target = content if change.keys() & content.keys() else content["suspects"][0]
+        target.update(change)
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=named):
+            apply_corrections(file, str(data), tmp_path / "corrected.json")
+        assert not (tmp_path / "corrected.json").exists()
 
 
 def test_few_images_are_refused(tmp_path):

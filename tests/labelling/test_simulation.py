@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine import RunFlags
 from qbheat_det.labelling import simulation
 from qbheat_det.labelling.embedding import Embeddings
 from qbheat_det.labelling.simulation import Point, simulate
 from tests.data.pictures import draw, save
+from tests.engine.tiny_training import CONFIG, TINY, forget_runs, parse_run
+from tests.toy_set import draw_toy_set
 
 
 @pytest.fixture
@@ -52,6 +55,16 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
     again = simulate(str(data), [2, 4], tmp_path / "out", seeds=[1, 2], **arguments)
     assert len(trained) == 8
     assert again[:4] == points
+
+
+def test_a_detector_is_trained_afresh(tmp_path):
+    run, file = tmp_path / "run", str(draw_toy_set(tmp_path, 4) / "annotations.json")
+    flags = "--data", file, "--val", file, "--output", str(run)
+    run.mkdir()
+    (run / "model_0000001.pth").touch()
+    args = parse_run(CONFIG, {**TINY, "SOLVER.MAX_ITER": "1"}, *flags)
+    assert {"AP", "AP50"} <= simulation.train_afresh(RunFlags.read(args)).keys()
+    forget_runs()
 
 
 def test_data_and_budgets_that_do_not_fit_are_refused(data, tmp_path):
