@@ -86,7 +86,6 @@ SHORT = read_opts("""
 SOLVER.EPOCHS 0.0 SOLVER.CHECKPOINT_EPOCHS 0.0 SOLVER.MAX_ITER 1 SOLVER.IMS_PER_BATCH 2
 SOLVER.WARMUP_ITERS 0 TEST.EVAL_EPOCHS 0.0 DATALOADER.NUM_WORKERS 0 MODEL.DEVICE cpu
 INPUT.FIXED_VIEWS.COUNT 1 INPUT.MIN_SIZE_TRAIN (32,) INPUT.MIN_SIZE_TEST 32
-MODEL.FPN.OUT_CHANNELS 16 MODEL.RETINANET.NUM_CONVS 1
 """)
 
 
@@ -95,6 +94,7 @@ def demo():
     return load_tool("demo")
 
 
+@pytest.mark.slow
 def test_a_step_of_each_ends_in_a_report_and_a_result(demo, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "FIGURES", ("curves",))
     monkeypatch.setattr(demo, "NUM_RECALIBRATED", 2)
