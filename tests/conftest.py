@@ -3,7 +3,6 @@
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Skips tests marked ``gpu`` where torch sees no CUDA device."""
     if torch.cuda.is_available():
         return
@@ -30,14 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeds() -> None:
+def _seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def _memory(monkeypatch):
     """Leaves malloc alone: what trains sets it for a whole process, and tests share one."""
     from qbheat_det.engine import hooks
 
@@ -45,7 +44,7 @@ def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _sets() -> Iterator[None]:
+def _sets():
     """Forgets the data sets that a test registers."""
     from detectron2.data import DatasetCatalog, MetadataCatalog
 

@@ -2,7 +2,7 @@
 """Who imports whom inside the package, read from the files without running them."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,7 +16,7 @@ CACHE = {"feature_cache"}
 INFERENCE = MIDDLE | MODELING | {"deployment", "inference", "model_zoo", "probing"}
 
 # Which areas each area may import, besides itself. `docs/architecture.md` explains the table.
-ALLOWED: dict[str, set[str]] = {
+ALLOWED = {
     "core": set(),
     "modeling.contracts": set(),
     "config": {"core"},
@@ -45,13 +45,19 @@ ALLOWED: dict[str, set[str]] = {
 COLLECTORS = {PACKAGE, f"{PACKAGE}.modeling"}
 
 
-def area_of(module: str) -> str | None:
+def area_of(module):
     """Returns the key of ``ALLOWED`` that a dotted module of the package belongs to."""
     parts = module.split(".")
     return next((area for end in (3, 2) if (area := ".".join(parts[1:end])) in ALLOWED), None)
 
 
-def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+@cache
+def parse(path):
+    """Returns a file, parsed once."""
+    return ast.parse(path.read_text("utf-8"))
+
+
+def imported_names(tree, module, is_package):
     """Yields what the imports of a parsed file name, absolute, at any depth of the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -65,7 +71,7 @@ def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[str
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def module_files(root: Path = ROOT, package: str = PACKAGE) -> dict[str, Path]:
+def module_files(root=ROOT, package=PACKAGE):
     """Returns all files of a top-level package by their dotted module."""
     files = {}
     for path in sorted((root / package).rglob("*.py")):
@@ -74,35 +80,33 @@ def module_files(root: Path = ROOT, package: str = PACKAGE) -> dict[str, Path]:
     return files
 
 
-def imports(root: Path = ROOT, package: str = PACKAGE) -> dict[str, set[str]]:
+def imports(root=ROOT, package=PACKAGE):
     """Returns for each module of a package the names inside that package that it imports."""
     return {
         module: {
             name
-            for name in imported_names(
-                ast.parse(path.read_text("utf-8")), module, path.name == "__init__.py"
-            )
+            for name in imported_names(parse(path), module, path.name == "__init__.py")
             if name.split(".")[0] == package
         }
         for module, path in module_files(root, package).items()
     }
 
 
-def file_graph(root: Path = ROOT, package: str = PACKAGE) -> dict[str, set[str]]:
+def file_graph(root=ROOT, package=PACKAGE):
     """Returns for each module of a package the modules of the package that it imports.
 
     An import of a module below a package does not count as an import of the package's
     ``__init__``: Python runs that file, but the reader does not need it.
     """
     found = imports(root, package)
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for module, names in found.items():
         targets = {name if name in found else name.rpartition(".")[0] for name in names}
         graph[module] = {target for target in targets if target in found} - {module}
     return graph
 
 
-def violations(root: Path = ROOT) -> list[str]:
+def violations(root=ROOT):
     """Returns one line for every import that ``ALLOWED`` does not allow."""
     lines = []
     for module, names in imports(root).items():
@@ -119,14 +123,14 @@ def violations(root: Path = ROOT) -> list[str]:
     return lines
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+def circles(graph):
     """Returns the groups of modules that import each other in a circle (Tarjan's algorithm)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
+    index = {}
+    low = {}
+    stack = []
     found = []
 
-    def visit(node: str) -> None:
+    def visit(node):
         index[node] = low[node] = len(index)
         stack.append(node)
         for target in graph[node]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import nn
 
 from qbheat_det.config import load_config
 from qbheat_det.data import build_mapper
+from qbheat_det.modeling.backbone import timm_backbone
 from qbheat_det.solver import build_optimizer, resolve_schedule
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -21,13 +21,15 @@ COCO_TRAIN_IMAGES = 118287
 COCO_TRAIN_WITH_BOXES = 117266
 IMAGENET_TRAIN_IMAGES = 1281167
 VARIANTS = ("285M", "1.0G", "3.7G")
+_BUILD_TEACHER = timm_backbone._build_teacher
+_teachers = {}
 
 
-def _name(path: Path) -> str:
+def _name(path):
     return str(path.relative_to(CONFIGS))
 
 
-def _card(path: Path) -> str:
+def _card(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     comments = [line.removeprefix("#") for line in lines if line.startswith("#")]
     card = " ".join(" ".join(comments).split())
@@ -35,19 +37,34 @@ def _card(path: Path) -> str:
     return f"{card} {_card(path.parent / base[1])}" if base else card
 
 
-def _number(digits: str) -> int:
+@pytest.fixture(autouse=True)
+def _no_values(monkeypatch):
+    """Leaves out the initial values of tensors on "meta", and builds each teacher once."""
+    for name in (name for name in dir(nn.init) if name.endswith("_") and name[0] != "_"):
+        monkeypatch.setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+    monkeypatch.setattr(timm_backbone, "_build_teacher", _find_teacher)
+
+
+def _find_teacher(cfg):
+    key = str(cfg.MODEL.TEACHER)
+    _teachers[key] = _teachers.get(key) or _BUILD_TEACHER(cfg)
+    return _teachers[key]
+
+
+def _number(digits):
     return int(digits.replace(",", ""))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=_name)
-def test_a_recipe_builds_and_its_schedule_is_what_its_card_says(path: Path) -> None:
+def test_a_recipe_builds_and_its_schedule_is_what_its_card_says(path):
     cfg, card = load_config(path, ["MODEL.DEVICE", "meta"]), _card(path)
     assert "Command:" in card
     assert "Schedule:" in card
     assert f"configs/{_name(path)}" in card or "make demo" in card
     _check_keys(cfg, card)
     assert cfg.INPUT.FORMAT == "RGB"
-    model = _build(cfg)
+    with torch.device("meta"):
+        model = build_model(cfg)
     optimizer = build_optimizer(cfg, model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trainable)
@@ -59,17 +76,7 @@ def test_a_recipe_builds_and_its_schedule_is_what_its_card_says(path: Path) -> N
     _check_rate(path, cfg)
 
 
-_models: dict[str, nn.Module] = {}  # many recipes share one
-
-
-def _build(cfg: CfgNode) -> nn.Module:
-    key = str({**cfg.MODEL, "WEIGHTS": ""})
-    with torch.device("meta"):
-        _models[key] = _models.get(key) or build_model(cfg)
-    return _models[key]
-
-
-def _check_keys(cfg: CfgNode, card: str) -> None:
+def _check_keys(cfg, card):
     listed = re.search(r"Keys: (.*?) Schedule:", card)
     assert listed
     for item in listed[1].split(", "):
@@ -77,7 +84,7 @@ def _check_keys(cfg: CfgNode, card: str) -> None:
         assert str(reduce(lambda node, part: node[part], key.split("."), cfg)) == value
 
 
-def _check_schedule(path: Path, cfg: CfgNode, card: str) -> None:
+def _check_schedule(path, cfg, card):
     epochs = re.search(r"([\d,]+) epochs x ([\d,]+) images( with boxes)? / (\d+) = ([\d,]+)", card)
     if not epochs:
         assert _name(path).startswith("quick_schedules/")
@@ -107,7 +114,7 @@ def _check_schedule(path: Path, cfg: CfgNode, card: str) -> None:
         assert f"_{epochs[1]}ep" in path.name
 
 
-def _check_rate(path: Path, cfg: CfgNode) -> None:
+def _check_rate(path, cfg):
     solver, on_imagenet = cfg.SOLVER, path.parent.name.startswith("ImageNet-")
     if path.parent.name == "ImageNet-QBHeat":
         assert (solver.IMS_PER_BATCH, solver.REFERENCE_BATCH_SIZE) == (1024, 256)
@@ -119,12 +126,12 @@ def _check_rate(path: Path, cfg: CfgNode) -> None:
         assert solver.IMS_PER_BATCH == solver.REFERENCE_BATCH_SIZE
 
 
-def _resolve(name: str) -> CfgNode:
+def _resolve(name):
     cfg = load_config(CONFIGS / f"{name}.yaml")
     return resolve_schedule(cfg, num_images=IMAGENET_TRAIN_IMAGES)
 
 
-def test_detection_follows_the_papers_setup() -> None:
+def test_detection_follows_the_papers_setup():
     for size in VARIANTS:
         for decoder in ("522", "211"):
             probe = load_config(CONFIGS / f"coco/mf_detr_{decoder}_{size}_probe.yaml").SOLVER
@@ -134,7 +141,7 @@ def test_detection_follows_the_papers_setup() -> None:
             assert probe.IMS_PER_BATCH == tune.IMS_PER_BATCH == 8 * 2
 
 
-def test_pre_training_follows_the_papers_setup() -> None:
+def test_pre_training_follows_the_papers_setup():
     cfg = _resolve("ImageNet-QBHeat/qb_heat_3.7G_400ep")
     solver = cfg.SOLVER
     assert (solver.OPTIMIZER, solver.WEIGHT_DECAY) == ("ADAMW", 0.1)  # Table 9
@@ -147,7 +154,7 @@ def test_pre_training_follows_the_papers_setup() -> None:
 
 
 @pytest.mark.parametrize("size", VARIANTS)
-def test_classification_follows_the_papers_setup(size: str) -> None:
+def test_classification_follows_the_papers_setup(size):
     cfg = _resolve(f"ImageNet-finetune/tran1_{size}")  # Table 12
     solver, classifier, images = cfg.SOLVER, cfg.MODEL.CLASSIFIER, cfg.INPUT.CLASSIFY
     assert (solver.OPTIMIZER, solver.WEIGHT_DECAY) == ("ADAMW", 0.05)

@@ -12,7 +12,7 @@ from .import_graph import ROOT
 NO_TESTS = 5  # pytest's exit status
 
 
-def test_models_run_on_a_device_that_does_not_mix_with_the_cpu() -> None:
+def test_models_run_on_a_device_that_does_not_mix_with_the_cpu():
     command = [sys.executable, "-m", "pytest", "tests/device", "-q", "-m", "not slow"]
     env = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     env |= {"TEST_DEVICE": "1", "OMP_NUM_THREADS": "1"}

@@ -15,13 +15,12 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import PIL.Image
 import pytest
 
 from qbheat_det.config import get_cfg, get_config_path
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from .test_docs import find_ours
 from .tool_modules import load_tool
@@ -69,11 +68,11 @@ class Block:
     mark: str
     text: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}: {self.text.strip().splitlines()[0][:60]}"
 
 
-def find_blocks() -> list[Block]:
+def find_blocks():
     """Returns all blocks with commands of this package."""
     blocks = [
         Block(page.name, mark, text)
@@ -83,7 +82,7 @@ def find_blocks() -> list[Block]:
     return [block for block in blocks if COMMAND.search(block.text)]
 
 
-def expand(block: Block) -> list[list[str]]:
+def expand(block):
     """Returns the words of each command, as the shell passes them."""
     done = subprocess.run(
         ["bash", "-c", _PRINT_WORDS + block.text], capture_output=True, text=True, check=False
@@ -91,7 +90,7 @@ def expand(block: Block) -> list[list[str]]:
     return [line.split("\x1f")[:-1] for line in done.stdout.splitlines() if "\x1f" in line]
 
 
-def find_tool(words: list[str]) -> tuple[str, list[str]]:
+def find_tool(words):
     """Returns the name of a command's tool and its arguments; empty if there is no tool."""
     if words[0] == "qbheat":
         known = load_commands()
@@ -106,19 +105,18 @@ def find_tool(words: list[str]) -> tuple[str, list[str]]:
 
 
 @cache
-def load_commands() -> dict[str, Any]:
+def load_commands():
     """Returns ``COMMANDS`` of ``tools/qbheat``."""
-    scope: dict[str, Any] = {"__name__": "qbheat"}
+    scope = {"__name__": "qbheat"}
     exec((ROOT / "tools" / "qbheat").read_text("utf-8"), scope)
-    commands: dict[str, Any] = scope["COMMANDS"]
-    return commands
+    return scope["COMMANDS"]
 
 
 BLOCKS = find_blocks()
 TESTED = sorted({block.page for block in BLOCKS if block.mark == "tested"})
 
 
-def check_command(words: list[str]) -> None:
+def check_command(words):
     """Parses a command, and asserts that its config and the keys of its overrides exist."""
     name, arguments = find_tool(words)
     if not name or "…" in " ".join(words):
@@ -136,31 +134,31 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / config).is_file() or Path(get_config_path(config)).is_file()
     opts = getattr(args, "opts", None) or []
     for key in opts[::2]:
-        node: Any = get_cfg()
+        node = get_cfg()
         for part in key.split("."):
             node = node[part]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_command_parses_and_its_configs_and_keys_exist(block: Block) -> None:
+def test_a_command_parses_and_its_configs_and_keys_exist(block):
     for words in expand(block):
         check_command(words)
 
 
-def test_commands_beside_those_of_other_libraries_parse() -> None:
+def test_commands_beside_those_of_other_libraries_parse():
     ours = [code for code in find_ours() if COMMAND.match(code)]
     assert len(ours) > 30
     for words in expand(Block("coming_from.md", "", "\n".join(ours))):
         check_command(words)
 
 
-def test_every_block_is_tested_or_has_a_reason() -> None:
+def test_every_block_is_tested_or_has_a_reason():
     assert [str(b) for b in BLOCKS if not re.match(r"tested$|needs |takes ", b.mark)] == []
     assert len(TESTED) >= 5
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Path:
+def desk(tmp_path):
     """A folder with photos, boxes as COCO files and as a YOLO set, and class folders."""
     picture = PIL.Image.open(ROOT / "docs" / "cells.jpg")
     width, height = picture.size
@@ -171,7 +169,7 @@ def desk(tmp_path: Path) -> Path:
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "images").mkdir()
     for part, number in (("train", 8), ("val", 4)):
-        toy = prepare_toy_set(ToySpec(f"docs_{part}", number, 96), tmp_path / "toy")
+        toy = draw_toy_set(tmp_path / "toy", number, name=f"docs_{part}", size=96)
         data = json.loads((toy / "annotations.json").read_text("utf-8"))
         classes = [category["id"] for category in data["categories"]]
         for record in data["images"]:
@@ -191,9 +189,7 @@ def desk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _write_yolo(
-    folder: Path, part: str, name: str, record: Any, boxes: list[Any], classes: list[int]
-) -> None:
+def _write_yolo(folder, part, name, record, boxes, classes):
     for kind in ("images", "labels"):
         (folder / kind / part).mkdir(parents=True, exist_ok=True)
     lines = []
@@ -208,7 +204,7 @@ def _write_yolo(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", TESTED)
-def test_the_tested_commands_of_a_page_run(page: str, desk: Path) -> None:
+def test_the_tested_commands_of_a_page_run(page, desk):
     script = "\n".join(
         block.text for block in BLOCKS if (block.page, block.mark) == (page, "tested")
     )

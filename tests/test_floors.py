@@ -4,7 +4,6 @@
 import ast
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from .import_graph import (
     file_graph,
     imported_names,
     module_files,
+    parse,
     violations,
 )
 
@@ -29,7 +29,7 @@ PROBING = re.compile(
 )
 
 
-def tracked_files() -> list[Path]:
+def tracked_files():
     """Returns the files that git tracks; outside a checkout, all that a source archive holds."""
     run = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -41,57 +41,55 @@ def tracked_files() -> list[Path]:
     return [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
 
 
-def python_files() -> list[Path]:
+def python_files():
     """The tracked Python files."""
     return [path for path in tracked_files() if path.suffix == ".py"]
 
 
-def test_areas_import_what_the_table_allows() -> None:
+def test_areas_import_what_the_table_allows():
     assert violations() == []
 
 
 @pytest.mark.parametrize("package", [PACKAGE, "benchmarks", "tests"])
-def test_no_files_import_each_other_in_a_circle(package: str) -> None:
+def test_no_files_import_each_other_in_a_circle(package):
     assert circles(file_graph(package=package)) == []
 
 
-def test_the_package_never_imports_what_needs_pkg_resources_on_main() -> None:
+def test_the_package_never_imports_what_needs_pkg_resources_on_main():
     for path in module_files().values():
-        names = imported_names(ast.parse(path.read_text("utf-8")), PACKAGE, False)
+        names = imported_names(parse(path), PACKAGE, False)
         bad = [name for name in names if re.match(r"detectron2\.(model_zoo|utils\.testing)", name)]
         assert bad == [], path
 
 
-def test_models_are_probed_for_attributes_by_their_contracts_alone() -> None:
+def test_models_are_probed_for_attributes_by_their_contracts_alone():
     for path in module_files().values():
         if path != CONTRACTS:
             assert PROBING.findall(path.read_text("utf-8")) == [], path
 
 
-def test_files_and_functions_stay_short() -> None:
+def test_files_and_functions_stay_short():
     for path in python_files():
-        text = path.read_text("utf-8")
         name = path.relative_to(ROOT).as_posix()
-        length = len(text.splitlines())
+        length = len(path.read_text("utf-8").splitlines())
         assert name in TABLES or length <= MAX_LINES, name
         assert not name.startswith(PACKAGE) or path.stem == "__init__" or length >= MIN_LINES, name
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 length -= len((ast.get_docstring(node, clean=False) or "").splitlines())
                 assert length <= MAX_FUNCTION_LINES, f"{path}: {node.name} has {length} lines"
 
 
-def test_python_files_begin_with_the_copyright_line_and_a_docstring() -> None:
+def test_python_files_begin_with_the_copyright_line_and_a_docstring():
     for path in python_files():
         lines = path.read_text("utf-8").splitlines()
         lines = lines[1:] if lines and lines[0].startswith("#!") else lines
         assert lines[:1] == ["# Copyright (c) qbheat_det contributors. Apache-2.0."], path
-        if path.name != "__init__.py":
-            assert ast.get_docstring(ast.parse("\n".join(lines))), f"{path} has no docstring"
+        assert path.name == "__init__.py" or ast.get_docstring(parse(path)), path
 
 
-def test_no_tracked_file_names_a_machine_or_an_index_host() -> None:
+def test_no_tracked_file_names_a_machine_or_an_index_host():
     # In pieces, so that this file does not name them.
     words = ("/" + "work/", "py" + "pi.org", "python" + "hosted", "/opt/" + "wheels", "/root" + "/")
     for path in tracked_files():

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,10 @@ from qbheat_det.core.environment import import_own_modules
 from qbheat_det.modeling.pretrain import QBHeat
 
 from .engine.tiny_pretraining import TINY_ENCODER
-from .engine.tiny_training import forget_runs, make_data, read_opts
+from .engine.tiny_training import forget_runs, read_opts
 from .modeling.tiny_pretraining import make_tiny_config
 from .tool_modules import load_tool
+from .toy_set import draw_toy_set
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "your_own_model.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64 TEST.EVAL_EPOCHS 0.0 MODEL.DEV
 
 
 @pytest.fixture
-def _reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _reader(tmp_path, monkeypatch):
     """The page's reader at work: their two files, registered as every tool does, and weights."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -69,10 +69,8 @@ def _reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_reader")
-def test_the_page_trains_evaluates_tunes_probes_and_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, tool, results = make_data(tmp_path), load_tool("train_net"), []
+def test_the_page_trains_evaluates_tunes_probes_and_counts(tmp_path, monkeypatch, capsys):
+    data, tool, results = draw_toy_set(tmp_path, 12), load_tool("train_net"), []
     run = lambda main, args: results.append(main(args))  # noqa: E731
     monkeypatch.setattr("qbheat_det.engine.run_distributed", run)
     files = str(data / "annotations.json"), str(data / "images")
@@ -99,7 +97,7 @@ def test_the_page_trains_evaluates_tunes_probes_and_counts(
     assert re.search(r"^objects: \d+\n$", capsys.readouterr().out, flags=re.MULTILINE)
 
 
-def test_a_module_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setenv("QBHEAT_IMPORT", "json, nowhere_to_be_found")
     with pytest.raises(ImportError, match="PYTHONPATH"):
         import_own_modules()

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import Backbone, build_model
 
 import qbheat_det
 from docs.add_to_zoo import MAX_SHIPPED, describe_model
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.model_zoo import ZooEntry, load_index
+from qbheat_det.model_zoo import load_index
 from qbheat_det.model_zoo.sources import SHIPPED, fetch, open_trained
 from tests.model_zoo import fingerprints
 
@@ -46,7 +45,7 @@ print(qbheat_det.config.get_config_path(sys.argv[2]))
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """A copy of the checkout: links would let a build write into it."""
     folder = tmp_path_factory.mktemp("source")
     for name in (
@@ -58,7 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(source, tmp_path_factory):
     """Builds the wheel without isolation and without the network."""
     scratch = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-q"]
@@ -72,7 +71,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(source, tmp_path_factory):
     """Builds the source archive."""
     scratch = tmp_path_factory.mktemp("sdist")
     command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(scratch)]
@@ -82,7 +81,7 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def files_below(folder: Path) -> set[str]:
+def files_below(folder):
     """Paths relative to the folder's parent, without what Python leaves behind."""
     return {
         path.relative_to(folder.parent).as_posix()
@@ -91,7 +90,7 @@ def files_below(folder: Path) -> set[str]:
     }
 
 
-def test_the_package_its_configs_and_its_metadata_are_all_that_is_inside(wheel: Path) -> None:
+def test_the_package_its_configs_and_its_metadata_are_all_that_is_inside(wheel):
     found = set(zipfile.ZipFile(wheel).namelist())
     folders = files_below(ROOT / "configs") | files_below(ROOT / "tools")
     expected = {f"qbheat_det/{name}" for name in folders}
@@ -105,8 +104,8 @@ def test_the_package_its_configs_and_its_metadata_are_all_that_is_inside(wheel: 
 
 @pytest.mark.slow
 def test_unpacked_it_imports_without_what_one_detectron2_has_alone_and_finds_a_config(
-    wheel: Path, tmp_path: Path
-) -> None:
+    wheel, tmp_path
+):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     name = sorted(path.relative_to(ROOT / "configs") for path in ROOT.glob("configs/**/*.yaml"))[0]
     command = [sys.executable, "-c", IMPORT_ALL, str(tmp_path), str(name)]
@@ -117,7 +116,7 @@ def test_unpacked_it_imports_without_what_one_detectron2_has_alone_and_finds_a_c
     assert config.samefile(package / "configs" / name)
 
 
-def lowest_versions() -> str:
+def lowest_versions():
     """Returns constraints that pin each requirement of setup.py to its minimum."""
     text = (ROOT / "setup.py").read_text().split("install_requires=[")[1].split("]")[0]
     return "\n".join(re.sub(">=", "==", line) for line in re.findall(r'"([^"]+>=[^"]+)"', text))
@@ -128,8 +127,8 @@ def lowest_versions() -> str:
     ("kind", "versions"), [("wheel", "newest"), ("sdist", "committed"), ("wheel", "lowest")]
 )
 def test_an_archive_alone_says_how_to_get_detectron2_and_then_predicts(
-    kind: str, versions: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+    kind, versions, tmp_path, request
+):
     archive = request.getfixturevalue(kind)
     bin_folder = tmp_path / "venv" / "bin"
     constraints = tmp_path / "constraints.txt"
@@ -143,7 +142,7 @@ def test_an_archive_alone_says_how_to_get_detectron2_and_then_predicts(
     env = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
     env |= {"PIP_CONSTRAINT": str(constraints), "QBHEAT_CACHE": str(tmp_path / "cache")}
 
-    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    def run(*command):
         return subprocess.run(
             command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
         )
@@ -171,9 +170,7 @@ ENTRIES = [entry for entry in load_index() if entry.distribution is None]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_a_shipped_entry_gives_the_outputs_that_were_measured(
-    entry: ZooEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_entry_gives_the_outputs_that_were_measured(entry, monkeypatch):
     monkeypatch.delenv("QBHEAT_ZOO", raising=False)
     assert (SHIPPED / entry.stored.file).is_file()
     trained = open_trained(str(fetch(entry)), device="cpu")
@@ -188,14 +185,14 @@ def test_a_shipped_entry_gives_the_outputs_that_were_measured(
         assert fingerprints.find_differences(expected, changed)
 
 
-def test_every_shipped_file_is_an_entrys_and_all_together_are_small() -> None:
+def test_every_shipped_file_is_an_entrys_and_all_together_are_small():
     files = {path.name: path.stat().st_size for path in SHIPPED.iterdir()}
     stored = [entry.stored for entry in ENTRIES]
     assert files == {entry.file: entry.size for entry in stored}
     assert sum(files.values()) <= MAX_SHIPPED
 
 
-def small(name: str) -> CfgNode:
+def small(name):
     """Returns a shipped config on the CPU with the smallest decoder."""
     cfg = load_config(get_config_path(name), ["MODEL.DEVICE", "cpu"])
     cfg.MODEL.MF_DETR.NUM_BLOCKS = [1, 1, 1]
@@ -205,9 +202,7 @@ def small(name: str) -> CfgNode:
 @pytest.mark.parametrize(
     "name", ["coco/mf_detr_211_285M_probe.yaml", "coco/retinanet_285M_probe.yaml"]
 )
-def test_detectors_work_with_and_without_padding_constraints(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_detectors_work_with_and_without_padding_constraints(name, monkeypatch):
     # main's detectors read this property of the backbone, v0.6 has none.
     batch = [{"image": torch.rand(3, 70, 96) * 255}, {"image": torch.rand(3, 64, 50) * 255}]
     model = build_model(small(name)).eval()
@@ -223,7 +218,7 @@ def test_detectors_work_with_and_without_padding_constraints(
             torch.testing.assert_close(boxes.tensor, expected.tensor)
 
 
-def test_without_detectron2_the_error_names_the_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_detectron2_the_error_names_the_two_ways(monkeypatch):
     from qbheat_det.core.environment import require_detectron2
 
     require_detectron2()
@@ -232,7 +227,7 @@ def test_without_detectron2_the_error_names_the_two_ways(monkeypatch: pytest.Mon
         require_detectron2()
 
 
-def test_each_shipped_weights_file_has_its_licence_on_the_page() -> None:
+def test_each_shipped_weights_file_has_its_licence_on_the_page():
     page = (ROOT / "docs" / "licenses.md").read_text("utf-8")
     assert not [
         path.name for path in SHIPPED.iterdir() if f"| `{path.name}` | Apache-2.0" not in page

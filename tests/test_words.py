@@ -4,9 +4,7 @@
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,10 +16,9 @@ CODE = [path for name in ("qbheat_det", "tools") for path in sorted((ROOT / name
 STIFF_IN_CODE = 32  # comments and strings that are still to be rewritten: only lower this
 
 
-def read_rule(name: str) -> dict[str, Any]:
+def read_rule(name):
     """Returns a rule of ``styles/qbheat``, which Vale reads too."""
-    rule: dict[str, Any] = yaml.safe_load((ROOT / f"styles/qbheat/{name}.yml").read_text("utf-8"))
-    return rule
+    return yaml.safe_load((ROOT / f"styles/qbheat/{name}.yml").read_text("utf-8"))
 
 
 WORDS = re.compile("|".join(rf"\b(?:{key})\b" for key in read_rule("Words")["swap"]), re.I)
@@ -29,7 +26,7 @@ OPENINGS = re.compile("|".join(read_rule("Openings")["tokens"]))
 LENGTH = read_rule("SentenceLength")
 
 
-def split_page(text: str) -> Iterator[str]:
+def split_page(text):
     """Yields the sentences of a Markdown page, without code, tables, comments and addresses."""
     text = re.sub(
         r"(?s)^---\n.*?^---\n|^ *```.*?^ *```|<!--.*?-->|<[^>]+>|`[^`\n]*`", "X", text, flags=re.M
@@ -39,7 +36,7 @@ def split_page(text: str) -> Iterator[str]:
         yield from re.split(r"(?<=[.!?:;])\s+", " ".join(block.split()))
 
 
-def split_code(text: str) -> Iterator[str]:
+def split_code(text):
     """Yields the comments and strings of a Python file."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING):
@@ -47,7 +44,7 @@ def split_code(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_pages_are_in_plain_sentences(path: Path) -> None:
+def test_pages_are_in_plain_sentences(path):
     for sentence in split_page(path.read_text("utf-8")):
         words = len(re.findall(LENGTH["token"], sentence))
         assert words <= LENGTH["max"], f"{words} words: {sentence}"
@@ -55,7 +52,7 @@ def test_pages_are_in_plain_sentences(path: Path) -> None:
         assert not WORDS.search(sentence), sentence
 
 
-def test_code_uses_plain_words() -> None:
+def test_code_uses_plain_words():
     found = [
         f"{path.relative_to(ROOT)}: {text[:100]}"
         for path in CODE

@@ -3,10 +3,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ TOOLS = Path(__file__).resolve().parents[1] / "tools"
 sys.path.append(str(TOOLS))  # tools share modules there
 
 
-def load_tool(name: str) -> ModuleType:
+def load_tool(name):
     """Runs ``tools/<name>.py`` but for its main, afresh at each call."""
     spec = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
     assert spec is not None
@@ -25,14 +22,9 @@ def load_tool(name: str) -> ModuleType:
     return module
 
 
-def refuse(
-    main: Callable[[Sequence[str]], object],
-    words: Sequence[str],
-    capsys: pytest.CaptureFixture[Any],
-) -> str:
+def refuse(main, words, capsys):
     """Runs a tool that is to end with exit code 2; returns what it says on stderr."""
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
-    err: str = capsys.readouterr().err
-    return err
+    return capsys.readouterr().err

@@ -3,9 +3,6 @@
 
 import json
 import zlib
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -14,26 +11,19 @@ from pycocotools import mask as coco_mask
 CATEGORY_IDS = (1, 2, 4, 7, 9, 12)  # with gaps, as in COCO
 
 
-@dataclass(frozen=True)
-class ToySpec:
-    """The parameters of a set. Equal parameters give equal files."""
+def draw_toy_set(folder, num_images, *, name="tiny", size=64, seed=0):
+    """Draws a set, ``annotations.json`` and ``images/``, in a folder below ``folder``.
 
-    name: str
-    num_images: int
-    image_size: int = 64
-    seed: int = 0
-
-
-def prepare_toy_set(spec: ToySpec, folder: Path) -> Path:
-    """Draws a set, ``annotations.json`` and ``images/``, in a folder below ``folder``."""
-    own = folder / f"{spec.name}_{spec.num_images}_{spec.seed}"
+    Equal parameters give equal files.
+    """
+    own = folder / f"{name}_{num_images}_{seed}"
     if own.is_dir():
         return own
     (own / "images").mkdir(parents=True)
-    seed = zlib.crc32(spec.name.encode()), spec.seed
+    seed = zlib.crc32(name.encode()), seed
     images, annotations = [], []
-    for number in range(1, spec.num_images + 1):
-        file_name, size = f"{number:06d}.jpg", spec.image_size
+    for number in range(1, num_images + 1):
+        file_name = f"{number:06d}.jpg"
         pixels, objects = _draw(np.random.default_rng([*seed, number]), size)
         Image.fromarray(pixels).save(own / "images" / file_name, quality=95)
         images.append({"id": number, "file_name": file_name, "height": size, "width": size})
@@ -45,7 +35,7 @@ def prepare_toy_set(spec: ToySpec, folder: Path) -> Path:
     return own
 
 
-def _draw(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
+def _draw(rng, size):
     """Returns pixels (S, S, 3), and one to four annotations without ids. Objects may overlap."""
     pixels = rng.integers(0, 256, (size, size, 3), dtype=np.uint8) // 8 + 100
     y, x = np.mgrid[:size, :size]

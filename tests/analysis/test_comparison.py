@@ -6,7 +6,6 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ QB_HEAT = get_config_path("objectives/qb_heat.yaml")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folders(tmp_path_factory):
     """Class folders with 4 training images and 2 others."""
     root = tmp_path_factory.mktemp("images")
     train = make_classes(root / "train", {"a": 2, "b": 2})
@@ -41,10 +40,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def ask(folders: dict[str, str], tmp_path: Path) -> Any:
+def ask(folders, tmp_path):
     """Builds comparisons of objectives by name."""
 
-    def build(*names: str, **keywords: Any) -> Comparison:
+    def build(*names, **keywords):
         return Comparison(
             objectives=load_objectives(names, keywords.get("opts", ())),
             train_folder=folders["train"],
@@ -57,9 +56,7 @@ def ask(folders: dict[str, str], tmp_path: Path) -> Any:
     return build
 
 
-def test_commands_are_those_that_a_person_would_type(
-    ask: Any, folders: dict[str, str], tmp_path: Path
-) -> None:
+def test_commands_are_those_that_a_person_would_type(ask, folders, tmp_path):
     opts = ["SOLVER.IMS_PER_BATCH", "8"]
     rows = list_rows(ask("random", "qb_heat", seeds=[3, 1], opts=opts))
     assert [(row.objective.name, row.seed, [job.stage for job in row.jobs]) for row in rows] == [
@@ -81,7 +78,7 @@ def test_commands_are_those_that_a_person_would_type(
     assert rows[3].jobs[0].settings["SOLVER.IMS_PER_BATCH"] == 8
 
 
-def test_other_encoders_and_images_are_refused(tmp_path: Path) -> None:
+def test_other_encoders_and_images_are_refused(tmp_path):
     path = tmp_path / "own.yaml"
     for content, key in (
         ("INPUT: {PRETRAIN: {SIZE: 64}}", "INPUT.PRETRAIN.SIZE"),
@@ -97,9 +94,7 @@ def test_other_encoders_and_images_are_refused(tmp_path: Path) -> None:
             load_objectives(words)
 
 
-def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(
-    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(folders, tmp_path, capsys):
     words = ["--data", folders["train"], "--val", folders["val"], "--epochs", "2"]
     words += ["--output", str(tmp_path / "out"), "--objectives", "random", "--recalibrate-bn", "8"]
     main = load_tool("compare_pretraining").main
@@ -122,11 +117,11 @@ def test_the_tool_refuses_what_cannot_be_compared_before_anything_runs(
 class Steps:
     """Rows of jobs whose commands note their names in a file, in place of trainings."""
 
-    def __init__(self, comparison: Comparison, folder: Path) -> None:
+    def __init__(self, comparison, folder):
         self.comparison, self.folder = comparison, folder
-        self.rows: list[Row] = []
+        self.rows = []
 
-    def add_row(self, name: str, **codes: str) -> Row:
+    def add_row(self, name, **codes):
         objective = replace(self.comparison.objectives[0], name=name)
         row = Row(objective, 1, self.folder / name, [])
         for stage, code in codes.items():
@@ -137,19 +132,19 @@ class Steps:
         return row
 
     @property
-    def order(self) -> list[str]:
+    def order(self):
         return (self.folder / "order").read_text().split()
 
 
 @pytest.fixture
-def steps(ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Steps:
+def steps(ask, tmp_path, monkeypatch):
     found = Steps(ask("qb_heat"), tmp_path)
     monkeypatch.setattr(comparison, "list_rows", lambda comparison: found.rows)
     monkeypatch.setattr(comparison, "write_report", lambda *args: "table")
     return found
 
 
-def test_jobs_run_once_in_order_and_a_failure_stops_its_row(steps: Steps) -> None:
+def test_jobs_run_once_in_order_and_a_failure_stops_its_row(steps):
     row = steps.add_row("a", first="", second="")
     steps.add_row("b", first="print('the reason'); raise SystemExit(3)", second="")
     table, failed = compare(steps.comparison)
@@ -169,7 +164,7 @@ def test_jobs_run_once_in_order_and_a_failure_stops_its_row(steps: Steps) -> Non
     assert steps.order[:2] == ["a/first", "a/second"]  # a new result makes later ones stale
 
 
-def test_results_of_other_settings_are_refused_with_the_key(steps: Steps) -> None:
+def test_results_of_other_settings_are_refused_with_the_key(steps):
     (job,) = steps.add_row("a", only="").jobs
     compare(steps.comparison)
     assert job.is_done()
@@ -183,9 +178,7 @@ def test_results_of_other_settings_are_refused_with_the_key(steps: Steps) -> Non
             job.is_done()
 
 
-def test_measures_of_a_row_are_read_from_its_finished_jobs(
-    ask: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measures_of_a_row_are_read_from_its_finished_jobs(ask, monkeypatch):
     asked = ask("qb_heat", opts=["SOLVER.IMS_PER_BATCH", "4"])
     (row,) = list_rows(asked)
     probe = {"backbone": "x", "digest": "d", "images_seen": 8, "top1_standard_error": 1.0}
@@ -215,7 +208,7 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(
     }  # fmt: skip
 
 
-def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:
+def test_spreads_and_tables_are_those_computed_by_hand(ask):
     asked = ask("random", "qb_heat", seeds=[1, 2])
     measures = [{"kNN": 2.0}, {"kNN": 10.0, "linear": 50.0, "minutes": 1.5}, {}, {"kNN": 14.0}]
     summary = summarize(list(zip(list_rows(asked), measures, strict=True)))
@@ -227,9 +220,7 @@ def test_spreads_and_tables_are_those_computed_by_hand(ask: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_comparison_goes_on_where_it_was_and_writes_its_table(
-    folders: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_goes_on_where_it_was_and_writes_its_table(folders, tmp_path, capsys):
     config, output = tmp_path / "tiny.yaml", tmp_path / "out"
     decoder = "MODEL: {QB_HEAT: {FEATURE_DIM: 16, DECODER_DEPTH: 1, DECODER_DIM: 16}}"
     config.write_text(f"_BASE_: {QB_HEAT}\n{decoder}\n")

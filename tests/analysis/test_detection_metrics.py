@@ -2,9 +2,6 @@
 """Metrics and types of errors by hand; figures of detections."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +9,6 @@ from PIL import Image
 
 from qbheat_det.analysis import detections
 from qbheat_det.analysis.detection_metrics import (
-    DetectionErrors,
     choose_threshold,
     count_confusions,
     count_errors,
@@ -25,7 +21,7 @@ from qbheat_det.analysis.detection_metrics import (
 from qbheat_det.analysis.detections import draw_detections
 from qbheat_det.analysis.run import FigureOptions, Run, open_runs
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, NotApplicable, write_figure
+from qbheat_det.core.figures import NotApplicable, write_figure
 from qbheat_det.engine.data_sources import register_source
 from tests.engine.tiny_detectors import make_probe_config
 
@@ -33,12 +29,9 @@ from .tiny_runs import classifier_config, write_run
 
 A, B, C = [0, 0, 20, 20], [50, 50, 90, 90], [0, 60, 20, 80]
 FAR = [60, 60, 70, 70]
-Found = Sequence[tuple[int, int, Sequence[float], float]]
 
 
-def make_truth(
-    boxes: Sequence[tuple[int, int, Sequence[float]]], crowds: Sequence[int] = ()
-) -> dict[str, Any]:
+def make_truth(boxes, crowds=()):
     """An annotation file with boxes of image id, category id and XYXY; ids count from 0."""
     return {
         "images": [{"id": i, "width": 100, "height": 100, "file_name": ""} for i in range(1, 5)],
@@ -51,27 +44,27 @@ def make_truth(
     }  # fmt: skip
 
 
-def make_found(boxes: Found) -> list[dict[str, Any]]:
+def make_found(boxes):
     """Results in COCO's format from image id, category id, XYXY and score each."""
     return [{"image_id": i, "category_id": k, "bbox": to_xywh(xyxy), "score": score}
             for i, k, xyxy, score in boxes]  # fmt: skip
 
 
-def to_xywh(xyxy: Sequence[float]) -> list[float]:
+def to_xywh(xyxy):
     x0, y0, x1, y1 = xyxy
     return [x0, y0, x1 - x0, y1 - y0]
 
 
-def judge(truth: dict[str, Any], found: list[dict[str, Any]]) -> DetectionErrors:
+def judge(truth, found):
     return find_errors(evaluate_boxes(truth, found))
 
 
-def list_kinds(judged: DetectionErrors) -> list[str]:
+def list_kinds(judged):
     pairs = zip(judged.correct, judged.wrong, strict=True)
     return ["correct" if right else "wrong" if wrong else "ignored" for right, wrong in pairs]
 
 
-def test_types_and_thresholds_by_hand() -> None:
+def test_types_and_thresholds_by_hand():
     truth = make_truth([(1, 3, A), (1, 7, B), (1, 3, C)])
     found = make_found([
         (1, 3, A, 0.9),  # correct
@@ -109,7 +102,7 @@ LEFT, RIGHT = [0, 0, 32, 32], [32, 0, 32, 32]  # XYWH
 AP_DISC = 100 * 51 / 101
 
 
-def write_dataset(folder: Path) -> Path:
+def write_dataset(folder):
     """Writes three images: a disc on the left, a square on the left, a disc on the right."""
     (folder / "images").mkdir(parents=True)
     for index, red in enumerate(REDS, start=1):
@@ -128,7 +121,7 @@ def write_dataset(folder: Path) -> Path:
     return folder
 
 
-def write_detector(folder: Path, data: Path) -> Path:
+def write_detector(folder, data):
     cfg = make_probe_config()
     name = f"detections {data.name}"
     cfg.DATASETS.TEST = (name,)
@@ -139,22 +132,22 @@ def write_detector(folder: Path, data: Path) -> Path:
     return write_run(folder, cfg)
 
 
-def draw(*runs: Path, images: int = 1, **keywords: Any) -> Figure:
+def draw(*runs, images=1, **keywords):
     opened = open_runs([str(run) for run in runs], device="cpu")
     return draw_detections(opened, FigureOptions(num_images=images), **keywords)
 
 
 @pytest.fixture(autouse=True)
-def _datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+def _datasets(monkeypatch):
     monkeypatch.setattr(Run, "find_set", lambda self, split: self.cfg.DATASETS.TEST[0])
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     return write_dataset(tmp_path_factory.mktemp("boxes"))
 
 
-def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: Path) -> None:
+def test_metrics_of_inference_are_those_computed_by_hand(data, tmp_path):
     figure = draw(write_detector(tmp_path / "run", data), images=3, threshold=0.1)
     run = figure.data["runs"]["run"]
     assert run["AP50"] == pytest.approx(AP_DISC / 2)
@@ -169,8 +162,8 @@ def test_metrics_of_inference_are_those_computed_by_hand(data: Path, tmp_path: P
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
 
 
-def test_confusions_and_errors_by_image_are_those_counted_by_hand() -> None:
-    def box(image: int, category: int, x: float, **rest: float) -> dict[str, Any]:
+def test_confusions_and_errors_by_image_are_those_counted_by_hand():
+    def box(image, category, x, **rest):
         return {"image_id": image, "category_id": category, "bbox": [x, 0, 10, 10], **rest}
 
     truth = [box(1, 1, 0), box(1, 2, 50), box(2, 2, 0), box(2, 1, 80)]
@@ -191,9 +184,7 @@ def test_confusions_and_errors_by_image_are_those_counted_by_hand() -> None:
     assert count_errors_by_image(errors, 0.5) == {1: 3, 2: 3}
 
 
-def test_runs_that_cannot_be_evaluated_are_left_out(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_cannot_be_evaluated_are_left_out(data, tmp_path, monkeypatch):
     monkeypatch.setattr(detections, "chart_image", lambda *args, **kw: None)  # takes seconds
     other = write_dataset(tmp_path / "other")
     runs = [write_detector(tmp_path / "one", data), write_detector(tmp_path / "two", other)]

@@ -27,7 +27,7 @@ from qbheat_det.evaluation import ClassificationEvaluator
 from qbheat_det.inference.drawing import draw_boxes, draw_instances, get_class_color
 
 
-def make_figure(*images: str) -> Figure:
+def make_figure(*images):
     return Figure(
         "spectrum",
         "Spectrum",
@@ -45,7 +45,7 @@ def make_figure(*images: str) -> Figure:
     )
 
 
-def test_a_figure_is_strict_json_and_its_images(tmp_path: Path) -> None:
+def test_a_figure_is_strict_json_and_its_images(tmp_path):
     about, *images = write_figure(make_figure("a", "b_1"), tmp_path / "new")
     names = ["spectrum_a.png", "spectrum_b_1.png"]
     assert {path.name: path.read_bytes() for path in images} == dict(
@@ -74,7 +74,7 @@ def test_a_figure_is_strict_json_and_its_images(tmp_path: Path) -> None:
         write_figure(make_figure(), tmp_path / "file")
 
 
-def test_stale_images_are_removed_and_no_other_file(tmp_path: Path) -> None:
+def test_stale_images_are_removed_and_no_other_file(tmp_path):
     write_figure(make_figure("a", "b"), tmp_path)
     others = {"spectrum_mine.png", "notes.txt", "curves.json", "inner.png"}
     for name in others:
@@ -90,7 +90,7 @@ def test_stale_images_are_removed_and_no_other_file(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == others
 
 
-def test_an_overlay_is_brightest_at_the_peak_of_the_map_in_the_image_s_frame() -> None:
+def test_an_overlay_is_brightest_at_the_peak_of_the_map_in_the_image_s_frame():
     grey = np.full((24, 40, 3), 128, dtype=np.uint8)
     values = np.zeros((4, 6))  # reaches beyond the image, which is padded to multiples of 8
     values[1, 3] = 1.0
@@ -105,15 +105,15 @@ def test_an_overlay_is_brightest_at_the_peak_of_the_map_in_the_image_s_frame() -
 RED = (200, 10, 10)
 
 
-def grey(height: int, width: int) -> np.ndarray:
+def grey(height, width):
     return np.full((height, width, 3), 90, np.uint8)
 
 
-def boxes(*rows: list[float]) -> np.ndarray:
+def boxes(*rows):
     return np.array(rows, dtype=np.float64).reshape(-1, 4)
 
 
-def test_outlines_lie_on_their_boxes_and_small_images_are_enlarged() -> None:
+def test_outlines_lie_on_their_boxes_and_small_images_are_enlarged():
     image = grey(400, 500)
     drawn = draw_boxes(image, boxes([100, 200, 300, 350]), ["eel"], [RED])
     for x, y in [(100, 280), (300, 280), (200, 350)]:  # the label may cover the top
@@ -132,7 +132,7 @@ def test_outlines_lie_on_their_boxes_and_small_images_are_enlarged() -> None:
         assert crop_box(grey(40, 40), np.array(odd, dtype=np.float64), RED, 240).size
 
 
-def test_instances_have_class_colors_scores_and_masks() -> None:
+def test_instances_have_class_colors_scores_and_masks():
     mask = torch.zeros(1, 400, 400, dtype=torch.bool)
     mask[0, 200:300, 200:300] = True
     corners = torch.tensor([[150.0, 150.0, 350.0, 350.0]], requires_grad=True)
@@ -149,7 +149,7 @@ def test_instances_have_class_colors_scores_and_masks() -> None:
     assert (pictures[0] != 90).any(2).sum() > (pictures[1] != 90).any(2).sum()  # the score
 
 
-def test_classes_are_drawn_with_the_matrix_of_the_evaluator(tmp_path: Path) -> None:
+def test_classes_are_drawn_with_the_matrix_of_the_evaluator(tmp_path):
     folder = tmp_path / "run" / "inference" / "flowers"
     names = ["cat", "dog", "bird"]
     evaluator = ClassificationEvaluator("flowers", class_names=names, output_dir=str(folder))
@@ -169,7 +169,7 @@ def test_classes_are_drawn_with_the_matrix_of_the_evaluator(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("num_classes", [1, 12, 300])
-def test_the_chart_lists_the_most_frequent_confusions(num_classes: int) -> None:
+def test_the_chart_lists_the_most_frequent_confusions(num_classes):
     matrix = np.random.default_rng(0).poisson(0.05, (num_classes, num_classes))
     matrix[np.diag_indices(num_classes)] = 8
     matrix[0, -1] = 40

@@ -3,11 +3,8 @@
 
 import functools
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import nn
 
@@ -19,14 +16,14 @@ from tests.modeling.tiny_pretraining import make_tiny_config
 CLASSES = ["cat", "dog", "bird"]
 
 
-def make_images(folder: Path, number: int = 3) -> Path:
+def make_images(folder, number=3):
     """Draws images of several sizes; returns their folder."""
     for index in range(number):
         save(folder / f"{index}.png", draw(80 + 8 * index, 96, seed=index))
     return folder
 
 
-def make_config(meta_arch: str, mapper: str, *opts: Any) -> CfgNode:
+def make_config(meta_arch, mapper, *opts):
     """Returns the config of a model on the same encoder with the overrides."""
     cfg = make_tiny_config(meta_arch)
     cfg.INPUT.DATASET_MAPPER_NAME = mapper
@@ -34,12 +31,12 @@ def make_config(meta_arch: str, mapper: str, *opts: Any) -> CfgNode:
     return cfg
 
 
-def pretraining_config(meta_arch: str = "QBHeat") -> CfgNode:
+def pretraining_config(meta_arch="QBHeat"):
     """Returns one of 64 pixels, 4 x 4 positions."""
     return make_config(meta_arch, "pretrain")
 
 
-def classifier_config(decoder: str = "linear", **classifier: Any) -> CfgNode:
+def classifier_config(decoder="linear", **classifier):
     """Returns one of the same encoder, with its tokens, at 80 pixels: 5 x 5 positions."""
     cfg = make_config(
         *("ImageClassifier", "classify", "INPUT.PRETRAIN.SIZE", 80, "MODEL.CLASS_NAMES", CLASSES),
@@ -50,7 +47,7 @@ def classifier_config(decoder: str = "linear", **classifier: Any) -> CfgNode:
     return cfg
 
 
-def retinanet_config() -> CfgNode:
+def retinanet_config():
     """Returns a RetinaNet on the same encoder."""
     return make_config(
         *("SyncRetinaNet", "default", "MODEL.BACKBONE.NAME", "build_mobile_former_fpn_backbone"),
@@ -60,7 +57,7 @@ def retinanet_config() -> CfgNode:
     )
 
 
-def mf_detr_config() -> CfgNode:
+def mf_detr_config():
     """Returns an MF-DETR with seven queries on the same encoder."""
     cfg = make_config(
         *("MFDETR", "detr", "MODEL.MOBILE_FORMER.OUT_FEATURES", ["s8", "s16_expanded"]),
@@ -72,7 +69,7 @@ def mf_detr_config() -> CfgNode:
     return cfg
 
 
-def resnet_config() -> CfgNode:
+def resnet_config():
     """Returns a classifier without tokens."""
     cfg = classifier_config(IN_FEATURE="res3")
     cfg.MODEL.BACKBONE.NAME = "build_resnet_backbone"
@@ -84,11 +81,11 @@ def resnet_config() -> CfgNode:
 class TinyRuns:
     """Runs with random weights by name, each made when it is first asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
 
     @functools.cache  # noqa: B019  there is one, for the session
-    def get(self, name: str) -> Run:
+    def get(self, name):
         """Returns a run; "qb_heat" has a folder with checkpoints, the others are files."""
         if name == "qb_heat":
             return make_qb_heat(self._folder / "qb_heat")
@@ -103,7 +100,7 @@ class TinyRuns:
         return make_run(self._folder, cfg, name, iteration=iteration, seed=seed)
 
 
-def make_run(folder: Path, cfg: CfgNode, label: str, *, iteration: int = 9, seed: int = 0) -> Run:
+def make_run(folder, cfg, label, *, iteration=9, seed=0):
     """Returns random weights as those of a run after so many steps."""
     torch.manual_seed(seed)
     model = build_model(cfg)
@@ -117,7 +114,7 @@ def make_run(folder: Path, cfg: CfgNode, label: str, *, iteration: int = 9, seed
     return Run.open(path, label=label, device="cpu")
 
 
-def make_qb_heat(folder: Path) -> Run:
+def make_qb_heat(folder):
     """Writes the folder of a run of 4 epochs and 40 steps with random linear models."""
     folder.mkdir()
     cfg = pretraining_config()
@@ -134,7 +131,7 @@ def make_qb_heat(folder: Path) -> Run:
     return Run.open(folder, device="cpu")
 
 
-def truncate(run: Run, folder: Path) -> Run:
+def truncate(run, folder):
     """Returns a run "cut" with the config of ``run`` and half of its checkpoint."""
     cut = folder / "cut"
     cut.mkdir()
@@ -144,7 +141,7 @@ def truncate(run: Run, folder: Path) -> Run:
     return Run.open(cut, device="cpu")
 
 
-def write_run(folder: Path, cfg: CfgNode) -> Path:
+def write_run(folder, cfg):
     """Writes the folder of a run with random weights that ended after ten steps."""
     folder.mkdir(parents=True)
     make_run(folder, cfg, "model_final")

@@ -1,34 +1,31 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A tiny detector, the zoo's smallest encoder, and a few photos."""
 
-from pathlib import Path
-
 import cv2
 import pytest
 
 import qbheat_det
-from qbheat_det.api import Detector, Encoder
 from tests.data.pictures import draw, save
 from tests.export.tiny_models import save as save_tiny
 
 
 @pytest.fixture(scope="session")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+def weights(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("api") / "run", "two_maps")
 
 
 @pytest.fixture(scope="session")
-def detector(weights: str) -> Detector:
+def detector(weights):
     return qbheat_det.load(weights, device="cpu")
 
 
 @pytest.fixture(scope="session")
-def encoder() -> Encoder:
+def encoder():
     return qbheat_det.load("qbheat://qb_heat/285M_caltech101", device="cpu")
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory):
     """Four images of three sizes, a video of three frames, and a file that is none."""
     folder = tmp_path_factory.mktemp("photos")
     for index, size in enumerate([(120, 90), (90, 120), (120, 90), (70, 70)]):

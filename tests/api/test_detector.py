@@ -2,9 +2,7 @@
 """``Detector``: the same boxes for every kind of image and batch; evaluation, training, exports."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -12,18 +10,18 @@ import pytest
 import torch
 
 import qbheat_det
-from qbheat_det.api import Detections, Detector, predict_files
+from qbheat_det.api import predict_files
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.images import read_rgb
 from tests.export.tiny_models import save as save_tiny
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 
-def _pixels(path: Path) -> np.ndarray:
+def _pixels(path):
     return np.asarray(PIL.Image.open(path).convert("RGB"))
 
 
-SINGLE: dict[str, Callable[[Path], Any]] = {
+SINGLE = {
     "file": lambda path: path,
     "text": str,
     "pillow": PIL.Image.open,
@@ -33,21 +31,19 @@ SINGLE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def _predict_by_the_tool(weights: str, path: Path, **options: Any) -> list[dict[str, Any]]:
+def _predict_by_the_tool(weights, path, **options):
     found = predict_files(weights, [str(path)], device="cpu", **options).results
     return [{key: value for key, value in box.items() if key != "file_name"} for box in found]
 
 
 @pytest.fixture(scope="module")
-def expected(weights: str, photos: Path) -> list[dict[str, Any]]:
+def expected(weights, photos):
     """Boxes of the tool on the first photo."""
     return _predict_by_the_tool(weights, photos / "0.png")
 
 
 @pytest.mark.parametrize("kind", SINGLE)
-def test_boxes_are_those_of_the_tool_for_every_kind_of_image(
-    kind: str, detector: Detector, photos: Path, expected: list[dict[str, Any]]
-) -> None:
+def test_boxes_are_those_of_the_tool_for_every_kind_of_image(kind, detector, photos, expected):
     path = photos / "0.png"
     found = detector(SINGLE[kind](path))
     assert expected
@@ -55,14 +51,14 @@ def test_boxes_are_those_of_the_tool_for_every_kind_of_image(
     np.testing.assert_array_equal(found.image, _pixels(path))
 
 
-def test_tiles_are_those_of_the_tool(detector: Detector, weights: str, photos: Path) -> None:
+def test_tiles_are_those_of_the_tool(detector, weights, photos):
     path = photos / "0.png"
     found = detector.predict(path, threshold=0, tile=64).to_coco()
     assert found == _predict_by_the_tool(weights, path, tile=64, score_threshold=0.0)
     assert found != detector.predict(path, threshold=0).to_coco()
 
 
-def _assert_same(found: list[Detections], expected: list[Detections]) -> None:
+def _assert_same(found, expected):
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.boxes, other.boxes, rtol=1e-4, atol=1e-3)
@@ -71,12 +67,10 @@ def _assert_same(found: list[Detections], expected: list[Detections]) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_batches_give_what_single_images_give(
-    batch_size: int, detector: Detector, photos: Path
-) -> None:
+def test_batches_give_what_single_images_give(batch_size, detector, photos):
     files = sorted(photos.glob("*.png"))
     expected = [detector.predict(path, threshold=0) for path in files]
-    sizes: list[int] = []
+    sizes = []
     hook = detector.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     sources = files, photos, str(photos / "*.png")
     for source in sources:
@@ -88,9 +82,9 @@ def test_batches_give_what_single_images_give(
     assert sizes == {1: [1] * 4, 3: [2, 1, 1], 8: [2, 1, 1]}[batch_size] * len(sources)
 
 
-def test_a_video_is_read_frame_by_frame(detector: Detector, photos: Path) -> None:
+def test_a_video_is_read_frame_by_frame(detector, photos):
     found = detector.predict(photos / "v.avi", batch_size=1)
-    read: list[int] = []
+    read = []
     hook = detector.model.register_forward_pre_hook(lambda *_: read.append(1))
     first = next(found)
     assert (first.frame, len(read)) == (0, 1)
@@ -120,9 +114,7 @@ def test_a_video_is_read_frame_by_frame(detector: Detector, photos: Path) -> Non
         (PIL.Image.new("I;16", (8, 8)), "16 bits"),
     ],
 )
-def test_what_is_no_image_is_refused(
-    source: Any, named: str, detector: Detector, photos: Path
-) -> None:
+def test_what_is_no_image_is_refused(source, named, detector, photos):
     if isinstance(source, str | list):
         inside = [str(photos / name) for name in ([source] if isinstance(source, str) else source)]
         source = inside if isinstance(source, list) else inside[0]
@@ -130,13 +122,13 @@ def test_what_is_no_image_is_refused(
         detector.predict(source)
 
 
-def test_arguments_that_make_no_sense_are_refused(detector: Detector, photos: Path) -> None:
+def test_arguments_that_make_no_sense_are_refused(detector, photos):
     for arguments in ({"threshold": 50}, {"batch_size": 0}, {"tile": 8}):
         with pytest.raises(UserError, match=next(iter(arguments))):
             detector.predict(photos / "0.png", **arguments)
 
 
-def test_a_turned_photo_is_upright_however_it_is_given(tmp_path: Path) -> None:
+def test_a_turned_photo_is_upright_however_it_is_given(tmp_path):
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
     PIL.Image.fromarray(np.zeros((10, 30, 3), np.uint8)).save(tmp_path / "t.jpg", exif=exif)
@@ -144,7 +136,7 @@ def test_a_turned_photo_is_upright_however_it_is_given(tmp_path: Path) -> None:
     assert read_rgb(PIL.Image.open(tmp_path / "t.jpg")).shape == (30, 10, 3)
 
 
-def test_the_deployed_form_finds_the_same(detector: Detector, photos: Path) -> None:
+def test_the_deployed_form_finds_the_same(detector, photos):
     deployed = detector.deploy(compile="off")
     assert "deployed" in repr(deployed)
     assert "deployed" not in repr(detector)
@@ -155,10 +147,8 @@ def test_the_deployed_form_finds_the_same(detector: Detector, photos: Path) -> N
             action()
 
 
-def test_evaluation_counts_the_best_box_of_each_image(
-    detector: Detector, photos: Path, tmp_path: Path
-) -> None:
-    content: dict[str, Any] = {"images": [], "annotations": []}
+def test_evaluation_counts_the_best_box_of_each_image(detector, photos, tmp_path):
+    content = {"images": [], "annotations": []}
     for number, path in enumerate(sorted(photos.glob("*.png")), start=1):
         one = detector(path, threshold=0.0)
         (height, width), best = one.instances.image_size, one.to_coco(number)[0]
@@ -177,11 +167,11 @@ def test_evaluation_counts_the_best_box_of_each_image(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["two_maps", "qb_heat"])
-def test_an_exported_file_gives_the_same(kind: str, tmp_path: Path, photos: Path) -> None:
+def test_an_exported_file_gives_the_same(kind, tmp_path, photos):
     pytest.importorskip("onnxscript")
-    original: Any = qbheat_det.load(save_tiny(tmp_path / "run", kind), device="cpu")
+    original = qbheat_det.load(save_tiny(tmp_path / "run", kind), device="cpu")
     original.export(tmp_path / "m.onnx", images=[photos / "0.png", photos / "1.png"])
-    exported: Any = qbheat_det.load(tmp_path / "m.onnx", device="cpu")
+    exported = qbheat_det.load(tmp_path / "m.onnx", device="cpu")
     assert repr(exported).startswith(type(original).__name__)
     files = sorted(photos.glob("*.png"))
     if kind == "two_maps":
@@ -202,18 +192,15 @@ QUICK = {
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toy(tmp_path_factory):
     """A COCO json with its images beside it."""
-    folder = tmp_path_factory.mktemp("toy")
-    return (
-        prepare_toy_set(ToySpec("train", num_images=20, image_size=64), folder) / "annotations.json"
-    )
+    return draw_toy_set(tmp_path_factory.mktemp("toy"), 20) / "annotations.json"
 
 
 @pytest.mark.slow
 def test_a_trained_detector_has_the_datas_classes_and_the_runs_weights(
-    weights: str, toy: Path, tmp_path: Path, photos: Path
-) -> None:
+    weights, toy, tmp_path, photos
+):
     detector = qbheat_det.load(weights, device="cpu")
     before = {key: value.clone() for key, value in detector.model.state_dict().items()}
     images = str(toy.parent / "images")
@@ -243,9 +230,7 @@ def test_a_trained_detector_has_the_datas_classes_and_the_runs_weights(
         ({"wrong_flag": 1}, "wrong_flag"),
     ],
 )
-def test_what_cannot_be_trained_is_named(
-    arguments: dict[str, Any], named: str, detector: Detector, toy: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_trained_is_named(arguments, named, detector, toy, tmp_path):
     with pytest.raises(UserError, match=named):
         detector.train(**{"data": toy, "output": tmp_path / "run", **arguments})
     assert not (tmp_path / "run").exists()
@@ -262,8 +247,6 @@ def test_what_cannot_be_trained_is_named(
         (lambda detector: detector.embed("a.jpg"), "not an encoder"),
     ],
 )
-def test_keywords_and_methods_of_others_name_the_right_one(
-    detector: Detector, call: Callable[[Any], object], right: str
-) -> None:
+def test_keywords_and_methods_of_others_name_the_right_one(detector, call, right):
     with pytest.raises((TypeError, UserError), match=right):
         call(detector)

@@ -2,17 +2,14 @@
 """``qbheat_det.load``: names, files, folders and addresses, and the way over Hugging Face."""
 
 import hashlib
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import huggingface_hub.constants
 import numpy as np
 import PIL.Image
 import pytest
-import timm
 import torch
 from detectron2.structures import ImageList
 
@@ -20,19 +17,18 @@ import qbheat_det
 from qbheat_det import model_zoo
 from qbheat_det.api import Detector, Encoder
 from qbheat_det.core.errors import UserError
+from tests.checkpoint.tiny_models import replace_hub
 
 NAME, REPO = "retinanet/285M_bccd", "someone/cells"
 
 
 @pytest.fixture(scope="module")
-def cells() -> Any:
+def cells():
     """The zoo's detector of blood cells."""
     return qbheat_det.load(NAME, device="cpu")
 
 
-def test_a_zoo_name_is_a_detector_or_an_encoder_and_says_what_it_is(
-    cells: Detector, encoder: Encoder
-) -> None:
+def test_a_zoo_name_is_a_detector_or_an_encoder_and_says_what_it_is(cells, encoder):
     detector = cells
     assert isinstance(detector, Detector)
     assert detector.weights == "qbheat://retinanet/285M_bccd"
@@ -44,25 +40,17 @@ def test_a_zoo_name_is_a_detector_or_an_encoder_and_says_what_it_is(
         encoder.predict("photo.jpg")
 
 
-def test_timms_networks_are_encoders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[Any] = []
-    create = timm.create_model
-
-    def fetch(name: str, *, pretrained: bool = False, **kwargs: Any) -> Any:
-        model = create(name, pretrained=False, **kwargs)
-        made.extend([model] if pretrained else [])
-        return model
-
-    monkeypatch.setattr(timm, "create_model", fetch)
-    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+def test_timms_networks_are_encoders(monkeypatch, tmp_path):
+    hub = replace_hub(monkeypatch, tmp_path)
     encoder = qbheat_det.load("timm://resnet18", device="cpu")
     assert isinstance(encoder, Encoder)
     image = torch.randint(256, (3, 64, 96), dtype=torch.uint8)
     outputs = encoder(image)
     assert [*outputs] == ["s2", "s4", "s8", "s16", "s32"]
-    mean, std = (torch.tensor(made[0].pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    ((_, net),) = hub
+    mean, std = (torch.tensor(net.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
     with torch.no_grad():
-        expected = made[0].eval().forward_features(((image / 255 - mean) / std)[None])
+        expected = net.eval().forward_features(((image / 255 - mean) / std)[None])
     torch.testing.assert_close(outputs["s32"], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -76,27 +64,25 @@ def test_timms_networks_are_encoders(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ("qbheat://nothing/here", "nothing/here"),
     ],
 )
-def test_what_is_not_there_is_named(name: str, named: str) -> None:
+def test_what_is_not_there_is_named(name, named):
     with pytest.raises(UserError, match=named):
         qbheat_det.load(name)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu", "meta"])
-def test_a_device_that_is_not_there_is_named(
-    device: str, weights: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_not_there_is_named(device, weights, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=device):
         qbheat_det.load(weights, device=device)
 
 
-FILES: dict[str, bytes] = {}
+FILES = {}
 
 
 class Hub(BaseHTTPRequestHandler):
     """Answers what a download asks."""
 
-    def _answer(self, content: bytes, **headers: str) -> None:
+    def _answer(self, content, **headers):
         self.send_response(200)
         for key, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(key.replace("_", "-"), value)
@@ -104,7 +90,7 @@ class Hub(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         content = FILES.get(self.path.rpartition("/")[2])
         revisions = (f"/{REPO}/resolve/main/", f"/{REPO}/resolve/v1/")
         if content is None or not self.path.startswith(revisions):
@@ -115,12 +101,12 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args):
         pass
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def hub(monkeypatch, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
@@ -135,7 +121,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     server.shutdown()
 
 
-def test_a_detector_comes_back_from_the_hub(hub: None, cells: Detector) -> None:
+def test_a_detector_comes_back_from_the_hub(hub, cells):
     FILES["model.safetensors"] = Path(model_zoo.get_checkpoint(cells.weights)).read_bytes()
     for name in (f"hf://{REPO}", f"hf://{REPO}@v1"):
         back = qbheat_det.load(name, device="cpu")
@@ -149,14 +135,12 @@ def test_a_detector_comes_back_from_the_hub(hub: None, cells: Detector) -> None:
 
 
 @pytest.mark.parametrize("address", ["hf://nobody/nothing", "hf://../../etc", "hf://one"])
-def test_what_the_hub_does_not_have_is_named(hub: None, address: str) -> None:
+def test_what_the_hub_does_not_have_is_named(hub, address):
     with pytest.raises(UserError, match=address.removeprefix("hf://")):
         qbheat_det.load(address, device="cpu")
 
 
-def test_maps_are_the_backbones_and_an_embedding_the_mean_of_the_coarsest(
-    encoder: Encoder, photos: Path
-) -> None:
+def test_maps_are_the_backbones_and_an_embedding_the_mean_of_the_coarsest(encoder, photos):
     path = photos / "0.png"
     pixels = torch.from_numpy(np.array(PIL.Image.open(path).convert("RGB")))
     mean, std = (torch.tensor(encoder.cfg.MODEL[key]) for key in ("PIXEL_MEAN", "PIXEL_STD"))

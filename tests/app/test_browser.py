@@ -10,9 +10,7 @@ import sys
 import time
 import urllib.request
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -33,7 +31,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(tmp_path_factory):
     """Of a server in a process of its own, which leaves no file behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -63,9 +61,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def page(address: str) -> Iterator[Any]:
+def page(address):
     """The page; at the end, nothing was asked of other hosts and nothing failed in it."""
-    asked: list[str] = []
+    asked = []
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=BROWSER, args=["--no-sandbox", "--disable-dev-shm-usage"]
@@ -82,7 +80,7 @@ def page(address: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def photo(tmp_path: Path) -> Path:
+def photo(tmp_path):
     """Red discs on a light ground, which the blood cells' detector takes for cells."""
     y, x = np.mgrid[:320, :420]
     pixels = np.full((320, 420, 3), (225, 215, 205), dtype=np.uint8)
@@ -94,22 +92,21 @@ def photo(tmp_path: Path) -> Path:
     return path
 
 
-def upload(page: Any, *files: Path) -> None:
+def upload(page, *files):
     page.locator("input[type=file]").first.set_input_files(list(map(str, files)))
     for file in files:
         page.get_by_text(file.stem, exact=False).first.wait_for()
 
 
-def download(page: Any) -> list[dict[str, Any]]:
+def download(page):
     with page.expect_download() as waiting:
         page.get_by_role("button", name="Download boxes.json").click()
     with zipfile.ZipFile(waiting.value.path()) as archive:
         assert any(name.endswith(".jpg") for name in archive.namelist())
-        found: list[dict[str, Any]] = json.loads(archive.read("boxes.json"))
-    return found
+        return json.loads(archive.read("boxes.json"))
 
 
-def test_boxes_of_an_image_follow_the_threshold(page: Any, photo: Path) -> None:
+def test_boxes_of_an_image_follow_the_threshold(page, photo):
     upload(page, photo)
     page.get_by_role("button", name="Find objects").click()
     page.get_by_text(f"1 of 1 files predicted by {ENTRY}").wait_for()
@@ -124,9 +121,7 @@ def test_boxes_of_an_image_follow_the_threshold(page: Any, photo: Path) -> None:
     assert download(page) == []
 
 
-def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(
-    page: Any, photo: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(page, photo, tmp_path):
     (tmp_path / "script.png").write_bytes(b"%!PS\n(/etc/passwd) run")
     upload(page, photo, tmp_path / "script.png")
     page.get_by_role("button", name="Find objects").click()
@@ -134,12 +129,12 @@ def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(
     assert "script.png: not an image" in page.locator("#status").inner_text()
 
 
-def test_nothing_to_predict_on_is_an_error_in_the_page(page: Any) -> None:
+def test_nothing_to_predict_on_is_an_error_in_the_page(page):
     page.get_by_role("button", name="Find objects").click()
     page.get_by_text("choose images first").wait_for()
 
 
-def test_the_second_tab_draws_attention_and_reconstructions(page: Any, photo: Path) -> None:
+def test_the_second_tab_draws_attention_and_reconstructions(page, photo):
     page.get_by_role("tab", name="What the encoder sees").click()
     page.locator("input[type=file]").last.set_input_files(str(photo))
     page.get_by_role("button", name="Show", exact=True).click()
@@ -148,7 +143,7 @@ def test_the_second_tab_draws_attention_and_reconstructions(page: Any, photo: Pa
         assert page.get_by_text(text).is_visible()
 
 
-def test_images_are_accepted_and_skipped_with_keys_and_buttons(page: Any) -> None:
+def test_images_are_accepted_and_skipped_with_keys_and_buttons(page):
     page.get_by_role("tab", name="Select images to label").click()
     page.get_by_label("Number of images").fill("3")
     page.get_by_role("button", name="Select", exact=True).click()

@@ -9,10 +9,8 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -34,14 +32,14 @@ ENTRY = "retinanet/285M_bccd"
 
 
 @pytest.fixture(scope="module")
-def detector() -> Detector:
+def detector():
     found = qbheat_det.load(ENTRY)
     assert isinstance(found, Detector)
     return found
 
 
 @pytest.fixture(scope="module")
-def client(detector: Detector) -> Iterator[TestClient]:
+def client(detector):
     limits = Limits(megabytes=0.2, megapixels=0.5)
     with (
         ThreadPoolExecutor(1) as thread,
@@ -50,7 +48,7 @@ def client(detector: Detector) -> Iterator[TestClient]:
         yield c
 
 
-def test_the_boxes_are_those_of_predict(client: TestClient, detector: Detector) -> None:
+def test_the_boxes_are_those_of_predict(client, detector):
     answer = client.post("/predict", params={"threshold": 0.5}, content=CELLS).json()
     expected = detector.predict(ROOT / "docs" / "cells.jpg", threshold=0.5)
     assert (answer["width"], answer["height"]) == (640, 480)
@@ -60,14 +58,14 @@ def test_the_boxes_are_those_of_predict(client: TestClient, detector: Detector) 
     np.testing.assert_allclose(found, wanted, atol=0.006)
 
 
-def test_health_model_and_description(client: TestClient) -> None:
+def test_health_model_and_description(client):
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/model").json()["class_names"] == ["RBC", "WBC", "Platelets"]
     operation = client.get("/openapi.json").json()["paths"]["/predict"]["post"]
     assert set(operation["requestBody"]["content"]) == {"image/*"}
 
 
-def _png(height: int, width: int) -> bytes:
+def _png(height, width):
     stream = io.BytesIO()
     PIL.Image.new("RGB", (width, height)).save(stream, "PNG")
     return stream.getvalue()
@@ -87,30 +85,28 @@ def _png(height: int, width: int) -> bytes:
         ({"content": CELLS, "params": {"threshold": 2}}, 422, "threshold"),
     ],
 )
-def test_bad_requests_are_named(
-    client: TestClient, request_parts: dict[str, Any], status: int, named: str
-) -> None:
+def test_bad_requests_are_named(client, request_parts, status, named):
     answer = client.post("/predict", **request_parts)
     assert (answer.status_code, named in answer.text) == (status, True), answer.text
 
 
-def test_the_parts_of_a_body_count_together() -> None:
+def test_the_parts_of_a_body_count_together():
     class Parts:
-        async def stream(self) -> AsyncIterator[bytes]:
+        async def stream(self):
             for _ in range(4):
                 yield bytes(60_000)
 
-    request: Any = Parts()
+    request = Parts()
     assert asyncio.run(_read_body(request, Limits(megabytes=0.24))) == bytes(240_000)
     with pytest.raises(HTTPException) as caught:
         asyncio.run(_read_body(request, Limits(megabytes=0.2)))
     assert caught.value.status_code == 413
 
 
-def test_requests_that_wait_form_a_batch_and_errors_stay_in_theirs() -> None:
+def test_requests_that_wait_form_a_batch_and_errors_stay_in_theirs():
     entered, go_on, sizes = threading.Event(), threading.Event(), []
 
-    def predict(images: Sequence[Any]) -> list[Any]:
+    def predict(images):
         sizes.append(len(images))
         entered.set()
         go_on.wait(10)
@@ -119,7 +115,7 @@ def test_requests_that_wait_form_a_batch_and_errors_stay_in_theirs() -> None:
         return [f"boxes of {image}" for image in images]
 
     with ThreadPoolExecutor(1) as thread:
-        batches: Any = BatchQueue(predict, 4, thread)  # type: ignore[arg-type]  # any images
+        batches = BatchQueue(predict, 4, thread)  # # any images
         futures = [batches.submit("bad")]
         assert entered.wait(10)
         futures += [batches.submit(number) for number in range(6)]
@@ -129,7 +125,7 @@ def test_requests_that_wait_form_a_batch_and_errors_stay_in_theirs() -> None:
     assert sizes == [1, 4, 2]
 
 
-def test_a_busy_server_refuses(detector: Detector) -> None:
+def test_a_busy_server_refuses(detector):
     with ThreadPoolExecutor(1) as thread:
         client = TestClient(build_server(detector, thread, limits=Limits(waiting=0)))
         answer = client.post("/predict", content=CELLS)
@@ -137,7 +133,7 @@ def test_a_busy_server_refuses(detector: Detector) -> None:
     assert answer.headers["retry-after"] == "1"
 
 
-def test_what_is_no_detector_and_a_taken_port_are_named() -> None:
+def test_what_is_no_detector_and_a_taken_port_are_named():
     with pytest.raises(UserError, match="distill/285M"):
         serve("distill/285M", port=0)
     with pytest.raises(UserError, match=r"127\.0\.0\.1:99999"):
@@ -145,7 +141,7 @@ def test_what_is_no_detector_and_a_taken_port_are_named() -> None:
 
 
 @pytest.mark.slow
-def test_the_process_serves_and_ends_on_sigterm() -> None:
+def test_the_process_serves_and_ends_on_sigterm():
     command = [sys.executable, str(ROOT / "tools" / "serve.py"), "--weights", ENTRY, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

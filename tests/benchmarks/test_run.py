@@ -2,8 +2,6 @@
 """benchmarks/run.py, its tables, its detectors, and the peers of pre-training."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +32,7 @@ PEERS = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(DETECTORS
 
 
 @pytest.mark.parametrize("name", [*OURS, *PEERS])
-def test_every_detector_runs_on_a_small_image(name: str) -> None:
+def test_every_detector_runs_on_a_small_image(name):
     if "detr_r" in name:
         pytest.importorskip("transformers")
     detector = DETECTORS[name]
@@ -42,9 +40,7 @@ def test_every_detector_runs_on_a_small_image(name: str) -> None:
         assert detector.call(detector.load()(), random_images(160, 160)) is not None
 
 
-def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(monkeypatch, tmp_path):
     row = Result.lower_is_better("memory/a_vs_b", 1.0, 2.0, "MiB")
     monkeypatch.setattr(training, "run", lambda quick, threads: [row])
     run.main(["--only", "training", "--quick", "--threads", "1", "--output", str(tmp_path)])
@@ -55,35 +51,25 @@ def test_only_runs_what_it_names_and_quick_figures_have_their_own_folder(
 
 
 @pytest.mark.slow
-def test_quick_runs_measure_training_and_jpegs() -> None:
+def test_quick_runs_measure_training_and_jpegs():
     names = {row.name for row in [*training.run(quick=True), *data.run(quick=True)]}
     assert names >= {f"training/{job}_step_s" for job in training.JOBS}
     assert "data/jpeg_to_batch_vs_torchvision" in names
 
 
-class Clock:
-    """A clock that stands still until a call moves it."""
+def test_calls_take_turns_and_warm_up_is_not_timed():
+    now, order = [0.0], []  # the clock stands still until a call moves it
 
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_calls_take_turns_and_warm_up_is_not_timed() -> None:
-    clock, order = Clock(), []
-
-    def call(name: str, seconds: list[float]) -> None:
+    def call(name, seconds):
         order.append(name)
-        clock.now += seconds.pop(0)
+        now[0] += seconds.pop(0)
 
     ours, peer = [100.0, 1.0, 3.0, 2.0], [200.0, 5.0, 4.0, 9.0]
     samples = samples_in_rounds(
         {"ours": lambda: call("ours", ours), "peer": lambda: call("peer", peer)},
         rounds=3,
         warm_up=1,
-        clock=clock,
+        clock=lambda: now[0],
     )
     assert order == ["ours", "peer"] * 4
     assert samples == {"ours": Sample(2.0, 1.0, 3.0), "peer": Sample(5.0, 4.0, 9.0)}
@@ -103,7 +89,7 @@ After.
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     rows = [
         Result.lower_is_better("latency/285m_vs_peer", 0.5, 2.0, "s"),
         Result.lower_is_better("latency/3.7g_vs_peer", 1.0, 2.0, "s"),
@@ -113,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_table_has_the_rows_it_names_and_the_machine_and_the_text_stays(folder: Path) -> None:
+def test_a_table_has_the_rows_it_names_and_the_machine_and_the_text_stays(folder):
     filled = fill(TEXT, folder)
     assert "| `285m_vs_peer` | 0.5 | 2 | s | 4.00 |" in filled
     assert "3.7g" not in filled
@@ -132,7 +118,7 @@ def test_a_table_has_the_rows_it_names_and_the_machine_and_the_text_stays(folder
     main(["--bench", str(folder), "--page", str(page), "--check"])
 
 
-def test_the_page_names_benchmarks_that_there_are() -> None:
+def test_the_page_names_benchmarks_that_there_are():
     found = [match[1] for match in tables._BLOCK.findall(PAGE.read_text(encoding="utf-8"))]
     assert found
     assert set(found) <= set(BENCHMARKS)
@@ -141,7 +127,7 @@ def test_the_page_names_benchmarks_that_there_are() -> None:
 SIZE, GRID = 128, 8
 
 
-def mobile_former() -> MobileFormer:
+def mobile_former():
     """With weights under which tokens and dynamic ReLUs are not near their neutral start."""
     net = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s16_expanded"])
     for module in net.modules():
@@ -150,7 +136,7 @@ def mobile_former() -> MobileFormer:
     return net
 
 
-def test_dropped_tokens_are_those_of_the_same_model_with_a_mask_in_its_attention() -> None:
+def test_dropped_tokens_are_those_of_the_same_model_with_a_mask_in_its_attention():
     encoder = TokenDroppingEncoder(image_size=SIZE).eval()
     images = torch.randn(1, 3, SIZE, SIZE)
     visible = draw_visible(1, GRID**2, images.device)
@@ -159,7 +145,7 @@ def test_dropped_tokens_are_those_of_the_same_model_with_a_mask_in_its_attention
     torch.testing.assert_close(encoder(images, visible), whole[:, visible[0]])
 
 
-def test_masked_convolutions_give_a_visible_block_what_the_block_gives_alone() -> None:
+def test_masked_convolutions_give_a_visible_block_what_the_block_gives_alone():
     net = mobile_former().eval().double()
     images = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float64)
     patches = torch.arange(GRID**2).view(GRID, GRID)
@@ -173,7 +159,7 @@ def test_masked_convolutions_give_a_visible_block_what_the_block_gives_alone() -
         torch.testing.assert_close(among_hidden, alone)
 
 
-def test_all_have_the_same_decoder_and_each_parameter_a_gradient() -> None:
+def test_all_have_the_same_decoder_and_each_parameter_a_gradient():
     small = SETTINGS["128"].at(size=64)
     sizes = set()
     for name in ("285m", "285m_masked_convolution", "mae_vit_s"):
@@ -187,7 +173,7 @@ def test_all_have_the_same_decoder_and_each_parameter_a_gradient() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _keep_torch_as_it_was() -> Iterator[None]:
+def _keep_torch_as_it_was():
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     yield
     torch.set_num_threads(threads)
@@ -196,7 +182,7 @@ def _keep_torch_as_it_was() -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_quick_run_measures_on_a_gpu() -> None:
+def test_a_quick_run_measures_on_a_gpu():
     rows = {row.name: row for row in pretraining.run(quick=True)}
     assert rows["pretraining/128/285m_memory_vs_masked_convolution"].ours > 0
     names = {row.name for row in gpu.run(quick=True, threads=torch.get_num_threads())}

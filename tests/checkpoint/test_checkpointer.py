@@ -4,11 +4,9 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
@@ -20,25 +18,23 @@ class _Counter:
 
     value = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.value = state["value"]
 
 
 @pytest.fixture(autouse=True)
-def _log(caplog: pytest.LogCaptureFixture) -> None:
+def _log(caplog):
     caplog.set_level(logging.INFO)
 
 
-def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+def _state(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(tmp_path, caplog):
     stored = save_detector(tmp_path / "w.safetensors")
     model = TinyDetector(seed=9)
     # A folder without checkpoints does not keep it from starting with the weights.
@@ -58,7 +54,7 @@ def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(
     assert str(exact.report) == "8/8 backbone tensors; 4/4 decoder tensors"
 
 
-def test_other_pixels_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_pixels_are_warned_of(tmp_path, caplog):
     model, path = TinyDetector(), str(tmp_path / "w.safetensors")
     buffer = torch.tensor([9.0, 8.0, 7.0]).view(-1, 1, 1)
     model.register_buffer("pixel_mean", buffer, persistent=False)
@@ -71,9 +67,7 @@ def test_other_pixels_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert warning in "".join(warnings)
 
 
-def test_other_classes_keep_their_rows_by_name_and_are_listed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_classes_keep_their_rows_by_name_and_are_listed(tmp_path, caplog):
     stored = save_detector(tmp_path / "w.safetensors", ("cat", "dog", "bird"))
     model = TinyDetector(2, seed=9)
     fresh = _state(model)
@@ -89,7 +83,7 @@ def test_other_classes_keep_their_rows_by_name_and_are_listed(
     assert str(checkpointer.report) in caplog.text
 
 
-def test_weights_of_other_classes_are_neither_resumed_nor_evaluated(tmp_path: Path) -> None:
+def test_weights_of_other_classes_are_neither_resumed_nor_evaluated(tmp_path):
     info = WeightsInfo(class_names=CLASSES).to_dict()
     SafeCheckpointer(TinyDetector(), str(tmp_path)).save("model_0000001", iteration=1, info=info)
     for names in (("dog", "cat", "bird"), ("cat", "dog", "cow")):
@@ -99,7 +93,7 @@ def test_weights_of_other_classes_are_neither_resumed_nor_evaluated(tmp_path: Pa
                 checkpointer.resume_or_load("", resume=True)
 
 
-def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path: Path) -> None:
+def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path):
     path = str(tmp_path / "w.pth")
     torch.save(TinyDetector(seed=1).state_dict(), path)
     model = TinyDetector()
@@ -122,9 +116,7 @@ def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path: Path
         ),
     ],
 )
-def test_a_part_that_is_filled_only_partly_is_an_error_unless_allowed(
-    tmp_path: Path, change: Any, fault: str
-) -> None:
+def test_a_part_that_is_filled_only_partly_is_an_error_unless_allowed(tmp_path, change, fault):
     state = _state(TinyDetector(seed=1))
     state = {k: t for k, t in {**state, **change}.items() if t is not None}
     torch.save({"model": state}, tmp_path / "w.pth")
@@ -145,7 +137,7 @@ def test_a_part_that_is_filled_only_partly_is_an_error_unless_allowed(
         ExactCheckpointer(model, allow_partial=True).load(str(tmp_path / "w.pth"))
 
 
-def test_another_architecture_and_nan_are_always_refused(tmp_path: Path) -> None:
+def test_another_architecture_and_nan_are_always_refused(tmp_path):
     # Two names and shapes agree by accident.
     state = {f"layer{i}.0.conv1.weight": torch.zeros(4, 4, 3, 3) for i in range(20)}
     state |= {"expand.weight": torch.zeros(4, 4), "expand.bias": torch.zeros(4)}
@@ -162,7 +154,7 @@ def test_another_architecture_and_nan_are_always_refused(tmp_path: Path) -> None
     torch.testing.assert_close(_state(model), before, rtol=0, atol=0)
 
 
-def _run_of(folder: Path, iterations: tuple[int, ...]) -> None:
+def _run_of(folder, iterations):
     """A run's folder: each checkpoint's counter is its iteration, and its weights its seed."""
     for iteration in iterations:
         counter = _Counter()
@@ -172,13 +164,13 @@ def _run_of(folder: Path, iterations: tuple[int, ...]) -> None:
         checkpointer.save(f"model_{iteration:07d}", iteration=iteration)
 
 
-def _resume(folder: Path) -> tuple[nn.Module, _Counter, dict[str, Any]]:
+def _resume(folder):
     model, counter = TinyDetector(seed=99), _Counter()
     checkpointer = SafeCheckpointer(model, str(folder), counter=counter)
     return model, counter, checkpointer.resume_or_load("", resume=True)
 
 
-def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path: Path) -> None:
+def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path):
     _run_of(tmp_path, (3, 7))
     model, counter, rest = _resume(tmp_path)
     torch.testing.assert_close(_state(model), _state(TinyDetector(seed=7)), rtol=0, atol=0)
@@ -195,11 +187,11 @@ def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path: Path) -
         _cut(tmp_path / "bare" / "model_0000003.pth")
 
 
-def _cut(path: Path) -> None:
+def _cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def _flip(path: Path) -> None:
+def _flip(path):
     """Damage inside a tensor, which PyTorch does not see."""
     content = bytearray(path.read_bytes())
     found = content.find(TinyDetector(seed=11).state_dict()["backbone.expand.weight"].numpy())
@@ -208,9 +200,7 @@ def _flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _flip, Path.unlink, lambda path: path.write_bytes(b"")])
-def test_a_damaged_last_checkpoint_is_replaced_by_the_newest_whole_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any
-) -> None:
+def test_a_damaged_last_checkpoint_is_replaced_by_the_newest_whole_one(tmp_path, caplog, damage):
     _run_of(tmp_path, (3, 7, 11))
     os.utime(tmp_path / "model_0000003.pth")  # copying changes times, so they say nothing
     torch.save({"model": TinyDetector(seed=50).state_dict()}, tmp_path / "weights.pth")
@@ -222,7 +212,7 @@ def test_a_damaged_last_checkpoint_is_replaced_by_the_newest_whole_one(
     assert "model_0000011.pth" in warning.getMessage()
 
 
-def test_a_missing_or_wrong_tag_does_not_keep_a_run_from_resuming(tmp_path: Path) -> None:
+def test_a_missing_or_wrong_tag_does_not_keep_a_run_from_resuming(tmp_path):
     _run_of(tmp_path, (3, 7))
     for tag in (None, b"", b"\xff\xfe", b"model_0000009.pth", b"../elsewhere/model_0000007.pth"):
         (tmp_path / "last_checkpoint").unlink(missing_ok=True)

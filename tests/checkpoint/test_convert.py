@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Others' weights for the encoders here: equal outputs after the change of names, and refusals."""
 
+import functools
 import zlib
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.nn import functional as F
 
 import qbheat_det
@@ -52,7 +52,7 @@ _RECORDED = {
 class _Shapes(dict[str, tuple[int, ...]]):
     """Shapes of all tensors of an official network by name."""
 
-    def __init__(self, size: str) -> None:
+    def __init__(self, size):
         super().__init__()
         arch = MOBILE_FORMER_ARCHS[size]
         self.groups, self.dim, channels = 4 if size == "26M" else 1, arch.token_dim, arch.stem
@@ -69,30 +69,28 @@ class _Shapes(dict[str, tuple[int, ...]]):
         self.norm("classifier.fc.1", hidden)
         self.linear("classifier.classifier.1", 1000, hidden)
 
-    def linear(self, name: str, out: int, inputs: int) -> None:
+    def linear(self, name, out, inputs):
         self.update({f"{name}.weight": (out, inputs), f"{name}.bias": (out,)})
 
-    def norm(self, name: str, width: int, *, batch: bool = True) -> None:
+    def norm(self, name, width, *, batch=True):
         kinds = ("weight", "bias", "running_mean", "running_var") if batch else ("weight", "bias")
         self.update({f"{name}.{kind}": (width,) for kind in kinds})
 
-    def convolution(self, name: str, number: int, out: int, inputs: int, side: int = 1) -> None:
+    def convolution(self, name, number, out, inputs, side=1):
         self[f"{name}.{number}.weight"] = (out, inputs, side, side)
         self.norm(f"{name}.{number + 1}", out)
 
-    def to_tokens(self, name: str, width: int) -> None:
+    def to_tokens(self, name, width):
         self.linear(f"{name}.q", width, self.dim)
         self.linear(f"{name}.alpha.0", width, self.dim)
         self.linear(f"{name}.proj", self.dim, width)
         self.norm(f"{name}.layer_norm", self.dim, batch=False)
 
-    def activation(self, name: str, width: int) -> None:
+    def activation(self, name, width):
         self.linear(f"{name}.hyper.0", self.dim // 4, self.dim)
         self.linear(f"{name}.hyper.2", 2 * width, self.dim // 4)
 
-    def block(
-        self, own: str, channels: int, first: int, out: int, stride: int, second: int
-    ) -> None:
+    def block(self, own, channels, first, out, stride, second):
         hidden, groups, dim = channels * first, self.groups, self.dim
         if not second:
             self.convolution(f"{own}.conv", 0, hidden, 1, 3)
@@ -122,7 +120,7 @@ class _Shapes(dict[str, tuple[int, ...]]):
         self.linear(f"{own}.global_local.proj", out, dim)
 
 
-def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
+def _draw(name, shape):
     """Returns a random tensor that is a function of its name; maps keep their scale."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -133,7 +131,13 @@ def _draw(name: str, shape: tuple[int, ...]) -> Tensor:
     return values / (values[0].numel() ** 0.5)
 
 
-def _classify(expanded: Tensor, tokens: Tensor, state: dict[str, Tensor]) -> Tensor:
+@functools.cache
+def _state(size):
+    """Random weights of an official network, in float32."""
+    return {name: _draw(name, shape).float() for name, shape in _Shapes(size).items()}
+
+
+def _classify(expanded, tokens, state):
     """Returns the logits (N, 1000) of the authors' classifier, which is not converted."""
     pooled = F.hardswish(expanded.mean(dim=(2, 3)))
     hidden = F.linear(
@@ -146,13 +150,13 @@ def _classify(expanded: Tensor, tokens: Tensor, state: dict[str, Tensor]) -> Ten
     return F.linear(F.hardswish(hidden), *last)
 
 
-def _images() -> Tensor:
+def _images():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, 3, 70, 96, generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("size", _ROWS)
-def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
+def test_converted_weights_give_what_the_authors_code_gives(size):
     state = {name: _draw(name, shape) for name, shape in _Shapes(size).items()}
     assert find_size(state) == size
     model = MobileFormer(
@@ -168,8 +172,8 @@ def test_converted_weights_give_what_the_authors_code_gives(size: str) -> None:
     assert [value.item() for value in found] == pytest.approx(_RECORDED[size], rel=1e-12)
 
 
-def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
-    state = {name: _draw(name, shape).float() for name, shape in _Shapes("96M").items()}
+def test_a_file_is_for_the_networks_of_its_size(tmp_path):
+    state = _state("96M")
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     torch.save({"state_dict": wrapped}, tmp_path / "official.pth")
     weights = str(tmp_path / "own.safetensors")
@@ -200,11 +204,9 @@ def test_a_file_is_for_the_networks_of_its_size(tmp_path: Path) -> None:
         ({"stem.1.bias": torch.full((8,), torch.nan)}, "NaN"),
     ],
 )
-def test_an_incomplete_file_of_the_authors_network_is_refused(
-    changes: dict[str, Tensor | None], named: str, tmp_path: Path
-) -> None:
-    state = {name: _draw(name, shape).float() for name, shape in _Shapes("52M").items()}
-    changed = {name: tensor for name, tensor in {**state, **changes}.items() if tensor is not None}
+def test_an_incomplete_file_of_the_authors_network_is_refused(changes, named, tmp_path):
+    state = {**_state("52M"), **changes}
+    changed = {name: tensor for name, tensor in state.items() if tensor is not None}
     wrapped = {"state_dict": {f"module.{name}": tensor for name, tensor in changed.items()}}
     torch.save(wrapped, tmp_path / "official.pth")
     output = tmp_path / "own.safetensors"
@@ -216,7 +218,7 @@ def test_an_incomplete_file_of_the_authors_network_is_refused(
 TOOL = load_tool("convert_weights")
 
 
-def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> None:
+def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path):
     own = timm.create_model("tf_efficientnet_lite0").state_dict()
     kinds = [name.rpartition(".")[2] for name in own]
     theirs = {f"_{i}.{kinds[i]}": v for i, v in enumerate(own.values())}
@@ -240,15 +242,14 @@ def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def official(tmp_path_factory: pytest.TempPathFactory) -> str:
+def official(tmp_path_factory):
     """The authors' smallest network, in a file."""
-    state = {name: _draw(name, shape).float() for name, shape in _Shapes("26M").items()}
     path = tmp_path_factory.mktemp("official") / "theirs.safetensors"
-    save_file(state, path)
+    save_file(_state("26M"), path)
     return str(path)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, official: str) -> None:
+def test_what_does_not_fit_is_refused(tmp_path, official):
     output, existing = tmp_path / "ours.safetensors", tmp_path / "other.safetensors"
     existing.write_text("")
     for target, to, named in (
@@ -263,9 +264,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, official: str) -> None:
     assert not output.exists()
 
 
-def test_the_tool_prints_the_report_and_the_keys(
-    tmp_path: Path, official: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tool_prints_the_report_and_the_keys(tmp_path, official, capsys):
     output = tmp_path / "ours.safetensors"
     arguments = ["--weights", official, "--to", "MobileFormer", "--output", str(output)]
     TOOL.main(arguments)

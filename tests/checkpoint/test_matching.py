@@ -1,10 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Matching of names and class rows: wrappers, pyramids, pre-training; what must not match."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
@@ -13,7 +9,7 @@ from detectron2.modeling.meta_arch.dense_detector import permute_to_N_HWA_K
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.roi_heads import FastRCNNOutputLayers
 from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.checkpoint import SafeCheckpointer, WeightsInfo, bare_backbone, save_weights
 from qbheat_det.checkpoint.matching import (
@@ -34,7 +30,7 @@ BARE = TinyBackbone().state_dict()
 @pytest.mark.parametrize(
     "prefix", ["", "module.", "model.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
 )
-def test_prefixes_of_wrappers_are_removed(prefix: str) -> None:
+def test_prefixes_of_wrappers_are_removed(prefix):
     names = [f"{prefix}{name}" for name in PLAIN]
     assert list(match_names(PLAIN, names, file="w").values()) == list(PLAIN)
     averaged = torch.optim.swa_utils.AveragedModel(TinyDetector()).state_dict()
@@ -46,7 +42,7 @@ def test_prefixes_of_wrappers_are_removed(prefix: str) -> None:
     assert bare_backbone(["stem.weight", "fc.weight"]) == {}
 
 
-def test_a_backbone_is_found_in_every_other_place() -> None:
+def test_a_backbone_is_found_in_every_other_place():
     places = {"": BARE, "backbone.": PLAIN, "backbone.bottom_up.": PYRAMID}
     for old, file in places.items():
         for new, model in places.items():
@@ -63,7 +59,7 @@ def test_a_backbone_is_found_in_every_other_place() -> None:
     assert match_names(model, file, file="w") == {name: name for name in file}
 
 
-def test_a_file_that_fits_two_parts_is_refused_unless_one_is_private() -> None:
+def test_a_file_that_fits_two_parts_is_refused_unless_one_is_private():
     pair = nn.ModuleDict({"student": TinyBackbone(), "teacher": TinyBackbone()}).state_dict()
     with pytest.raises(UserError, match=r"'w'.*student\., teacher\."):
         match_names(pair, BARE, file="w")
@@ -72,7 +68,7 @@ def test_a_file_that_fits_two_parts_is_refused_unless_one_is_private() -> None:
     assert match_names(pair, pair, file="w", private=["teacher"]) == {name: name for name in pair}
 
 
-def test_parts_of_a_pyramid_and_modules_that_a_config_leaves_out_are_reported() -> None:
+def test_parts_of_a_pyramid_and_modules_that_a_config_leaves_out_are_reported():
     fitting, report = fit_weights(dict(BARE), PYRAMID, file="w")
     assert sorted(fitting) == sorted(f"backbone.bottom_up.{name}" for name in BARE)
     assert str(report) == "9/9 backbone tensors; fpn: new, 2 tensors; decoder: new, 4 tensors"
@@ -99,7 +95,7 @@ class TinyPretraining(nn.Module):
 
     pretrain_only_modules = PRETRAIN_ONLY
 
-    def __init__(self, backbone: nn.Module, seed: int = 5) -> None:
+    def __init__(self, backbone, seed=5):
         super().__init__()
         self.backbone = backbone
         self.projection = nn.Conv2d(4, 8, 1)
@@ -112,7 +108,7 @@ class TinyPretraining(nn.Module):
                 tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
 
 
-def _save(model: nn.Module, folder: Path, kind: str = "safetensors") -> str:
+def _save(model, folder, kind="safetensors"):
     """Writes the model as the trainer does; "ema" as the average beside other weights."""
     info = WeightsInfo(pretrain_only_modules=PRETRAIN_ONLY)
     if kind == "safetensors":
@@ -125,9 +121,7 @@ def _save(model: nn.Module, folder: Path, kind: str = "safetensors") -> str:
 
 
 @pytest.mark.parametrize(("kind", "pyramid"), [("safetensors", False), ("ema", True)])
-def test_a_detector_loads_the_backbone_and_nothing_else(
-    tmp_path: Path, kind: str, pyramid: bool
-) -> None:
+def test_a_detector_loads_the_backbone_and_nothing_else(tmp_path, kind, pyramid):
     pretraining = TinyPretraining(TinyDetector(seed=3).backbone)
     model = TinyDetector(pyramid=pyramid, seed=9)
     fresh = {key: value.clone() for key, value in model.state_dict().items()}
@@ -146,7 +140,7 @@ def test_a_detector_loads_the_backbone_and_nothing_else(
     assert (report.unexpected, report.unused, report.skipped) == ((), (), PRETRAIN_ONLY)
 
 
-def test_only_the_named_children_are_skipped(tmp_path: Path) -> None:
+def test_only_the_named_children_are_skipped(tmp_path):
     state = TinyPretraining(TinyDetector(seed=3).backbone).state_dict()
     for modules, error in (
         ((), "unexpected"),  # names that collide by accident
@@ -164,7 +158,7 @@ NEW = ("zebra", "bird", "cat", "ant", "dog")
 SAME_NUMBER = ("dog", "cat", "zebra", "bird")
 
 
-def _box_predictor(num_classes: int, *, agnostic: bool = False) -> nn.Module:
+def _box_predictor(num_classes, *, agnostic=False):
     box2box = Box2BoxTransform((1, 1, 1, 1))
     return FastRCNNOutputLayers(
         ShapeSpec(8), box2box_transform=box2box, num_classes=num_classes,
@@ -172,16 +166,15 @@ def _box_predictor(num_classes: int, *, agnostic: bool = False) -> nn.Module:
     )  # fmt: skip
 
 
-def _mask_head(num_classes: int) -> nn.Module:
+def _mask_head(num_classes):
     shape = ShapeSpec(channels=8, width=7, height=7)
     return MaskRCNNConvUpsampleHead(shape, num_classes=num_classes, conv_dims=[8, 8])
 
 
+EMPTY = torch.zeros(0)
 # By the name of the layers in a detector: a builder, an input, and per-class outputs (…, K, X) with
 # those of no class.
-Outputs = Callable[[Any, Tensor, int], tuple[Tensor, Tensor]]
-EMPTY = torch.zeros(0)
-CASES: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...], Outputs]] = {
+CASES = {
     "decoder.class_embed": (
         lambda k: nn.Linear(8, k + 1),
         (7, 8),
@@ -213,7 +206,7 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...], Outputs]] = 
 
 
 @pytest.mark.parametrize("prefix", CASES)
-def test_outputs_follow_the_names_of_their_classes(prefix: str) -> None:
+def test_outputs_follow_the_names_of_their_classes(prefix):
     build, size, compute = CASES[prefix]
     names = NEW if prefix != "decoder.class_embed" else SAME_NUMBER
     old, new = build(len(OLD)).eval(), build(len(names)).eval()
@@ -239,7 +232,7 @@ def test_outputs_follow_the_names_of_their_classes(prefix: str) -> None:
         torch.testing.assert_close(after[..., index, :], expected)
 
 
-def test_other_numbers_of_rows_do_not_fit_and_ambiguous_names_are_refused() -> None:
+def test_other_numbers_of_rows_do_not_fit_and_ambiguous_names_are_refused():
     change = compare_classes(OLD, NEW, file="w.pth")
     for name, stored, fresh in (
         ("decoder.class_embed.weight", (81, 8), (6, 8)),  # rows of other classes than named

@@ -3,8 +3,6 @@
 
 import functools
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -25,15 +23,11 @@ from qbheat_det.checkpoint import (
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone import TimmBackbone
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "weights.safetensors"
+from tests.checkpoint.tiny_models import replace_hub
 
 
 class _Detector(nn.Module):
-    def __init__(self, mean: float = 0.485) -> None:
+    def __init__(self, mean=0.485):
         super().__init__()
         self.backbone = TimmBackbone(name="resnet18", out_features=["s8", "s16"])
         self.head = nn.Linear(2, 2)
@@ -41,24 +35,8 @@ class _Detector(nn.Module):
         self.register_buffer("pixel_mean", torch.tensor(mean_of_channels).view(3, 1, 1), False)
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """timm's hub with random weights; returns the names that were asked for."""
-    asked: list[str] = []
-    create = timm.create_model
-
-    def fetch(name: str, *, pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        asked.extend([name] if pretrained else [])
-        return create(name, pretrained=False, **kwargs)
-
-    monkeypatch.setattr(timm, "create_model", fetch)
-    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
-    return asked
-
-
-def test_weights_are_fetched_once_and_other_pixels_are_warned_of(
-    hub: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_are_fetched_once_and_other_pixels_are_warned_of(tmp_path, monkeypatch, caplog):
+    hub = replace_hub(monkeypatch, tmp_path)
     checkpointer = SafeCheckpointer(_Detector())
     checkpointer.load("timm://resnet18")
     assert checkpointer.report.groups["backbone"].is_full
@@ -68,13 +46,13 @@ def test_weights_are_fetched_once_and_other_pixels_are_warned_of(
     with caplog.at_level(logging.WARNING):
         SafeCheckpointer(_Detector(mean=0.5)).load(f"timm://resnet18.{tag}")
     assert "pixel_mean [123.67" in caplog.text
-    assert hub == [f"resnet18.{tag}"]
+    assert [name for name, _ in hub] == [f"resnet18.{tag}"]
 
 
 def test_without_a_network_one_sentence_says_where_the_file_belongs_or_what_is_unknown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> nn.Module:
+    monkeypatch, tmp_path
+):
+    def fail(*args, **kwargs):
         raise OSError("We couldn't connect\nto the hub")
 
     model = _Detector()
@@ -93,19 +71,19 @@ DETECTOR = "retinanet/285M_bccd"
 
 
 @pytest.fixture(scope="module")
-def trained() -> nn.Module:
+def trained():
     return qbheat_det.model_zoo.get(DETECTOR, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def encoder(trained: nn.Module) -> dict[str, torch.Tensor]:
+def encoder(trained):
     return dict(_encoder_of(trained).state_dict())
 
 
 class Foreign(nn.Module):
     """A model of somebody else, whose class knows nothing of this package."""
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone):
         super().__init__()
         self.backbone = backbone
         self.head = nn.Linear(2, 2)
@@ -121,27 +99,25 @@ BUILDERS = {
 
 
 @functools.cache
-def _build(name: str) -> nn.Module:
+def _build(name):
     return BUILDERS[name](load_run_config(qbheat_det.model_zoo.get_address(DETECTOR)))
 
 
-def _empty(name: str) -> nn.Module:
+def _empty(name):
     model = _build(name)
     for tensor in model.state_dict().values():
         tensor.zero_()
     return model
 
 
-def _encoder_of(model: nn.Module) -> nn.Module:
+def _encoder_of(model):
     backbone = getattr(model, "backbone", model)
     return getattr(backbone, "bottom_up", backbone)
 
 
 @pytest.mark.parametrize("model", BUILDERS)
 @pytest.mark.parametrize("prefix", ["", "backbone.", "backbone.bottom_up.", "zoo"])
-def test_every_tensor_of_the_encoder_is_loaded(
-    model: str, prefix: str, trained: nn.Module, encoder: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_every_tensor_of_the_encoder_is_loaded(model, prefix, trained, encoder, tmp_path):
     own = _empty(model)
     path = f"qbheat://{DETECTOR}"
     if prefix != "zoo":
@@ -164,7 +140,7 @@ def test_every_tensor_of_the_encoder_is_loaded(
         torch.testing.assert_close(dict(pyramid), expected, rtol=0, atol=0)
 
 
-def test_a_pre_trained_encoder_is_found_below_detectron2s_own_pyramid() -> None:
+def test_a_pre_trained_encoder_is_found_below_detectron2s_own_pyramid():
     cfg = qbheat_det.get_cfg()
     cfg.MODEL.MOBILE_FORMER.VARIANT = "285M"
     cfg.MODEL.MOBILE_FORMER.OUT_FEATURES = ["s8", "s16"]
@@ -181,9 +157,7 @@ def test_a_pre_trained_encoder_is_found_below_detectron2s_own_pyramid() -> None:
 
 @pytest.mark.parametrize("model", ["bare", "pyramid", "foreign"])
 @pytest.mark.parametrize("kind", ["none", "some"])
-def test_what_does_not_fill_the_encoder_is_an_error(
-    model: str, kind: str, encoder: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_what_does_not_fill_the_encoder_is_an_error(model, kind, encoder, tmp_path):
     names = {"none": "other.{}", "some": "backbone.{}"}
     state = {names[kind].format(name): tensor for name, tensor in [*encoder.items()][:90]}
     torch.save({"model": state}, tmp_path / "w.pth")
@@ -191,7 +165,8 @@ def test_what_does_not_fill_the_encoder_is_an_error(
         DetectionCheckpointer(_empty(model)).load(str(tmp_path / "w.pth"))
 
 
-def test_weights_of_a_network_that_pads_otherwise_are_refused(path: Path) -> None:
+def test_weights_of_a_network_that_pads_otherwise_are_refused(tmp_path):
+    path = tmp_path / "weights.safetensors"
     model = TimmBackbone(name="tf_efficientnet_lite0", out_features=["s8"])
     config = "MODEL: {BACKBONE: {NAME: build_fpn_backbone}, FPN: {BOTTOM_UP: 'timm:%s'}}"
     info = WeightsInfo(config=config % "tf_efficientnet_lite0")

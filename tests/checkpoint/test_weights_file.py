@@ -6,10 +6,8 @@ import json
 import pickle
 import re
 import struct
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -39,7 +37,7 @@ INFO = WeightsInfo(
 )
 
 
-def test_safetensors_bring_back_every_bit_and_the_description(tmp_path: Path) -> None:
+def test_safetensors_bring_back_every_bit_and_the_description(tmp_path):
     path = str(tmp_path / "w.safetensors")
     table = torch.randn(3, 4, dtype=torch.float64)
     state = {
@@ -66,7 +64,7 @@ def test_safetensors_bring_back_every_bit_and_the_description(tmp_path: Path) ->
     assert WeightsInfo.from_dict({**INFO.to_dict(), "field_of_a_later_version": 3}) == INFO
 
 
-def test_weights_are_found_where_training_scripts_put_them(tmp_path: Path) -> None:
+def test_weights_are_found_where_training_scripts_put_them(tmp_path):
     state, path = {"a": torch.ones(2)}, str(tmp_path / "w.pth")
     for content, zipped in (({"model": state, "epoch": 3}, True), ({"model_ema": state}, False)):
         torch.save(content, path, _use_new_zipfile_serialization=zipped)
@@ -76,38 +74,38 @@ def test_weights_are_found_where_training_scripts_put_them(tmp_path: Path) -> No
 
 
 class _RunsCode:
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Path.touch, (Path("ran"),)
 
 
-def _pickle(path: Path, *, protocol: int) -> None:
+def _pickle(path, *, protocol):
     path.write_bytes(pickle.dumps({"model": _RunsCode()}, protocol))
 
 
-def _half(path: Path) -> None:
+def _half(path):
     whole = path.with_name(f"whole{path.suffix}")
     save = safetensors.torch.save_file if path.suffix == ".safetensors" else torch.save
     save({"a": torch.zeros(1000)}, whole)
     path.write_bytes(whole.read_bytes()[:2000])
 
 
-def _header(header: object) -> Callable[[Path], object]:
-    def write(path: Path) -> None:
+def _header(header):
+    def write(path):
         text = json.dumps(header).encode()
         path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 8)
 
     return write
 
 
-def _save(content: object) -> Callable[[Path], object]:
+def _save(content):
     return lambda path: torch.save(content, path)
 
 
-def _text(path: Path) -> None:
+def _text(path):
     path.write_text("not weights\n" * 50)
 
 
-_NO_WEIGHTS: list[tuple[str, Callable[[Path], object]]] = [
+_NO_WEIGHTS = [
     ("w.pth", lambda path: None),
     ("w.pth", lambda path: path.touch()),
     ("w.pth", lambda path: path.mkdir()),
@@ -130,9 +128,7 @@ _NO_WEIGHTS: list[tuple[str, Callable[[Path], object]]] = [
 
 @pytest.mark.parametrize(("name", "write"), _NO_WEIGHTS)
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor", "error:Detected pickle protocol")
-def test_what_is_no_weights_gives_one_sentence_and_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], object]
-) -> None:
+def test_what_is_no_weights_gives_one_sentence_and_runs_nothing(tmp_path, monkeypatch, name, write):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / name
     write(path)
@@ -147,7 +143,7 @@ def test_what_is_no_weights_gives_one_sentence_and_runs_nothing(
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
-def test_a_strangers_metadata_that_makes_no_sense_says_nothing(tmp_path: Path) -> None:
+def test_a_strangers_metadata_that_makes_no_sense_says_nothing(tmp_path):
     path = tmp_path / "w.safetensors"
     for text in (
         *("no json", "[" * 100_000, "3", '{"class_names": "cat"}', '{"class_names": [1]}'),
@@ -160,9 +156,7 @@ def test_a_strangers_metadata_that_makes_no_sense_says_nothing(tmp_path: Path) -
         assert class_names_of(str(path)) == ()
 
 
-def test_a_folder_stands_for_its_best_weights_and_a_bare_name_for_a_zoo_entry(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_stands_for_its_best_weights_and_a_bare_name_for_a_zoo_entry(tmp_path):
     with pytest.raises(UserError, match=re.escape(str(tmp_path))):
         find_weights(tmp_path)
     for name in ("model_0000009.pth", "model_0000019.pth", "model_final.pth",

@@ -1,9 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """YAML, overrides and schedules: what is merged, and what is refused with which sentence."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-
 import pytest
 import torch
 from detectron2.config import get_cfg as get_detectron2_cfg
@@ -20,25 +17,25 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine.resume import check_same_config
 
 
-def _write(path: Path, text: str) -> str:
+def _write(path, text):
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
-def test_a_file_inherits_and_overrides_win(tmp_path: Path) -> None:
+def test_a_file_inherits_and_overrides_win(tmp_path):
     _write(tmp_path / "base.yaml", "SOLVER: {BASE_LR: 0.5, MAX_ITER: 7}\nVERSION: 2\n")
     leaf = _write(tmp_path / "leaf.yaml", "_BASE_: base.yaml\nSOLVER: {MAX_ITER: 8}\n")
     cfg = load_config(leaf, ["SOLVER.IMS_PER_BATCH", "3"])
     assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH) == (0.5, 8, 3)
 
 
-def test_the_keys_can_be_added_to_a_config_of_someone_else() -> None:
+def test_the_keys_can_be_added_to_a_config_of_someone_else():
     cfg = get_detectron2_cfg()
     add_qbheat_config(cfg)
     assert cfg.MODEL.MF_DETR.NUM_OBJECT_QUERIES == 100
 
 
-def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_code_in_a_file_is_refused_and_not_run(tmp_path):
     witness = tmp_path / "ran"
     text = f"OUTPUT_DIR: !!python/object/apply:os.system ['touch {witness}']\n"
     evil, leaf = tmp_path / "evil.yaml", tmp_path / "leaf.yaml"
@@ -65,14 +62,14 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
         ("1: 2\n", "unknown config key '1'"),
     ],
 )
-def test_a_bad_file_is_refused_with_a_sentence(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         load_config(_write(tmp_path / "bad.yaml", text))
 
 
 def test_retired_keys_are_left_out_and_other_values_are_refused_if_they_change_the_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, caplog
+):
     key = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
     old = _write(tmp_path / "old.yaml", "MODEL: {MF_DETR: {QUERY_GROUPS: {COUNT: 1, WEIGHT: 1.0}}}")
     assert load_config(old, [key, "1"]) == load_config()
@@ -88,7 +85,7 @@ def test_retired_keys_are_left_out_and_other_values_are_refused_if_they_change_t
         check_same_config("MODEL: {MF_DETR: {QUERY_GROUPS: {COUNT: 3}}}", get_cfg())
 
 
-def test_files_that_inherit_each_other_are_refused(tmp_path: Path) -> None:
+def test_files_that_inherit_each_other_are_refused(tmp_path):
     _write(tmp_path / "a.yaml", "_BASE_: b.yaml\n")
     with pytest.raises(UserError, match="inherit"):
         load_config(_write(tmp_path / "b.yaml", "_BASE_: a.yaml\n"))
@@ -103,18 +100,18 @@ def test_files_that_inherit_each_other_are_refused(tmp_path: Path) -> None:
         (["SOLVER", "3"], "group of keys"),
     ],
 )
-def test_bad_overrides_are_refused_with_a_sentence(opts: list[str], message: str) -> None:
+def test_bad_overrides_are_refused_with_a_sentence(opts, message):
     with pytest.raises(UserError, match=message):
         load_config(None, opts)
 
 
-def test_an_unknown_shipped_config_names_the_nearest() -> None:
+def test_an_unknown_shipped_config_names_the_nearest():
     with pytest.raises(UserError, match=r"coco/mf_detr_211_285M_probe\.yaml"):
         get_config_path("coco/mf_detr_211_285M_prob.yaml")
 
 
 @pytest.mark.parametrize(("below", "above"), [("3", "0.5"), ("0.5", "3"), ("2", "-1")])
-def test_an_integer_will_do_where_a_float_stands(tmp_path: Path, below: str, above: str) -> None:
+def test_an_integer_will_do_where_a_float_stands(tmp_path, below, above):
     _write(tmp_path / "base.yaml", f"SOLVER:\n  BASE_LR: {below}\nVERSION: 2\n")
     text = f"_BASE_: base.yaml\nSOLVER:\n  BASE_LR: {above}\n"
     cfg = load_config(_write(tmp_path / "top.yaml", text), ["SOLVER.GAMMA", below])
@@ -122,7 +119,7 @@ def test_an_integer_will_do_where_a_float_stands(tmp_path: Path, below: str, abo
     assert (cfg.SOLVER.GAMMA, type(cfg.SOLVER.GAMMA)) == (float(below), float)
 
 
-def test_the_layout_of_maps_is_the_devices_unless_it_is_asked_for() -> None:
+def test_the_layout_of_maps_is_the_devices_unless_it_is_asked_for():
     cfg = get_cfg()
     for device, asked, is_innermost in (
         ("cpu", None, True),
@@ -137,7 +134,6 @@ def test_the_layout_of_maps_is_the_devices_unless_it_is_asked_for() -> None:
         find_memory_format(cfg)
 
 
-Layers = Sequence[Mapping[str, object]]
 IN_EPOCHS = {"SOLVER.EPOCHS": 12.0, "SOLVER.STEP_EPOCHS": "(8, 11)"}
 
 
@@ -152,9 +148,7 @@ IN_EPOCHS = {"SOLVER.EPOCHS": 12.0, "SOLVER.STEP_EPOCHS": "(8, 11)"}
         ([IN_EPOCHS, {"SOLVER.STEP_EPOCHS": "[]", "SOLVER.STEPS": "(5,)"}], 12.0, [8, 11]),
     ],
 )
-def test_iterations_of_a_later_layer_switch_the_epochs_of_an_earlier_one_off(
-    layers: Layers, epochs: float, steps: list[int]
-) -> None:
+def test_iterations_of_a_later_layer_switch_the_epochs_of_an_earlier_one_off(layers, epochs, steps):
     cfg = get_cfg()
     cfg.SOLVER.EPOCHS, cfg.SOLVER.STEP_EPOCHS = 12.0, [8, 11]  # as if the layers were merged
     switch_off_overruled_epochs(cfg, layers)
@@ -162,7 +156,7 @@ def test_iterations_of_a_later_layer_switch_the_epochs_of_an_earlier_one_off(
 
 
 @pytest.mark.parametrize(("in_epochs", "in_iterations"), EPOCH_KEYS.items())
-def test_one_layer_with_both_spellings_is_refused(in_epochs: str, in_iterations: str) -> None:
+def test_one_layer_with_both_spellings_is_refused(in_epochs, in_iterations):
     layers = [{in_epochs: "(3,)", in_iterations: "(7,)"}]
     with pytest.raises(UserError, match=rf"{in_epochs} .* and {in_iterations} .* leave one out"):
         switch_off_overruled_epochs(get_cfg(), layers)

@@ -7,10 +7,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -24,12 +22,12 @@ from qbheat_det.core.text import format_bytes, format_duration, join_first
 from tests.checkpoint.tiny_models import TinyDetector
 
 
-def _names(folder: Path) -> list[str]:
+def _names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
 @contextmanager
-def _largest_file(num_bytes: int) -> Iterator[None]:
+def _largest_file(num_bytes):
     """The operating system's own refusal to let a file grow on."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
@@ -39,7 +37,7 @@ def _largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_new_file_takes_the_place_of_the_old_one_and_makes_its_folder(tmp_path: Path) -> None:
+def test_a_new_file_takes_the_place_of_the_old_one_and_makes_its_folder(tmp_path):
     path, before = tmp_path / "new" / "file", os.umask(0o027)
     try:
         for content in (b"old", b"new"):
@@ -51,7 +49,7 @@ def test_a_new_file_takes_the_place_of_the_old_one_and_makes_its_folder(tmp_path
     assert _names(path.parent) == ["file"]
 
 
-def test_a_checkpoint_beyond_the_size_limit_leaves_the_earlier_one(tmp_path: Path) -> None:
+def test_a_checkpoint_beyond_the_size_limit_leaves_the_earlier_one(tmp_path):
     model = torch.nn.Linear(1000, 1000)
     checkpointer = SafeCheckpointer(model, str(tmp_path))
     checkpointer.save("model_0000001", iteration=1)
@@ -64,8 +62,8 @@ def test_a_checkpoint_beyond_the_size_limit_leaves_the_earlier_one(tmp_path: Pat
     assert checkpointer.get_checkpoint_file() == str(tmp_path / "model_0000001.pth")
 
 
-def test_a_defect_while_writing_keeps_its_traceback_and_leaves_nothing(tmp_path: Path) -> None:
-    def write(stream: BinaryIO) -> None:
+def test_a_defect_while_writing_keeps_its_traceback_and_leaves_nothing(tmp_path):
+    def write(stream):
         stream.write(b"half")
         raise RuntimeError("a defect")
 
@@ -75,9 +73,7 @@ def test_a_defect_while_writing_keeps_its_traceback_and_leaves_nothing(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["folder", "file/x/report.json", "x" * 300])
-def test_what_cannot_be_written_is_found_before_the_work_with_the_same_advice(
-    tmp_path: Path, name: str
-) -> None:
+def test_what_cannot_be_written_is_found_before_the_work_with_the_same_advice(tmp_path, name):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     for attempt in (check_writable, lambda path: write_atomically(path, lambda stream: None)):
@@ -104,11 +100,11 @@ write_atomically(sys.argv[1], write)
 
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+    tmp_path, monkeypatch, moment
+):
     lock, removed = files._lock, []
 
-    def lock_too_late(stream: BinaryIO) -> None:
+    def lock_too_late(stream):
         if not removed:
             (partial,) = tmp_path.iterdir()
             removed.append(partial)
@@ -126,9 +122,7 @@ def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_anew(
         assert _names(tmp_path) == ["file"]
 
 
-def test_what_a_killed_write_leaves_is_never_a_checkpoint_and_goes_at_the_next_open(
-    tmp_path: Path,
-) -> None:
+def test_what_a_killed_write_leaves_is_never_a_checkpoint_and_goes_at_the_next_open(tmp_path):
     path = tmp_path / "model_0000001.pth"
     package = str(Path(qbheat_det.__file__).parent)
     writer = subprocess.Popen(
@@ -152,7 +146,7 @@ def test_what_a_killed_write_leaves_is_never_a_checkpoint_and_goes_at_the_next_o
     assert _names(tmp_path) == []
 
 
-def test_durations_sizes_and_lists() -> None:
+def test_durations_sizes_and_lists():
     seconds = (0.1204, 4.25, 190, 3900, 7199.9, 200_000)
     texts = ["120 ms", "4.2 s", "3 min 10 s", "1 h 05 min", "2 h 00 min", "2 d 8 h"]
     assert [format_duration(each) for each in seconds] == texts
@@ -162,11 +156,11 @@ def test_durations_sizes_and_lists() -> None:
     assert join_first("abcde", 2) == "a, b and 3 more"
 
 
-def end(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+def end(error, capsys):
     """Returns the status and what stderr says of a tool that raises ``error``."""
 
     @exit_on_user_error
-    def main() -> None:
+    def main():
         raise error
 
     with pytest.raises(SystemExit) as stopped:
@@ -174,18 +168,14 @@ def end(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[objec
     return stopped.value.code, capsys.readouterr().err
 
 
-def test_bad_input_is_one_line_and_an_interruption_no_traceback(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_input_is_one_line_and_an_interruption_no_traceback(capsys):
     assert end(UserError("no images in 'x'"), capsys) == (2, "error: no images in 'x'\n")
 
     assert end(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_line_wherever_it_is_met(
-    number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_line_wherever_it_is_met(number, capsys):
     code, said = end(OSError(number, "full", "run/metrics.json"), capsys)
     assert code == 2
     assert said.startswith("error: the disk that holds 'run/metrics.json' is full")
@@ -193,10 +183,10 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), ValueError("a defect")])
-def test_a_defect_keeps_its_traceback(error: Exception) -> None:
-    def fail() -> None:
+def test_a_defect_keeps_its_traceback(error):
+    def fail():
         raise error
 
-    wrapped: Callable[[], None] = exit_on_user_error(fail)
+    wrapped = exit_on_user_error(fail)
     with pytest.raises(type(error)):
         wrapped()

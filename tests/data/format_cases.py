@@ -4,7 +4,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -17,13 +16,13 @@ BOXES = {  # by image of 40 x 20 pixels: class, x, y, width, height
 ROWS = [(stem, NAMES[k], *box) for stem, boxes in BOXES.items() for k, *box in boxes]
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def write_image(path: Path, turned: bool = False) -> None:
+def write_image(path, turned=False):
     path.parent.mkdir(parents=True, exist_ok=True)
     image = Image.new("RGB", (20, 40) if turned else (40, 20))
     exif = Image.Exif()
@@ -31,7 +30,7 @@ def write_image(path: Path, turned: bool = False) -> None:
     image.save(path, exif=exif)
 
 
-def write_yolo(root: Path, *, head: str = "", more: str = "") -> Path:
+def write_yolo(root, *, head="", more=""):
     for stem, boxes in {**BOXES, **dict.fromkeys(more, BOXES["a"])}.items():
         write_image(root / "train" / "images" / f"{stem}.jpg", turned=stem == "b")
         lines = [f"{k} {(x + w / 2) / 40} {(y + h / 2) / 20} {w / 40} {h / 20}"
@@ -41,7 +40,7 @@ def write_yolo(root: Path, *, head: str = "", more: str = "") -> Path:
     return write(root / "data.yaml", head or "train: ../train/images\nnc: 2\nnames: [cat, dog]\n")
 
 
-def write_voc(root: Path) -> Path:
+def write_voc(root):
     for stem, boxes in BOXES.items():
         write_image(root / "JPEGImages" / f"{stem}.jpg")
         objects = "".join(
@@ -56,8 +55,8 @@ def write_voc(root: Path) -> Path:
     return root
 
 
-def write_coco(root: Path) -> Path:
-    annotations: list[dict[str, Any]] = []
+def write_coco(root):
+    annotations = []
     images = []
     for number, (stem, boxes) in enumerate(BOXES.items(), start=1):
         write_image(root / "images" / f"{stem}.jpg")
@@ -71,7 +70,7 @@ def write_coco(root: Path) -> Path:
     return root
 
 
-def write_labelimg(root: Path) -> Path:
+def write_labelimg(root):
     write_voc(root)
     for file in [*root.rglob("*.jpg"), *root.rglob("*.xml")]:
         file.rename(root / file.name)
@@ -80,18 +79,18 @@ def write_labelimg(root: Path) -> Path:
     return root
 
 
-def write_yolo_folders(root: Path) -> Path:
+def write_yolo_folders(root):
     write_yolo(root).unlink()
     write(root / "train/labels/classes.txt", "cat\ndog\n")
     return root
 
 
-def write_images(root: Path) -> None:
+def write_images(root):
     for stem in BOXES:
         write_image(root / f"{stem}.jpg")
 
 
-def write_csv(root: Path) -> Path:
+def write_csv(root):
     write_images(root / "train")
     lines = [f"{stem}.jpg,40,20,{name},{x},{y},{x + w},{y + h}" for stem, name, x, y, w, h in ROWS]
     lines = ["filename,width,height,class,xmin,ymin,xmax,ymax", *lines, "c.jpg,40,20,,,,,"]
@@ -99,7 +98,7 @@ def write_csv(root: Path) -> Path:
     return root
 
 
-def write_open_images(root: Path) -> Path:
+def write_open_images(root):
     write_images(root / "images")
     lines = ["ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax"]
     for stem, name, x, y, w, h in ROWS:
@@ -107,7 +106,7 @@ def write_open_images(root: Path) -> Path:
     return write(root / "boxes.csv", "\n".join([*lines, "c,,,,,,,"]))
 
 
-def write_via(root: Path) -> Path:
+def write_via(root):
     write_images(root)
     entries = {}
     for stem, boxes in BOXES.items():
@@ -123,7 +122,7 @@ def write_via(root: Path) -> Path:
     return write(root / "via.json", json.dumps({"_via_img_metadata": entries}))
 
 
-def write_label_studio(root: Path) -> Path:
+def write_label_studio(root):
     write_images(root / "pictures")
     tasks = []
     for number, (stem, boxes) in enumerate(BOXES.items(), start=1):
@@ -145,7 +144,7 @@ def write_label_studio(root: Path) -> Path:
     return write(root / "export.json", json.dumps([*tasks, skipped]))
 
 
-def write_cvat(root: Path) -> Path:
+def write_cvat(root):
     write_images(root / "images")
     text = ""
     for stem, boxes in BOXES.items():
@@ -159,7 +158,7 @@ def write_cvat(root: Path) -> Path:
     return write(root / "annotations.xml", f"<annotations>{text}</annotations>")
 
 
-def write_hugging_face(root: Path) -> Path:
+def write_hugging_face(root):
     write_images(root / "train")
     lines = []
     for stem, boxes in BOXES.items():
@@ -169,7 +168,7 @@ def write_hugging_face(root: Path) -> Path:
     return root
 
 
-def write_zip(root: Path) -> Path:
+def write_zip(root):
     write_hugging_face(root / "inside")
     path = shutil.make_archive(str(root / "packed"), "zip", root / "inside")
     shutil.rmtree(root / "inside")

@@ -1,17 +1,13 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Small picture files for tests of reading."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 ORIENTATION = 0x0112
 
 
-def draw(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
+def draw(width, height, seed=0):
     """Returns (height, width, 3): waves of all directions and lengths from 12 pixels, and grain."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width]
@@ -25,7 +21,7 @@ def draw(width: int, height: int, seed: int = 0) -> NDArray[np.uint8]:
     return picture.clip(0, 255).astype(np.uint8)
 
 
-def save(path: Path, pixels: NDArray[Any], *, mode: str = "RGB", **options: Any) -> str:
+def save(path, pixels, *, mode="RGB", **options):
     """Writes pixels as a file of the ending's format; ``orientation`` becomes EXIF's tag."""
     orientation = options.pop("orientation", None)
     if orientation is not None:

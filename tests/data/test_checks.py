@@ -3,9 +3,7 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,11 +31,11 @@ from tests.data.pictures import draw, save
 WIDTH, HEIGHT = 60, 40
 
 
-def record(path: str, **fields: Any) -> dict[str, Any]:
+def record(path, **fields):
     return {"file_name": path, "image_id": 7, "width": WIDTH, "height": HEIGHT, **fields}
 
 
-def error_kind(one: dict[str, Any]) -> str | None:
+def error_kind(one):
     errors = find_image_errors([one])
     if not errors:
         return None
@@ -46,16 +44,14 @@ def error_kind(one: dict[str, Any]) -> str | None:
     return errors[0].kind
 
 
-WHOLE: list[tuple[str, dict[str, Any]]] = [
+WHOLE = [
     ("a.jpg", {}), ("a.jpg", {"mode": "CMYK", "progressive": True}), ("a.png", {"mode": "P"}),
     ("a.webp", {}), ("a.gif", {}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options"), WHOLE)
-def test_whole_files_pass_and_a_jpeg_is_not_decoded(
-    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_files_pass_and_a_jpeg_is_not_decoded(name, options, tmp_path, monkeypatch):
     path = save(tmp_path / name, draw(WIDTH, HEIGHT), **options)
     if name == "a.jpg":
         monkeypatch.setattr(images, "read_image", None)
@@ -64,9 +60,7 @@ def test_whole_files_pass_and_a_jpeg_is_not_decoded(
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png"])
-def test_a_file_cut_short_is_an_error_just_where_training_cannot_read_it(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_file_cut_short_is_an_error_just_where_training_cannot_read_it(name, tmp_path):
     path = Path(save(tmp_path / name, draw(WIDTH, HEIGHT)))
     whole = path.read_bytes()
     for content in (*(whole[:-cut] for cut in (1, 2, 12, 500)), whole[:1000] + b"\0" * 99):
@@ -82,7 +76,7 @@ def test_a_file_cut_short_is_an_error_just_where_training_cannot_read_it(
 @pytest.mark.parametrize(
     "name", ["empty", "html", "nowhere/a.jpg", "folder", "nul\0", "16.png", "f.tif"]
 )
-def test_a_file_that_is_no_image_is_named(name: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_image_is_named(name, tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "html").write_text("<!doctype html><title>404</title>")
@@ -95,9 +89,7 @@ def test_a_file_that_is_no_image_is_named(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("orientation", [None, 1, 3, 5, 6, 8])
 @pytest.mark.parametrize("name", ["a.jpg", "a.png"])
-def test_the_size_counts_after_exif_rotation_as_in_detectron2(
-    name: str, orientation: int | None, tmp_path: Path
-) -> None:
+def test_the_size_counts_after_exif_rotation_as_in_detectron2(name, orientation, tmp_path):
     path = save(tmp_path / name, draw(WIDTH, HEIGHT), orientation=orientation)
     for size in ({}, {"width": HEIGHT, "height": WIDTH}):
         one = record(path, **size)
@@ -110,23 +102,23 @@ def test_the_size_counts_after_exif_rotation_as_in_detectron2(
         assert (error_kind(one) is None) == fits
 
 
-def box(**fields: object) -> dict[str, Any]:
+def box(**fields):
     mask = [[1, 2, 31, 2, 31, 22]]
     box = {"bbox": [1, 2, 30, 20], "bbox_mode": BoxMode.XYWH_ABS, "category_id": 1}
     return {**box, "segmentation": mask, **fields}
 
 
-def annotated(*annotations: dict[str, Any]) -> dict[str, Any]:
+def annotated(*annotations):
     return record("a.jpg", annotations=list(annotations))
 
 
-def kinds(*records: dict[str, Any], **options: Any) -> list[str]:
+def kinds(*records, **options):
     errors = find_record_errors("some", records, num_classes=2, **options)
     assert all("'some'" in error.where for error in errors)
     return [error.kind for error in errors]
 
 
-def test_sound_records_pass_and_nothing_to_train_on_is_an_error() -> None:
+def test_sound_records_pass_and_nothing_to_train_on_is_an_error():
     crowd = box(iscrowd=1, segmentation={"counts": "", "size": []})
     good = [annotated(), annotated(box(), crowd)]
     assert kinds(*good, filter_empty=True, mask_format="polygon") == []
@@ -138,7 +130,7 @@ def test_sound_records_pass_and_nothing_to_train_on_is_an_error() -> None:
     assert kinds() == ["empty dataset"]
 
 
-BAD_OBJECTS: list[dict[str, Any]] = [
+BAD_OBJECTS = [
     *({"category_id": value} for value in (2, -1, "cat")),
     {"bbox_mode": None},
     *({"bbox": value} for value in ([1, 2, 3], ["a", 2, 3, 4], None, [float("nan"), 2, 3, 4])),
@@ -148,13 +140,13 @@ BAD_OBJECTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", BAD_OBJECTS, ids=str)
-def test_an_object_that_cannot_be_trained_on_is_named(fields: dict[str, Any]) -> None:
+def test_an_object_that_cannot_be_trained_on_is_named(fields):
     (error,) = find_record_errors("some", [annotated(box(), box(**fields))], num_classes=2)
     assert error.where == "dataset 'some': image id 7 ('a.jpg'), object 2"
     assert next(iter(fields)) in error.reason
 
 
-def test_masks_are_needed_if_masks_are_trained() -> None:
+def test_masks_are_needed_if_masks_are_trained():
     rle = {"counts": "x", "size": [40, 60]}
     for segmentation, mask_format, expected in (
         (None, "polygon", ["object without a mask"]),
@@ -170,7 +162,7 @@ def test_masks_are_needed_if_masks_are_trained() -> None:
 NAME = "images_of_a_test"
 
 
-def fill(folder: Path, *names: str) -> Path:
+def fill(folder, *names):
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,18 +170,18 @@ def fill(folder: Path, *names: str) -> Path:
     return folder
 
 
-def listed(folder: Path) -> list[str]:
+def listed(folder):
     return [os.path.relpath(path, folder) for path in list_images(folder)]
 
 
-def test_files_of_known_endings_come_before_the_folders_beside_them(tmp_path: Path) -> None:
+def test_files_of_known_endings_come_before_the_folders_beside_them(tmp_path):
     names = ["a.JPEG", "b.png", "c.webp", "z.TIFF", "B/1.jpg", "B/c/0.bmp", "a/x/9.tif", "b/0.jpg"]
     fill(tmp_path, *reversed(names), "h.txt", "i.jpg.part", "jpg", "m.gif")
     fill(tmp_path, "._a.jpg", ".jpg", ".ipynb_checkpoints/b.jpg", "a/.c.jpg")
     assert listed(tmp_path) == names
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+def test_links_are_followed_but_not_in_circles(tmp_path):
     one, two = fill(tmp_path / "one", "1.jpg"), fill(tmp_path / "two", "2.jpg")
     (one / "0.jpg").symlink_to(fill(tmp_path / "store", "blob") / "blob")
     (one / "self").symlink_to(one)
@@ -199,10 +191,8 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     assert listed(one) == ["0.jpg", "1.jpg", "two/2.jpg"]
 
 
-def test_a_folder_that_cannot_be_listed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: str) -> None:
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    def refuse(path):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "scandir", refuse)
@@ -210,7 +200,7 @@ def test_a_folder_that_cannot_be_listed_is_named(
         list_images(tmp_path)
 
 
-def test_class_folders_are_labels_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_class_folders_are_labels_in_the_order_of_their_names(tmp_path):
     one = fill(tmp_path / "one", "dog/1.jpg", "cat/2.jpg", "cat/more/3.jpg")
     two = fill(tmp_path / "two", "eel/4.jpg", "cat/5.jpg")
     records, class_names = load_image_folders([one, f"{two}/"], labelled=True)
@@ -219,7 +209,7 @@ def test_class_folders_are_labels_in_the_order_of_their_names(tmp_path: Path) ->
     assert found == [("2", 0), ("3", 0), ("1", 1), ("5", 0), ("4", 2)]
 
 
-def test_a_registered_set_is_listed_when_it_is_loaded(tmp_path: Path) -> None:
+def test_a_registered_set_is_listed_when_it_is_loaded(tmp_path):
     register_image_folders(NAME, [tmp_path], labelled=True)
     fill(tmp_path, "b/1.jpg", "a/2.jpg")
     assert [record["label"] for record in DatasetCatalog.get(NAME)] == [0, 1]
@@ -234,7 +224,7 @@ def test_a_registered_set_is_listed_when_it_is_loaded(tmp_path: Path) -> None:
         DatasetCatalog.get(NAME)
 
 
-BAD: list[Callable[[Path], Path]] = [
+BAD = [
     lambda root: fill(root, "train/a.jpg", "val/b.jpg") / "trian",
     lambda root: root / "a" / "b",
     lambda root: fill(root, "a.jpg") / "a.jpg",
@@ -245,14 +235,14 @@ BAD: list[Callable[[Path], Path]] = [
 
 
 @pytest.mark.parametrize("make", BAD)
-def test_a_folder_without_images_is_named(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_folder_without_images_is_named(make, tmp_path):
     folder = make(tmp_path)
     for check in (list_images, check_image_folder):
         with pytest.raises(UserError, match=re.escape(f"'{folder}'")):
             check(folder)
 
 
-def test_a_label_means_the_same_class_in_both_sets(tmp_path: Path) -> None:
+def test_a_label_means_the_same_class_in_both_sets(tmp_path):
     train = fill(tmp_path / "a", "ant/1.jpg", "bee/1.jpg", "bee/2.jpg", "cat/1.jpg")
     val = fill(tmp_path / "b", "cat/1.jpg", "bee/1.jpg")
     first, second = load_class_folders(train, val)
@@ -265,7 +255,7 @@ def test_a_label_means_the_same_class_in_both_sets(tmp_path: Path) -> None:
         load_class_folders(one, one)
 
 
-def test_labels_of_registered_sets_follow_the_list_that_is_given(tmp_path: Path) -> None:
+def test_labels_of_registered_sets_follow_the_list_that_is_given(tmp_path):
     fill(tmp_path, "bee/1.jpg", "cat/1.jpg", "cat/2.jpg")
     register_image_folders(NAME, [tmp_path], labelled=True)
     assert list_classes([NAME]) == ["bee", "cat"]

@@ -3,10 +3,8 @@
 
 import copy
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pycocotools.mask
@@ -20,10 +18,7 @@ from qbheat_det.data.datasets.coco_file import has_area, has_polygon
 from qbheat_det.data.datasets.sources import register_coco_images
 
 NAME = "qbheat_test_of_coco"
-Content = dict[str, Any]
-Change = Callable[[Content], object]
-
-GOOD: Content = {
+GOOD = {
     "images": [
         {"id": 10, "file_name": "a.jpg", "width": 100, "height": 50},
         {"id": 3, "file_name": "sub/b.jpg", "width": 40, "height": 60},
@@ -38,7 +33,7 @@ GOOD: Content = {
 }
 
 
-def write(folder: Path, content: object) -> tuple[str, str]:
+def write(folder, content):
     """Writes an annotation file and GOOD's images; returns the two paths."""
     (folder / "images" / "sub").mkdir(parents=True, exist_ok=True)
     for image in GOOD["images"]:
@@ -47,18 +42,18 @@ def write(folder: Path, content: object) -> tuple[str, str]:
     return str(folder / "set.json"), str(folder / "images")
 
 
-def changed(change: Change) -> Content:
+def changed(change):
     content = copy.deepcopy(GOOD)
     change(content)
     return content
 
 
-def annotation(**fields: object) -> Change:
+def annotation(**fields):
     """A change of the second annotation, which has id 2 and lies in image 10."""
     return lambda content: content["annotations"][1].update(fields)
 
 
-def find_message(folder: Path, change: Change) -> str:
+def find_message(folder, change):
     with pytest.raises(UserError) as caught:
         CocoFile(*write(folder, changed(change))).check()
     text = str(caught.value)
@@ -67,12 +62,12 @@ def find_message(folder: Path, change: Change) -> str:
     return text
 
 
-def entry(key: str, position: int, **fields: object) -> Change:
+def entry(key, position, **fields):
     return lambda content: content[key][position].update(fields)
 
 
 # What the message must name besides the file, and the changes of which each must be named so.
-BAD: list[tuple[str, Change]] = [
+BAD = [
     *((f"'{key}'", lambda c, key=key: c.pop(key)) for key in GOOD),
     ("'images'", lambda c: c.update(images={})),
     ("'categories' is empty", lambda c: c.update(categories=[])),
@@ -113,13 +108,11 @@ BAD: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("named", "change"), BAD)
-def test_a_bad_entry_is_named_with_its_file_and_id(
-    named: str, change: Change, tmp_path: Path
-) -> None:
+def test_a_bad_entry_is_named_with_its_file_and_id(named, change, tmp_path):
     assert named in find_message(tmp_path, change)
 
 
-def test_files_and_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_and_folders_that_cannot_be_read_are_named(tmp_path):
     json_file, image_root = write(tmp_path, GOOD)
     with pytest.raises(UserError, match=r"none\.json"):
         CocoFile(str(tmp_path / "none.json"), str(tmp_path))
@@ -131,14 +124,14 @@ def test_files_and_folders_that_cannot_be_read_are_named(tmp_path: Path) -> None
             CocoFile(json_file, image_root)
 
 
-def test_all_errors_are_found_at_once_and_only_what_is_sound_stays(tmp_path: Path) -> None:
-    def spoil(content: Content) -> None:
+def test_all_errors_are_found_at_once_and_only_what_is_sound_stays(tmp_path):
+    def spoil(content):
         content["images"] += [
             {"id": 8, "file_name": "none.jpg", "width": 9, "height": 9},
             {"id": 9, "file_name": "a.jpg", "width": 9.5, "height": 9},
             "text",
         ]
-        fields: list[Content] = [
+        fields = [
             {"bbox": [200, 2, 3, 4]},
             {"bbox": [1, 2, 3]},
             {"category_id": 77},
@@ -162,7 +155,7 @@ def test_all_errors_are_found_at_once_and_only_what_is_sound_stays(tmp_path: Pat
     assert "8 more" in find_message(tmp_path, spoil)
 
 
-WARNINGS: dict[str, tuple[Change, int]] = {
+WARNINGS = {
     "no polygon": (annotation(segmentation=[[1, 1, 2, 2]]), 1),
     "without area": (annotation(bbox=[1, 2, 0, 5]), 1),
     "beyond their image": (annotation(bbox=[-3, 2, 9, 5]), 2),
@@ -172,7 +165,7 @@ WARNINGS: dict[str, tuple[Change, int]] = {
 
 
 @pytest.mark.parametrize("named", WARNINGS)
-def test_what_detectron2_copes_with_is_a_warning(named: str, tmp_path: Path) -> None:
+def test_what_detectron2_copes_with_is_a_warning(named, tmp_path):
     change, num_boxes = WARNINGS[named]
     summary = CocoFile(*write(tmp_path, changed(change)))
     assert named in summary.warnings[0]
@@ -180,7 +173,7 @@ def test_what_detectron2_copes_with_is_a_warning(named: str, tmp_path: Path) -> 
     assert sum(not a.get("iscrowd", 0) for a in usable) == num_boxes
 
 
-def test_masks_that_pycocotools_writes_pass_and_shortened_ones_do_not(tmp_path: Path) -> None:
+def test_masks_that_pycocotools_writes_pass_and_shortened_ones_do_not(tmp_path):
     for seed in range(4):
         random = np.random.default_rng(seed)
         pixels = random.random((50, 100)) < (0.0, 0.01, 0.5, 1.0)[seed]
@@ -191,9 +184,7 @@ def test_masks_that_pycocotools_writes_pass_and_shortened_ones_do_not(tmp_path: 
         assert "annotation id 2" in find_message(tmp_path, annotation(segmentation=shorter))
 
 
-def test_a_registered_file_loads_from_any_folder_with_contiguous_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registered_file_loads_from_any_folder_with_contiguous_classes(tmp_path, monkeypatch):
     json_file, image_root = write(tmp_path, GOOD)
     monkeypatch.chdir(tmp_path)
     register_coco_json(NAME, "set.json", "images")
@@ -209,7 +200,7 @@ def test_a_registered_file_loads_from_any_folder_with_contiguous_classes(
         register_coco_images(NAME, json_file, image_root)
 
 
-def test_classes_are_compared_by_name_and_order(tmp_path: Path) -> None:
+def test_classes_are_compared_by_name_and_order(tmp_path):
     train = CocoFile(*write(tmp_path / "train", GOOD))
     for categories, named in (
         ({1: "dog", 2: "cat"}, ""),
@@ -226,7 +217,7 @@ def test_classes_are_compared_by_name_and_order(tmp_path: Path) -> None:
             check_same_classes(train, val)
 
 
-def test_images_alone_come_by_id_and_are_read_when_they_are_loaded(tmp_path: Path) -> None:
+def test_images_alone_come_by_id_and_are_read_when_they_are_loaded(tmp_path):
     register_coco_images(NAME, tmp_path / "set.json", tmp_path / "images")
     register_coco_images(NAME, tmp_path / "set.json", tmp_path / "images")
     assert not (tmp_path / "set.json").exists()
@@ -241,7 +232,7 @@ def test_images_alone_come_by_id_and_are_read_when_they_are_loaded(tmp_path: Pat
         register_coco_json(NAME, tmp_path / "set.json", tmp_path / "images")
 
 
-def test_the_builtin_names_are_registered_without_touching_a_file() -> None:
+def test_the_builtin_names_are_registered_without_touching_a_file():
     register_builtin_sets()  # again, as by a second import: nothing happens
     for split in ("train", "val"):
         (folder,) = MetadataCatalog.get(f"imagenet_{split}").image_folders

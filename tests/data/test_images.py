@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data.detection_utils import read_image
-from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from torch import Tensor
 
 from qbheat_det.core.files import get_cache_dir
 from qbheat_det.data.images import open_image, resize
@@ -20,21 +18,19 @@ BOX = (11, 7, 53, 44)
 ALL = 10**6  # more pixels than there are: nothing is reduced
 
 
-def read(path: str, box: tuple[int, int, int, int] = BOX, at_least: int = ALL) -> Tensor:
+def read(path, box=BOX, at_least=ALL):
     with open_image(path) as image:
         return image.read(box, at_least)
 
 
-def cut(pixels: NDArray[np.uint8], box: tuple[int, int, int, int] = BOX) -> Tensor:
+def cut(pixels, box=BOX):
     left, top, right, bottom = box
     return torch.from_numpy(np.ascontiguousarray(pixels[top:bottom, left:right]))
 
 
 @pytest.mark.parametrize("orientation", [None, *range(10)])
 @pytest.mark.parametrize("suffix", [".jpg", ".png"])
-def test_a_part_is_that_of_the_image_as_detectron2_turns_it(
-    suffix: str, orientation: int | None, tmp_path: Path
-) -> None:
+def test_a_part_is_that_of_the_image_as_detectron2_turns_it(suffix, orientation, tmp_path):
     path = save(tmp_path / f"a{suffix}", draw(WIDTH, HEIGHT), orientation=orientation)
     whole = read_image(path, "RGB")
     with open_image(path) as image:
@@ -42,7 +38,7 @@ def test_a_part_is_that_of_the_image_as_detectron2_turns_it(
         torch.testing.assert_close(image.read(BOX, ALL), cut(whole), rtol=0, atol=0)
 
 
-def test_a_tiff_is_turned_once(tmp_path: Path) -> None:
+def test_a_tiff_is_turned_once(tmp_path):
     # Pillow turns it while it decodes, Detectron2 then once more.
     path = save(tmp_path / "a.tif", draw(WIDTH, HEIGHT), orientation=6)
     with Image.open(path) as image:
@@ -55,28 +51,26 @@ def test_a_tiff_is_turned_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1"])
 @pytest.mark.parametrize("ending", ["png", "webp"])
-def test_every_kind_of_pixels_becomes_rgb_as_in_detectron2(
-    mode: str, ending: str, tmp_path: Path
-) -> None:
+def test_every_kind_of_pixels_becomes_rgb_as_in_detectron2(mode, ending, tmp_path):
     options = {"lossless": True} if ending == "webp" else {}
     path = save(tmp_path / f"a.{ending}", draw(WIDTH, HEIGHT), mode=mode, **options)
     torch.testing.assert_close(read(path), cut(read_image(path, "RGB")), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("type_", "mode"), [(np.float32, "F"), (np.int32, "I")])
-def test_values_of_no_known_range_are_refused(type_: type, mode: str, tmp_path: Path) -> None:
+def test_values_of_no_known_range_are_refused(type_, mode, tmp_path):
     path = save(tmp_path / "a.tif", np.ones((HEIGHT, WIDTH), type_), mode=mode)
     with pytest.raises(ValueError, match=mode):
         read(path)
 
 
-def test_a_format_that_would_start_another_program_is_not_opened(tmp_path: Path) -> None:
+def test_a_format_that_would_start_another_program_is_not_opened(tmp_path):
     Image.fromarray(draw(WIDTH, HEIGHT)).save(tmp_path / "a.jpg", "EPS")
     with pytest.raises(OSError):
         read(str(tmp_path / "a.jpg"))
 
 
-def test_the_reduction_is_the_largest_that_leaves_enough_pixels(tmp_path: Path) -> None:
+def test_the_reduction_is_the_largest_that_leaves_enough_pixels(tmp_path):
     path = save(tmp_path / "a.jpg", draw(603, 601))
     for side, at_least, expected in (
         (64, 64, 64), (127, 64, 127), (128, 64, 64), (255, 64, 128), (512, 64, 64), (600, 8, 75)
@@ -87,9 +81,7 @@ def test_the_reduction_is_the_largest_that_leaves_enough_pixels(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("reduction", "side", "bound"), [(2, 64, 4), (4, 96, 2), (8, 64, 4)])
-def test_reduced_decoding_equals_full_decoding_up_to_resampling(
-    reduction: int, side: int, bound: float, tmp_path: Path
-) -> None:
+def test_reduced_decoding_equals_full_decoding_up_to_resampling(reduction, side, bound, tmp_path):
     # The waves are shorter than photographs': 64 of 64 pixels is the hardest that can happen.
     size = reduction * side
     path = save(tmp_path / "a.jpg", draw(size + 80, size + 40), quality=95)
@@ -105,14 +97,14 @@ def test_reduced_decoding_equals_full_decoding_up_to_resampling(
 
 
 @pytest.mark.parametrize("size", [(40, 40), (41, 97), (300, 20)])
-def test_resizing_is_pillows_antialiased_bilinear(size: tuple[int, int]) -> None:
+def test_resizing_is_pillows_antialiased_bilinear(size):
     pixels = draw(*size)
     expected = np.array(Image.fromarray(pixels).resize((48, 32), Image.Resampling.BILINEAR))
     found = resize(torch.from_numpy(pixels), 32, 48).permute(1, 2, 0)
     torch.testing.assert_close(found.int(), torch.from_numpy(expected).int(), rtol=0, atol=1)
 
 
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("QBHEAT_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -3,7 +3,6 @@
 
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,44 +17,42 @@ from qbheat_det.data import DataError, ImageBatches, TrainStream, build_train_st
 from qbheat_det.data.image_batches import with_views
 from qbheat_det.modeling.pretrain import QUADRANTS_OF
 
-Batch = list[dict[str, Any]]
 
-
-def dataset(count: int) -> list[dict[str, Any]]:
+def dataset(count):
     """Images of which every third is tall."""
     return [
         {"id": index, "width": 2, "height": 3 if index % 3 == 0 else 1} for index in range(count)
     ]
 
 
-def augment(entry: dict[str, Any]) -> dict[str, Any]:
+def augment(entry):
     """Adds a number from each generator that augmentations use."""
     drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
     return {**entry, "drawn": drawn}
 
 
-def make_stream(count: int = 10, batch_size: int = 4, **options: Any) -> TrainStream:
+def make_stream(count=10, batch_size=4, **options):
     return TrainStream(dataset(count), mapper=augment, batch_size=batch_size, **options)
 
 
-def take(stream: TrainStream, steps: int, start: int = 0) -> list[Batch]:
+def take(stream, steps, start=0):
     stream.start = start
     return list(itertools.islice(iter(stream), steps))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("start", [0, 1, 7])
-def test_a_stream_that_starts_late_is_the_rest_of_the_whole_one(grouped: bool, start: int) -> None:
+def test_a_stream_that_starts_late_is_the_rest_of_the_whole_one(grouped, start):
     whole = take(make_stream(aspect_ratio_grouping=grouped, seed=3), 12)
     late = take(make_stream(aspect_ratio_grouping=grouped, seed=3), 12 - start, start)
     assert late == whole[start:]
 
 
-def test_workers_change_neither_order_nor_augmentation() -> None:
+def test_workers_change_neither_order_nor_augmentation():
     assert take(make_stream(num_workers=2), 6) == take(make_stream(), 6)
 
 
-def test_the_order_is_that_of_detectron2s_sampler() -> None:
+def test_the_order_is_that_of_detectron2s_sampler():
     batches = take(make_stream(count=10, batch_size=4, seed=5), 5)
     found = [entry["id"] for batch in batches for entry in batch]
     assert found == list(itertools.islice(TrainingSampler(10, seed=5)._infinite_indices(), 20))
@@ -67,7 +64,7 @@ def test_the_order_is_that_of_detectron2s_sampler() -> None:
     assert not drawn[0] & drawn[1]
 
 
-def test_grouped_batches_hold_wide_or_tall_images_and_lose_none() -> None:
+def test_grouped_batches_hold_wide_or_tall_images_and_lose_none():
     batches = take(make_stream(count=12, batch_size=3, aspect_ratio_grouping=True), 40)
     for batch in batches:
         assert len({entry["width"] > entry["height"] for entry in batch}) == 1
@@ -78,9 +75,7 @@ def test_grouped_batches_hold_wide_or_tall_images_and_lose_none() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_processes_share_the_batches_of_one(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_the_batches_of_one(world_size, monkeypatch):
     whole = take(make_stream(batch_size=5), 4)
     monkeypatch.setattr(comm, "get_world_size", lambda: world_size)
     shares = []
@@ -92,7 +87,7 @@ def test_processes_share_the_batches_of_one(
     assert all(len(part) in (5 // world_size, -(-5 // world_size)) for s in shares for part in s)
 
 
-def test_loading_in_this_process_leaves_its_randomness_alone() -> None:
+def test_loading_in_this_process_leaves_its_randomness_alone():
     stream = iter(make_stream())
     seed_place(1)
     expected = (random.random(), np.random.rand(), torch.rand(()))
@@ -101,8 +96,8 @@ def test_loading_in_this_process_leaves_its_randomness_alone() -> None:
     torch.testing.assert_close((random.random(), np.random.rand(), torch.rand(())), expected)
 
 
-def test_images_that_the_mapper_leaves_out_are_replaced_by_any_other() -> None:
-    def build(seed: int) -> TrainStream:
+def test_images_that_the_mapper_leaves_out_are_replaced_by_any_other():
+    def build(seed):
         return TrainStream(
             dataset(40),
             mapper=lambda entry: entry if entry["id"] >= 30 else None,
@@ -118,7 +113,7 @@ def test_images_that_the_mapper_leaves_out_are_replaced_by_any_other() -> None:
     assert max(counts) < 12  # the next in order would stand there 31 times
 
 
-def test_streams_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_cannot_be_are_refused(monkeypatch):
     with pytest.raises(UserError, match="training set"):
         TrainStream([], mapper=augment, batch_size=1)
     with pytest.raises(UserError, match=r"DATALOADER\.ASPECT_RATIO_GROUPING"):
@@ -128,9 +123,6 @@ def test_streams_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(comm, "get_world_size", lambda: 3)
     with pytest.raises(UserError, match=r"SOLVER\.IMS_PER_BATCH"):
         make_stream(batch_size=2)
-
-
-def test_another_sampler_is_refused() -> None:
     cfg = get_cfg()
     cfg.DATALOADER.SAMPLER_TRAIN = "RepeatFactorTrainingSampler"
     with pytest.raises(UserError, match=r"DATALOADER\.SAMPLER_TRAIN"):
@@ -140,22 +132,22 @@ def test_another_sampler_is_refused() -> None:
 class Plain:
     """A mapper that fails on some images."""
 
-    def __init__(self, *broken: int) -> None:
+    def __init__(self, *broken):
         self.broken = broken
 
-    def __call__(self, record: dict[str, Any]) -> dict[str, Any] | DataError:
+    def __call__(self, record):
         number = record["image_id"]
         if number in self.broken:
             return DataError("unreadable image", f"image '{number}'", "no image")
         return {**record, "image": torch.full((3, 2, 2), number)}
 
 
-def numbers(batches: ImageBatches) -> list[list[int]]:
+def numbers(batches):
     return [[entry["image_id"] for entry in batch] for batch in batches]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_workers: int) -> None:
+def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_workers):
     records = [{"image_id": i} for i in range(7)]
     mapper = Plain(1, 4, 5)
     batches = ImageBatches(records, mapper=mapper, batch_size=2, num_workers=num_workers)
@@ -165,7 +157,7 @@ def test_batches_keep_the_order_and_leave_broken_images_out_every_time(num_worke
         assert sorted(batches.skipped) == ["image '1'", "image '4'", "image '5'"]
 
 
-def test_what_workers_send_can_be_kept_without_an_open_file_each() -> None:
+def test_what_workers_send_can_be_kept_without_an_open_file_each():
     records = [{"image_id": i} for i in range(5)]
     batches = ImageBatches(records, mapper=Plain(), num_workers=1)
     kept = [entry["image"] for batch in batches for entry in batch]
@@ -173,7 +165,7 @@ def test_what_workers_send_can_be_kept_without_an_open_file_each() -> None:
     assert not any(image.is_shared() for image in kept)
 
 
-def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre() -> None:
+def test_every_image_is_seen_from_a_corner_in_turn_and_from_the_centre():
     records = [{"image_id": i} for i in range(6)]
     seen = with_views(records, [QUADRANTS_OF["corner"], QUADRANTS_OF["centre"]])
     assert [entry["image_id"] for entry in seen] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]

@@ -2,16 +2,13 @@
 """The mappers of pre-training and classification: which part, at which size, how augmented."""
 
 import errno
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from detectron2.utils.file_io import PathManager
 from PIL import Image
-from torch import Tensor
 from torch.testing import assert_close
 from torchvision.transforms import RandomResizedCrop, v2
 
@@ -21,20 +18,18 @@ from qbheat_det.data.mappers import ClassificationMapper
 from tests.data.pictures import draw, save
 
 
-def record(path: str, **fields: Any) -> dict[str, Any]:
+def record(path, **fields):
     return {"file_name": path, "image_id": 5, **fields}
 
 
-def coordinates(width: int, height: int) -> np.ndarray:
+def coordinates(width, height):
     """Pixels that say where they are: red the column, green the row, blue nothing."""
     y, x = np.mgrid[:height, :width]
     return np.stack([x, y, np.full_like(x, 7)], axis=2).astype(np.uint8)
 
 
 @pytest.mark.parametrize(("size", "scale"), [(16, (0.2, 1.0)), (48, (1.0, 1.0)), (96, (0.05, 0.1))])
-def test_parts_are_those_of_torchvision_from_the_same_seed(
-    size: int, scale: tuple[float, float], tmp_path: Path
-) -> None:
+def test_parts_are_those_of_torchvision_from_the_same_seed(size, scale, tmp_path):
     pixels = draw(150, 110)
     path = save(tmp_path / "a.png", pixels)
     mapper = PretrainingMapper(size=size, scale=scale, flip="none")
@@ -47,10 +42,10 @@ def test_parts_are_those_of_torchvision_from_the_same_seed(
         torch.testing.assert_close(mapped["image"].int(), expected.int(), rtol=0, atol=1)
 
 
-def test_flips_are_fair_and_channels_in_the_order_of_the_format(tmp_path: Path) -> None:
+def test_flips_are_fair_and_channels_in_the_order_of_the_format(tmp_path):
     path = save(tmp_path / "a.png", coordinates(100, 100))
 
-    def directions(flip: str) -> set[tuple[bool, bool]]:
+    def directions(flip):
         mapper = PretrainingMapper(size=8, flip=flip)
         images = [mapper(record(path)) for _ in range(60)]
         found = set()
@@ -71,9 +66,7 @@ def test_flips_are_fair_and_channels_in_the_order_of_the_format(tmp_path: Path) 
 
 @pytest.mark.parametrize("broken", ["half", "missing", "bomb"])
 @pytest.mark.parametrize("is_train", [True, False])
-def test_a_broken_image_is_an_error(
-    broken: str, is_train: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_image_is_an_error(broken, is_train, tmp_path, monkeypatch):
     path = Path(save(tmp_path / "a.jpg", draw(90, 60)))
     if broken == "half":
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -88,10 +81,8 @@ def test_a_broken_image_is_an_error(
     assert repr(str(path)) in error.where
 
 
-def test_too_many_open_files_are_no_broken_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
+def test_too_many_open_files_are_no_broken_image(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
         raise OSError(errno.EMFILE, "Too many open files")
 
     path = save(tmp_path / "a.jpg", draw(90, 60))
@@ -103,14 +94,7 @@ def test_too_many_open_files_are_no_broken_image(
 MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 
 
-def classify(
-    *,
-    rand_augment: Sequence[float] = (),
-    random_erasing: float = 0.0,
-    pixel_mean: Sequence[float] = MEAN,
-    pixel_std: Sequence[float] = STD,
-    **crop: Any,
-) -> ClassificationMapper:
+def classify(*, rand_augment=(), random_erasing=0.0, pixel_mean=MEAN, pixel_std=STD, **crop):
     return ClassificationMapper(
         crop=PretrainingMapper(**{"size": 48, "scale": (0.08, 1.0), **crop}),
         rand_augment=rand_augment,
@@ -120,7 +104,7 @@ def classify(
     )
 
 
-def map_image(mapper: Any, path: str, *place: int) -> Tensor:
+def map_image(mapper, path, *place):
     """The image that a mapper gives under the seed of a place."""
     with preserved_randomness():
         seed_place(*place)
@@ -136,14 +120,12 @@ def map_image(mapper: Any, path: str, *place: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def photo(tmp_path_factory: pytest.TempPathFactory) -> str:
+def photo(tmp_path_factory):
     return save(tmp_path_factory.mktemp("photo") / "a.png", draw(150, 110))
 
 
 @pytest.mark.parametrize("test_crop", [0.875, 1.0])
-def test_inference_is_torchvisions_resizing_and_centre_crop(
-    tmp_path: Path, test_crop: float
-) -> None:
+def test_inference_is_torchvisions_resizing_and_centre_crop(tmp_path, test_crop):
     # A slope, on which a shift by a part of a pixel can be told, and is bounded.
     y, x = np.mgrid[:192, :256]
     path = save(tmp_path / "a.png", np.stack([x * 0.9, y * 1.2, x * 0], axis=2).astype(np.uint8))
@@ -157,23 +139,15 @@ def test_inference_is_torchvisions_resizing_and_centre_crop(
     assert int(difference.abs().max()) <= 4  # a pixel of the small image is 4 to 5 levels wide
 
 
-def test_what_a_seed_draws_is_drawn_again_and_another_draws_otherwise(photo: str) -> None:
-    mapper = classify(rand_augment=(9, 0.5), random_erasing=0.5)
-    images = [map_image(mapper, photo, 1, place) for place in range(12)]
-    for place in (0, 11):
-        assert_close(map_image(mapper, photo, 1, place), images[place], rtol=0, atol=0)
-    assert len({image.numpy().tobytes() for image in images}) == 12
-
-
-def test_every_operation_of_rand_augment_works_at_every_magnitude(photo: str) -> None:
+def test_every_operation_of_rand_augment_works_at_every_magnitude(photo):
     for magnitude in (0, 10):
         mapper = classify(rand_augment=(magnitude, 1.0))
         for place in range(30):
             map_image(mapper, photo, 2, magnitude, place)
 
 
-def test_erasing_fills_one_rectangle_with_noise_and_leaves_the_rest(photo: str) -> None:
-    settings: dict[str, Any] = {"pixel_mean": MEAN, "pixel_std": STD}
+def test_erasing_fills_one_rectangle_with_noise_and_leaves_the_rest(photo):
+    settings = {"pixel_mean": MEAN, "pixel_std": STD}
     plain = classify(**settings)
     erasing = classify(**settings, random_erasing=1.0)
     values = []
@@ -194,7 +168,7 @@ def test_erasing_fills_one_rectangle_with_noise_and_leaves_the_rest(photo: str) 
     assert_close(noise.std(dim=1), clipped.std(dim=1), rtol=0.03, atol=0)
 
 
-def test_channels_are_augmented_as_rgb_whatever_their_order_is(photo: str) -> None:
+def test_channels_are_augmented_as_rgb_whatever_their_order_is(photo):
     # Random erasing aside: the noise of a channel is drawn in the channels' order.
     rgb = classify(rand_augment=(9, 0.5), pixel_mean=MEAN)
     bgr = classify(rand_augment=(9, 0.5), pixel_mean=MEAN[::-1], pixel_format="BGR")

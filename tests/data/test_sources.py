@@ -4,9 +4,8 @@
 import json
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -17,8 +16,9 @@ from qbheat_det.data import (
     open_source,
     read_annotations,
     register_source,
+    split_source,
 )
-from qbheat_det.data.datasets.sources import forget_source
+from qbheat_det.data.datasets.sources import choose_val, forget_source
 
 from .format_cases import (
     BOXES,
@@ -37,7 +37,7 @@ NAME = "a source of a test"
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
+def _clean():
     forget_annotations()
     yield
     forget_source(NAME)
@@ -45,9 +45,7 @@ def _clean() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_the_same_boxes_come_from_every_format(
-    tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_boxes_come_from_every_format(tmp_path, make, monkeypatch):
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / "cache"))
     path = make(tmp_path / "set")
     before = sorted((tmp_path / "set").rglob("*"))
@@ -74,7 +72,7 @@ def test_the_same_boxes_come_from_every_format(
     assert sorted((tmp_path / "set").rglob("*")) == before
 
 
-def test_parts_of_a_csv_have_the_classes_of_both(tmp_path: Path) -> None:
+def test_parts_of_a_csv_have_the_classes_of_both(tmp_path):
     head, box = "image,label,x1,y1,x2,y2\n", "0,0,9,9\n"
     for part, label in (("train", "dog"), ("test", "cat")):
         write_image(tmp_path / "images" / part / "a.jpg")
@@ -114,9 +112,7 @@ BAD_FILES = [
 
 
 @pytest.mark.parametrize(("name", "content", "named"), BAD_FILES)
-def test_a_bad_file_is_named_with_its_entry(
-    tmp_path: Path, name: str, content: str, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_file_is_named_with_its_entry(tmp_path, name, content, named, monkeypatch):
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / "cache"))
     write_image(tmp_path / "a.jpg")
     path = write(tmp_path / name, content)
@@ -124,12 +120,12 @@ def test_a_bad_file_is_named_with_its_entry(
         register_source(NAME, open_source(str(path)).train)
 
 
-def _via(**shape: Any) -> str:
+def _via(**shape):
     region = {"shape_attributes": shape, "region_attributes": {"kind": "cat"}}
     return json.dumps({"a": {"filename": "a.jpg", "regions": {"0": region}}})
 
 
-def _task(kind: str, image: str = "a.jpg", **value: Any) -> str:
+def _task(kind, image="a.jpg", **value):
     return json.dumps([{"image": image, "label": [{kind: ["cat"], **value}]}])  # JSON-MIN
 
 
@@ -144,7 +140,7 @@ SHAPES = [  # each encloses the box [10, 4, 20, 12] of an image of 40 x 20 pixel
 
 
 @pytest.mark.parametrize(("name", "content"), SHAPES)
-def test_shapes_become_their_enclosing_boxes(tmp_path: Path, name: str, content: str) -> None:
+def test_shapes_become_their_enclosing_boxes(tmp_path, name, content):
     write_image(tmp_path / "a.jpg")
     if name == "a.xml":
         content = f'<annotations><image name="a.jpg">{content}<tag/></image></annotations>'
@@ -170,9 +166,7 @@ BAD_OBJECTS = [  # of image b: what replaces what in its label, and the reason
 
 
 @pytest.mark.parametrize(("make", "old", "new", "reason"), BAD_OBJECTS)
-def test_a_bad_object_is_named_by_its_file_and_place(
-    tmp_path: Path, make: Any, old: str, new: str, reason: str
-) -> None:
+def test_a_bad_object_is_named_by_its_file_and_place(tmp_path, make, old, new, reason):
     root = make(tmp_path)
     (file,) = [*tmp_path.rglob("b.txt"), *tmp_path.rglob("b.xml")]
     text = file.read_text()
@@ -181,7 +175,7 @@ def test_a_bad_object_is_named_by_its_file_and_place(
         register_source(NAME, open_source(str(root)).train)
 
 
-def test_labels_of_yolo_replace_the_last_folder_images_of_a_path(tmp_path: Path) -> None:
+def test_labels_of_yolo_replace_the_last_folder_images_of_a_path(tmp_path):
     path = write_yolo(tmp_path / "images" / "set")
     found = read_annotations(open_source(str(path)).train).annotations
     assert [entry["bbox"] for entry in found] == [
@@ -189,7 +183,7 @@ def test_labels_of_yolo_replace_the_last_folder_images_of_a_path(tmp_path: Path)
     ]
 
 
-def test_the_last_annotation_of_a_task_that_was_not_cancelled_counts(tmp_path: Path) -> None:
+def test_the_last_annotation_of_a_task_that_was_not_cancelled_counts(tmp_path):
     write_image(tmp_path / "a.jpg")
     box = {"x": 25, "y": 20, "width": 50, "height": 60}
     attempts = [
@@ -203,9 +197,7 @@ def test_the_last_annotation_of_a_task_that_was_not_cancelled_counts(tmp_path: P
     assert len(content.annotations) == 1
 
 
-def test_a_zip_writes_nothing_beside_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_zip_writes_nothing_beside_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path / "cache"))
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("../../outside.txt", "x")
@@ -216,9 +208,7 @@ def test_a_zip_writes_nothing_beside_its_folder(
     assert not list((tmp_path / "cache").rglob("bomb"))
 
 
-def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(
-    tmp_path: Path,
-) -> None:
+def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(tmp_path):
     head = "path: /nowhere\ntrain: [train/images]\nval: few.txt\nnames: {0: cat, 1: dog}\n"
     head += "download: import os; os.mkdir('run')\nkpt_shape: [1, 2]\n"
     file = write_yolo(tmp_path, head=head)
@@ -237,7 +227,7 @@ def test_a_data_yaml_names_lists_polygons_keypoints_and_a_part_to_evaluate_on(
     assert not (tmp_path / "run").exists()
 
 
-def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path: Path) -> None:
+def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path):
     source = open_source(str(write_yolo(tmp_path))).train
     write(tmp_path / "train/images/b.jpg", "no image")
     with pytest.raises(UserError, match=r"images/b\.jpg"):
@@ -250,7 +240,7 @@ def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path: Path)
     assert "more" in str(error.value)
 
 
-def test_lists_of_voc_are_parts_with_the_classes_of_all(tmp_path: Path) -> None:
+def test_lists_of_voc_are_parts_with_the_classes_of_all(tmp_path):
     write_voc(tmp_path)
     write(tmp_path / "ImageSets/Main/train.txt", "a\nc\n")
     write(tmp_path / "ImageSets/Main/val.txt", "b -1\n")
@@ -268,7 +258,7 @@ def test_lists_of_voc_are_parts_with_the_classes_of_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "parts"), LAYOUTS.items())
-def test_folders_of_parts_need_no_list(tmp_path: Path, layout: str, parts: int) -> None:
+def test_folders_of_parts_need_no_list(tmp_path, layout, parts):
     folders, is_yolo = layout.split(), "labels" in layout
     made = (write_yolo if is_yolo else write_voc)(tmp_path / "made")
     made = made.parent if is_yolo else made
@@ -288,7 +278,7 @@ def test_folders_of_parts_need_no_list(tmp_path: Path, layout: str, parts: int) 
     assert any("classes.txt" in warning for warning in contents[0].warnings) == is_yolo
 
 
-def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path) -> None:
+def test_a_folder_is_known_by_what_is_in_it(tmp_path):
     for name in ("train/cat/1.jpg", "train/dog/2.jpg", "valid/cat/3.jpg"):
         write_image(tmp_path / "both" / name)
     source = open_source(str(tmp_path / "both"))
@@ -317,12 +307,41 @@ ADDRESSES = (
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_the_folders_of_an_address_choose_between_images_of_one_name(
-    tmp_path: Path, address: str
-) -> None:
+def test_the_folders_of_an_address_choose_between_images_of_one_name(tmp_path, address):
     for folder in ("set 1", "set 2"):
         write_image(tmp_path / "photos" / folder / "a.jpg")
     task = _task("rectanglelabels", address, x=25, y=25, width=50, height=50)
     file = write(tmp_path / "exports" / "export.json", task)
     content = read_annotations(open_source(str(file), str(tmp_path / "photos")).train)
     assert [image["file_name"] for image in content.images] == ["set 1/a.jpg"]
+
+
+def test_a_fifth_is_held_out_in_the_proportions_of_the_classes():
+    groups = ["cat"] * 50 + ["dog"] * 25 + ["cow"] + [None] * 24
+    chosen = choose_val(groups, fraction=0.2, seed=1)
+    counts = Counter(groups[index] for index in chosen)
+    assert counts["cow"] == 0  # the only image of a class is trained on
+    for group, expected in (("cat", 10), ("dog", 5), (None, 4.8)):
+        assert abs(counts[group] - expected) <= 1
+    assert choose_val(groups, fraction=0.2, seed=1) == chosen
+    assert choose_val(groups, fraction=0.2, seed=2) != chosen
+
+
+def test_parts_of_a_split_are_disjoint_in_boxes_and_ground_truth(tmp_path):
+    source = open_source(str(write_yolo(tmp_path, more="de"))).train
+    split = split_source(source, fraction=0.2, seed=0)
+    names = {part: set(split[part]) for part in ("train", "val")}
+    assert sorted(names["train"] | names["val"]) == [f"train/images/{s}.jpg" for s in "abcde"]
+    assert names["train"].isdisjoint(names["val"])
+    file = write(tmp_path / "split.json", json.dumps(split))
+    for part in names:
+        register_source(NAME, {**source, "split": {"file": str(file), "part": part}})
+        paths = [record["file_name"] for record in DatasetCatalog.get(NAME)]
+        assert {str(Path(path).relative_to(tmp_path)) for path in paths} == names[part]
+        truth = json.loads(Path(MetadataCatalog.get(NAME).json_file).read_text())
+        assert len(truth["images"]) == len(names[part])
+        boxes = [BOXES.get(Path(name).stem, BOXES["a"]) for name in names[part]]
+        assert len(truth["annotations"]) == sum(map(len, boxes))
+    write(file, "[]")
+    with pytest.raises(UserError, match=r"split\.json"):
+        register_source(NAME, {**source, "split": {"file": str(file), "part": "val"}})

@@ -4,14 +4,12 @@
 import copy
 import pickle
 import shutil
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from detectron2.modeling import Backbone
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 import qbheat_det
@@ -24,12 +22,12 @@ from tests.export.tiny_models import build, make_config
 SIZES = [(64, 96), (67, 101), (96, 64)]
 
 
-def deploy(model: nn.Module, **settings: Any) -> Any:
+def deploy(model, **settings):
     """Deploys without changing the memory settings of this process."""
     return qbheat_det.deploy(model, keep_memory=False, **settings)
 
 
-def entries(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
+def entries(*sizes):
     """Returns a batch of random images, the same each time."""
     generator = torch.Generator().manual_seed(1)
     return [
@@ -38,7 +36,7 @@ def entries(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
     ]
 
 
-def assert_same_boxes(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def assert_same_boxes(found, expected):
     """Asserts that two batches of results agree, and are not empty."""
     for one, other in zip(found, expected, strict=True):
         a, b = one["instances"], other["instances"]
@@ -49,17 +47,17 @@ def assert_same_boxes(found: list[dict[str, Any]], expected: list[dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def mf_detr() -> nn.Module:
+def mf_detr():
     return build(make_config("mf_detr"))
 
 
 @pytest.fixture(scope="module")
-def classifier() -> nn.Module:
+def classifier():
     return build(make_config("classifier"))
 
 
 @pytest.mark.parametrize("kind", ["mf_detr", "selected_queries", "retinanet"])
-def test_boxes_equal_the_plain_models_on_odd_sizes_and_in_batches(kind: str) -> None:
+def test_boxes_equal_the_plain_models_on_odd_sizes_and_in_batches(kind):
     model = build(make_config(kind))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     deployed = deploy(model)
@@ -74,7 +72,7 @@ def test_boxes_equal_the_plain_models_on_odd_sizes_and_in_batches(kind: str) -> 
 
 
 @torch.no_grad()
-def test_scores_of_a_classifier_and_maps_of_a_backbone(classifier: nn.Module, mf_detr: Any) -> None:
+def test_scores_of_a_classifier_and_maps_of_a_backbone(classifier, mf_detr):
     images = entries((32, 32), (32, 32))
     assert_close(deploy(classifier)(images), classifier(images))
     x = torch.randn(2, 3, 65, 90)
@@ -82,7 +80,7 @@ def test_scores_of_a_classifier_and_maps_of_a_backbone(classifier: nn.Module, mf
     assert_close(dict(deployed(x)), dict(mf_detr.backbone(x)), rtol=1e-4, atol=1e-4)
 
 
-def test_a_deployed_model_only_predicts_and_can_be_copied(mf_detr: nn.Module) -> None:
+def test_a_deployed_model_only_predicts_and_can_be_copied(mf_detr):
     deployed = deploy(mf_detr)
     assert not deployed.training
     assert deployed.eval() is deployed
@@ -100,7 +98,7 @@ def test_a_deployed_model_only_predicts_and_can_be_copied(mf_detr: nn.Module) ->
         assert_same_boxes(twin(image), deployed(image))
 
 
-def test_wrong_arguments_and_models_are_refused(classifier: nn.Module) -> None:
+def test_wrong_arguments_and_models_are_refused(classifier):
     for settings, named in (
         ({"precision": "half"}, "precision"),
         ({"compile": "always"}, "compile"),
@@ -115,9 +113,7 @@ def test_wrong_arguments_and_models_are_refused(classifier: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_bfloat16_is_used_only_on_request(
-    classifier: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_is_used_only_on_request(classifier, monkeypatch):
     monkeypatch.setattr(environment, "read_cpu_flags", lambda: {"avx512f"})
     assert deploy(classifier).report["precision"].startswith("no: ")
     assert "emulates" in deploy(classifier, precision="bfloat16").report["precision"]
@@ -137,13 +133,13 @@ SIZE, OTHER = (64, 96), (67, 101)
 class OneMap(Backbone):
     """A convolution and a norm; a few milliseconds to trace."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.convolution = nn.Conv2d(3, 8, 3, stride=2, padding=1)
         self.norm = nn.GroupNorm(2, 8)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         return {"s2": self.norm(self.convolution(x)).relu()}
 
 
@@ -152,12 +148,12 @@ class TinyModel(nn.Module):
 
     masks_padding = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.backbone = OneMap()
         self.pixel_mean = torch.zeros(3)
 
-    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    def forward(self, inputs):
         if inputs[0]["image"].shape[-1] < 3:
             raise ValueError("too small")
         maps = self.backbone(torch.stack([entry["image"] / 255 for entry in inputs]))
@@ -165,11 +161,11 @@ class TinyModel(nn.Module):
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def compiled(monkeypatch):
     """Records the shapes to compile for; the part itself runs instead of a program."""
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
 
-    def load_or_build(self: PartPrograms, args: tuple[Any, ...], key: Any, _: object) -> None:
+    def load_or_build(self, args, key, _):
         shapes.append(tuple(args[0].shape))
         self._programs[key] = self._part._call_impl
 
@@ -178,7 +174,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @torch.no_grad()
-def test_named_sizes_compile_once_and_others_run_uncompiled(compiled: list[Any]) -> None:
+def test_named_sizes_compile_once_and_others_run_uncompiled(compiled):
     model = TinyModel()
     deployed = deploy(model, image_sizes=[SIZE])
     assert compiled == [(1, 3, *SIZE)]
@@ -192,14 +188,14 @@ def test_named_sizes_compile_once_and_others_run_uncompiled(compiled: list[Any])
 
 
 @torch.no_grad()
-def test_a_backbone_compiles_for_one_layout(compiled: list[Any]) -> None:
+def test_a_backbone_compiles_for_one_layout(compiled):
     model, x = OneMap(), torch.randn(1, 3, *SIZE)
     found = deploy(model, image_sizes=[SIZE])(x.contiguous(memory_format=torch.channels_last))
     assert_close(found, model(x), rtol=1e-4, atol=1e-4)
     assert compiled == [(1, 3, *SIZE)]
 
 
-def test_nothing_compiles_without_sizes_or_if_it_is_off(compiled: list[Any]) -> None:
+def test_nothing_compiles_without_sizes_or_if_it_is_off(compiled):
     for settings in ({}, {"compile": "off", "image_sizes": [SIZE]}):
         assert deploy(TinyModel(), **settings).report["compile"].startswith("no: ")
     with pytest.raises(UserError, match="1x2"):  # the model does not take it
@@ -207,7 +203,7 @@ def test_nothing_compiles_without_sizes_or_if_it_is_off(compiled: list[Any]) -> 
     assert not compiled
 
 
-def test_a_part_that_does_not_compile_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_does_not_compile_runs_uncompiled(monkeypatch):
     refuse = Mock(side_effect=RuntimeError("no such operator\nmore"))
     monkeypatch.setattr(PartPrograms, "load_or_build", refuse)
     model = TinyModel()
@@ -218,9 +214,7 @@ def test_a_part_that_does_not_compile_runs_uncompiled(monkeypatch: pytest.Monkey
         assert_close(deployed(entries(SIZE)), model(entries(SIZE)), rtol=1e-4, atol=1e-2)
 
 
-def test_a_folder_that_other_users_can_write_to_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_other_users_can_write_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path))
     (tmp_path / "programs").mkdir()
     (tmp_path / "programs").chmod(0o777)
@@ -229,7 +223,7 @@ def test_a_folder_that_other_users_can_write_to_is_refused(
     assert str(tmp_path / "programs") in step
 
 
-def test_a_fingerprint_depends_on_weights_settings_and_shape() -> None:
+def test_a_fingerprint_depends_on_weights_settings_and_shape():
     part, other = OneMap(), OneMap()
     prints = [PartPrograms(part, torch.float32)._fingerprint(key) for key in (("a",), ("b",))]
     assert PartPrograms(other, torch.float32)._fingerprint(("a",)) == prints[0] != prints[1]
@@ -246,7 +240,7 @@ def test_a_fingerprint_depends_on_weights_settings_and_shape() -> None:
     assert len(set(prints)) == 6
 
 
-def test_outputs_without_order_are_compared_after_sorting() -> None:
+def test_outputs_without_order_are_compared_after_sorting():
     queries = torch.randn(1, 100, 4)
     assert compiling._distance([queries.flip(1)], [queries]) > 0.1
     assert compiling._distance([queries.flip(1)], [queries], is_ordered=False) == 0
@@ -257,9 +251,7 @@ def test_outputs_without_order_are_compared_after_sorting() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 @torch.no_grad()
-def test_a_compiled_program_is_loaded_by_later_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_program_is_loaded_by_later_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path))
     model, x = OneMap(), torch.randn(1, 3, *SIZE)
     assert not deploy(model, image_sizes=[SIZE]).report["compile"].startswith("no: ")
@@ -277,7 +269,7 @@ def test_a_compiled_program_is_loaded_by_later_processes(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 @torch.no_grad()
-def test_a_compiled_detector_gives_the_plain_ones_boxes() -> None:
+def test_a_compiled_detector_gives_the_plain_ones_boxes():
     model = build(make_config("mf_detr"))
     deployed = deploy(model, image_sizes=[SIZE, OTHER])
     assert not deployed.report["compile"].startswith("no: "), str(deployed.report)
@@ -287,7 +279,7 @@ def test_a_compiled_detector_gives_the_plain_ones_boxes() -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_results_on_a_gpu_equal_the_plain_ones_with_and_without_graphs() -> None:
+def test_results_on_a_gpu_equal_the_plain_ones_with_and_without_graphs():
     model = build(make_config("mf_detr")).cuda()
     images = entries((128, 160))
     expected = model(images)

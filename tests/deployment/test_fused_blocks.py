@@ -8,26 +8,20 @@ import pytest
 import torch
 from detectron2.layers import Conv2d, FrozenBatchNorm2d
 from timm.layers import BatchNormAct2d
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.deployment import fused_blocks
 from qbheat_det.deployment.fused_blocks import FUSED_BLOCKS, fold_batch_norms, fuse_blocks
 from qbheat_det.export.graph import trace
-from qbheat_det.layers import (
-    DownMobile,
-    LiteBottleneck,
-    MapAttention,
-    Mobile,
-    SinePositionEncoding,
-)
+from qbheat_det.layers import DownMobile, LiteBottleneck, MapAttention, Mobile, SinePositionEncoding
 from qbheat_det.layers.cpu_kernels import recorded_as
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths, LevelMap, LiteMobile
 from tests.export.tiny_models import build, make_config
 from tests.modeling.reference_mobile_former import randomise_
 
 SHAPES = {"token_dim": 8, "norm": "BN"}
-BLOCKS: dict[str, nn.Module] = {
+BLOCKS = {
     "lite": LiteBottleneck(in_channels=4, hidden=12, out_channels=4, norm=""),
     "lite with a norm": LiteBottleneck(in_channels=4, hidden=12, out_channels=4, norm="BN"),
     "mobile": Mobile(in_channels=4, hidden=10, out_channels=4, **SHAPES),
@@ -37,14 +31,14 @@ BLOCKS: dict[str, nn.Module] = {
 }
 
 
-def fused(block: nn.Module) -> nn.Module:
+def fused(block):
     holder = nn.Sequential(copy.deepcopy(block))
     assert fuse_blocks(holder) == 1
     assert type(holder[0]) is FUSED_BLOCKS[type(block)]
     return holder[0]
 
 
-def run(block: nn.Module, x: Tensor, token: Tensor, padding: Tensor | None) -> Tensor:
+def run(block, x, token, padding):
     if LiteMobile in (type(block), type(getattr(block, "plain", None))):
         encoding = SinePositionEncoding(channels=8)(x.shape[-2:], padding)
         rows = torch.cat([x, x], dim=1).flatten(2).transpose(1, 2).contiguous()
@@ -57,17 +51,17 @@ def run(block: nn.Module, x: Tensor, token: Tensor, padding: Tensor | None) -> T
 class OnMap(nn.Module):
     """Runs a block on a map and a token."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block):
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor, token: Tensor) -> Tensor:
+    def forward(self, x, token):
         return run(self.block, x, token, None)
 
 
 @pytest.mark.parametrize("name", [name for name in BLOCKS if "norm" not in name])
 @pytest.mark.parametrize("form", ["float", "int8"])
-def test_a_graph_for_single_images_equals_the_plain_block(name: str, form: str) -> None:
+def test_a_graph_for_single_images_equals_the_plain_block(name, form):
     torch.manual_seed(0)
     plain = copy.deepcopy(BLOCKS[name]).eval()
     randomise_(plain)
@@ -88,7 +82,7 @@ def test_a_graph_for_single_images_equals_the_plain_block(name: str, form: str) 
 
 @pytest.mark.parametrize("form", ["float", "int8"])
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_attention_in_a_graph_equals_the_layer(form: str, is_padded: bool) -> None:
+def test_attention_in_a_graph_equals_the_layer(form, is_padded):
     torch.manual_seed(0)
     layer = MapAttention(dim=8, num_heads=2).eval()
     nn.init.normal_(layer.in_proj_bias)
@@ -100,9 +94,7 @@ def test_attention_in_a_graph_equals_the_layer(form: str, is_padded: bool) -> No
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_form_of_programs_in_bfloat16_equals_the_model(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_form_of_programs_in_bfloat16_equals_the_model(count, monkeypatch):
     turns = Mock(side_effect=fused_blocks.convolve_by_turns)
     monkeypatch.setattr(fused_blocks, "convolve_by_turns", turns)
     torch.manual_seed(0)
@@ -122,7 +114,7 @@ def test_the_form_of_programs_in_bfloat16_equals_the_model(
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_fused_block_equals_the_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_block_equals_the_plain_one(name, monkeypatch):
     convolve = Mock(side_effect=fused_blocks.convolve)  # which plain blocks do not call
     monkeypatch.setattr(fused_blocks, "convolve", convolve)
     torch.manual_seed(0)
@@ -145,7 +137,7 @@ def test_a_fused_block_equals_the_plain_one(name: str, monkeypatch: pytest.Monke
         assert convolve.called is is_fused
 
 
-def test_slopes_of_zero_are_not_divided_by() -> None:
+def test_slopes_of_zero_are_not_divided_by():
     plain = Mobile(in_channels=4, hidden=10, out_channels=4, **SHAPES).eval()
     randomise_(plain)
     for act in (plain.expand_act, plain.depthwise_act):
@@ -155,7 +147,7 @@ def test_slopes_of_zero_are_not_divided_by() -> None:
         assert_close(fused(plain)(x, token), plain(x, token))
 
 
-def test_position_encodings_are_computed_once_for_each_of_the_last_sizes() -> None:
+def test_position_encodings_are_computed_once_for_each_of_the_last_sizes():
     plain = SinePositionEncoding(channels=8)
     cached = fused(plain)
     padding = torch.zeros(1, 1, 3, 5, dtype=torch.bool)
@@ -175,7 +167,7 @@ def test_position_encodings_are_computed_once_for_each_of_the_last_sizes() -> No
         assert cached.to(torch.float64)((3, 5)).dtype == torch.float64
 
 
-def own_norm(norm: nn.Module, bias: bool) -> nn.Module:
+def own_norm(norm, bias):
     return Conv2d(3, 6, 3, padding=1, bias=bias, groups=3, norm=norm)
 
 
@@ -187,7 +179,7 @@ def own_norm(norm: nn.Module, bias: bool) -> nn.Module:
         nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU()),
     ],
 )
-def test_a_folded_pair_equals_the_two_layers(net: nn.Module) -> None:
+def test_a_folded_pair_equals_the_two_layers(net):
     net = copy.deepcopy(net).double().eval()
     randomise_(net)
     x = torch.randn(2, 3, 9, 11, dtype=torch.float64)
@@ -197,7 +189,7 @@ def test_a_folded_pair_equals_the_two_layers(net: nn.Module) -> None:
     assert not any(isinstance(m, nn.BatchNorm2d | FrozenBatchNorm2d) for m in net.modules())
 
 
-def test_shared_convolutions_and_norms_that_do_more_are_not_folded() -> None:
+def test_shared_convolutions_and_norms_that_do_more_are_not_folded():
     shared = nn.Conv2d(4, 4, 1)
     net = nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4)),

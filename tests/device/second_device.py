@@ -9,9 +9,7 @@ wait for a CUDA device (see ``torch.cuda.set_sync_debug_mode``) is recorded with
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,24 +38,24 @@ softmax.int log_softmax.int exp log log1p pow.Tensor_Scalar rsqrt reciprocal lay
 norm.ScalarOpt_dim cosine_similarity nll_loss smooth_l1_loss mse_loss l1_loss kl_div
 binary_cross_entropy_with_logits cross_entropy_loss prod sum sum.dim_IntList cumsum cdist"""
 
-_waits: set[str] | None = None
+_waits = None
 
 
 class _Module(backend_registration._DummyBackendModule):
     """What PyTorch asks ``torch.second``."""
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+    def get_amp_supported_dtype(self):
         return [torch.bfloat16, torch.float16]
 
 
 class Generator(torch.Generator):
     """The CPU's in place of the second device's, which Python cannot make."""
 
-    def __new__(cls, device: Any = "cpu") -> "Generator":
+    def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
 
 
-def install() -> None:
+def install():
     """Registers the device, before the first backward pass of the process."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
     _FALLBACKS.fallback(_fallback, "PrivateUse1")
@@ -85,7 +83,7 @@ def install() -> None:
 
 
 @contextlib.contextmanager
-def recorded_waits() -> Iterator[set[str]]:
+def recorded_waits():
     """Yields the places "file function" of the package where the host waits meanwhile.
 
     The module and function of a library that waits follow, for example Detectron2's.
@@ -98,7 +96,7 @@ def recorded_waits() -> Iterator[set[str]]:
         _waits = before
 
 
-def _note() -> None:
+def _note():
     if _waits is None:
         return
     frame, library = sys._getframe(), ""
@@ -111,7 +109,7 @@ def _note() -> None:
     _waits.add(where.replace(".<locals>.<listcomp>", "") + library)
 
 
-def _retyped(tensor: Tensor, device_type: int) -> Tensor:
+def _retyped(tensor, device_type):
     """Returns a tensor on another device that shares the memory, and keeps it alive."""
     capsule = torch._C._to_dlpack(tensor)
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -121,11 +119,11 @@ def _retyped(tensor: Tensor, device_type: int) -> Tensor:
     return torch._C._from_dlpack(capsule)
 
 
-def _is_second(value: Any) -> bool:
+def _is_second(value):
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
-def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _map(change, value):
     """Changes a tensor, or those of a list, a tuple or a dict; other values stay."""
     if isinstance(value, Tensor):
         return change(value)
@@ -136,23 +134,23 @@ def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def _on_cpu(x: Tensor) -> Tensor:
+def _on_cpu(x):
     return _retyped(x, _CPU) if _is_second(x) else x
 
 
-def _on_second(x: Tensor) -> Tensor:
+def _on_second(x):
     return _retyped(x, _EXTENSION)
 
 
-def _check_devices(op: Any, *values: Any) -> None:
-    found: list[Tensor] = []
-    _map(lambda x: found.append(x) or x, values)  # type: ignore[func-returns-value]
+def _check_devices(op, *values):
+    found = []
+    _map(lambda x: found.append(x) or x, values)
     if len({x.device.type for x in found if x.dim()}) > 1:  # CUDA takes the CPU's numbers
         tensors = ", ".join(f"{tuple(x.shape)} on {x.device.type}" for x in found)
         raise RuntimeError(f"{op}: expected all tensors on the same device, but found {tensors}")
 
 
-def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _fallback(op, *args, **kwargs):
     """Runs an operator on the CPU, if CUDA would run it."""
     arguments, name = op._schema.arguments, op._schema.name.partition("::")[2]
     if "index" in name and isinstance(args[1], list | tuple):  # indices may be on the CPU
@@ -186,16 +184,16 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _map(_on_second, results)
 
 
-def _as_strided(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> Tensor:
+def _as_strided(x, size, stride, offset=None):
     return _ATEN.alias(x).as_strided_(size, stride, offset)
 
 
-def _view(x: Tensor, size: Any) -> Tensor:
+def _view(x, size):
     there = torch.empty_strided(x.shape, x.stride(), device="meta").view(size)
     return _as_strided(x, there.shape, there.stride(), x.storage_offset())
 
 
-def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy(target, source, non_blocking=False):
     # To the CPU, a copy is asynchronous into pinned memory alone, which this device has not.
     if target.device != source.device and not (non_blocking and _is_second(target)):
         _note()
@@ -203,22 +201,22 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
-def _convolve(*args: Any) -> Tensor:
+def _convolve(*args):
     return _fallback(_ATEN.convolution.default, *args)
 
 
-def _convolve_backward(gradient: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Any:
+def _convolve_backward(gradient, x, weight, *args):
     backward = _ATEN.convolution_backward.default
     return _fallback(backward, gradient, x, weight, [len(weight)], *args)
 
 
-def _autocast(operator: Any, is_half: bool) -> Callable[..., Any]:
-    def cast(x: Tensor) -> Tensor:
+def _autocast(operator, is_half):
+    def cast(x):
         if not _is_second(x) or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return x
         return x.to(torch.get_autocast_dtype(NAME) if is_half else torch.float32)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args, **kwargs):
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
         with torch._C._ExcludeDispatchKeyGuard(key):
             return operator(*_map(cast, args), **_map(cast, kwargs))
@@ -226,16 +224,16 @@ def _autocast(operator: Any, is_half: bool) -> Callable[..., Any]:
     return run
 
 
-def _of_second(own: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def _of_second(own, method):
     return lambda self, *args: (own if self.device.type == NAME else method)(self, *args)
 
 
-def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+def _deepcopy(tensor, memo):
     if id(tensor) not in memo:
         memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return memo[id(tensor)]
 
 
-def _storage_on_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+def _storage_on_cpu(storage):
     values = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     return torch.frombuffer(values, dtype=torch.uint8).clone().untyped_storage()

@@ -1,14 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Every model on a device that refuses to mix with the CPU, and where the host waits for it."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import fnmatch
 
 import pytest
 import timm
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
@@ -19,7 +16,7 @@ from tests.engine import tiny_training
 from tests.engine.classifier_cases import make_classes
 from tests.engine.test_objectives import OPTS as PRETRAINING
 from tests.engine.tiny_training import MF_DETR, losses, read_opts, start_run
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from .second_device import NAME, Generator, recorded_waits
 
@@ -53,76 +50,49 @@ DETECTORS = {
 OBJECTIVES = ["qb_heat", "interpolation", "mask_token", "moco_v2", "supervised", "wasserstein_dual"]
 DISTILLED = "distill_285M_cpu"
 CASES = [*DETECTORS, *OBJECTIVES, DISTILLED]
-QUICK = ("retinanet, bfloat16", "mf_detr, cached", "qb_heat")
+QUICK = "mf_detr, cached"
 
-# Where the host waits for the device: in a step that neither logs, saves nor evaluates.
-IN_A_STEP = {
-    "the loss is checked before the weights change; the optimizer's kernels follow": {
-        "engine/step.py LossReading.values"
-    },
-    "the gradient scaler of float16 skips steps that overflow": {
-        "engine/step.py StepTrainer.run_step"
-    },
-    "copies on the stream of the next batch, which the model's does not wait for": {
-        "engine/step.py _move, boxes.to",
-        "engine/step.py _move, instances.to",
-    },
-    "the Hungarian algorithm runs on the CPU": {"modeling/detr/criterion.py SetCriterion.match"},
-    "each position with a box is a pair, as many as there are": {
-        "modeling/detr/query_selection.py QuerySelection.assign"
-    },
-    "Detectron2's anchors and losses choose by masks": {
+# Patterns of places where the host waits for the device: in a step that neither logs, saves nor
+# evaluates, and in an evaluation.
+ALLOWED = {
+    "step": {
+        # The loss is checked before the weights change; the optimizer's kernels follow.
+        "engine/step.py LossReading.values",
+        # The gradient scaler of float16 skips steps that overflow.
+        "engine/step.py StepTrainer.run_step",
+        # Copies on the stream of the next batch, which the model's does not wait for.
+        "engine/step.py _move, *.to",
+        # The Hungarian algorithm runs on the CPU.
+        "modeling/detr/criterion.py SetCriterion.match",
+        # Each position with a box is a pair, as many as there are.
+        "modeling/detr/query_selection.py QuerySelection.assign",
+        # Detectron2's anchors and losses, and torchvision's GIoU, choose by masks.
         "backward",
-        "modeling/retinanet.py SyncRetinaNet.label_anchors, matcher.__call__",
-        "modeling/retinanet.py SyncRetinaNet.label_anchors, wrappers.nonzero_tuple",
-        "modeling/dense.py SyncNormalizer.losses, box_regression._dense_box_regression_loss",
-        "modeling/dense.py SyncNormalizer.losses, box_regression.get_deltas",
-        "modeling/dense.py SyncNormalizer.losses, fcos.compute_ctrness_targets",
-        "modeling/dense.py SyncNormalizer.losses, fcos.losses",
-        "modeling/dense.py SyncNormalizer.losses, giou_loss.giou_loss",
-        "modeling/dense.py SyncNormalizer.losses, retinanet.losses",
-    },
-    "positives, and locations that learn from a teacher, are chosen by masks": {
+        "modeling/retinanet.py SyncRetinaNet.label_anchors, *",
+        "modeling/dense.py SyncNormalizer.losses, *",
+        "modeling/*.py *, _utils._loss_inter_union",
+        # Positives, and locations that learn from a teacher, are chosen by masks.
         "modeling/dense.py DenseTeacherLoss.__call__",
         "modeling/retinanet.py SyncRetinaNet.losses",
     },
-    "torchvision's GIoU chooses by a mask": {
-        "modeling/dense.py DenseTeacherLoss.__call__, _utils._loss_inter_union",
-        "modeling/retinanet.py SyncRetinaNet.losses, _utils._loss_inter_union",
-    },
-}
-IN_AN_EVALUATION = {
-    "results are read": {
-        "engine/evaluation.py Evaluation._evaluate, boxes.to",
-        "engine/evaluation.py Evaluation._evaluate, instances.to",
+    "evaluation": {
+        # Results are read.
+        "engine/evaluation.py Evaluation._evaluate, *.to",
         "evaluation/__init__.py HeldOutLossEvaluator.process",
         "evaluation/classification.py ClassificationEvaluator.process",
         "modeling/pretrain/qb_heat.py QBHeat.in_order",
-    },
-    "Detectron2's images come one by one, and are not pinned": {
-        "modeling/dense.py SyncNormalizer.preprocess_image, dense_detector.<listcomp>",
-    },
-    "Detectron2's boxes are checked, and chosen by masks": {
-        "modeling/dense.py SyncNormalizer.forward, boxes.__getitem__",
-        "modeling/dense.py SyncNormalizer.forward, boxes._batched_nms_coordinate_trick",
-        "modeling/dense.py SyncNormalizer.forward, boxes.clip",
-        "modeling/dense.py SyncNormalizer.forward, boxes.nms",
-        "modeling/dense.py SyncNormalizer.forward, dense_detector._decode_per_level_predictions",
-        "modeling/dense.py SyncNormalizer.forward, instances.__getitem__",
-        "modeling/detr/mf_detr.py MFDETR.forward, boxes.__getitem__",
-        "modeling/detr/mf_detr.py MFDETR.forward, boxes.clip",
-        "modeling/detr/mf_detr.py MFDETR.forward, instances.__getitem__",
+        # Detectron2's images come one by one, and are not pinned.
+        "modeling/dense.py SyncNormalizer.preprocess_image, *",
+        # Detectron2's boxes are checked, and chosen by masks.
+        "modeling/dense.py SyncNormalizer.forward, *",
+        "modeling/detr/mf_detr.py MFDETR.forward, *",
         "modeling/detr/mf_detr.py MFDETR.inference, boxes.clip",
     },
 }
-ALLOWED = {
-    "step": set().union(*IN_A_STEP.values()),
-    "evaluation": set().union(*IN_AN_EVALUATION.values()),
-}
-seen: dict[str, dict[str, set[str]]] = {}
+seen = {}
 
 
-def make_args(case: str, output_dir: Path, data: Path, device: str, *flags: str) -> Any:
+def make_args(case, output_dir, data, device, *flags):
     """Returns the arguments of a run of a case."""
     opts = {**OPTS, "MODEL.DEVICE": device, "MODEL.CACHE_FEATURES.FOLDER": f"{output_dir}/cache"}
     if case in DETECTORS:
@@ -145,10 +115,10 @@ def make_args(case: str, output_dir: Path, data: Path, device: str, *flags: str)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """Boxes, two classes of images, photos without labels, and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("data")
-    prepare_toy_set(ToySpec(name="tiny", num_images=4, image_size=64), folder)
+    draw_toy_set(folder, 4)
     make_classes(folder / "classes", {"round": 3, "square": 3})
     make_classes(folder, {"photos": 4}, first=50)
     teacher = timm.create_model("mobilenetv3_small_050").state_dict()
@@ -157,14 +127,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+def waits(monkeypatch):
     """Where the host waited, of a "step" and of an "evaluation"; batches are moved ahead."""
-    found: dict[str, set[str]] = {"step": set(), "evaluation": set()}
+    found = {"step": set(), "evaluation": set()}
     take, run_step = BatchSource.take, Trainer.run_step
     after_step, evaluate = Trainer.after_step, Trainer.evaluate
 
-    def recorded(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def run(trainer: Trainer) -> Any:
+    def recorded(method, kind):
+        def run(trainer):
             with recorded_waits() as here:
                 result = method(trainer)
             if kind == "evaluation" or trainer.iter == 2:
@@ -173,7 +143,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 
         return run
 
-    def moved(source: BatchSource) -> Any:
+    def moved(source):
         batch, seconds = take(source)
         return [_move(entry, source._device) for entry in batch], seconds
 
@@ -185,25 +155,25 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
     return found
 
 
-def read(folder: Path) -> dict[str, Tensor]:
+def read(folder):
     """Returns the weights of the last checkpoint, on the CPU."""
     return torch.load(folder / "second/model_final.pth", "cpu", weights_only=True)["model"]
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+    "case", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in CASES]
 )
 def test_a_run_gives_the_losses_of_the_cpu_resumes_and_waits_only_where_it_must(
-    case: str, data: Path, tmp_path: Path, waits: dict[str, set[str]]
-) -> None:
+    case, data, tmp_path, waits
+):
     folder = tmp_path / "second"
     trainer = start_run(make_args(case, folder, data, NAME))
     trainer.train()
     assert {x.device.type for x in trainer.evaluated_model.parameters()} == {NAME}
-    assert {kind: found - ALLOWED[kind] for kind, found in waits.items()} == {
-        "step": set(),
-        "evaluation": set(),
-    }
+    for kind, found in waits.items():
+        assert [
+            one for one in found if not any(fnmatch.fnmatchcase(one, p) for p in ALLOWED[kind])
+        ] == []
     seen[case] = waits
     whole, expected = losses(folder), read(tmp_path)
     start_run(make_args(case, tmp_path / "cpu", data, "cpu")).train()
@@ -218,20 +188,21 @@ def test_a_run_gives_the_losses_of_the_cpu_resumes_and_waits_only_where_it_must(
 
 
 @pytest.mark.slow
-def test_each_allowed_wait_is_still_there() -> None:
+def test_each_allowed_wait_is_still_there():
     if len(seen) < len(CASES):
         pytest.skip("needs all cases")
     for kind, allowed in ALLOWED.items():
-        assert set().union(*(waits[kind] for waits in seen.values())) == allowed
+        found = set().union(*(waits[kind] for waits in seen.values()))
+        assert [pattern for pattern in allowed if not fnmatch.filter(found, pattern)] == []
 
 
 @pytest.mark.parametrize("case", ["retinanet", pytest.param("mf_detr", marks=pytest.mark.slow)])
 def test_boxes_of_the_model_and_of_its_deployed_form_are_those_of_the_cpu(
-    case: str, data: Path, tmp_path: Path, waits: object
-) -> None:
+    case, data, tmp_path, waits
+):
     start_run(make_args(case, tmp_path, data, NAME)).export("model_final")
     weights = str(tmp_path / "model_final.safetensors")
-    options: Any = {"score_threshold": 0, "opts": ("MODEL.DEPLOY.COMPILE", "off")}
+    options = {"score_threshold": 0, "opts": ("MODEL.DEPLOY.COMPILE", "off")}
     expected, *others = [
         predict_files(weights, [str(data / "photos")], device=device, fast=fast, **options).results
         for device, fast in (("cpu", False), (NAME, False), (NAME, True))
@@ -244,7 +215,7 @@ def test_boxes_of_the_model_and_of_its_deployed_form_are_those_of_the_cpu(
             assert one["bbox"] == pytest.approx(other["bbox"], abs=1e-2)
 
 
-def test_tensors_of_two_devices_do_not_mix() -> None:
+def test_tensors_of_two_devices_do_not_mix():
     here, there = torch.ones(2, 3), torch.ones(2, 3, device=NAME)
     for mixed in (
         lambda: here + there,

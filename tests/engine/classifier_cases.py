@@ -1,13 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Tiny classifiers from the command line's flags."""
 
-import argparse
-from pathlib import Path
-
-from detectron2.config import CfgNode
-
 from qbheat_det.config import get_config_path
-from qbheat_det.engine import Trainer, build_config
+from qbheat_det.engine import build_config
 from tests.engine.tiny_pretraining import make_folder
 from tests.engine.tiny_training import parse_run, read_opts, start_run
 
@@ -21,22 +16,20 @@ SOLVER.WARMUP_ITERS 1 SEED 3
 """)
 
 
-def make_classes(folder: Path, counts: dict[str, int], *, first: int = 0) -> str:
+def make_classes(folder, counts, *, first=0):
     """Draws pictures in class folders, so many in each; returns the folder."""
     for i, (name, count) in enumerate(counts.items()):
         make_folder(folder / name, count, first=first + 20 * i)
     return str(folder)
 
 
-def configure(
-    opts: dict[str, str], *flags: str, config: str = RECIPE
-) -> tuple[CfgNode, argparse.Namespace]:
+def configure(opts, *flags, config=RECIPE):
     """Returns the config that a command line gives, and its arguments."""
     args = parse_run(config, {**OPTS, **opts}, *flags)
     return build_config(args), args
 
 
-def train(output_dir: Path, opts: dict[str, str], *flags: str) -> Trainer:
+def train(output_dir, opts, *flags):
     """Trains to the end, and leaves the last results in ``_last_eval_results``."""
     args = parse_run(RECIPE, {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}, *flags)
     trainer = start_run(args)

@@ -1,18 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Steps of small models on few images, as one of several processes or as the only one."""
 
-import argparse
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from qbheat_det.config import get_config_path, load_config
@@ -54,9 +52,9 @@ class Case:
     is_taught: bool = False  # each image brings one without labels
 
 
-def on_timm(config: str, name: str) -> CfgNode:
+def on_timm(config, name):
     """Returns the config of a tiny RetinaNet or MF-DETR on a network of timm."""
-    own: tuple[Any, ...] = (
+    own = (
         "MODEL.BACKBONE.NAME",
         f"timm:{name}",
         "MODEL.MF_DETR.IN_FEATURES",
@@ -79,7 +77,7 @@ MODEL.MF_DETR.NUM_OBJECT_QUERIES 7 INPUT.PRETRAIN.SIZE {SIZE} MODEL.CLASSIFIER.N
 MODEL.CLASSIFIER.WIDTH 64 MODEL.CLASSIFIER.DROPOUT 0.0 MODEL.MOCO.HIDDEN_DIM 16 MODEL.MOCO.DIM 8"""
 
 
-def make_case_config(case: Case, device: str) -> CfgNode:
+def make_case_config(case, device):
     cfg = load_config(get_config_path(case.config), [*SMALL.split(), "MODEL.DEVICE", device])
     cfg.MODEL.MOBILE_FORMER.BLOCKS = BLOCKS
     cfg.SOLVER.IMS_PER_BATCH = len(case.batches[0])
@@ -89,7 +87,7 @@ def make_case_config(case: Case, device: str) -> CfgNode:
     return cfg
 
 
-def make_image(index: int) -> dict[str, Any]:
+def make_image(index):
     """Returns what a mapper gives for an image: noise, boxes and label are its number's."""
     generator = torch.Generator().manual_seed(index)
     count = NUM_BOXES[index]
@@ -103,16 +101,16 @@ def make_image(index: int) -> dict[str, Any]:
     return {"image": image, "image_key": other, "instances": instances, "label": index % 3}
 
 
-def build_case(case: Case, device: str = "cpu") -> nn.Module:
+def build_case(case, device="cpu"):
     torch.manual_seed(0)
-    model: nn.Module = build_model(make_case_config(case, device))
+    model = build_model(make_case_config(case, device))
     for name, parameter in model.named_parameters():
         if name.endswith("bbox_embed.last.weight"):  # zero at first: all boxes alike
             nn.init.normal_(parameter, std=0.3)
     return model
 
 
-def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+def run_case(case, device="cpu"):
     """Returns the gradients of the last step of a case, see ``take_steps``."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = build_case(case, device)
@@ -132,14 +130,7 @@ def run_case(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     )
 
 
-def take_steps(
-    model: nn.Module,
-    batches: list[list[dict[str, Any]]],
-    *,
-    accumulate: int = 1,
-    batch_statistics: bool = False,
-    teacher: MeanTeacher | None = None,
-) -> dict[str, Tensor]:
+def take_steps(model, batches, *, accumulate=1, batch_statistics=False, teacher=None):
     """Takes a step of each batch, of which this process has its share, without learning.
 
     Returns:
@@ -174,17 +165,17 @@ def take_steps(
 class WithGivenMasks(nn.Module):
     """A model whose images name their visible parts, which each process would draw otherwise."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def forward(self, batched_inputs):
         if hasattr(self.model, "choose_quarters"):
             return self.model(batched_inputs, [entry["place"] for entry in batched_inputs])
         return self.model(batched_inputs, torch.stack([e["visible"] for e in batched_inputs]))
 
 
-def run_reconstruction(meta_arch: str, accumulate: int) -> dict[str, Tensor]:
+def run_reconstruction(meta_arch, accumulate):
     """Returns the gradients of a step of an objective that reconstructs masked images."""
     torch.manual_seed(0)
     model = build_model(make_tiny_config(meta_arch))
@@ -201,7 +192,7 @@ def run_reconstruction(meta_arch: str, accumulate: int) -> dict[str, Tensor]:
     return take_steps(WithGivenMasks(model), [images], accumulate=accumulate)
 
 
-def run_wasserstein(form: str) -> dict[str, Tensor]:
+def run_wasserstein(form):
     """Returns the gradients of a step of Wasserstein dependency; what is drawn is given."""
     num_images = 8
     cfg = make_tiny_config("WassersteinDependency")
@@ -210,7 +201,7 @@ def run_wasserstein(form: str) -> dict[str, Tensor]:
     keys.FORM, keys.RADIUS, keys.HIDDEN_DIM, keys.DIM, keys.CRITIC_DIM = form, 3.0, 32, 8, 16
     cfg.SOLVER.IMS_PER_BATCH = num_images
     torch.manual_seed(0)
-    model: Any = build_model(cfg)
+    model = build_model(cfg)
     for parameter in model.critic.parameters():
         nn.init.normal_(parameter, std=0.3)  # steep enough for a penalty
     first = torch.arange(num_images) % 4
@@ -223,7 +214,7 @@ def run_wasserstein(form: str) -> dict[str, Tensor]:
     return take_steps(model, [[{"image": image} for image in images]])
 
 
-def run_all(args: argparse.Namespace) -> dict[str, dict[Any, dict[str, Tensor]]]:
+def run_all(args):
     """The job of one process: cases by kind, with their arguments."""
     return {
         "detection": {name: run_case(case, args.kind) for name, case in args.cases.items()},

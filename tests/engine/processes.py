@@ -4,10 +4,8 @@
 import argparse
 import os
 import socket
-from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -16,17 +14,16 @@ from qbheat_det.engine.launch import run_distributed
 
 from .tiny_training import CONFIG
 
-Job = Callable[[argparse.Namespace], Any]
 PRELOADED = ["qbheat_det.engine"]
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
-def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def torchrun_environment(rank, world_size, port):
     """What torchrun gives to the process of a rank on one machine."""
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
@@ -36,7 +33,7 @@ def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str
     }
 
 
-def make_args(**values: Any) -> argparse.Namespace:
+def make_args(**values):
     """Those of Detectron2's ``default_argument_parser`` that ``run_distributed`` reads."""
     defaults = {
         "config_file": CONFIG,
@@ -49,9 +46,7 @@ def make_args(**values: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**defaults, **values})
 
 
-def run_in_processes(
-    job: Job, args: argparse.Namespace, folder: Path, *, world_size: int = 2
-) -> list[Any]:
+def run_in_processes(job, args, folder, *, world_size=2):
     """Runs ``job(args)`` through ``run_distributed`` in new processes; their results by rank.
 
     Each has what a started one has and nothing of the tests before: they are forks of a server
@@ -72,15 +67,7 @@ def run_in_processes(
     ]
 
 
-def _work(
-    rank: int,
-    job: Job,
-    args: argparse.Namespace,
-    folder: str,
-    world_size: int,
-    port: int,
-    environment: dict[str, str],
-) -> None:
+def _work(rank, job, args, folder, world_size, port, environment):
     os.environ.clear()  # the server's own is that of the first test that needed it
     os.environ.update({**environment, **torchrun_environment(rank, world_size, port)})
     torch.set_num_threads(1)

@@ -4,17 +4,14 @@
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from detectron2.config import CfgNode
 
 from qbheat_det.config import dump_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags, plan
 from qbheat_det.engine.plan import find_first_stage, plan_run
 from qbheat_det.engine.setup import build_config
-from tests.toy_set import ToySpec, prepare_toy_set
 
 SETUP, EVALUATION = 10.0, 2.0  # seconds, of each run and of each epoch
 STEP = 8.0  # seconds of an epoch's steps at the recipe's 384 pixels
@@ -23,7 +20,7 @@ USUAL, USUAL_FIRST = 18, 20  # epochs of the two stages
 FIRST = SETUP + USUAL_FIRST * (EVALUATION + CACHED_STEP)
 
 
-def measure(cfg: CfgNode, *_: Any, **__: Any) -> Any:
+def measure(cfg, *_, **__):
     epochs, area = cfg.SOLVER.EPOCHS, (max(cfg.INPUT.MIN_SIZE_TRAIN) / 384) ** 2
     is_cached = cfg.MODEL.CACHE_FEATURES.ENABLED
     costs = {
@@ -35,11 +32,10 @@ def measure(cfg: CfgNode, *_: Any, **__: Any) -> Any:
 
 
 @pytest.fixture
-def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFlags:
+def flags(few_data, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "dry_run", measure)
     monkeypatch.setattr(plan, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
-    data = prepare_toy_set(ToySpec(name="tiny", num_images=4, image_size=64), tmp_path / "toy")
-    file = str(Path(data) / "annotations.json")
+    file = str(few_data / "annotations.json")
     return RunFlags(data=file, val=file, output=str(tmp_path / "run"), opts=["SEED", "1"])
 
 
@@ -53,11 +49,9 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFlags:
         (2000, 672, 10.0 * (672 / 384) ** 2),
     ],
 )
-def test_the_largest_images_with_enough_epochs_fill_the_time(
-    flags: RunFlags, seconds: float, size: int | None, each: float
-) -> None:
+def test_the_largest_images_with_enough_epochs_fill_the_time(flags, seconds, size, each):
     flags.minutes = seconds / 60
-    chosen, summary = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+    chosen, summary = plan_run(flags, lambda cfg: None)
     assert chosen.image_size == size
     # Building configs takes part of the time.
     expected = min((0.95 * seconds - FIRST - SETUP) / each, 3 * USUAL)
@@ -68,21 +62,19 @@ def test_the_largest_images_with_enough_epochs_fill_the_time(
     assert max(cfg.INPUT.MIN_SIZE_TRAIN) == (size or 384)
 
 
-def test_short_of_time_a_run_has_only_its_first_stage(flags: RunFlags) -> None:
+def test_short_of_time_a_run_has_only_its_first_stage(flags):
     flags.minutes = 60 / 60  # leaves nothing for the second stage
-    chosen, summary = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+    chosen, summary = plan_run(flags, lambda cfg: None)
     assert chosen.config_file == "custom/cached_retinanet_lite0_probe.yaml"
     assert chosen.epochs == pytest.approx((0.95 * 60 - SETUP) / (EVALUATION + CACHED_STEP), abs=1)
     assert chosen.config_file in summary
     assert find_first_stage(chosen) is None
     stop(build_config(chosen))
     flags.resume, flags.minutes = True, 50
-    assert plan_run(flags, lambda cfg: None)[0] == dataclasses.replace(  # type: ignore
-        chosen, resume=True
-    )
+    assert plan_run(flags, lambda cfg: None)[0] == dataclasses.replace(chosen, resume=True)
 
 
-def stop(cfg: CfgNode) -> None:
+def stop(cfg):
     """Writes what a run with this config leaves when it is stopped."""
     folder = Path(cfg.OUTPUT_DIR)
     folder.mkdir()
@@ -91,22 +83,22 @@ def stop(cfg: CfgNode) -> None:
     (folder / "last_checkpoint").write_text("model_0000001.pth")
 
 
-def test_a_finished_first_stage_is_not_planned_again(flags: RunFlags) -> None:
+def test_a_finished_first_stage_is_not_planned_again(flags):
     first = Path(flags.output) / "first_stage" / "model_final.safetensors"
     first.parent.mkdir(parents=True)
     first.touch()
     flags.minutes, flags.resume = 60 / 60, True
-    chosen, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+    chosen, _ = plan_run(flags, lambda cfg: None)
     assert (chosen.config_file, chosen.image_size) == ("", 256)
 
 
-def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags: RunFlags) -> None:
+def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags):
     flags.minutes, flags.image_size = 5, 160
-    chosen, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+    chosen, _ = plan_run(flags, lambda cfg: None)
     assert chosen.image_size == 160
     stop(build_config(chosen))
     flags.resume, flags.image_size, flags.minutes = True, None, 50
-    resumed, _ = plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+    resumed, _ = plan_run(flags, lambda cfg: None)
     assert (resumed.image_size, resumed.epochs) == (160, chosen.epochs)
 
 
@@ -118,12 +110,10 @@ def test_given_flags_stay_and_a_resumed_run_keeps_its_plan(flags: RunFlags) -> N
         ({"opts": ["SOLVER.EPOCHS", "0", "SOLVER.MAX_ITER", "5"]}, "SOLVER.EPOCHS"),
     ],
 )  # fmt: skip
-def test_a_plan_that_cannot_be_made_is_a_sentence(
-    flags: RunFlags, change: dict[str, Any], named: str
-) -> None:
+def test_a_plan_that_cannot_be_made_is_a_sentence(flags, change, named):
     flags.minutes = 5
     for name, value in change.items():
         setattr(flags, name, value)
     with pytest.raises(UserError) as error:
-        plan_run(flags, lambda cfg: None)  # type: ignore[arg-type, return-value]
+        plan_run(flags, lambda cfg: None)
     assert named in str(error.value)

@@ -3,11 +3,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from qbheat_det.checkpoint import class_names_of
 from qbheat_det.config import get_config_path
@@ -30,25 +28,24 @@ SOLVER.BASE_LR 0.05
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     return make_classes(tmp_path_factory.mktemp("classes"), {"blue": 4, "green": 4, "red": 4})
 
 
-def start(output_dir: Path, recipe: str, folder: str, opts: dict[str, str], *flags: str) -> Trainer:
+def start(output_dir, recipe, folder, opts, *flags):
     """Returns the trainer before its first step."""
     pairs = {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}
     args = parse_run(get_config_path(recipe), pairs, "--data", folder, *flags)
     return start_run(args)
 
 
-def copy_state(trainer: Trainer) -> dict[str, Tensor]:
+def copy_state(trainer):
     return {key: tensor.clone() for key, tensor in trainer.bare_model.state_dict().items()}
 
 
-def test_a_probed_encoder_stays_and_fine_tuning_starts_from_it_and_resumes(
-    folder: str, tmp_path: Path
-) -> None:
-    probe = start(tmp_path / "probe", PROBE, folder, {})
+def test_a_probed_encoder_stays_and_fine_tuning_starts_from_it_and_resumes(folder, tmp_path):
+    drop_path = {"MODEL.MOBILE_FORMER.DROP_PATH": "0.5"}  # off, where the encoder is frozen
+    probe = start(tmp_path / "probe", PROBE, folder, drop_path)
     before = copy_state(probe)
     probe.train()
     after = copy_state(probe)
@@ -76,11 +73,8 @@ def test_a_probed_encoder_stays_and_fine_tuning_starts_from_it_and_resumes(
     torch.testing.assert_close(state(run)["model"], whole, rtol=0, atol=0)
 
 
-Folders = tuple[str, str]
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+def folders(tmp_path_factory):
     """Four classes, of which the second folder has three, one image of it broken."""
     root = tmp_path_factory.mktemp("classes")
     train_folder = make_classes(root / "train", {"ape": 3, "bee": 4, "cat": 3, "dog": 2})
@@ -89,17 +83,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return train_folder, val_folder
 
 
-def flags_of(folders: Folders) -> list[str]:
+def flags_of(folders):
     return ["--data", folders[0], "--val", folders[1]]
 
 
-def labels_of(entries: list[dict[str, Any]]) -> set[tuple[str, int]]:
+def labels_of(entries):
     return {(Path(entry["file_name"]).parts[-2], entry["label"]) for entry in entries}
 
 
-def test_classes_come_from_the_training_folder_and_labels_from_their_names(
-    folders: Folders,
-) -> None:
+def test_classes_come_from_the_training_folder_and_labels_from_their_names(folders):
     cfg, _ = configure({}, *flags_of(folders))
     assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog"]
     assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
@@ -110,7 +102,7 @@ def test_classes_come_from_the_training_folder_and_labels_from_their_names(
     assert len(entries) == 7
 
 
-def test_a_run_trains_evaluates_and_is_evaluated_alone(folders: Folders, tmp_path: Path) -> None:
+def test_a_run_trains_evaluates_and_is_evaluated_alone(folders, tmp_path):
     whole = tmp_path / "whole"
     trainer = train(whole, {"TEST.EVAL_PERIOD": "2"}, *flags_of(folders))
     found = trainer._last_eval_results["classification"]

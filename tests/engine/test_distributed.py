@@ -1,20 +1,17 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Several processes do what one does with all images: gradients, evaluation, and failing."""
 
-import argparse
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
@@ -23,7 +20,7 @@ from qbheat_det.engine.hooks import average_over_processes
 from qbheat_det.engine.launch import distribute
 from qbheat_det.engine.step import StepTrainer
 from tests.feature_cache.test_frozen import train_from_cache
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from .classifier_cases import make_classes
 from .gradient_cases import (
@@ -43,7 +40,7 @@ from .test_evaluation import configure, evaluate_all, evaluate_weights
 from .test_unlabelled import train_with_teacher
 
 UNEVEN = ((0, 1, 2, 3, 4), (6, 3, 1, 2, 0))
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "no box in one process": {"batches": ((0, 1, 5, 6), (2, 3, 6, 7))},
     "no box at all": {"batches": ((5, 6, 7, 5), (7, 6, 5, 6))},
     "a frozen backbone": {"opts": ("MODEL.BACKBONE.FREEZE_AT", 5)},
@@ -51,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "micro-batches of one image": {"accumulate": 2},
     "uneven micro-batches": {"batches": UNEVEN, "accumulate": 2},
 }
-FAMILIES: dict[str, tuple[str, tuple[Any, ...], tuple[str, ...]]] = {
+FAMILIES = {
     "MF-DETR": (MF_DETR, (), ("no box in one process", "a frozen backbone")),
     "MF-DETR with selected queries": (MF_DETR, SELECTED_QUERIES, ("no box at all",)),
     "RetinaNet": (RETINANET, (), ("no box in one process", "no box at all")),
@@ -81,11 +78,10 @@ CASES = {
 RECONSTRUCTION = ("QBHeat", "InterpolatedMasking", "MaskTokenMasking")
 WASSERSTEIN = ("dual", "contrastive")
 TOY_SIZES = {"an odd number": 5, "fewer than processes": 1}
-Gradients = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
+def device(request):
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     threads = torch.get_num_threads()
@@ -95,16 +91,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def args(
-    device: str, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> argparse.Namespace:
+def args(device, tiny_data, tmp_path_factory):
     """What the processes are told: gradients, toy sets, and weights of an objective."""
     folder, is_cpu = tmp_path_factory.mktemp("inputs"), device == "cpu"
-    toy_sets = {
-        name: str(prepare_toy_set(ToySpec(name="tiny", num_images=size, image_size=64), folder))
-        for name, size in TOY_SIZES.items()
-    }
-    more = ToySpec(name="more", num_images=5, image_size=64, seed=9)
+    toy_sets = {name: str(draw_toy_set(folder, size)) for name, size in TOY_SIZES.items()}
     images = make_classes(folder / "images", dict.fromkeys("abc", 3))
     (folder / "images" / "c" / "broken.jpg").write_text("no image")
     cfg, _ = configure({}, "--images", images)
@@ -123,12 +113,12 @@ def args(
         images=images,
         output_dir=str(folder / "two"),
         data=str(tiny_data),
-        photos=str(Path(prepare_toy_set(more, folder)) / "images"),
+        photos=str(draw_toy_set(folder, 5, name="more", seed=9) / "images"),
         folder=str(folder),
     )
 
 
-def work(args: argparse.Namespace) -> dict[str, Any]:
+def work(args):
     """The job of one process."""
     gradients = run_all(args)
     if args.kind != "cpu":
@@ -138,32 +128,30 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_processes(
-    args: argparse.Namespace, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
+def two_processes(args, tmp_path_factory):
     """Everything in one start of two processes, which costs more than what they do."""
     return run_in_processes(work, args, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture
-def on_cpu(two_processes: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+def on_cpu(two_processes, device):
     """What the processes found, for what is done on the CPU alone."""
     if device != "cpu":
         pytest.skip("is tested on the CPU")
     return two_processes
 
 
-def _flat(gradients: Gradients) -> Tensor:
+def _flat(gradients):
     return torch.cat([value.cpu().flatten() for value in gradients.values()])
 
 
-def _relative_error(actual: Gradients, expected: Gradients) -> Tensor:
+def _relative_error(actual, expected):
     """Of all gradients as one vector, and of the loss."""
     assert actual.keys() == expected.keys()
     return (_flat(actual) - _flat(expected)).norm() / _flat(expected).norm()
 
 
-def _assert_same(actual: Gradients, expected: Gradients, steepness: float = 1) -> None:
+def _assert_same(actual, expected, steepness=1):
     assert _relative_error(actual, expected) < 2e-6 * steepness
     largest = _flat(expected).abs().max().item()
     for name, value in expected.items():
@@ -172,27 +160,21 @@ def _assert_same(actual: Gradients, expected: Gradients, steepness: float = 1) -
 
 
 @pytest.mark.parametrize("name", EXACT_CASES)
-def test_gradients_are_those_of_the_joined_batch(
-    two_processes: list[dict[str, Any]], device: str, name: str
-) -> None:
+def test_gradients_are_those_of_the_joined_batch(two_processes, device, name):
     joined = run_case(replace(CASES[name], accumulate=1), device)
     assert _flat(joined).norm() > 1e-6
     for found in two_processes:
         _assert_same(found["detection"][name], joined)
 
 
-def test_synchronised_batchnorm_sees_the_joined_batch(
-    two_processes: list[dict[str, Any]], device: str
-) -> None:
+def test_synchronised_batchnorm_sees_the_joined_batch(two_processes, device):
     joined = run_case(CASES[SYNCED], device)
     # Its variance is a difference of means, which rounds more than BatchNorm's own.
     assert _relative_error(two_processes[0]["detection"][SYNCED], joined) < 0.01
     assert _relative_error(two_processes[0]["detection"][LOCAL], joined) > 0.1
 
 
-def test_shuffled_batchnorm_is_that_of_one_process_with_as_many_groups(
-    two_processes: list[dict[str, Any]], device: str
-) -> None:
+def test_shuffled_batchnorm_is_that_of_one_process_with_as_many_groups(two_processes, device):
     """The order is drawn under the seed of the first process, which both runs have."""
     groups = replace(CASES[SHUFFLED], opts=("MODEL.MOCO.NORM_GROUPS", 2))
     _assert_same(two_processes[0]["detection"][SHUFFLED], run_case(groups, device))
@@ -200,15 +182,13 @@ def test_shuffled_batchnorm_is_that_of_one_process_with_as_many_groups(
     assert _relative_error(two_processes[0]["detection"][SHUFFLED], together) > 0.1
 
 
-def test_in_one_process_the_retinanet_is_detectron2s(device: str) -> None:
+def test_in_one_process_the_retinanet_is_detectron2s(device):
     theirs = Case(RETINANET, opts=("MODEL.META_ARCHITECTURE", "RetinaNet"))
     _assert_same(run_case(Case(RETINANET), device), run_case(theirs, device))
 
 
 @pytest.mark.parametrize("arch", RECONSTRUCTION)
-def test_objectives_that_reconstruct_have_the_gradients_of_the_joined_batch(
-    on_cpu: list[dict[str, Any]], arch: str
-) -> None:
+def test_objectives_that_reconstruct_have_the_gradients_of_the_joined_batch(on_cpu, arch):
     joined = run_reconstruction(arch, 1)
     assert joined["total_loss"] > 0.1
     for found in on_cpu:
@@ -216,18 +196,14 @@ def test_objectives_that_reconstruct_have_the_gradients_of_the_joined_batch(
 
 
 @pytest.mark.parametrize("form", WASSERSTEIN)
-def test_wasserstein_dependency_compares_the_areas_of_all_processes(
-    on_cpu: list[dict[str, Any]], form: str
-) -> None:
+def test_wasserstein_dependency_compares_the_areas_of_all_processes(on_cpu, form):
     joined = run_wasserstein(form)
     assert all(gradient.any() for name, gradient in joined.items() if name != "critic.head.bias")
     for found in on_cpu:
         _assert_same(found["wasserstein"][form], joined, 20)
 
 
-def test_two_processes_gather_every_image_once_and_find_the_results_of_one(
-    on_cpu: list[dict[str, Any]], args: argparse.Namespace, tmp_path: Path
-) -> None:
+def test_two_processes_gather_every_image_once_and_find_the_results_of_one(on_cpu, args, tmp_path):
     for name, size in TOY_SIZES.items():
         folder = Path(args.output_dir) / "inference" / name
         found = json.loads((folder / "coco_instances_results.json").read_text())
@@ -243,18 +219,14 @@ def test_two_processes_gather_every_image_once_and_find_the_results_of_one(
     assert other == {name: [{}, {}] for name in TOY_SIZES}
 
 
-def test_two_processes_find_the_held_out_loss_of_one(
-    on_cpu: list[dict[str, Any]], args: argparse.Namespace
-) -> None:
+def test_two_processes_find_the_held_out_loss_of_one(on_cpu, args):
     main, other = (found["objective"] for found in on_cpu)
     alone = evaluate_weights(args)
     assert main["reconstruction"] == pytest.approx(alone["reconstruction"], rel=1e-5)
     assert other == {}
 
 
-def test_two_processes_share_one_encoder_one_cache_and_one_head(
-    on_cpu: list[dict[str, Any]], args: argparse.Namespace
-) -> None:
+def test_two_processes_share_one_encoder_one_cache_and_one_head(on_cpu, args):
     first, second = (found["cached"] for found in on_cpu)
     for part in ("encoder", "head"):
         torch.testing.assert_close(first[part], second[part], rtol=0, atol=0)
@@ -263,9 +235,7 @@ def test_two_processes_share_one_encoder_one_cache_and_one_head(
     assert sorted(len(list(folder.glob("*.safetensors"))) for folder in caches) == [1, 2]
 
 
-def test_two_processes_share_one_teacher_and_each_unlabelled_image_once_an_epoch(
-    on_cpu: list[dict[str, Any]],
-) -> None:
+def test_two_processes_share_one_teacher_and_each_unlabelled_image_once_an_epoch(on_cpu):
     first, second = (found["taught"] for found in on_cpu)
     for part in ("teacher", "student"):
         torch.testing.assert_close(first[part], second[part], rtol=0, atol=0)
@@ -280,15 +250,15 @@ EQUAL = torch.arange(1, 1000) / 7  # sums of three of which do not divide back
 
 
 class OneLoss(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
 
-    def forward(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def forward(self, batch):
         return {"loss": self.weight.sum() * batch[0]["value"]}
 
 
-def fail_and_average(args: argparse.Namespace) -> dict[str, Any]:
+def fail_and_average(args):
     """The job of one process: a loss of nan on the last one, then two averages."""
     rank = comm.get_rank()
 
@@ -312,7 +282,7 @@ def fail_and_average(args: argparse.Namespace) -> dict[str, Any]:
     return {"said": said, "frozen": frozen, "moving": moving, "weight": model.weight.detach()}
 
 
-def test_processes_wait_for_a_failing_one_and_average_their_statistics(tmp_path: Path) -> None:
+def test_processes_wait_for_a_failing_one_and_average_their_statistics(tmp_path):
     results = run_in_processes(fail_and_average, make_args(), tmp_path, world_size=3)
     assert not torch.equal(sum([EQUAL, EQUAL], EQUAL.clone()) / 3, EQUAL)
     for found in results:

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Machines come and go under torchrun: the run goes on by itself, to the bits of its worlds."""
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -39,7 +38,7 @@ MODEL.DEVICE cpu
 class Node:
     """A torchrun with one process, as one machine of several."""
 
-    def __init__(self, name: str, *, port: int, nodes: int, folder: Path, data: Path) -> None:
+    def __init__(self, name, *, port, nodes, folder, data):
         self.name = name
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{nodes}"]
         command += ["--max-restarts", "100", "--monitor-interval", "0.1", "--rdzv-id", "elastic"]
@@ -54,11 +53,11 @@ class Node:
             command, stdout=self._log, stderr=self._log, env=environment, start_new_session=True
         )
 
-    def find_workers(self) -> list[int]:
+    def find_workers(self):
         path = Path(f"/proc/{self._agent.pid}/task/{self._agent.pid}/children")
         return [int(word) for word in path.read_text().split()]
 
-    def kill(self) -> None:
+    def kill(self):
         """As a machine that is switched off: all its processes at once."""
         if self._agent.poll() is not None:
             return
@@ -68,11 +67,11 @@ class Node:
         self._agent.kill()
         self._agent.wait()
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout):
         return self._agent.wait(timeout)
 
 
-def tiny_training_words(output_dir: Path, data: Path) -> list[str]:
+def tiny_training_words(output_dir, data):
     truth, images = str(data / "annotations.json"), str(data / "images")
     words = ["--config-file", CONFIG, "--data", truth, "--val", truth, "--images", images]
     words += ["--output", str(output_dir)]
@@ -82,20 +81,20 @@ def tiny_training_words(output_dir: Path, data: Path) -> list[str]:
 class Cluster:
     """Machines that meet at a store which none of them holds, so that any may go."""
 
-    def __init__(self, count: int, folder: Path, data: Path) -> None:
+    def __init__(self, count, folder, data):
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._node = {"port": self._store.port, "nodes": count, "folder": folder, "data": data}
         self.nodes = {name: Node(name, **self._node) for name in "abc"[:count]}
         self._tag = folder / "run" / "last_checkpoint"
 
-    def wait_for_checkpoints(self, count: int) -> None:
+    def wait_for_checkpoints(self, count):
         last, end = self.last, time.monotonic() + 120
         while count and time.monotonic() < end:
             count, last = count - (self.last != last), self.last
             time.sleep(0.005)
         assert not count, "the run does not go on"
 
-    def wait_for_all(self, *, have_begun: bool) -> None:
+    def wait_for_all(self, *, have_begun):
         """Until the world has all machines, or they have met; torchrun gives up before that."""
         file, end = self._tag.with_name("run.json"), time.monotonic() + 120
         while (
@@ -107,10 +106,10 @@ class Cluster:
             time.sleep(0.1)
 
     @property
-    def last(self) -> str:
+    def last(self):
         return self._tag.read_text() if self._tag.exists() else ""
 
-    def break_one(self, name: str, *, kind: str) -> None:
+    def break_one(self, name, *, kind):
         """Kills a process, whose torchrun starts another, or a machine, which may stay away."""
         if kind == "process":
             for pid in self.nodes[name].find_workers():
@@ -121,12 +120,12 @@ class Cluster:
             self.wait_for_checkpoints(1)  # of the others
         self.nodes[name] = Node(name, **self._node)
 
-    def close(self) -> None:
+    def close(self):
         for node in self.nodes.values():
             node.kill()
 
 
-def train_up_to(args: argparse.Namespace) -> None:
+def train_up_to(args):
     """The job of a process: goes on to ``args.end`` as a run of one world, and saves."""
     opts = {**OPTS, "OUTPUT_DIR": args.output}
     data = ["--data", f"{args.data}/annotations.json", "--images", f"{args.data}/images"]
@@ -140,14 +139,14 @@ def train_up_to(args: argparse.Namespace) -> None:
 
 
 class StopAfter(HookBase):
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps):
         self._last = steps - 1
 
-    def before_step(self) -> None:
+    def before_step(self):
         self.trainer._trainer.asked_to_stop = self.trainer.iter == self._last
 
 
-def find_worlds(run: Path) -> list[tuple[int, int]]:
+def find_worlds(run):
     """Returns the number of processes, and the step up to which their work was kept."""
     starts = read_run_record(run / "run.json")
     names = [Path(start["resumed_from"] or "model_-1").stem for start in starts]
@@ -160,9 +159,7 @@ def find_worlds(run: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-def test_machines_come_and_go_and_the_run_ends_with_the_bits_of_its_worlds(
-    tiny_data: Path, tmp_path: Path
-) -> None:
+def test_machines_come_and_go_and_the_run_ends_with_the_bits_of_its_worlds(tiny_data, tmp_path):
     count, rng = 3, random.Random(3)
     cluster = Cluster(count, tmp_path, tiny_data)
     try:

@@ -1,20 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Evaluation while an objective trains and of its weights: as by hand, image by image."""
+"""Evaluation in a run and of weights: as by hand, image by image, and as prediction with tiles."""
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
+from qbheat_det import load
 from qbheat_det.checkpoint import ExactCheckpointer, info_of
 from qbheat_det.config import get_cfg
+from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, register_coco_json
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
@@ -22,18 +22,18 @@ from qbheat_det.engine.evaluation import Evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
 
 from .tiny_pretraining import OPTS, RECIPE, make_folder
-from .tiny_training import forget_runs, parse_run, start_run
+from .tiny_training import forget_runs, parse, parse_run, start_run, train
 
 
 class Oracle(nn.Module):
     """Finds one object in every image: its first, if any, three pixels too far to the right."""
 
-    def __init__(self, annotations: list[dict[str, Any]], category_ids: list[int]) -> None:
+    def __init__(self, annotations, category_ids):
         super().__init__()
         self.first = {entry["image_id"]: entry for entry in reversed(annotations)}
         self.category_ids = category_ids
 
-    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:
+    def forward(self, inputs):
         outputs = []
         for record in inputs:
             anything = {"bbox": [8, 8, 16, 16], "category_id": self.category_ids[0]}
@@ -47,7 +47,7 @@ class Oracle(nn.Module):
         return outputs
 
 
-def evaluate_all(args: argparse.Namespace) -> dict[str, Any]:
+def evaluate_all(args):
     """The job of one process: results for each toy set in ``args.folders`` by its name."""
     results = {}
     for name, folder in args.folders.items():
@@ -68,14 +68,14 @@ def evaluate_all(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def configure(opts: dict[str, str], *flags: str) -> tuple[CfgNode, argparse.Namespace]:
+def configure(opts, *flags):
     """Returns the config of QB-Heat that a command line gives, and its arguments."""
     small = {"SOLVER.IMS_PER_BATCH": "4", "SOLVER.ACCUMULATE": "1", "SOLVER.MAX_ITER": "2"}
     args = parse_run(RECIPE, {**OPTS, **small, **opts}, *flags)
     return build_config(args), args
 
 
-def evaluate_weights(args: argparse.Namespace) -> dict[str, Any]:
+def evaluate_weights(args):
     """The job of one process: ``--eval-only`` of ``args.weights`` on ``args.images``."""
     flags = ["--eval-only", "--val-images", args.images]
     cfg, _ = configure({"MODEL.WEIGHTS": args.weights, "OUTPUT_DIR": args.output_dir}, *flags)
@@ -83,7 +83,7 @@ def evaluate_weights(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def folders(tmp_path_factory):
     """Images to train on, and held-out ones; one is broken in each."""
     root = tmp_path_factory.mktemp("images")
     make_folder(root / "train", 7)
@@ -94,7 +94,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def run(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(folders, tmp_path_factory):
     """A run that evaluates the held-out loss as it trains."""
     output = tmp_path_factory.mktemp("run")
     flags = ["--images", folders["train"], "--val-images", folders["val"]]
@@ -109,12 +109,12 @@ def run(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return output
 
 
-def lines(run: Path, key: str) -> dict[int, float]:
+def lines(run, key):
     entries = map(json.loads, (run / "metrics.json").read_text().splitlines())
     return {entry["iteration"]: entry[key] for entry in entries if key in entry}
 
 
-def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: Path) -> None:
+def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run):
     found = lines(run, "reconstruction/loss")
     assert sorted(found) == [0, 1]  # half an epoch of 8 images is one step of 4
     best = info_of(str(run / "model_best.safetensors"))
@@ -127,16 +127,14 @@ def test_a_run_logs_its_evaluations_and_keeps_the_lowest_loss_as_the_best(run: P
     assert Path(line.split("'")[1]).name == "x.jpg"
 
 
-def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(
-    run: Path, folders: dict[str, str]
-) -> None:
+def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(run, folders):
     weights = str(run / "model_final.safetensors")
     flags = ["--eval-only", "--val-images", folders["val"]]
     cfg, _ = configure({"MODEL.WEIGHTS": weights}, *flags)
     model = Trainer.build_model(cfg).eval()
     ExactCheckpointer(model).load(weights)
     views, mapper = model.views, build_mapper(cfg, is_train=False)
-    expected: dict[str, list[float]] = {f"loss_{name}": [] for name in views}
+    expected = {f"loss_{name}": [] for name in views}
     for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)):
         if record["file_name"].endswith("x.jpg"):
             continue
@@ -148,3 +146,36 @@ def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(
     means["loss"] = sum(means.values()) / len(means)
     last = {key: lines(run, f"reconstruction/{key}")[1] for key in means}
     assert last == pytest.approx(means, rel=1e-5)
+
+
+TILED = {
+    "INPUT.TILE": "40",
+    "MODEL.RETINANET.SCORE_THRESH_TEST": "0.001",
+    "SOLVER.MAX_ITER": "3",
+    "SOLVER.CHECKPOINT_PERIOD": "2",
+}
+
+
+def test_a_run_with_tiles_remembers_them(tmp_path, tiny_data):
+    trainer = start_run(parse(tmp_path / "run", tiny_data, TILED))
+    assert trainer.data_loader.num_images > 12
+    trainer.train()
+    (stored,) = (tmp_path / "run" / "inference").rglob("coco_instances_results.json")
+    results = json.loads(stored.read_text())
+    content = json.loads((tiny_data / "annotations.json").read_text())
+    detector = load(str(tmp_path / "run" / "model_final.safetensors"), device="cpu")
+    image = content["images"][0]
+    path = tiny_data / "images" / image["file_name"]
+    found = detector.predict(path, threshold=0.0)
+    evaluated = [one["score"] for one in results if one["image_id"] == image["id"]]
+    whole = detector.predict(path, threshold=0.0, tile=0)
+    assert len(found.scores) != len(whole.scores)
+    expected = np.sort(evaluated)[::-1]
+    np.testing.assert_allclose(np.sort(np.array(found.scores))[::-1], expected, atol=1e-4)
+
+
+def test_a_tile_that_no_training_image_exceeds_is_refused(tmp_path, tiny_data):
+    with pytest.raises(UserError, match="--tile 0"):
+        train(tmp_path, tiny_data, {**TILED, "INPUT.TILE": "64"})
+    with pytest.raises(UserError, match=r"INPUT\.TILE"):
+        train(tmp_path, tiny_data, {**TILED, "INPUT.TILE": "31"})

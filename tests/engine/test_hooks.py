@@ -4,10 +4,9 @@
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
-from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
@@ -30,28 +29,28 @@ class PretendedRun:
         exported: iteration of each file of weights, by name.
     """
 
-    def __init__(self, folder: Path, *, max_iter: int = 4, results: list[Any] | None = None):
+    def __init__(self, folder, *, max_iter=4, results=None):
         self.cfg = SimpleNamespace(
             OUTPUT_DIR=str(folder), DATASETS=SimpleNamespace(TEST=("any",) if results else ())
         )
         self.iter, self.start_iter, self.max_iter, self.stops = 0, 0, max_iter, False
         self.storage = EventStorage(0)
         self.results = iter(results or [])
-        self.exported: dict[str, int] = {}
+        self.exported = {}
 
-    def evaluate(self) -> Any:
+    def evaluate(self):
         results = next(self.results)
         if isinstance(results, Exception):
             raise results
         return results
 
-    def save(self, name: str) -> None:
+    def save(self, name):
         (Path(self.cfg.OUTPUT_DIR) / f"{name}.pth").write_text(str(self.iter))
 
-    def export(self, name: str) -> None:
+    def export(self, name):
         self.exported[name] = self.iter
 
-    def take_steps(self, *hooks: HookBase, start: int = 0, end: int | None = None) -> None:
+    def take_steps(self, *hooks, start=0, end=None):
         for hook in hooks:
             hook.trainer = self
         for iteration in range(start, end or self.max_iter):
@@ -60,19 +59,17 @@ class PretendedRun:
                 hook.after_step()
 
 
-def aps(*values: float) -> list[Any]:
+def aps(*values):
     return [{"bbox": {"AP": value, "AP-ring": math.nan}} for value in values]
 
 
-def checkpoints(folder: Path) -> list[int]:
+def checkpoints(folder):
     """Iterations of the periodic checkpoints."""
     return sorted(int(path.stem[6:]) for path in folder.glob("model_0*.pth"))
 
 
-def test_memory_goes_back_when_more_is_kept_than_after_the_first_twenty_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    returned: list[int] = []
+def test_memory_goes_back_when_more_is_kept_than_after_the_first_twenty_steps(monkeypatch):
+    returned = []
     trainer = SimpleNamespace(iter=0, start_iter=0)
     monkeypatch.setattr(hooks, "return_freed_memory", lambda: returned.append(trainer.iter + 1))
     pages = {20: 1000, 40: 1010, 60: 1100, 80: 900, 100: 1000}
@@ -84,7 +81,7 @@ def test_memory_goes_back_when_more_is_kept_than_after_the_first_twenty_steps(
     assert returned == [60, 100]
 
 
-def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path: Path) -> None:
+def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path):
     run = PretendedRun(tmp_path, results=aps(math.nan, 7.0, 5.0, 7.0))
     hook = EvalHook(period=1, best_metric="bbox/AP")
     run.take_steps(hook)
@@ -100,7 +97,7 @@ def test_the_best_weights_are_kept_and_a_nan_is_never_the_best(tmp_path: Path) -
         assert run.exported == exported
 
 
-def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_path: Path) -> None:
+def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_path):
     run = PretendedRun(tmp_path, results=aps(9.0, 1.0, 8.0, 3.0))
     first = EvalHook(period=1, best_metric="bbox/AP")
     run.take_steps(first, end=2)
@@ -113,7 +110,7 @@ def test_a_resumed_run_remembers_the_best_and_another_metric_starts_anew(tmp_pat
     assert other.best == {}
 
 
-def test_an_evaluation_that_fails_does_not_lose_the_training(tmp_path: Path) -> None:
+def test_an_evaluation_that_fails_does_not_lose_the_training(tmp_path):
     for period, expected in ((3, ["model_0000002"]), (0, ["model_0000002", "model_final"])):
         run = PretendedRun(tmp_path, results=[UserError("image 'x'")])
         with pytest.raises(UserError, match="image 'x'"):
@@ -122,7 +119,7 @@ def test_an_evaluation_that_fails_does_not_lose_the_training(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(0, [0, 1, 2]), (2, [1, 2])])
-def test_the_newest_checkpoints_stay(tmp_path: Path, kept: int, expected: list[int]) -> None:
+def test_the_newest_checkpoints_stay(tmp_path, kept, expected):
     run = PretendedRun(tmp_path)
     run.take_steps(PeriodicCheckpointer(period=1, kept=kept))
     assert checkpoints(tmp_path) == expected
@@ -130,7 +127,7 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, kept: int, expected: list[i
     assert run.exported == {"model_final": 3}
 
 
-def test_checkpoints_from_before_a_resumption_further_back_are_removed(tmp_path: Path) -> None:
+def test_checkpoints_from_before_a_resumption_further_back_are_removed(tmp_path):
     for iteration in range(4):
         (tmp_path / f"model_{iteration:07d}.pth").write_text("old")
     hook = PeriodicCheckpointer(period=1, kept=1)
@@ -139,47 +136,28 @@ def test_checkpoints_from_before_a_resumption_further_back_are_removed(tmp_path:
     assert (tmp_path / "model_0000001.pth").read_text() == "1"
 
 
-def error(name: str) -> DataError:
+def error(name):
     return DataError("unreadable image", f"image '{name}'", "no image at all")
 
 
-def make_hook(folder: Path, *, period: int = 0, max_iter: int = 1) -> Any:
-    """A hook with a trainer as far as it knows one."""
-    hook: Any = SkippedImages(period=period)
-    cfg, data = (
-        SimpleNamespace(OUTPUT_DIR=str(folder)),
-        SimpleNamespace(skipped={}, num_images=1000),
-    )
-    hook.trainer = SimpleNamespace(
-        iter=0, max_iter=max_iter, stops=False, cfg=cfg, data_loader=data
-    )
-    return hook
-
-
-def test_new_images_are_named_in_the_period_and_the_file_has_all(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    hook = make_hook(tmp_path, period=2, max_iter=4)
+def test_skipped_images_of_all_processes_are_named_once_and_known_to_a_resumed_run(
+    tmp_path, monkeypatch, caplog
+):
+    hook, again = SkippedImages(period=2), SkippedImages(period=2)
+    run = PretendedRun(tmp_path)
+    run.data_loader = SimpleNamespace(skipped={}, num_images=1000)
+    monkeypatch.setattr(comm, "all_gather", lambda met: [met, [error("b"), error("a")]])
     named = []
-    for hook.trainer.iter, name in enumerate(["a", "b", "a", "c\udcff"]):
+    for iteration, name in enumerate(["a", "a", "a", "c\udcff"]):
         caplog.clear()
-        hook.trainer.data_loader.skipped[f"image '{name}'"] = error(name)
-        hook.after_step()
+        run.data_loader.skipped[f"image '{name}'"] = error(name)
+        run.take_steps(hook, start=iteration, end=iteration + 1)
         named.append([name for name in "abc" if f"image '{name}" in caplog.text])
     assert named == [[], ["a", "b"], [], ["c"]]
     assert "3 of 1,000 images" in caplog.text
     lines = (tmp_path / SKIPPED_FILE).read_text().splitlines()
     assert lines[:2] == [f"image '{name}': no image at all" for name in "ab"]
     assert "udcff" in lines[2]
-
-
-def test_what_other_processes_met_is_known_to_all_and_to_a_resumed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hook, again = make_hook(tmp_path), make_hook(tmp_path)
-    hook.trainer.data_loader.skipped = {"a": error("a")}
-    monkeypatch.setattr(comm, "all_gather", lambda met: [met, [error("b")], [error("a")]])
-    hook.after_step()
-    assert sorted(hook.errors) == ["image 'a'", "image 'b'"]
     again.load_state_dict(hook.state_dict())
     assert again.errors == hook.errors
+    assert len(hook.errors) == 3

@@ -1,14 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A run that is told to stop ends after its step, and one that is restarted goes on by itself."""
 
-import argparse
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,20 +19,17 @@ from qbheat_det.engine.resume import decide_to_resume
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
-from .conftest import TrainAfresh
 from .processes import make_args, run_in_processes
 from .test_resume import assert_same_bits
 from .tiny_training import CONFIG, losses, state
 
 
-def signal_at(
-    iteration: int, patch: pytest.MonkeyPatch, *numbers: int, rank: int = 0, during: str = "step"
-) -> None:
+def signal_at(iteration, patch, *numbers, rank=0, during="step"):
     """Lets this process signal itself within a step, or within the evaluation after it."""
     owner, name = (StepTrainer, "run_step") if during == "step" else (EvalHook, "_evaluate")
-    act: Callable[..., None] = getattr(owner, name)
+    act = getattr(owner, name)
 
-    def act_and_signal(self: StepTrainer | EvalHook) -> None:
+    def act_and_signal(self):
         if comm.get_rank() == rank and getattr(self, "trainer", self).iter == iteration:
             for number in numbers:
                 os.kill(os.getpid(), number)
@@ -48,14 +43,8 @@ def signal_at(
     [("step", signal.SIGINT, ""), ("step", signal.SIGTERM, "job"), ("evaluation", 10, "")],
 )
 def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bits(
-    during: str,
-    number: int,
-    launch: str,
-    whole_run: Path,
-    train_afresh: TrainAfresh,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    during, number, launch, whole_run, train_afresh, tmp_path, monkeypatch
+):
     opts = {"SOLVER.CHECKPOINT_PERIOD": "100", "TEST.EVAL_PERIOD": "3"}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
     handler, folder = signal.getsignal(number), tmp_path / "stopped"
@@ -75,9 +64,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bits(
     assert_same_bits(state(folder)["model"], state(whole_run)["model"])
 
 
-def test_a_second_interrupt_ends_at_once(
-    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_interrupt_ends_at_once(train_afresh, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         signal_at(2, patch, signal.SIGINT, signal.SIGINT)
         with pytest.raises(KeyboardInterrupt) as stopped:
@@ -88,12 +75,8 @@ def test_a_second_interrupt_ends_at_once(
 
 @pytest.mark.parametrize("during", ["step", "evaluation"])
 def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
-    during: str,
-    whole_run: Path,
-    train_afresh: TrainAfresh,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    during, whole_run, train_afresh, tmp_path, monkeypatch
+):
     folder = tmp_path / "stopped"
     with monkeypatch.context() as patch:
         signal_at(4, patch, signal.SIGINT, during=during)
@@ -113,11 +96,11 @@ def test_an_evaluation_that_a_signal_left_out_is_made_up_for(
 
 
 def test_a_run_that_was_started_again_elsewhere_ends_before_it_saves(
-    train_afresh: TrainAfresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    train_afresh, tmp_path, monkeypatch
+):
     record, run_step = tmp_path / "run" / "run.json", StepTrainer.run_step
 
-    def start_again(self: StepTrainer) -> None:
+    def start_again(self):
         record.write_text(json.dumps([{"started": "now"}] * (1 + (self.iter >= 2))))
         run_step(self)
 
@@ -129,7 +112,7 @@ def test_a_run_that_was_started_again_elsewhere_ends_before_it_saves(
     assert [path.name for path in record.parent.glob("*.pth")] == ["model_0000001.pth"]
 
 
-def train_and_report(args: argparse.Namespace) -> str:
+def train_and_report(args):
     """The job of one of two processes, of which only the second is signalled."""
     patch = pytest.MonkeyPatch()
     signal_at(2, patch, signal.SIGTERM, rank=1)
@@ -143,25 +126,25 @@ def train_and_report(args: argparse.Namespace) -> str:
 
 
 @pytest.mark.slow
-def test_processes_end_after_the_same_step(tiny_data: Path, tmp_path: Path) -> None:
+def test_processes_end_after_the_same_step(tiny_data, tmp_path):
     args = make_args(output=str(tmp_path / "run"), data=str(tiny_data))
     said = run_in_processes(train_and_report, args, tmp_path)
     assert all("SIGTERM after 3 of 5" in words for words in said)
     assert [path.name for path in tmp_path.glob("run/*.pth")] == ["model_0000002.pth"]
 
 
-def train_in_own_session(folder: str, data: str, opts: dict[str, str]) -> None:
+def train_in_own_session(folder, data, opts):
     os.setsid()
     sys.stderr = (Path(folder).parent / "stderr.txt").open("w")
     exit_on_user_error(tiny_training.train)(Path(folder), Path(data), opts, "--resume")
 
 
 @pytest.mark.slow
-def test_signals_to_a_process_and_its_workers_lose_no_step(tiny_data: Path, tmp_path: Path) -> None:
+def test_signals_to_a_process_and_its_workers_lose_no_step(tiny_data, tmp_path):
     opts = {"SOLVER.MAX_ITER": "60", "SOLVER.CHECKPOINT_PERIOD": "100"}
     context = multiprocessing.get_context("forkserver")
 
-    def start(folder: Path, **more: str) -> multiprocessing.process.BaseProcess:
+    def start(folder, **more):
         words = (str(folder), str(tiny_data), {**opts, **more})
         process = context.Process(target=train_in_own_session, args=words)
         process.start()
@@ -201,14 +184,8 @@ def test_signals_to_a_process_and_its_workers_lose_no_step(tiny_data: Path, tmp_
     ],
 )
 def test_a_run_continues_by_itself_under_the_launch_that_began_it(
-    began: str,
-    launch: str,
-    checkpoint: bool,
-    flag: bool,
-    expected: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    began, launch, checkpoint, flag, expected, tmp_path, monkeypatch
+):
     starts = [{"launch": "earlier"}, {"launch": began if began != "none" else ""}]
     (tmp_path / "run.json").write_text(json.dumps(starts))
     if checkpoint:

@@ -1,18 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Starting, in one process or several; and the dry run against a real one."""
 
-import argparse
 import dataclasses
 import os
 import signal
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from detectron2.modeling import Backbone
 from detectron2.utils import comm
@@ -21,18 +18,16 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from qbheat_det.core.errors import Interrupted, UserError, exit_on_user_error
 from qbheat_det.data import register_coco_json
 from qbheat_det.engine import Trainer, launch, run_distributed
-from qbheat_det.engine import dry_run as dry_run_module
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.setup import use_classes_of
 from qbheat_det.engine.step import StepTrainer
-from tests.tool_modules import load_tool
 
 from .processes import free_port, make_args, torchrun_environment
 from .tiny_detectors import make_retinanet_config
 
 
 @pytest.fixture
-def cfg(tmp_path: Path, tiny_data: Path) -> CfgNode:
+def cfg(tmp_path, tiny_data):
     register_coco_json("dry", str(tiny_data / "annotations.json"), str(tiny_data / "images"))
     cfg = make_retinanet_config()
     cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ("dry",)
@@ -47,7 +42,7 @@ def cfg(tmp_path: Path, tiny_data: Path) -> CfgNode:
     return cfg
 
 
-def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg: CfgNode) -> None:
+def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg):
     before, folder = set(DatasetCatalog), Path(cfg.OUTPUT_DIR).parents[1]
     there = set(folder.iterdir())
     report = dry_run(cfg, Trainer, num_steps=5)
@@ -76,10 +71,8 @@ def test_the_forecast_is_that_of_a_real_run_and_nothing_is_left_behind(cfg: CfgN
     )
 
 
-def test_a_folder_that_cannot_be_written_to_ends_with_a_sentence(
-    cfg: CfgNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: object) -> str:
+def test_a_folder_that_cannot_be_written_to_ends_with_a_sentence(cfg, monkeypatch):
+    def refuse(**_):
         raise PermissionError
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
@@ -87,12 +80,10 @@ def test_a_folder_that_cannot_be_written_to_ends_with_a_sentence(
         dry_run(cfg, Trainer)
 
 
-def test_a_signal_in_a_dry_run_leaves_nothing_and_names_no_folder(
-    cfg: CfgNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_in_a_dry_run_leaves_nothing_and_names_no_folder(cfg, monkeypatch):
     run_step = StepTrainer.run_step
 
-    def signal_and_run(self: StepTrainer) -> None:
+    def signal_and_run(self):
         os.kill(os.getpid(), signal.SIGTERM)
         run_step(self)
 
@@ -106,39 +97,28 @@ def test_a_signal_in_a_dry_run_leaves_nothing_and_names_no_folder(
     assert set(folder.iterdir()) == before
 
 
-def test_the_advice_is_printed_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(dry_run_module, "dry_run", lambda cfg, _: f"forecast of {cfg}")
-    load_tool("train_net").print_forecast(["first", "second"], Trainer, "")
-    forecasts = "forecast of first\n\nforecast of second"
-    assert capsys.readouterr().out == f"{forecasts}\n\n{dry_run_module.ADVICE}\n"
-
-
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = ["MODEL.DEVICE", "cuda"]
 
 
-def describe(args: argparse.Namespace) -> tuple[Any, ...]:
+def describe(args):
     group = torch.distributed.is_initialized() and torch.distributed.get_backend()
     return group, comm.get_world_size(), comm.get_local_rank(), comm.get_local_size()
 
 
-def refuse(args: argparse.Namespace) -> None:
+def refuse(args):
     raise UserError("the file is not there")
 
 
 @pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def torchrun(monkeypatch):
     """The environment of the only process of a torchrun."""
     for name, value in torchrun_environment(0, 1, free_port()).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(comm, "_LOCAL_PROCESS_GROUP", None)
 
 
-def test_main_runs_here_and_under_torchrun_finds_both_groups_and_leaves_none(
-    request: pytest.FixtureRequest,
-) -> None:
+def test_main_runs_here_and_under_torchrun_finds_both_groups_and_leaves_none(request):
     assert run_distributed(describe, make_args()) == (False, 1, 0, 1)
     request.getfixturevalue("torchrun")
     assert run_distributed(describe, make_args()) == ("gloo", 1, 0, 1)
@@ -146,11 +126,11 @@ def test_main_runs_here_and_under_torchrun_finds_both_groups_and_leaves_none(
 
 
 @pytest.mark.gpu
-def test_a_config_for_gpus_joins_by_nccl(torchrun: None) -> None:
+def test_a_config_for_gpus_joins_by_nccl(torchrun):
     assert run_distributed(describe, make_args(opts=CUDA)) == ("nccl", 1, 0, 1)
 
 
-def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def pretend_gpus(monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -164,9 +144,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         ({"opts": CUDA}, "1 processes need as many GPUs"),
     ],
 )
-def test_under_torchrun_what_contradicts_it_is_refused(
-    torchrun: None, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], named: str
-) -> None:
+def test_under_torchrun_what_contradicts_it_is_refused(torchrun, monkeypatch, values, named):
     pretend_gpus(monkeypatch, 0)
     with pytest.raises(UserError, match=named):
         run_distributed(describe, make_args(**values))
@@ -180,17 +158,15 @@ def test_under_torchrun_what_contradicts_it_is_refused(
         run_distributed(describe, make_args())
 
 
-def test_processes_that_cannot_be_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_cannot_be_started_are_refused(monkeypatch):
     pretend_gpus(monkeypatch, 2)
     for asked, named in ((0, "at least 1"), (2, "MODEL.DEVICE")):
         with pytest.raises(UserError, match=named):
             run_distributed(describe, make_args(num_gpus=asked))
 
 
-def test_bad_input_in_a_started_process_is_a_sentence_and_a_defect_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(main: Any, *_: Any, args: Any, dist_url: str, **__: Any) -> None:
+def test_bad_input_in_a_started_process_is_a_sentence_and_a_defect_a_traceback(monkeypatch, capsys):
+    def fail(main, *_, args, dist_url, **__):
         assert dist_url == "auto"  # Detectron2's own port is the same for two runs
         try:
             main(*args)
@@ -209,12 +185,12 @@ def test_bad_input_in_a_started_process_is_a_sentence_and_a_defect_a_traceback(
         run_distributed(lambda _: 1 / 0, args)
 
 
-def test_parameters_without_gradients_are_looked_for_only_if_a_head_leaves_out_outputs() -> None:
+def test_parameters_without_gradients_are_looked_for_only_if_a_head_leaves_out_outputs():
     class Maps(Backbone):
-        def output_shape(self) -> dict[str, Any]:
+        def output_shape(self):
             return dict.fromkeys(["s16", "tokens"])
 
-        def forward(self, images: Any) -> Any:
+        def forward(self, images):
             raise NotImplementedError
 
     model = torch.nn.Module()

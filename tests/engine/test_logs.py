@@ -5,12 +5,9 @@ import json
 import logging
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from detectron2.config import CfgNode
 from detectron2.utils.events import EventStorage
 
 from qbheat_det.config import get_cfg
@@ -20,20 +17,19 @@ from qbheat_det.engine import logs
 from qbheat_det.engine.logs import PeriodicWriter, drop_metrics_from
 from qbheat_det.engine.resume import find_duration, record_start
 
-from .conftest import TrainAfresh
 from .tiny_training import forget_runs
 
 
-def make_config(folder: Path) -> CfgNode:
+def make_config(folder):
     cfg = get_cfg()
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(folder), "cpu"
     cfg.SOLVER.LOG_PERIOD = cfg.SOLVER.IMS_PER_BATCH = 2
     return cfg
 
 
-def run(cfg: CfgNode, *, start: int, end: int, max_iter: int = 10) -> None:
+def run(cfg, *, start, end, max_iter=10):
     """Trains in what the hook sees, from one iteration to another; ends early like an error."""
-    hook: Any = PeriodicWriter(period=2)
+    hook = PeriodicWriter(period=2)
     with EventStorage(start) as storage:
         hook.trainer = trainer = SimpleNamespace(
             cfg=cfg, start_iter=start, max_iter=max_iter, storage=storage,
@@ -51,12 +47,12 @@ def run(cfg: CfgNode, *, start: int, end: int, max_iter: int = 10) -> None:
         hook.after_train()
 
 
-def read(path: Path, key: str = "iteration") -> list[Any]:
+def read(path, key="iteration"):
     lines = map(json.loads, path.read_text().splitlines())
     return [line[key] for line in lines if key in line]
 
 
-def test_a_resumed_run_writes_each_line_once(tmp_path: Path) -> None:
+def test_a_resumed_run_writes_each_line_once(tmp_path):
     cfg = make_config(tmp_path)
     run(cfg, start=0, end=7)
     assert read(tmp_path / "metrics.json") == [1, 3, 5]
@@ -74,9 +70,7 @@ def test_a_resumed_run_writes_each_line_once(tmp_path: Path) -> None:
     assert path.read_text() == kept
 
 
-def test_tensorboard_hides_the_steps_that_are_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_hides_the_steps_that_are_repeated(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer import event_file_writer as files
@@ -89,9 +83,7 @@ def test_tensorboard_hides_the_steps_that_are_repeated(
     assert [event.step for event in events.Scalars("total_loss")] == [1, 3, 5, 7, 9]
 
 
-def test_the_line_of_the_log_has_epoch_remaining_time_and_losses_of_steps_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_line_of_the_log_has_epoch_remaining_time_and_losses_of_steps_alone(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="detectron2.utils.events"):
         run(make_config(tmp_path), start=0, end=6)
     line = caplog.messages[0]
@@ -102,16 +94,14 @@ def test_the_line_of_the_log_has_epoch_remaining_time_and_losses_of_steps_alone(
     assert read(tmp_path / "metrics.json", "reconstruction/loss") == [9.0, 9.0, 9.0]
 
 
-def git(folder: Path, *arguments: str) -> str:
+def git(folder, *arguments):
     identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     return subprocess.run(
         ["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True
     ).stdout.strip()
 
 
-def test_every_start_adds_an_entry_without_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_start_adds_an_entry_without_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-mine")
     monkeypatch.setattr(sys, "argv", ["train_net.py", "SEED", "1"])
     cfg = make_config(tmp_path / "new")
@@ -136,7 +126,7 @@ def test_every_start_adds_an_entry_without_the_environment(
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", '[{"sta'])
-def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
+def test_another_run_json_is_left_alone(tmp_path, content):
     path = tmp_path / "run.json"
     path.write_text(content)
     with pytest.raises(UserError, match=r"run\.json"):
@@ -144,9 +134,7 @@ def test_another_run_json_is_left_alone(tmp_path: Path, content: str) -> None:
     assert path.read_text() == content
 
 
-def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(tmp_path, monkeypatch):
     checkout = tmp_path / "checkout"
     (checkout / "qbheat_det").mkdir(parents=True)
     (checkout / "qbheat_det" / "__init__.py").write_text("")
@@ -165,9 +153,7 @@ def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(
     assert find(checkout) == ""
 
 
-def test_the_terminal_gets_a_summary_and_the_file_everything(
-    tmp_path: Path, train_afresh: TrainAfresh, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terminal_gets_a_summary_and_the_file_everything(tmp_path, train_afresh, capsys):
     train_afresh(tmp_path, {"SOLVER.MAX_ITER": "4", "SOLVER.LOG_PERIOD": "2"})
     printed, log = capsys.readouterr(), (tmp_path / "log.txt").read_text()
     summary = printed.err.splitlines()
@@ -182,9 +168,7 @@ def test_the_terminal_gets_a_summary_and_the_file_everything(
     assert not printed.out
 
 
-def test_a_second_run_leaves_the_log_of_the_first_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_leaves_the_log_of_the_first_alone(tmp_path, capsys):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         logs.open_log(tmp_path / name)
@@ -206,9 +190,7 @@ def test_a_second_run_leaves_the_log_of_the_first_alone(
     assert printed == [line for lines in shown for line in lines]
 
 
-def test_results_are_json_unless_a_terminal_shows_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_json_unless_a_terminal_shows_them(capsys, monkeypatch):
     results = {"bbox": {"AP": 1 / 3, "AP-ring": float("nan")}}
     logs.print_results(results)
     assert json.loads(capsys.readouterr().out) == {"bbox/AP": 0.333333, "bbox/AP-ring": None}

@@ -12,7 +12,6 @@ import torch
 
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.engine import Trainer
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
@@ -31,12 +30,12 @@ SOLVER.IMS_PER_BATCH 4 SOLVER.ACCUMULATE 1 SOLVER.MAX_ITER 2 SOLVER.CHECKPOINT_P
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> str:
+def images(tmp_path_factory):
     """Folder of two class folders of three images each."""
     return make_classes(tmp_path_factory.mktemp("images"), {"round": 3, "square": 3})
 
 
-def train(recipe: Path, images: str, output_dir: Path, *flags: str) -> Trainer:
+def train(recipe, images, output_dir, *flags):
     """Trains with the flag that names images for the objective."""
     labels = load_config(recipe).INPUT.DATASET_MAPPER_NAME == "classify"
     flags = (*flags, "--data" if labels else "--images", images)
@@ -51,8 +50,8 @@ def train(recipe: Path, images: str, output_dir: Path, *flags: str) -> Trainer:
     return trainer
 
 
-def test_objectives_differ_in_nothing_but_the_objective() -> None:
-    def get_common_keys(recipe: Path) -> list[object]:
+def test_objectives_differ_in_nothing_but_the_objective():
+    def get_common_keys(recipe):
         cfg = load_config(recipe)
         crops = [cfg.INPUT.PRETRAIN[key] for key in ("SIZE", "SCALE")]
         encoder = [cfg.MODEL.BACKBONE, cfg.MODEL.MOBILE_FORMER]
@@ -64,9 +63,7 @@ def test_objectives_differ_in_nothing_but_the_objective() -> None:
 
 
 @pytest.mark.parametrize("recipe", OBJECTIVES, ids=lambda path: path.stem)
-def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(
-    recipe: Path, images: str, tmp_path: Path
-) -> None:
+def test_an_objective_trains_the_encoder_and_resumes_to_the_bit(recipe, images, tmp_path):
     trainer = train(recipe, images, tmp_path)
     expected, whole = losses(tmp_path), state(tmp_path)["model"]
     assert sorted(expected) == [0, 1]

@@ -5,9 +5,7 @@ import multiprocessing
 import random
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +17,10 @@ from qbheat_det.config import get_cfg, get_config_path, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.logs import warn_of_weights
-from qbheat_det.engine.resume import (
-    check_same_config,
-    check_same_images,
-    check_start,
-)
+from qbheat_det.engine.resume import check_same_config, check_same_images, check_start
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
-from .conftest import TrainAfresh
 from .tiny_training import MF_DETR, TINY_ENCODER, losses, read_opts, state
 
 CASES = {
@@ -42,11 +35,11 @@ SOLVER.AMP.PRECISION bfloat16 DATALOADER.NUM_WORKERS 1 TEST.EVAL_PERIOD 3
 }
 
 
-def break_at(iteration: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def break_at(iteration, monkeypatch):
     """Makes the next training stop as by Ctrl-C, before that iteration."""
     run_step = StepTrainer.run_step
 
-    def run_or_stop(self: StepTrainer) -> None:
+    def run_or_stop(self):
         if self.iter == iteration:
             monkeypatch.setattr(StepTrainer, "run_step", run_step)
             raise KeyboardInterrupt
@@ -55,7 +48,7 @@ def break_at(iteration: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTrainer, "run_step", run_or_stop)
 
 
-def assert_same_bits(found: Any, expected: Any) -> None:
+def assert_same_bits(found, expected):
     """Compares nested states."""
     pairs = zip(tree_leaves_with_path(found), tree_leaves_with_path(expected), strict=True)
     for (where, value), (path, wanted) in pairs:
@@ -66,7 +59,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
             assert value == wanted, where
 
 
-def comparable(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def comparable(checkpoint):
     """Leaves out the config's text, which names the output folder, and the code's commit."""
     aside = ("config", "commit")
     info = {key: value for key, value in checkpoint["info"].items() if key not in aside}
@@ -74,9 +67,7 @@ def comparable(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole_runs(
-    whole_run: Path, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def whole_runs(whole_run, tiny_data, tmp_path_factory):
     """Folders of the unbroken runs by case."""
     folder = tmp_path_factory.mktemp("everything")
     tiny_training.train(folder, tiny_data, CASES["mf_detr_with_everything"])
@@ -85,12 +76,8 @@ def whole_runs(
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
-    case: str,
-    whole_runs: dict[str, Path],
-    train_afresh: TrainAfresh,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    case, whole_runs, train_afresh, tmp_path, monkeypatch
+):
     whole, broken = whole_runs[case], tmp_path
     break_at(3, monkeypatch)  # between two checkpoints
     with pytest.raises(KeyboardInterrupt):
@@ -109,8 +96,8 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
 
 
 def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(
-    train_afresh: TrainAfresh, tmp_path: Path
-) -> None:
+    train_afresh, tmp_path
+):
     opts = {"SEED": "-1", "SOLVER.MAX_ITER": "1"}
     train_afresh(tmp_path, opts)
     content = (tmp_path / "model_final.pth").read_bytes()
@@ -139,9 +126,7 @@ def test_seed_and_weights_are_kept_and_another_number_of_processes_is_logged(
         ("MODEL.CHANNELS_LAST", None, False, True),
     ],
 )
-def test_a_resumed_run_has_the_config_that_it_began_with(
-    key: str, before: Any, now: Any, may_change: bool
-) -> None:
+def test_a_resumed_run_has_the_config_that_it_began_with(key, before, now, may_change):
     cfg = get_cfg()
     cfg.SEED = 3
     cfg.merge_from_list([key, before])
@@ -154,8 +139,8 @@ def test_a_resumed_run_has_the_config_that_it_began_with(
             check_same_config(saved, cfg)
 
 
-def test_a_resumed_run_has_the_images_that_it_began_with() -> None:
-    stream: Any = SimpleNamespace(num_images=12, fingerprint=5)
+def test_a_resumed_run_has_the_images_that_it_began_with():
+    stream = SimpleNamespace(num_images=12, fingerprint=5)
     check_same_images({"num_images": 12, "fingerprint": 5}, stream)
     of_detectron2 = {"iteration": 1}
     for saved in ({"num_images": 11, "fingerprint": 5}, {"num_images": 12, "fingerprint": 6}):
@@ -180,9 +165,7 @@ def test_a_resumed_run_has_the_images_that_it_began_with() -> None:
         (("tag", "checkpoint"), ("eval_only", "resume"), "w.pth", "MODEL.WEIGHTS 'w.pth'"),
     ],
 )
-def test_resuming_and_starting_are_never_mixed(
-    tmp_path: Path, files: tuple[str, ...], flags: tuple[str, ...], weights: str, refused: str
-) -> None:
+def test_resuming_and_starting_are_never_mixed(tmp_path, files, flags, weights, refused):
     if "checkpoint" in files:
         (tmp_path / "model_0000001.pth").touch()
         (tmp_path / "config.yaml").write_text("MODEL: {WEIGHTS: began.pth}")
@@ -202,9 +185,7 @@ def test_resuming_and_starting_are_never_mixed(
         check_start(cfg, args)
 
 
-def wait_for_moment(
-    process: multiprocessing.process.BaseProcess, folder: Path, rng: random.Random
-) -> None:
+def wait_for_moment(process, folder, rng):
     """Returns at a random moment of a run: while it starts, steps, or writes a checkpoint."""
     writes = rng.randrange(3)  # checkpoints to let through
     midway = rng.random() < 0.5
@@ -223,16 +204,14 @@ def wait_for_moment(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_killed_at_ten_moments_ends_with_the_bits_of_a_whole_one(
-    case: str, tiny_data: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_at_ten_moments_ends_with_the_bits_of_a_whole_one(case, tiny_data, tmp_path):
     # A checkpoint after every step, so that many kills come while one is written.
     opts = {**CASES[case], "SOLVER.CHECKPOINT_PERIOD": "1", "SOLVER.MAX_ITER": "40"}
     opts["TEST.EVAL_PERIOD"] = "20"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([tiny_training.__name__])
 
-    def start(folder: Path) -> multiprocessing.process.BaseProcess:
+    def start(folder):
         process = context.Process(
             target=tiny_training.train_in_own_process, args=(str(folder), str(tiny_data), opts)
         )
@@ -260,9 +239,7 @@ def test_a_run_killed_at_ten_moments_ends_with_the_bits_of_a_whole_one(
     assert_same_bits(comparable(state(killed)), comparable(state(whole)))
 
 
-def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(tmp_path, caplog):
     path = get_config_path("quick_schedules/retinanet_285M_cells.yaml")
     words = [word for pair in TINY_ENCODER.items() for word in pair]
     cfg = load_config(path, [*words, "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.FREEZE_AT", "5"])

@@ -2,8 +2,6 @@
 """A run of two stages equals two commands, and resumes in the stage in which it stopped."""
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.plan import find_first_stage
 from tests.tool_modules import load_tool
-from tests.toy_set import ToySpec, prepare_toy_set
 
 from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state
 
@@ -40,7 +37,7 @@ INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64 TEST.EVAL_PERIOD 0
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first(tmp_path_factory):
     """The config of the first stage."""
     folder = tmp_path_factory.mktemp("config")
     path = folder / "first.yaml"
@@ -49,7 +46,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def second(first: Path) -> Path:
+def second(first):
     """The config of the second stage, which names the first one by a relative path."""
     path = first.with_name("second.yaml")
     path.write_text(f'_BASE_: "{get_config_path(CONFIG)}"\nSOLVER: {{FIRST_STAGE: first.yaml}}\n')
@@ -57,16 +54,15 @@ def second(first: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    spec = ToySpec(name="tiny", num_images=4, image_size=64)
-    return str(Path(prepare_toy_set(spec, tmp_path_factory.mktemp("toy"))) / "annotations.json")
+def data(few_data):
+    return str(few_data / "annotations.json")
 
 
-def words(opts: dict[str, str]) -> list[str]:
+def words(opts):
     return [word for pair in opts.items() for word in pair]
 
 
-def train(config: str | Path, data: str, output: Path, opts: dict[str, str], *flags: str) -> None:
+def train(config, data, output, opts, *flags):
     """Runs ``tools/train_net.py`` in this process."""
     forget_runs()
     with pytest.MonkeyPatch.context() as patch:
@@ -77,16 +73,16 @@ def train(config: str | Path, data: str, output: Path, opts: dict[str, str], *fl
         )  # fmt: skip
 
 
-def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(actual, expected):
     assert actual["model"].keys() == expected["model"].keys()
     for name, tensor in actual["model"].items():
         torch.testing.assert_close(tensor, expected["model"][name], rtol=0, atol=0)
 
 
 def test_two_stages_equal_two_commands_and_resume_exactly(
-    first: Path, second: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reports: list[str] = []  # without figures, which take most of the time
+    first, second, data, tmp_path, monkeypatch
+):
+    reports = []  # without figures, which take most of the time
     monkeypatch.setattr(training, "build_report", lambda *_, lead, **__: reports.append(lead))
     weights = tmp_path / "by_hand" / "model_final.safetensors"
     train(first, data, weights.parent, SHARED)
@@ -110,7 +106,7 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
         assert re.search(r"3 steps of 2 images in .*, starting from .*first_stage/model_f", lead)
 
 
-def test_the_first_stage_shares_data_device_and_model(first: Path, data: str) -> None:
+def test_the_first_stage_shares_data_device_and_model(first, data):
     opts = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
     flags = RunFlags(
         config_file=get_config_path(CONFIG), data=data, tile=64, output="o", opts=words(opts)
@@ -132,7 +128,7 @@ def test_the_first_stage_shares_data_device_and_model(first: Path, data: str) ->
         ("custom/cached_retinanet_285M_probe.yaml", "MODEL"),
     ],
 )
-def test_an_unsuitable_first_stage_is_refused(data: str, config: str, named: str) -> None:
+def test_an_unsuitable_first_stage_is_refused(data, config, named):
     flags = RunFlags(
         config_file="custom/retinanet_lite0_finetune.yaml",
         data=data,
@@ -146,9 +142,7 @@ def test_an_unsuitable_first_stage_is_refused(data: str, config: str, named: str
 @pytest.mark.parametrize(
     "change", [{"eval_only": True}, {"weights": "qbheat://distill/285M"}, {"freeze": True}]
 )
-def test_weights_and_frozen_backbones_need_no_first_stage(
-    data: str, change: dict[str, Any]
-) -> None:
+def test_weights_and_frozen_backbones_need_no_first_stage(data, change):
     flags = RunFlags(config_file="custom/retinanet_lite0_finetune.yaml", data=data)
     assert find_first_stage(flags) is not None
     for name, value in change.items():

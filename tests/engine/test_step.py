@@ -5,15 +5,13 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core import environment
@@ -27,17 +25,15 @@ from qbheat_det.engine.step import (
     run_depthwise_in_float32,
 )
 
-Batch = list[dict[str, Any]]
-
 
 class MeanOverImages(nn.Module):
     """Two losses, each a mean over the images of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.0, -2.0]))
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
+    def forward(self, batch):
         inputs = torch.stack([entry["image"] for entry in batch])
         error = (inputs * self.weight).sum(dim=1) - 1
         return {"loss_square": error.square().mean(), "loss_size": error.abs().mean()}
@@ -46,33 +42,33 @@ class MeanOverImages(nn.Module):
 class MeanOverBoxes(MeanOverImages):
     """One loss: the sum over images, divided by the count of boxes that all of them have."""
 
-    def loss_counts(self, batch: Batch) -> Tensor:
+    def loss_counts(self, batch):
         return torch.tensor([float(sum(entry["boxes"] for entry in batch))])
 
-    def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
+    def loss_normalizers(self, counts, parts):
         return counts / parts
 
-    def forward(self, batch: Batch, normalizers: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, batch, normalizers=None):
         if normalizers is None:
             normalizers = self.loss_counts(batch)
         inputs = torch.stack([entry["image"] * entry["boxes"] for entry in batch])
         return {"loss": (inputs * self.weight).square().sum() / normalizers[0].clamp(min=1e-6)}
 
 
-def images(count: int) -> Batch:
+def images(count):
     generator = torch.Generator().manual_seed(1)
     return [
         {"image": torch.randn(2, generator=generator), "boxes": index % 4} for index in range(count)
     ]
 
 
-def make(model: nn.Module, data: Batch, **options: Any) -> StepTrainer:
+def make(model, data, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"batch_size": len(data), **options}
     return StepTrainer(model, options.pop("loader", itertools.repeat(data)), optimizer, **options)
 
 
-def step(trainer: StepTrainer, iteration: int = 0) -> dict[str, float]:
+def step(trainer, iteration=0):
     """Runs one step; returns the latest logged scalars."""
     trainer.iter = iteration
     with EventStorage(iteration) as storage:
@@ -82,9 +78,7 @@ def step(trainer: StepTrainer, iteration: int = 0) -> dict[str, float]:
 
 @pytest.mark.parametrize("build", [MeanOverImages, MeanOverBoxes])
 @pytest.mark.parametrize(("count", "accumulate"), [(6, 3), (7, 3), (4, 4)])
-def test_parts_of_a_batch_give_the_gradients_and_losses_of_the_whole(
-    build: Callable[[], MeanOverImages], count: int, accumulate: int
-) -> None:
+def test_parts_of_a_batch_give_the_gradients_and_losses_of_the_whole(build, count, accumulate):
     whole, parts = build(), build()
     expected = step(make(whole, images(count)))
     found = step(make(parts, images(count), accumulate=accumulate))
@@ -100,11 +94,8 @@ def test_parts_of_a_batch_give_the_gradients_and_losses_of_the_whole(
     ("flags", "dtype"), [({"avx2"}, None), ({"avx2", "amx_bf16"}, torch.float16)]
 )
 def test_a_processor_that_emulates_half_precision_trains_in_float32(
-    flags: set[str],
-    dtype: torch.dtype | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    flags, dtype, monkeypatch, caplog
+):
     monkeypatch.setattr(environment, "read_cpu_flags", lambda: flags)
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.DEVICE", "cpu", "SOLVER.AMP.ENABLED", True])
@@ -113,7 +104,7 @@ def test_a_processor_that_emulates_half_precision_trains_in_float32(
     assert ("SOLVER.AMP" in caplog.text) == (dtype is None)
 
 
-def test_slow_depthwise_convolutions_train_in_float32_under_autocast() -> None:
+def test_slow_depthwise_convolutions_train_in_float32_under_autocast():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.Conv2d(8, 8, 3, groups=8))
     model = copy.deepcopy(plain)
@@ -133,14 +124,14 @@ def test_slow_depthwise_convolutions_train_in_float32_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
-def test_low_precision_comes_near_the_step_in_full(precision: torch.dtype) -> None:
+def test_low_precision_comes_near_the_step_in_full(precision):
     class Layered(MeanOverImages):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             torch.manual_seed(1)
             self.layer = nn.Linear(2, 2)
 
-        def forward(self, batch: Batch) -> dict[str, Tensor]:
+        def forward(self, batch):
             inputs = self.layer(torch.stack([entry["image"] for entry in batch]))
             self.seen = inputs.dtype
             return {"loss": inputs.float().square().mean()}
@@ -155,7 +146,7 @@ def test_low_precision_comes_near_the_step_in_full(precision: torch.dtype) -> No
     assert trainer.grad_scaler.is_enabled() == (precision == torch.float16)
 
 
-def test_a_step_whose_half_precision_gradients_overflow_is_left_out_and_the_scale_saved() -> None:
+def test_a_step_whose_half_precision_gradients_overflow_is_left_out_and_the_scale_saved():
     model = MeanOverImages()
     trainer = make(model, images(2), precision=torch.float16)
     trainer.grad_scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
@@ -168,11 +159,11 @@ def test_a_step_whose_half_precision_gradients_overflow_is_left_out_and_the_scal
     assert other.grad_scaler.get_scale() == trainer.grad_scaler.get_scale()
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_weights_change() -> None:
-    ends: list[Tensor] = []
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
+    ends = []
 
     class Ending(MeanOverImages):
-        def after_step(self) -> None:
+        def after_step(self):
             ends.append(self.weight.detach().clone())
 
     model = Ending()
@@ -187,8 +178,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change() -> None:
     assert len(ends) == 1
 
 
-def test_the_seed_of_a_step_depends_on_run_iteration_and_process_alone() -> None:
-    def draw(*place: int) -> list[float]:
+def test_the_seed_of_a_step_depends_on_run_iteration_and_process_alone():
+    def draw(*place):
         seed_step(*place)
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
@@ -199,7 +190,7 @@ def test_the_seed_of_a_step_depends_on_run_iteration_and_process_alone() -> None
     assert all(len(set(column)) == 1 + len(places) for column in columns)
 
 
-def numbered(count: int) -> Iterator[Batch]:
+def numbered(count):
     """Yields batches of an image whose values are the batch's number."""
     for number in map(float, range(count)):
         found = Instances((2, 2), gt_boxes=Boxes(torch.full((1, 4), number)))
@@ -209,7 +200,7 @@ def numbered(count: int) -> Iterator[Batch]:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_next_batch_is_there_before_it_is_asked_for() -> None:
+def test_on_a_gpu_the_next_batch_is_there_before_it_is_asked_for():
     source = BatchSource(numbered(4).__next__, torch.device("cuda"))
     for number in map(float, range(4)):
         (entry,), _ = source.take()
@@ -225,7 +216,7 @@ def test_on_a_gpu_the_next_batch_is_there_before_it_is_asked_for() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_is_that_of_the_cpu_and_stops_where_a_loss_is_bad() -> None:
+def test_a_step_on_a_gpu_is_that_of_the_cpu_and_stops_where_a_loss_is_bad():
     on_cpu, on_gpu = MeanOverImages(), MeanOverImages().cuda()
     expected = step(make(on_cpu, images(4)))
     bad = [{"image": torch.tensor([math.nan, 1.0])}] * 4

@@ -3,9 +3,6 @@
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +16,8 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.evaluation import Evaluation
 from tests.tool_modules import load_tool
-from tests.toy_set import ToySpec, prepare_toy_set
 
 from . import tiny_training
-from .conftest import TrainAfresh
 from .tiny_training import TINY_ENCODER, forget_runs, losses, read_opts, state
 
 RETINANET = "quick_schedules/retinanet_285M_cells.yaml"
@@ -37,23 +32,16 @@ FAST = [
     "MODEL.RPN.POST_NMS_TOPK_TRAIN", "16", "MODEL.RPN.POST_NMS_TOPK_TEST", "4",
     "MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.0", "TEST.DETECTIONS_PER_IMAGE", "3",
 ]  # fmt: skip
-Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = ToySpec(name="tiny", num_images=4, image_size=64)
-    return Path(prepare_toy_set(spec, tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture(scope="module")
-def run(toy: Path) -> Run:
+def run(few_data):
     """Runs the tool in this process on the tiny set; returns its results."""
     module = load_tool("train_net")
 
-    def go(config: str, *opts: str, flags: tuple[str, ...] = ()) -> Any:
-        results: list[Any] = []
-        json_file, images = str(toy / "annotations.json"), str(toy / "images")
+    def go(config, *opts, flags=()):
+        results = []
+        json_file, images = str(few_data / "annotations.json"), str(few_data / "images")
         data = ["--data", json_file, "--val", json_file, "--images", images]
         argv = ["--config-file", get_config_path(config), *data, *flags, *FAST, *opts]
         forget_runs()
@@ -68,7 +56,7 @@ def run(toy: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def trained(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def trained(run, tmp_path_factory):
     """Folder and results of a finished run."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, run(RETINANET, "OUTPUT_DIR", str(folder))
@@ -78,9 +66,7 @@ def trained(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, A
     ("config", "task"),
     [("coco/mask_rcnn_285M.yaml", "segm"), ("coco/fcos_285M.yaml", "bbox")],
 )
-def test_a_detector_trains_and_evaluates_by_four_flags(
-    run: Run, tmp_path: Path, config: str, task: str
-) -> None:
+def test_a_detector_trains_and_evaluates_by_four_flags(run, tmp_path, config, task):
     masks = ("INPUT.MASK_FORMAT", "bitmask")  # the masks of the drawn set are RLE
     results = run(config, "OUTPUT_DIR", str(tmp_path), "SOLVER.EPOCHS", "0.0", *masks)
     assert "AP" in results[task]
@@ -89,16 +75,19 @@ def test_a_detector_trains_and_evaluates_by_four_flags(
 
 
 def test_a_run_leaves_classes_record_and_curves_and_is_evaluated_with_the_same_results(
-    trained: tuple[Path, Any], toy: Path, run: Run
-) -> None:
+    trained, few_data, run
+):
     folder, expected = trained
     cfg = load_config(folder / "config.yaml")
-    categories = json.loads((toy / "annotations.json").read_text())["categories"]
+    categories = json.loads((few_data / "annotations.json").read_text())["categories"]
     assert cfg.MODEL.CATEGORY_IDS == [category["id"] for category in categories]
     assert cfg.MODEL.CLASS_NAMES == [category["name"] for category in categories]
     assert cfg.MODEL.RETINANET.NUM_CLASSES == len(categories) < max(cfg.MODEL.CATEGORY_IDS)
     (start,) = json.loads((folder / "run.json").read_text())
-    paths = {"json_file": str(toy / "annotations.json"), "image_root": str(toy / "images")}
+    paths = {
+        "json_file": str(few_data / "annotations.json"),
+        "image_root": str(few_data / "images"),
+    }
     assert start["data"] == {
         name: {**paths, "labelled": True} for name in ("custom_train", "custom_val")
     }
@@ -114,9 +103,7 @@ def test_a_run_leaves_classes_record_and_curves_and_is_evaluated_with_the_same_r
     assert (folder / "config.yaml").read_bytes() == config
 
 
-def test_an_evaluation_writes_only_into_a_folder_that_is_named(
-    trained: tuple[Path, Any], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_writes_only_into_a_folder_that_is_named(trained, run, tmp_path, monkeypatch):
     folder, expected = trained
     monkeypatch.chdir(tmp_path)
     weights = ("--weights", str(folder), "--eval-only")
@@ -126,7 +113,7 @@ def test_an_evaluation_writes_only_into_a_folder_that_is_named(
     assert list(tmp_path.glob("results/inference/*/coco_instances_results.json"))
 
 
-def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: Path) -> None:
+def test_a_frozen_backbone_is_bit_equal_after_real_training(run, tmp_path):
     config, start = "quick_schedules/mf_detr_211_285M_cells.yaml", tmp_path / "start.pth"
     small = ("MODEL.MF_DETR.HIDDEN_DIM", "16", "MODEL.MF_DETR.NHEADS", "2")
     encoder = [word for pair in TINY_ENCODER.items() for word in pair]
@@ -144,7 +131,7 @@ def test_a_frozen_backbone_is_bit_equal_after_real_training(run: Run, tmp_path: 
     assert any(not torch.equal(after[key], before[key]) for key in after if "decoder" in key)
 
 
-def test_flags_are_those_of_detectron2_in_any_order() -> None:
+def test_flags_are_those_of_detectron2_in_any_order():
     words = ["SOLVER.BASE_LR", "-0.5", "--resume", "OUTPUT_DIR", "x", "--config-file", "c.yaml"]
     args = load_tool("train_net").parse_args(words)
     assert (args.resume, args.config_file) == (True, "c.yaml")
@@ -165,14 +152,7 @@ def test_flags_are_those_of_detectron2_in_any_order() -> None:
         ((), ("--eval-only", "--dry-run"), "--dry-run"),
     ],
 )
-def test_bad_input_ends_with_one_line_and_exit_code_2(
-    run: Run,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    opts: tuple[str, ...],
-    flags: tuple[str, ...],
-    named: str,
-) -> None:
+def test_bad_input_ends_with_one_line_and_exit_code_2(run, tmp_path, capsys, opts, flags, named):
     with pytest.raises(SystemExit) as stopped:
         run(RETINANET, "OUTPUT_DIR", str(tmp_path / "new"), *opts, flags=flags)
     assert stopped.value.code == 2
@@ -183,7 +163,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(
 
 
 @pytest.fixture(scope="module")
-def averaged(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def averaged(tiny_data, tmp_path_factory):
     """A run in epochs that averages its weights, with evaluated weights in ``evaluated.pt``."""
     folder = tmp_path_factory.mktemp("averaged")
     opts = read_opts("""
@@ -192,7 +172,7 @@ SOLVER.REFERENCE_BATCH_SIZE 8 SOLVER.LR_SCALING linear SOLVER.EMA.ENABLED True S
 """)
     whole = Evaluation.__call__
 
-    def note(self: Evaluation, model: torch.nn.Module) -> dict[str, Any]:
+    def note(self, model):
         torch.save(model.state_dict(), folder / "evaluated.pt")
         return whole(self, model)
 
@@ -202,7 +182,7 @@ SOLVER.REFERENCE_BATCH_SIZE 8 SOLVER.LR_SCALING linear SOLVER.EMA.ENABLED True S
     return folder
 
 
-def test_the_average_is_that_of_all_weights_and_buffers(averaged: Path) -> None:
+def test_the_average_is_that_of_all_weights_and_buffers(averaged):
     average, raw = state(averaged)["ema"], state(averaged)["model"]
     evaluated = torch.load(averaged / "evaluated.pt", weights_only=True)
     exported, info = read_weights(str(averaged / "model_final.safetensors"))
@@ -213,7 +193,7 @@ def test_the_average_is_that_of_all_weights_and_buffers(averaged: Path) -> None:
         assert any(not torch.equal(average[name], raw[name]) for name in raw if key in name)
 
 
-def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged: Path) -> None:
+def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged):
     cfg = load_config(averaged / "config.yaml")
     assert cfg.SOLVER.MAX_ITER == 4
     assert cfg.SOLVER.BASE_LR == pytest.approx(0.002 * 2 / 8)
@@ -242,9 +222,7 @@ def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged
         ("DATASETS.TRAIN", "('cells_sample_train',)"),
     ],
 )
-def test_values_out_of_range_are_refused_by_their_key(
-    train_afresh: TrainAfresh, tmp_path: Path, key: str, value: str
-) -> None:
+def test_values_out_of_range_are_refused_by_their_key(train_afresh, tmp_path, key, value):
     enabled = {"SOLVER.AMP.ENABLED": "True", "SOLVER.EMA.ENABLED": "True"}
     section = key.rpartition(".")[0] + ".ENABLED"
     opts = {section: enabled[section]} if section in enabled else {}
@@ -254,7 +232,7 @@ def test_values_out_of_range_are_refused_by_their_key(
     assert not list(tmp_path.glob("*.pth"))
 
 
-def test_flags_of_config_keys_and_the_image_size() -> None:
+def test_flags_of_config_keys_and_the_image_size():
     recipe = "custom/retinanet_285M_finetune.yaml"
     words = "--epochs 3 --batch 2 --image-size 128 --freeze --device cpu --config-file"
     args = load_tool("train_net").parse_args([*words.split(), recipe])
@@ -271,7 +249,7 @@ def test_flags_of_config_keys_and_the_image_size() -> None:
         largest = max(sizes.INPUT.MIN_SIZE_TRAIN)
         assert sorted((largest, sizes.INPUT.MIN_SIZE_TEST)) == sorted(expected)
     for field, key in (("epochs", "SOLVER.EPOCHS"), ("image_size", "INPUT.MIN_SIZE_TEST")):
-        flags: Any = {field: 64, "opts": [key, "64"]}
+        flags = {field: 64, "opts": [key, "64"]}
         with pytest.raises(UserError, match=key):
             RunFlags.read(RunFlags(config_file=recipe, **flags)).load_config()
     with pytest.raises(UserError, match="image-size"):

@@ -1,13 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Training with images without labels, by ``--unlabelled``."""
 
-import argparse
 import itertools
 import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +16,9 @@ from qbheat_det.data.unlabelled import FeatureNoise, StrongColours
 from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
 from qbheat_det.modeling.contracts import STRONG, UNLABELLED
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 from . import tiny_training
-from .conftest import TrainAfresh
 from .test_resume import assert_same_bits, break_at, comparable
 from .tiny_training import MF_DETR, losses, read_opts, state
 
@@ -33,11 +30,10 @@ MODEL.CACHE_FEATURES.DTYPE float32
 
 
 @pytest.fixture(scope="module")
-def photos(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tiny_data, tmp_path_factory):
     """Five new images, one of them twice, two labelled ones under other names, a broken file."""
     folder = tmp_path_factory.mktemp("photos")
-    spec = ToySpec(name="more", num_images=5, image_size=64, seed=9)
-    drawn = Path(prepare_toy_set(spec, tmp_path_factory.mktemp("drawn"))) / "images"
+    drawn = draw_toy_set(tmp_path_factory.mktemp("drawn"), 5, name="more", seed=9) / "images"
     new = sorted(drawn.iterdir())
     for path in new:
         shutil.copy(path, folder / f"new_{path.name}")
@@ -49,8 +45,8 @@ def photos(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_repeated_and_broken_images_are_left_out_and_batches_resume_anywhere(
-    tmp_path: Path, tiny_data: Path, photos: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, tiny_data, photos, caplog
+):
     args = tiny_training.parse(tmp_path, tiny_data, SEMI, "--unlabelled", str(photos))
     with caplog.at_level(logging.INFO):
         stream = Trainer(build_config(args)).data_loader
@@ -61,7 +57,7 @@ def test_repeated_and_broken_images_are_left_out_and_batches_resume_anywhere(
     assert all(part in line for part in ("5 of 9", "2 validation", "1 are duplicates", "1 cannot"))
     assert any("broken.jpg" in message for message in caplog.messages)
 
-    def take(start: int) -> list[tuple[list[str], list[list[str]]]]:
+    def take(start):
         stream.start = start
         batches = iter(stream)
         return [
@@ -81,12 +77,8 @@ def test_repeated_and_broken_images_are_left_out_and_batches_resume_anywhere(
 
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
-    is_cached: bool,
-    photos: Path,
-    train_afresh: TrainAfresh,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    is_cached, photos, train_afresh, tmp_path, monkeypatch
+):
     opts = {**SEMI, **(FROZEN if is_cached else {"SOLVER.ACCUMULATE": "2"})}
     opts["MODEL.CACHE_FEATURES.FOLDER"] = str(tmp_path / "cache")
     flags = "--unlabelled", str(photos), "--resume"
@@ -106,7 +98,7 @@ def test_a_broken_run_ends_with_the_bits_of_an_unbroken_one(
     assert [i for i, line in seen.items() if "student/bbox/AP50" in line] == [0, 3, 4]
 
 
-def train_with_teacher(args: argparse.Namespace) -> dict[str, Any]:
+def train_with_teacher(args):
     """Trains as one of several processes, on two images and two unlabelled ones a step.
 
     Returns:
@@ -130,9 +122,7 @@ def train_with_teacher(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def test_the_teacher_sees_the_weak_view_and_noise_leaves_the_rest(
-    tmp_path: Path, tiny_data: Path, photos: Path
-) -> None:
+def test_the_teacher_sees_the_weak_view_and_noise_leaves_the_rest(tmp_path, tiny_data, photos):
     args = tiny_training.parse(
         tmp_path, tiny_data, {**SEMI, "MODEL.SEMI.BURN_IN": "0"}, "--unlabelled", str(photos)
     )
@@ -169,15 +159,13 @@ def test_the_teacher_sees_the_weak_view_and_noise_leaves_the_rest(
         ({"DATASETS.UNLABELLED": "('elsewhere',)"}, "--unlabelled"),
     ],
 )
-def test_bad_values_are_refused_by_their_key(
-    opts: dict[str, str], named: str, tmp_path: Path, tiny_data: Path, photos: Path
-) -> None:
+def test_bad_values_are_refused_by_their_key(opts, named, tmp_path, tiny_data, photos):
     args = tiny_training.parse(tmp_path, tiny_data, opts, "--unlabelled", str(photos))
     with pytest.raises(UserError, match=named):
         Trainer(build_config(args))
 
 
-def test_images_that_all_have_labels_are_refused(tmp_path: Path, tiny_data: Path) -> None:
+def test_images_that_all_have_labels_are_refused(tmp_path, tiny_data):
     flags = "--unlabelled", str(tiny_data / "images")
     with pytest.raises(UserError, match="none of the 12 images is left"):
         Trainer(build_config(tiny_training.parse(tmp_path, tiny_data, SEMI, *flags)))
@@ -187,9 +175,7 @@ def test_images_that_all_have_labels_are_refused(tmp_path: Path, tiny_data: Path
         build_config(tiny_training.parse(tmp_path, tiny_data, SEMI, "--unlabelled", str(empty)))
 
 
-def test_a_result_below_that_of_the_burn_in_is_warned_of_after_a_resume_too(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_below_that_of_the_burn_in_is_warned_of_after_a_resume_too(caplog, monkeypatch):
     class Run:
         iter = 0
 
@@ -202,7 +188,7 @@ def test_a_result_below_that_of_the_burn_in_is_warned_of_after_a_resume_too(
     for iteration in (9, 14, 19):
         again = SemiSupervisedEvalHook(burn_in=10, period=0, best_metric="bbox/AP")
         again.load_state_dict(hook.state_dict())
-        again.trainer = Run()  # type: ignore[assignment]
+        again.trainer = Run()
         again.trainer.iter = iteration
         again._evaluate()
         hook = again

@@ -1,11 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Two detectors for tests of prediction: one that measures its input, and a small RetinaNet."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY, build_model
 from detectron2.structures import Boxes, Instances
 from torch import nn
@@ -17,11 +13,11 @@ from qbheat_det.config import load_config
 class ChannelProbe(nn.Module):
     """Finds the left half of every image, with the mean of input channel 0 as the score."""
 
-    def __init__(self, cfg: CfgNode) -> None:
+    def __init__(self, cfg):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
 
-    def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Instances]]:
+    def forward(self, inputs):
         outputs = []
         for record in inputs:
             found = Instances((record["height"], record["width"]))
@@ -32,14 +28,14 @@ class ChannelProbe(nn.Module):
         return outputs
 
 
-def make_probe_config() -> CfgNode:
+def make_probe_config():
     words = """
 MODEL.META_ARCHITECTURE ChannelProbe MODEL.DEVICE cpu MODEL.CLASS_NAMES ["square","disc"]
 MODEL.CATEGORY_IDS [4,9] INPUT.FORMAT RGB INPUT.MIN_SIZE_TEST 32 INPUT.MAX_SIZE_TEST 64"""
     return load_config(None, words.split())
 
 
-def make_retinanet_config() -> CfgNode:
+def make_retinanet_config():
     """Returns that of a RetinaNet whose random weights give boxes at once."""
     words = """
 MODEL.META_ARCHITECTURE RetinaNet MODEL.DEVICE cpu INPUT.FORMAT RGB INPUT.MIN_SIZE_TEST 64
@@ -52,7 +48,7 @@ MODEL.RETINANET.NUM_CONVS 1 MODEL.RETINANET.PRIOR_PROB 0.5 TEST.DETECTIONS_PER_I
     return load_config(None, words.split())
 
 
-def save_run(cfg: CfgNode, folder: Path, *, seed: int = 0) -> str:
+def save_run(cfg, folder, *, seed=0):
     """Writes what training leaves behind; returns the path of the weights."""
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A whole run of QB-Heat in seconds, from a shipped recipe, and folders of pictures for it."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from qbheat_det.config import get_config_path
-from qbheat_det.engine import Trainer
 from tests.data.pictures import draw, save
 
 from .tiny_training import TINY_ENCODER, parse_run, read_opts, start_run
@@ -22,7 +18,7 @@ SOLVER.BASE_LR 0.1 SOLVER.WARMUP_ITERS 1 SEED 3
 }
 
 
-def make_folder(folder: Path, count: int, *, first: int = 0) -> Path:
+def make_folder(folder, count, *, first=0):
     """Draws pictures of 40 pixels as JPEGs."""
     folder.mkdir(parents=True)
     for i in range(first, first + count):
@@ -30,7 +26,7 @@ def make_folder(folder: Path, count: int, *, first: int = 0) -> Path:
     return folder
 
 
-def train(output_dir: Path, opts: Mapping[str, str], *flags: str) -> Trainer:
+def train(output_dir, opts, *flags):
     """Trains to the end; the data set is named in ``opts``."""
     args = parse_run(RECIPE, {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}, *flags)
     trainer = start_run(args)

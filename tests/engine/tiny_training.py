@@ -1,13 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A whole training run of seconds, in this process or in one that a test can kill."""
 
-import argparse
 import json
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -18,13 +15,12 @@ from qbheat_det.config import get_config_path
 from qbheat_det.config.loading import EPOCH_KEYS
 from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.data_sources import CUSTOM_SETS
-from tests.toy_set import ToySpec, prepare_toy_set
 from tools.train_net import parse_args
 
 from .gradient_cases import BLOCKS
 
 
-def read_opts(text: str) -> dict[str, str]:
+def read_opts(text):
     """Returns overrides by key, of words none of which has a space."""
     words = text.split()
     return dict(zip(words[::2], words[1::2], strict=True))
@@ -56,12 +52,7 @@ INPUT.DATASET_MAPPER_NAME detr INPUT.DETR_CROP_RESIZE [64,80] INPUT.DETR_CROP_RA
 """Overrides that replace the tiny RetinaNet by an MF-DETR with dropout everywhere."""
 
 
-def make_data(cache: Path) -> Path:
-    """Draws twelve images of 64 pixels; returns their folder."""
-    return Path(prepare_toy_set(ToySpec(name="tiny", num_images=12, image_size=64), cache))
-
-
-def forget_runs() -> None:
+def forget_runs():
     """Removes what a run leaves in Detectron2's global state."""
     for name in CUSTOM_SETS:
         if name in DatasetCatalog:
@@ -75,7 +66,7 @@ def forget_runs() -> None:
         logger.propagate = True
 
 
-def parse_run(config: str, opts: Mapping[str, str], *flags: str) -> argparse.Namespace:
+def parse_run(config, opts, *flags):
     """Returns the arguments of ``tools/train_net.py``, for a run as in a new process."""
     forget_runs()
     return parse_args(
@@ -83,7 +74,7 @@ def parse_run(config: str, opts: Mapping[str, str], *flags: str) -> argparse.Nam
     )
 
 
-def start_run(args: argparse.Namespace) -> Trainer:
+def start_run(args):
     """Does what ``tools/train_net.py`` does before the first step."""
     cfg = build_config(args)
     setup(cfg, args)
@@ -92,7 +83,7 @@ def start_run(args: argparse.Namespace) -> Trainer:
     return trainer
 
 
-def parse(output_dir: Path, data: Path, opts: Mapping[str, str], *flags: str) -> argparse.Namespace:
+def parse(output_dir, data, opts, *flags):
     """Returns the arguments of a tiny run of a detector."""
     json_file, images = str(data / "annotations.json"), str(data / "images")
     overruled = {iterations for epochs, iterations in EPOCH_KEYS.items() if epochs in opts}
@@ -101,12 +92,12 @@ def parse(output_dir: Path, data: Path, opts: Mapping[str, str], *flags: str) ->
     return parse_run(CONFIG, {**defaults, **opts, "OUTPUT_DIR": str(output_dir)}, *flags, *paths)
 
 
-def train(output_dir: Path, data: Path, opts: Mapping[str, str], *flags: str) -> dict[str, Any]:
+def train(output_dir, data, opts, *flags):
     """Trains a detector to the end; returns the last results."""
     return start_run(parse(output_dir, data, opts, *flags)).train()
 
 
-def train_in_own_process(output_dir: str, data: str, opts: dict[str, str]) -> None:
+def train_in_own_process(output_dir, data, opts):
     """What a killed process was doing; quiet, on one thread."""
     torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)
@@ -115,9 +106,9 @@ def train_in_own_process(output_dir: str, data: str, opts: dict[str, str]) -> No
     train(Path(output_dir), Path(data), opts, "--resume")
 
 
-def losses(output_dir: Path) -> dict[int, float]:
+def losses(output_dir):
     """Returns the total loss of every iteration that ``metrics.json`` holds."""
-    found: dict[int, float] = {}
+    found = {}
     for line in (output_dir / "metrics.json").read_text().splitlines():
         entry = json.loads(line)
         if "total_loss" in entry:
@@ -126,6 +117,6 @@ def losses(output_dir: Path) -> dict[int, float]:
     return found
 
 
-def state(output_dir: Path, name: str = "model_final") -> dict[str, Any]:
+def state(output_dir, name="model_final"):
     """Returns a checkpoint."""
     return dict(torch.load(output_dir / f"{name}.pth", weights_only=True))

@@ -3,14 +3,11 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from detectron2.utils import comm
-from torch import Tensor
 from torch.testing import assert_close
 
 from qbheat_det.core.errors import UserError
@@ -26,20 +23,18 @@ from qbheat_det.evaluation.classification import predict, rank_true_class, rank_
 NAMES = [f"class {i}" for i in range(7)]
 
 
-def evaluate(
-    scores: torch.Tensor, labels: list[int], *, output_dir: Path | None = None, batch: int = 4
-) -> tuple[dict[str, float], ClassificationEvaluator]:
+def evaluate(scores, labels, *, output_dir=None, batch=4):
     folder = None if output_dir is None else str(output_dir)
     evaluator = ClassificationEvaluator("val", class_names=NAMES, output_dir=folder)
     evaluator.reset()
     for start in range(0, len(labels), batch):
         rows = range(start, min(start + batch, len(labels)))
-        inputs: list[dict[str, Any]] = [{"image_id": i, "label": labels[i]} for i in rows]
+        inputs = [{"image_id": i, "label": labels[i]} for i in rows]
         evaluator.process(inputs, [{"scores": scores[i]} for i in rows])
     return evaluator.evaluate()["classification"], evaluator
 
 
-def test_figures_are_those_of_counting_image_by_image(tmp_path: Path) -> None:
+def test_figures_are_those_of_counting_image_by_image(tmp_path):
     rng = np.random.default_rng(0)
     labels = [int(label) for label in rng.choice(6, 60, p=[0.4, 0.2, 0.2, 0.1, 0.05, 0.05])]
     scores = torch.from_numpy(rng.normal(size=(60, 7)))
@@ -86,9 +81,7 @@ def test_figures_are_those_of_counting_image_by_image(tmp_path: Path) -> None:
     assert pairs == {(i, j): n for i, j, n in find_confusions(expected)}
 
 
-def test_neither_batches_nor_processes_nor_images_seen_twice_change_a_figure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_neither_batches_nor_processes_nor_images_seen_twice_change_a_figure(monkeypatch):
     scores = torch.rand(9, 7, generator=torch.Generator().manual_seed(1))
     labels = [0, 1, 2, 3, 4, 5, 6, 0, 1]
     whole, _ = evaluate(scores, labels, batch=9)
@@ -108,7 +101,7 @@ def test_neither_batches_nor_processes_nor_images_seen_twice_change_a_figure(
     assert all(map(math.isnan, evaluator.evaluate()["classification"].values()))
 
 
-def test_equal_scores_go_to_the_first_class_and_nan_is_wrong_in_every_way() -> None:
+def test_equal_scores_go_to_the_first_class_and_nan_is_wrong_in_every_way():
     nan = float("nan")
     scores = torch.tensor([[1.0, 1.0, 0.0], [0.0, 2.0, 2.0], [nan, 0.0, 1.0], [0.0, nan, nan]])
     labels = torch.tensor([1, 1, 2, 0])
@@ -122,13 +115,13 @@ def test_equal_scores_go_to_the_first_class_and_nan_is_wrong_in_every_way() -> N
     assert evaluator.confusion.sum() == 1
 
 
-def test_confusions_come_by_their_number_and_then_by_class() -> None:
+def test_confusions_come_by_their_number_and_then_by_class():
     matrix = np.array([[9, 2, 0], [2, 9, 5], [0, 1, 9]])
     assert find_confusions(matrix) == [(1, 2, 5), (0, 1, 2), (1, 0, 2), (2, 1, 1)]
     assert find_confusions(np.eye(3, dtype=np.int64)) == []
 
 
-def test_a_model_of_other_outputs_or_other_classes_is_refused() -> None:
+def test_a_model_of_other_outputs_or_other_classes_is_refused():
     evaluator = ClassificationEvaluator("val", class_names=NAMES)
     inputs = [{"image_id": 0, "label": 0}]
     with pytest.raises(UserError, match="META_ARCHITECTURE"):
@@ -137,15 +130,15 @@ def test_a_model_of_other_outputs_or_other_classes_is_refused() -> None:
         evaluator.process(inputs, [{"scores": torch.zeros(3)}])
 
 
-def entry(image: int) -> dict[str, Any]:
+def entry(image):
     return {"image_id": image, "file_name": f"{image}.jpg"}
 
 
-def output(place: str, loss: float) -> dict[str, Any]:
+def output(place, loss):
     return {"place": place, "loss_reconstruction": torch.tensor(loss)}
 
 
-def test_means_are_those_of_the_views_and_the_error_is_over_images() -> None:
+def test_means_are_those_of_the_views_and_the_error_is_over_images():
     evaluator = HeldOutLossEvaluator("held_out")
     evaluator.process([entry(1), entry(1)], [output("top_left", 1.0), output("centre", 3.0)])
     evaluator.process([entry(10)], [output("bottom_right", 5.0)])
@@ -162,7 +155,7 @@ def test_means_are_those_of_the_views_and_the_error_is_over_images() -> None:
     assert found == {"loss_centre": 2.0, "loss": 2.0}
 
 
-def test_without_places_the_mean_is_over_images_and_stands_alone() -> None:
+def test_without_places_the_mean_is_over_images_and_stands_alone():
     evaluator = HeldOutLossEvaluator("held_out")
     for image, loss in enumerate((1.0, 2.0, 6.0)):
         evaluator.process([entry(image)], [{"loss_reconstruction": torch.tensor(loss)}])
@@ -178,10 +171,7 @@ def test_without_places_the_mean_is_over_images_and_stands_alone() -> None:
         evaluator.process([entry(1)], [{"instances": None}])
 
 
-Labelled = tuple[Tensor, Tensor]
-
-
-def draw(number: int, *, classes: int, dim: int = 6, seed: int = 0) -> Labelled:
+def draw(number, *, classes, dim=6, seed=0):
     """Features that are small whole numbers, so that many are equal or of equal direction."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randint(-1, 2, (number, dim), generator=generator).float()
@@ -189,7 +179,7 @@ def draw(number: int, *, classes: int, dim: int = 6, seed: int = 0) -> Labelled:
     return features, torch.randint(classes, (number,), generator=generator)
 
 
-def naive_ranks(train: Labelled, val: Labelled, *, k: int, temperature: float) -> list[int]:
+def naive_ranks(train, val, *, k, temperature):
     """One image and one neighbour at a time."""
     ranks = []
     for feature, truth in zip(val[0].double().numpy(), val[1].tolist(), strict=True):
@@ -198,7 +188,7 @@ def naive_ranks(train: Labelled, val: Labelled, *, k: int, temperature: float) -
             cosine = feature @ other / math.sqrt(feature @ feature) / math.sqrt(other @ other)
             similarities.append(float(np.float32(cosine)))
         order = sorted(range(len(similarities)), key=lambda i: (-similarities[i], i))
-        votes: dict[int, float] = {}
+        votes = {}
         for i in sorted(order[:k]):
             label = int(train[1][i])
             votes[label] = votes.get(label, 0.0) + math.exp(similarities[i] / temperature)
@@ -207,16 +197,14 @@ def naive_ranks(train: Labelled, val: Labelled, *, k: int, temperature: float) -
     return ranks
 
 
-def score_of(ranks: list[int]) -> tuple[float, float]:
+def score_of(ranks):
     hits = [100 * sum(rank < top for rank in ranks) / len(ranks) for top in (1, 5)]
     return hits[0], hits[1]
 
 
 @pytest.mark.parametrize("chunk", [200, 10**6])
 @pytest.mark.parametrize(("k", "classes"), [(1, 3), (20, 12), (500, 4)])
-def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(
-    k: int, classes: int, chunk: int
-) -> None:
+def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(k, classes, chunk):
     train, val = draw(90, classes=classes), draw(30, classes=classes, seed=1)
     # A tie decides which neighbours vote.
     assert len(train[0].unique(dim=0)) < len(train[0])
@@ -228,7 +216,7 @@ def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(
     assert (score["top1"], score["top5"]) == pytest.approx(score_of(expected))
 
 
-def test_at_a_very_low_temperature_the_nearest_decides() -> None:
+def test_at_a_very_low_temperature_the_nearest_decides():
     train = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]), torch.tensor([0, 1, 2])
     val = torch.tensor([[0.1, 1.0], [1.0, 0.1]]), torch.tensor([2, 0])
     # exp(1 / 0.001) is infinite in float64: all would tie, and the first class win.
@@ -238,7 +226,7 @@ def test_at_a_very_low_temperature_the_nearest_decides() -> None:
     assert int(ranks.max()) < 3  # they have votes, however small
 
 
-def test_errors_are_those_of_binomial_counts() -> None:
+def test_errors_are_those_of_binomial_counts():
     error = 100 * math.sqrt(0.75 * 0.25 / 4)
     expected = {"top1": 50.0, "top5": 75.0, "top1_standard_error": 25.0}
     assert measure_ranks(torch.tensor([0, 0, 3, 9])) == {**expected, "top5_standard_error": error}

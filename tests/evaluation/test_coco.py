@@ -7,9 +7,6 @@ import io
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,27 +19,21 @@ from pycocotools.cocoeval import COCOeval
 
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation import (
-    CocoEvaluator,
-    build_evaluator,
-    complete_annotations,
-)
+from qbheat_det.evaluation import CocoEvaluator, build_evaluator, complete_annotations
 
 SIZE = 256
 CATEGORY_IDS = (3, 7, 20)  # with holes, as in COCO itself
 NAMES = ["square", "disc", "star"]
 LIBRARIES = {"pycocotools": False, "faster-coco-eval": True}
 
-Register = Callable[[dict[str, Any]], str]
-
 
 @pytest.fixture
-def register(tmp_path: Path) -> Iterator[Register]:
+def register(tmp_path):
     """Registers a COCO dict under a fresh name, the way Detectron2's loader leaves it."""
     names = [f"made_up_{i}" for i in range(9)]
     free = iter(names)
 
-    def register(dataset: dict[str, Any]) -> str:
+    def register(dataset):
         name = next(free)
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(dataset))
@@ -59,13 +50,13 @@ def register(tmp_path: Path) -> Iterator[Register]:
         MetadataCatalog.pop(name, None)
 
 
-def _ellipse(x0: float, y0: float, x1: float, y1: float) -> np.ndarray:
+def _ellipse(x0, y0, x1, y1):
     y, x = np.mgrid[:SIZE, :SIZE] + 0.5
     radius_x, radius_y = max((x1 - x0) / 2, 1), max((y1 - y0) / 2, 1)
     return ((x - (x0 + x1) / 2) / radius_x) ** 2 + ((y - (y0 + y1) / 2) / radius_y) ** 2 <= 1
 
 
-def _make_dataset(rng: np.random.Generator) -> dict[str, Any]:
+def _make_dataset(rng):
     images = [{"id": 5 * i + 2, "height": SIZE, "width": SIZE} for i in range(12)]
     annotations = []
     for image in images[1:]:  # the first image is empty
@@ -89,7 +80,7 @@ def _make_dataset(rng: np.random.Generator) -> dict[str, Any]:
     return {"images": images, "annotations": annotations, "categories": categories}
 
 
-def _predict(rng: np.random.Generator, dataset: dict[str, Any], masks: bool) -> list[Instances]:
+def _predict(rng, dataset, masks):
     """Jittered ground truth, some of it missed or of the wrong class, and a few inventions."""
     predictions = []
     for image in dataset["images"]:
@@ -115,19 +106,16 @@ def _predict(rng: np.random.Generator, dataset: dict[str, Any], masks: bool) -> 
     return predictions
 
 
-def _evaluate(
-    name: str, dataset: dict[str, Any], predictions: list[Instances], library: str, **kwargs: Any
-) -> dict[str, dict[str, float]]:
+def _evaluate(name, dataset, predictions, library, **kwargs):
     fast = LIBRARIES[library]
     evaluator = CocoEvaluator(name, use_fast_impl=fast, distributed=False, **kwargs)
     evaluator.reset()
     for image, instances in zip(dataset["images"], predictions, strict=True):
         evaluator.process([{"image_id": image["id"]}], [{"instances": instances}])
-    results: dict[str, dict[str, float]] = evaluator.evaluate()
-    return results
+    return evaluator.evaluate()
 
 
-def _by_hand(dataset: dict[str, Any], results_file: Path, task: str) -> list[float]:
+def _by_hand(dataset, results_file, task):
     ground_truth = copy.deepcopy(dataset)
     for annotation in ground_truth["annotations"]:
         annotation["id"] += 1  # pycocotools would count a match with id 0 as none
@@ -145,9 +133,7 @@ def _by_hand(dataset: dict[str, Any], results_file: Path, task: str) -> list[flo
     return [100 * value for value in evaluation.stats[:6]]
 
 
-def test_both_libraries_give_the_figures_of_pycocotools_called_by_hand(
-    register: Register, tmp_path: Path
-) -> None:
+def test_both_libraries_give_the_figures_of_pycocotools_called_by_hand(register, tmp_path):
     rng = np.random.default_rng(0)
     dataset = _make_dataset(rng)
     predictions = _predict(rng, dataset, masks=True)
@@ -169,9 +155,9 @@ def test_both_libraries_give_the_figures_of_pycocotools_called_by_hand(
         assert metrics == pytest.approx(other[task], rel=0, abs=1e-6)
 
 
-def test_annotations_are_completed_and_numbered_from_1() -> None:
+def test_annotations_are_completed_and_numbered_from_1():
     # People's own files leave "iscrowd" and "area" out; the area is then the box's.
-    dataset: dict[str, Any] = {"annotations": [{"id": 0, "bbox": [1, 2, 3, 4]}, {"id": 0}]}
+    dataset = {"annotations": [{"id": 0, "bbox": [1, 2, 3, 4]}, {"id": 0}]}
     complete_annotations(dataset)
     assert dataset["annotations"] == [
         {"id": 1, "bbox": [1, 2, 3, 4], "iscrowd": 0, "area": 12},
@@ -182,8 +168,8 @@ def test_annotations_are_completed_and_numbered_from_1() -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("empty", ["annotations", "predictions"])
 def test_without_annotations_ap_is_nan_and_without_predictions_zero_with_a_warning(
-    register: Register, library: str, empty: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    register, library, empty, caplog
+):
     rng = np.random.default_rng(0)
     dataset = _make_dataset(rng)
     predictions = _predict(rng, dataset, masks=False)
@@ -204,9 +190,7 @@ def test_without_annotations_ap_is_nan_and_without_predictions_zero_with_a_warni
         assert math.isnan(value) if is_nan else value == 0
 
 
-def test_a_class_that_the_dataset_lacks_and_unknown_sets_are_named(
-    register: Register, tmp_path: Path
-) -> None:
+def test_a_class_that_the_dataset_lacks_and_unknown_sets_are_named(register, tmp_path):
     rng = np.random.default_rng(0)
     dataset = _make_dataset(rng)
     predictions = _predict(rng, dataset, masks=False)

@@ -4,15 +4,12 @@
 import contextlib
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from PIL import Image
-from torch import Tensor
 
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
@@ -34,7 +31,7 @@ from tests.tool_modules import load_tool, refuse
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """A folder with ``photos``; ONNX is installed."""
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
@@ -45,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["two_maps", "mf_detr", "selected_queries", "qb_heat"])
 @pytest.mark.slow
-def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str) -> None:
+def test_a_file_gives_the_results_of_pytorch(root, kind):
     cfg = load_run_config(save(root / kind, kind), device="cpu")
     output = root / f"{kind}.onnx"
     report = export_model(cfg, output, images=[str(root / "photos")])
@@ -63,7 +60,7 @@ def test_a_file_gives_the_results_of_pytorch(root: Path, kind: str) -> None:
         np.testing.assert_allclose(value, together[name][2:], rtol=1e-3, atol=1e-4)
 
 
-def test_the_default_images_are_the_included_cells(root: Path) -> None:
+def test_the_default_images_are_the_included_cells(root):
     images, source = read_images(make_config("classifier"), [])
     assert (len(images), source) == (8, "8 images of cells_sample_val")
     (root / "empty").mkdir()
@@ -73,7 +70,7 @@ def test_the_default_images_are_the_included_cells(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def classifier(root: Path) -> tuple[list[str], str]:
+def classifier(root):
     """Arguments of tools/export.py that write a classifier, and its output."""
     cfg = make_config("classifier", INPUT__CLASSIFY__TEST_CROP=1.0)
     arguments = ["--weights", save_model(root / "classifier", cfg)]
@@ -83,9 +80,7 @@ def classifier(root: Path) -> tuple[list[str], str]:
     return arguments, printed.getvalue()
 
 
-def test_the_tool_prints_the_differences_and_keeps_existing_files(
-    classifier: tuple[list[str], str], root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tool_prints_the_differences_and_keeps_existing_files(classifier, root, capsys):
     arguments, printed = classifier
     rows = [line.split() for line in printed.splitlines()]
     assert rows[0] == ["batch", "images", "compared", "difference"]
@@ -101,9 +96,7 @@ def test_the_tool_prints_the_differences_and_keeps_existing_files(
     assert Path(arguments[-1]).read_bytes() == content
 
 
-def test_a_file_that_does_not_agree_is_not_written(
-    classifier: tuple[list[str], str], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_does_not_agree_is_not_written(classifier, root, monkeypatch):
     # The file of other weights.
     monkeypatch.setattr(
         "qbheat_det.export.files.write_model",
@@ -117,7 +110,7 @@ def test_a_file_that_does_not_agree_is_not_written(
 
 
 @pytest.mark.slow
-def test_files_of_one_size_and_of_integers_find_what_pytorch_finds(root: Path) -> None:
+def test_files_of_one_size_and_of_integers_find_what_pytorch_finds(root):
     onnx = pytest.importorskip("onnx")
     weights = save(root / "int8", "mf_detr")
     cfg = load_run_config(weights, device="cpu", opts=["INPUT.MIN_SIZE_TEST", "0"])
@@ -126,7 +119,7 @@ def test_files_of_one_size_and_of_integers_find_what_pytorch_finds(root: Path) -
     assert all(row.holds(1e-4) for row in exact.rows)
     assert ExportedModel.open(root / "camera.onnx", device="cpu").info.image_size == size
     output = root / "int8.onnx"
-    options: dict[str, Any] = {"images": photos, "int8_images": photos, "image_size": size}
+    options = {"images": photos, "int8_images": photos, "image_size": size}
     report = export_model(cfg, output, **options)
     num_layers = int(report.source.split()[0])
     assert num_layers > 1
@@ -141,7 +134,7 @@ FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # by default some CPUs compute in
 
 
 @pytest.mark.slow
-def test_openvino_agrees_with_onnxruntime(root: Path, tmp_path: Path) -> None:
+def test_openvino_agrees_with_onnxruntime(root, tmp_path):
     openvino = pytest.importorskip("openvino")
     cfg = make_config("two_maps")
     cfg.MODEL.WEIGHTS = save_model(tmp_path / "run", cfg)
@@ -164,7 +157,7 @@ def test_openvino_agrees_with_onnxruntime(root: Path, tmp_path: Path) -> None:
 main = load_tool("export").main
 
 
-def _train(cfg: CfgNode, folder: Path) -> dict[str, Tensor]:
+def _train(cfg, folder):
     """Writes the weights that a training run writes; returns the backbone's state."""
     cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS = ["cat", "dog", "bird"], [1, 2, 3]
     cfg.INPUT.FORMAT, cfg.INPUT.MIN_SIZE_TEST = "RGB", 64
@@ -176,12 +169,12 @@ def _train(cfg: CfgNode, folder: Path) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in backbone.state_dict().items()}
 
 
-def _words(folder: Path, *more: str) -> list[str]:
+def _words(folder, *more):
     words = ["--backbone", "--weights", str(folder), *more]
     return [*words, "--output", f"{folder}/b.safetensors"]
 
 
-def test_a_bare_backbone_loads_into_any_config_that_has_it(tmp_path: Path) -> None:
+def test_a_bare_backbone_loads_into_any_config_that_has_it(tmp_path):
     expected = _train(on_timm(RETINANET, "resnet18"), tmp_path)
     main(_words(tmp_path))
     state, info = read_weights(f"{tmp_path}/b.safetensors")
@@ -195,9 +188,7 @@ def test_a_bare_backbone_loads_into_any_config_that_has_it(tmp_path: Path) -> No
         assert checkpointer.report.unexpected == ()
 
 
-def test_recalibration_changes_only_the_statistics_of_batch_norm(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recalibration_changes_only_the_statistics_of_batch_norm(tmp_path, capsys):
     (tmp_path / "images").mkdir()
     for index in range(6):
         pixels = torch.randint(0, 256, (64 + 32 * (index % 2), 64, 3), dtype=torch.uint8)
@@ -215,9 +206,7 @@ def test_recalibration_changes_only_the_statistics_of_batch_norm(
     assert "--overwrite" in refuse(main, _words(tmp_path), capsys)
 
 
-def test_invalid_input_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_input_is_refused_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.save({"stem.weight": torch.zeros(1)}, "bare.pth")
     for weights, output, more, named in (

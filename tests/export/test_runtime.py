@@ -5,8 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from qbheat_det.inference.exported import (
     ExportedModel,
     ExportInfo,
     SharedEncoderModel,
-    Task,
 )
 from tests.tool_modules import TOOLS, load_tool, refuse
 
@@ -73,7 +70,7 @@ CLASSIFIER = f"""{_HEADER}classifier (uint8[N,H,W,3] images) => (float[N,3] scor
 }}"""
 
 
-def write(path: Path, text: str, **metadata: str) -> Path:
+def write(path, text, **metadata):
     """Writes ONNX's text form as a file."""
     model = onnx.parser.parse_model(text)
     onnx.helper.set_model_props(model, metadata)
@@ -82,10 +79,10 @@ def write(path: Path, text: str, **metadata: str) -> Path:
     return path
 
 
-def describe(task: Task = "detection", **changes: object) -> dict[str, str]:
+def describe(task="detection", **changes):
     """Returns the metadata of an export, with other values for some of its fields."""
     cfg = get_cfg()
-    names: tuple[str, ...] = ("cat", "dog")
+    names = ("cat", "dog")
     if task == "classification":
         cfg.INPUT.DATASET_MAPPER_NAME = "classify"
         names = ("red", "green", "blue")
@@ -94,7 +91,7 @@ def describe(task: Task = "detection", **changes: object) -> dict[str, str]:
     return {METADATA_KEY: json.dumps(json.loads(info.to_json()) | changes)}
 
 
-def write_shared(folder: Path, *, other: str = "a") -> Path:
+def write_shared(folder, *, other="a"):
     """Writes the encoder "a" and the heads "one" and "two", which name the encoder ``other``."""
     encoder = {SHARED_ENCODER_KEY: "a"}
     write(folder / "encoder.onnx", ENCODER, **describe("features"), **encoder)
@@ -103,9 +100,7 @@ def write_shared(folder: Path, *, other: str = "a") -> Path:
     return folder
 
 
-def save_image(
-    path: Path, color: tuple[int, int, int] = (255, 0, 0), size: tuple[int, int] = (64, 96)
-) -> str:
+def save_image(path, color=(255, 0, 0), size=(64, 96)):
     """Writes an image of one colour, of ``size`` (width, height)."""
     Image.new("RGB", size, color).save(path)
     return str(path)
@@ -113,18 +108,18 @@ def save_image(
 
 PREDICT = load_tool("predict")
 
-_CHANGES: list[dict[str, Any]] = [
+_CHANGES = [
     {"class_names": "cat"}, {"outputs": ["boxes"]}, {"config": 5}, {"category_ids": [True]},
     {"score_threshold": "low"}, {"pixel_format": "GBR"}, {"format": 2}, {"surprise": 1},
 ]  # fmt: skip
 
 
-def _check_refused(path: Path) -> None:
+def _check_refused(path):
     with pytest.raises(UserError, match=re.escape(str(path))):
         ExportedModel.open(path) if path.suffix == ".onnx" else SharedEncoderModel(path)
 
 
-def test_invalid_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_files_are_refused_by_name(tmp_path):
     _check_refused(tmp_path / "missing.onnx")
     whole = write(tmp_path / "cut.onnx", DETECTOR, **describe())
     whole.write_bytes(whole.read_bytes()[:100])
@@ -137,7 +132,7 @@ def test_invalid_files_are_refused_by_name(tmp_path: Path) -> None:
             ExportedModel.open(path)
 
 
-def test_a_shared_encoder_that_lacks_a_part_or_has_another_is_refused(tmp_path: Path) -> None:
+def test_a_shared_encoder_that_lacks_a_part_or_has_another_is_refused(tmp_path):
     for part in ("head_*", "enc*"):
         folder = write_shared(tmp_path / part[:3])
         for path in folder.glob(part):
@@ -151,7 +146,7 @@ def test_a_shared_encoder_that_lacks_a_part_or_has_another_is_refused(tmp_path: 
             ExportedModel.open(tmp_path / name, device=device)
 
 
-def test_other_images_and_failures_inside_are_errors(tmp_path: Path) -> None:
+def test_other_images_and_failures_inside_are_errors(tmp_path):
     model = ExportedModel.open(write(tmp_path / "x.onnx", DETECTOR, **describe()), device="cpu")
     images = np.zeros((2, 4, 5, 3), np.uint8)
     for strange in (images[0], images[:0], images[:, :0], images[..., :2], images.astype(float)):
@@ -169,7 +164,7 @@ def test_other_images_and_failures_inside_are_errors(tmp_path: Path) -> None:
         fails(images)
 
 
-def test_the_program_in_the_docs_needs_onnxruntime_and_numpy_alone(tmp_path: Path) -> None:
+def test_the_program_in_the_docs_needs_onnxruntime_and_numpy_alone(tmp_path):
     write(tmp_path / "detector.onnx", DETECTOR, **describe())
     exif = Image.Exif()
     exif[0x0112] = 6  # as phones write 20 by 40 pixels
@@ -192,7 +187,7 @@ def test_the_program_in_the_docs_needs_onnxruntime_and_numpy_alone(tmp_path: Pat
     assert float(score) > 0.98  # red is the first channel
 
 
-def test_an_encoder_and_its_heads_are_one_model(tmp_path: Path) -> None:
+def test_an_encoder_and_its_heads_are_one_model(tmp_path):
     folder, image = write_shared(tmp_path / "shared"), save_image(tmp_path / "0.png")
     model = SharedEncoderModel(folder, device="cpu")
     results = model(np.zeros((1, 96, 64, 3), np.uint8))
@@ -205,7 +200,7 @@ def test_an_encoder_and_its_heads_are_one_model(tmp_path: Path) -> None:
         ExportedModel.open(folder / "encoder.onnx")
 
 
-def test_predict_gives_a_detector_its_pixel_format_and_category_ids(tmp_path: Path) -> None:
+def test_predict_gives_a_detector_its_pixel_format_and_category_ids(tmp_path):
     arguments = ["--images", save_image(tmp_path / "red.png"), "--json", str(tmp_path / "r.json")]
     arguments += ["--threshold", "0", "--device", "cpu", "--weights"]
     for pixel_format, score in (("RGB", 1.0), ("BGR", 0.0)):
@@ -216,9 +211,7 @@ def test_predict_gives_a_detector_its_pixel_format_and_category_ids(tmp_path: Pa
         assert found["score"] == pytest.approx(score)
 
 
-def test_predict_names_the_classes_of_an_exported_classifier(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_names_the_classes_of_an_exported_classifier(tmp_path, capsys):
     weights = write(tmp_path / "m.onnx", CLASSIFIER, **describe("classification"))
     (tmp_path / "in").mkdir()
     save_image(tmp_path / "in" / "a.png", (10, 49, 141))
@@ -232,9 +225,7 @@ def test_predict_names_the_classes_of_an_exported_classifier(
     np.testing.assert_allclose(scores, [141 / 200, 49 / 200, 10 / 200], rtol=1e-6)
 
 
-def test_predict_refuses_what_an_exported_file_cannot_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_refuses_what_an_exported_file_cannot_do(tmp_path, capsys):
     backbone = write(tmp_path / "b.onnx", ENCODER, **describe("features"))
     detector = write(tmp_path / "d.onnx", DETECTOR, **describe())
     arguments = ["--images", save_image(tmp_path / "a.png"), "--json", "r", "--device", "cpu"]

@@ -1,8 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Models split behind a shared backbone: the parts give the results of the whole models."""
 
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +11,7 @@ from PIL import Image
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.export.agreement import build_reference
-from qbheat_det.export.graph import ExportableModel, build_exportable
+from qbheat_det.export.graph import build_exportable
 from qbheat_det.export.shared_encoder import split_models
 from qbheat_det.inference.exported import SharedEncoderModel
 from qbheat_det.inference.predict import build_predictor, is_classifier
@@ -21,13 +19,13 @@ from tests.export.tiny_models import build, make_config, save, save_photos
 from tests.tool_modules import load_tool, refuse
 
 
-def _exportable(kind: str, seeds: dict[str, int] | None = None, **changes: Any) -> ExportableModel:
+def _exportable(kind, seeds=None, **changes):
     cfg = make_config(kind, **changes)
     return build_exportable(build(cfg, **(seeds or {})), cfg)
 
 
 @pytest.mark.parametrize("kind", ["retinanet", "mf_detr"])
-def test_heads_share_an_encoder_on_images_of_any_size(kind: str) -> None:
+def test_heads_share_an_encoder_on_images_of_any_size(kind):
     models = {name: _exportable(kind, {"head_seed": seed}) for seed, name in enumerate("ab")}
     encoder, heads = split_models(models)
     images = torch.randint(0, 256, (2, 75, 90, 3), dtype=torch.uint8)
@@ -39,7 +37,7 @@ def test_heads_share_an_encoder_on_images_of_any_size(kind: str) -> None:
             torch.testing.assert_close(outputs, model(images), rtol=1e-5, atol=1e-5)
 
 
-def test_the_hash_depends_on_weights_and_preprocessing_of_the_encoder_only() -> None:
+def test_the_hash_depends_on_weights_and_preprocessing_of_the_encoder_only():
     models = (
         _exportable("two_maps", {"head_seed": 1}),
         _exportable("two_maps", {"head_seed": 2}),
@@ -60,18 +58,14 @@ def test_the_hash_depends_on_weights_and_preprocessing_of_the_encoder_only() -> 
         ("mf_detr", {}, "type of the backbone"),
     ],
 )
-def test_models_that_cannot_share_an_encoder_are_refused(
-    kind: str, changes: dict[str, Any], difference: str
-) -> None:
+def test_models_that_cannot_share_an_encoder_are_refused(kind, changes, difference):
     models = {"fish": _exportable("two_classes"), "boats": _exportable(kind, **changes)}
     with pytest.raises(UserError, match=f"'boats'.*{difference}"):
         split_models(models)
 
 
 @pytest.mark.parametrize("weights", [["fish.pth"], ["a=x.pth", "a=y.pth"], ["a b=fish.pth"]])
-def test_heads_without_a_valid_name_are_refused(
-    weights: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_without_a_valid_name_are_refused(weights, capsys):
     words = ["--shared-encoder", "--output", "x", *(w for f in weights for w in ("--weights", f))]
     assert "NAME=FILE" in refuse(load_tool("export").main, words, capsys)
 
@@ -83,7 +77,7 @@ def test_heads_without_a_valid_name_are_refused(
             pytest.param({"one": "two_maps", "two": "two_classes"}, marks=pytest.mark.slow)],
     ids=["classifier", "detectors"],
 )  # fmt: skip
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(request, tmp_path_factory):
     """A folder: the run of each head, ``photos``, and ``shared``, which the tool wrote.
 
     An older export was in ``shared``, beside a file of the user's own.
@@ -102,16 +96,16 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return root
 
 
-def _pixels(exported: Path, index: int = 0) -> np.ndarray[Any, Any]:
+def _pixels(exported, index=0):
     return np.asarray(Image.open(exported / "photos" / f"{index}.png"))[None]
 
 
-def _scores(result: Any) -> Any:
+def _scores(result):
     """Returns the scores of the first image, whatever the head."""
     return result[0].scores.numpy() if isinstance(result, list) else result[0]
 
 
-def _compute_scores(weights: Path, image: np.ndarray[Any, Any]) -> Any:
+def _compute_scores(weights, image):
     cfg = load_run_config(str(weights), device="cpu")
     predictor = build_predictor(cfg)
     if is_classifier(cfg):
@@ -120,9 +114,7 @@ def _compute_scores(weights: Path, image: np.ndarray[Any, Any]) -> Any:
     return scores.sort(descending=True).values.numpy()
 
 
-def test_the_encoder_runs_once_and_every_head_gives_the_scores_of_its_model(
-    exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_encoder_runs_once_and_every_head_gives_the_scores_of_its_model(exported, monkeypatch):
     files = {path.name: path.read_bytes() for path in (exported / "shared").iterdir()}
     assert [name for name, content in files.items() if content == b"older"] == ["mine.onnx"]
     model = SharedEncoderModel(exported / "shared", device="cpu")
@@ -142,7 +134,7 @@ def test_the_encoder_runs_once_and_every_head_gives_the_scores_of_its_model(
         np.testing.assert_allclose(scores, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_files_in_the_folder_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_in_the_folder_are_kept(tmp_path, capsys):
     weights = save(tmp_path / "run", "classifier")
     for name, words in (("encoder.onnx", []), ("head_older.onnx", ["--overwrite"])):
         folder = tmp_path / name[:4]

@@ -1,16 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Tiny models on one frozen Mobile-Former, or on two convolutions where the exporter is slow."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
-from detectron2.config import CfgNode
-from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_model
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_config_path, load_config
@@ -58,7 +53,7 @@ KINDS = {
 class TwoMaps(Backbone):
     """Two convolutions, the least that an FPN needs."""
 
-    def __init__(self, cfg: CfgNode, input_shape: ShapeSpec) -> None:
+    def __init__(self, cfg, input_shape):
         super().__init__()
         self.fine = nn.Conv2d(3, 8, 9, stride=8, padding=4)
         self.coarse = nn.Conv2d(8, 8, 3, stride=2, padding=1)
@@ -66,12 +61,12 @@ class TwoMaps(Backbone):
         self._out_feature_channels = {"s8": 8, "s16": 8}
         self._out_feature_strides = {"s8": 8, "s16": 16}
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         fine = self.fine(x).relu()
         return {"s8": fine, "s16": self.coarse(fine)}
 
 
-def make_config(kind: str, **changes: Any) -> CfgNode:
+def make_config(kind, **changes):
     """Returns the config of a tiny model; ``changes`` name keys with ``__`` for dots."""
     words = [*_SHARED.split(), "MODEL.MOBILE_FORMER.BLOCKS", str(BLOCKS), *KINDS[kind].split()]
     for key, value in changes.items():
@@ -80,7 +75,7 @@ def make_config(kind: str, **changes: Any) -> CfgNode:
     return load_config(get_config_path(f"quick_schedules/{base}_small_cells.yaml"), words)
 
 
-def build(cfg: CfgNode, *, head_seed: int = 0, backbone_seed: int = 0) -> nn.Module:
+def build(cfg, *, head_seed=0, backbone_seed=0):
     """Builds a model whose backbone depends only on its own seed, statistics included."""
     torch.manual_seed(head_seed)
     model = build_model(cfg).eval()
@@ -98,12 +93,12 @@ def build(cfg: CfgNode, *, head_seed: int = 0, backbone_seed: int = 0) -> nn.Mod
     return model
 
 
-def save(folder: Path, kind: str, **seeds: int) -> str:
+def save(folder, kind, **seeds):
     """Writes the weights that training writes; returns their path."""
     return save_model(folder, make_config(kind), **seeds)
 
 
-def save_model(folder: Path, cfg: CfgNode, **seeds: int) -> str:
+def save_model(folder, cfg, **seeds):
     """As ``save``, of a config."""
     path = folder / "model_final.safetensors"
     folder.mkdir(parents=True)
@@ -112,7 +107,7 @@ def save_model(folder: Path, cfg: CfgNode, **seeds: int) -> str:
     return str(path)
 
 
-def save_photos(folder: Path) -> str:
+def save_photos(folder):
     """Writes images of noise, of three sizes; returns the folder."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)

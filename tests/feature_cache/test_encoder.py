@@ -5,9 +5,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,20 +17,18 @@ from qbheat_det.data import DataError, FixedViews, number_records
 from qbheat_det.feature_cache.encoder import encode_images, hash_key, make_key
 from qbheat_det.feature_cache.store import AllViews, View
 
-Parts = dict[str, Any]
-
 
 class Encoder(nn.Module):
     """Two numbers and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Linear(2, 2, bias=False)
         self.register_buffer("count", torch.tensor(7))
         nn.init.eye_(self.stem.weight)
 
 
-def make_parts(folder: Path) -> Parts:
+def make_parts(folder):
     (folder / "images").mkdir(parents=True)
     for index in range(2):
         (folder / "images" / f"{index}.jpg").write_bytes(bytes([index]) * 9)
@@ -57,31 +53,31 @@ def make_parts(folder: Path) -> Parts:
     }
 
 
-def name(parts: Parts) -> str:
+def name(parts):
     return hash_key(make(parts))
 
 
-def make(parts: Parts) -> dict[str, Any]:
+def make(parts):
     rest = {key: value for key, value in parts.items() if key not in ("records", "views")}
     return make_key(every=AllViews(parts["records"], parts["views"]), **rest)
 
 
-def _rewrite(parts: Parts) -> None:
+def _rewrite(parts):
     path = Path(parts["records"][0]["file_name"])
     path.write_bytes(b"longer than before")
     os.utime(path, (1000, 1000))
 
 
-def _rename(parts: Parts) -> None:
+def _rename(parts):
     path = Path(parts["records"][0]["file_name"])
     parts["records"][0]["file_name"] = str(path.rename(path.with_name("other.jpg")))
 
 
-def _set_weight(value: torch.Tensor) -> Callable[[Parts], object]:
+def _set_weight(value):
     return lambda p: vars(p["encoder"].stem)["_parameters"].update(weight=nn.Parameter(value))
 
 
-CHANGES: dict[str, Callable[[Parts], object]] = {
+CHANGES = {
     "a weight": _set_weight(torch.tensor([[1.0, 0.0], [0.0, 1.0001]])),
     "the sign of a zero": _set_weight(torch.tensor([[1.0, -0.0], [0.0, 1.0]])),
     "a buffer": lambda p: p["encoder"].count.fill_(8),
@@ -105,14 +101,14 @@ CHANGES: dict[str, Callable[[Parts], object]] = {
 }
 
 
-def _move(parts: Parts) -> None:
+def _move(parts):
     folder = Path(parts["records"][0]["file_name"]).parent
     moved = shutil.copytree(folder, folder.parents[1] / "moved")  # which keeps the times
     for record in parts["records"]:
         record["file_name"] = str(moved / Path(record["file_name"]).name)
 
 
-NEUTRAL: dict[str, Callable[[Parts], object]] = {
+NEUTRAL = {
     "another folder": _move,
     "numbers of records": lambda p: p.update(records=number_records(p["records"])),
     "arrays": lambda p: p["records"][0]["annotations"][0].update(bbox=np.array([1.0, 2, 3, 4])),
@@ -121,14 +117,14 @@ NEUTRAL: dict[str, Callable[[Parts], object]] = {
 
 
 @pytest.mark.parametrize("what", [*CHANGES, *NEUTRAL])
-def test_the_key_changes_with_its_parts_alone(tmp_path: Path, what: str) -> None:
+def test_the_key_changes_with_its_parts_alone(tmp_path, what):
     parts = make_parts(tmp_path / "set")
     before = name(parts)
     {**CHANGES, **NEUTRAL}[what](parts)
     assert (name(parts) != before) == (what in CHANGES)
 
 
-def test_the_key_is_plain_json_for_any_file_name(tmp_path: Path) -> None:
+def test_the_key_is_plain_json_for_any_file_name(tmp_path):
     parts = make_parts(tmp_path)
     parts["records"][0]["file_name"] = os.fsdecode(b"/nowhere/\xff.jpg")
     key = make(parts)
@@ -145,12 +141,10 @@ def test_the_key_is_plain_json_for_any_file_name(tmp_path: Path) -> None:
         (3, 1, True, [1, 1, 1]),
     ],
 )
-def test_views_are_cut_evenly_or_repeated_to_fill_batches(
-    count: int, at_once: int, is_exact: bool, sizes: list[int]
-) -> None:
+def test_views_are_cut_evenly_or_repeated_to_fill_batches(count, at_once, is_exact, sizes):
     found = []
 
-    def encode(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def encode(batch):
         found.append(len(batch))
         return {"s16": torch.stack([e["image"].float().mean().view(1, 1, 1) for e in batch])}
 

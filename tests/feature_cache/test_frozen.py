@@ -1,15 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Heads on cached features train exactly as on the encoder itself."""
 
-import argparse
 import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from detectron2.config import CfgNode
 from torch import nn
 from torchvision.ops import StochasticDepth
 
@@ -25,7 +22,6 @@ from qbheat_det.feature_cache import (
 )
 from qbheat_det.feature_cache.frozen import check_frozen
 from tests.engine import tiny_training
-from tests.engine.conftest import TrainAfresh
 
 FROZEN = {
     "MODEL.BACKBONE.FREEZE_AT": "5",
@@ -37,7 +33,7 @@ MF_DETR = {**tiny_training.MF_DETR, "INPUT.DETR_CROP_RESIZE": "[]"}
 ON = {"MODEL.CACHE_FEATURES.ENABLED": "True", "MODEL.CACHE_FEATURES.DTYPE": "float32"}
 
 
-def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
+def train_from_cache(args):
     """Trains two steps from a cache that all processes make together.
 
     Returns:
@@ -46,12 +42,12 @@ def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
     encoded = 0
     encode = CachedFeatures._encode
 
-    def counted(self: CachedFeatures, entries: Any, **options: Any) -> Any:
+    def counted(self, entries, **options):
         nonlocal encoded
         encoded += len(entries)
         return encode(self, entries, **options)
 
-    CachedFeatures._encode = counted  # type: ignore[method-assign]
+    CachedFeatures._encode = counted
     folder = Path(args.folder)
     opts = {
         **FROZEN,
@@ -78,12 +74,12 @@ def train_from_cache(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def cache(tmp_path_factory):
     """Overrides that switch on one cache for all tests of this file."""
     return {**ON, "MODEL.CACHE_FEATURES.FOLDER": str(tmp_path_factory.mktemp("cache"))}
 
 
-def build_trainer(output_dir: Path, data: Path, opts: dict[str, str]) -> Trainer:
+def build_trainer(output_dir, data, opts):
     """A trainer as in a new process, of the same random weights each time."""
     torch.manual_seed(0)
     trainer = Trainer(build_config(tiny_training.parse(output_dir, data, {**FROZEN, **opts})))
@@ -92,12 +88,8 @@ def build_trainer(output_dir: Path, data: Path, opts: dict[str, str]) -> Trainer
 
 
 def test_mf_detr_from_a_float32_cache_is_that_trained_online_to_the_bit_and_goes_on_so(
-    tmp_path: Path,
-    tiny_data: Path,
-    train_afresh: TrainAfresh,
-    cache: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, tiny_data, train_afresh, cache, monkeypatch
+):
     opts = {**FROZEN, **MF_DETR}
     online = train_afresh(tmp_path / "online", opts)
     cached = train_afresh(tmp_path / "cached", {**opts, **cache})
@@ -128,7 +120,7 @@ def test_mf_detr_from_a_float32_cache_is_that_trained_online_to_the_bit_and_goes
     assert not (tmp_path / "elsewhere").exists()
 
 
-def first_losses(tmp_path: Path, data: Path, opts: dict[str, str]) -> list[dict[str, float]]:
+def first_losses(tmp_path, data, opts):
     """Losses of the first batches, with the weights of the beginning."""
     trainer = build_trainer(tmp_path, data, opts)
     if trainer.cached_features:
@@ -141,9 +133,7 @@ def first_losses(tmp_path: Path, data: Path, opts: dict[str, str]) -> list[dict[
     return found
 
 
-def test_images_of_several_sizes_and_half_precision_stay_close(
-    tmp_path: Path, tiny_data: Path, cache: dict[str, str]
-) -> None:
+def test_images_of_several_sizes_and_half_precision_stay_close(tmp_path, tiny_data, cache):
     several = {**MF_DETR, "INPUT.MIN_SIZE_TRAIN": "(48, 64, 72)", "SOLVER.IMS_PER_BATCH": "4"}
     online = first_losses(tmp_path, tiny_data, several)
     cached = first_losses(tmp_path, tiny_data, {**several, **cache})
@@ -159,8 +149,8 @@ def test_images_of_several_sizes_and_half_precision_stay_close(
 
 
 def test_evaluation_encodes_the_test_set_alone_and_other_weights_make_another_cache(
-    tmp_path: Path, tiny_data: Path
-) -> None:
+    tmp_path, tiny_data
+):
     folder = tmp_path / "cache"
     opts = {**MF_DETR, **ON, "MODEL.CACHE_FEATURES.FOLDER": str(folder)}
     trainer = build_trainer(tmp_path / "run", tiny_data, opts)
@@ -192,12 +182,12 @@ def test_evaluation_encodes_the_test_set_alone_and_other_weights_make_another_ca
         {"MODEL.CACHE_FEATURES.DTYPE": "float8"},
     ],
 )
-def test_what_cannot_be_cached_is_refused_with_the_key_to_set(opts: dict[str, str]) -> None:
+def test_what_cannot_be_cached_is_refused_with_the_key_to_set(opts):
     with pytest.raises(UserError, match=re.escape(next(iter(opts)))):
         check_cacheable(_config({**FROZEN, **ON, **opts}))
 
 
-def test_an_encoder_that_learns_is_refused() -> None:
+def test_an_encoder_that_learns_is_refused():
     pretraining = {"MODEL.META_ARCHITECTURE": "QBHeat", "MODEL.BACKBONE.NAME": "MobileFormer"}
     for opts in ({"MODEL.BACKBONE.FREEZE_AT": "4"}, pretraining):
         cfg = _config({**FROZEN, **ON, **opts})
@@ -208,7 +198,7 @@ def test_an_encoder_that_learns_is_refused() -> None:
 @pytest.mark.parametrize(
     "noise", [nn.Dropout(0.1), StochasticDepth(0.1, "row"), nn.MultiheadAttention(4, 2, 0.1)]
 )
-def test_an_encoder_that_draws_random_numbers_is_refused(noise: nn.Module) -> None:
+def test_an_encoder_that_draws_random_numbers_is_refused(noise):
     model = Trainer.build_model(_config({**FROZEN, **MF_DETR}))
     encoder = model.get_submodule("backbone")
     encoder.add_module("regularizer", noise.requires_grad_(False))
@@ -218,6 +208,6 @@ def test_an_encoder_that_draws_random_numbers_is_refused(noise: nn.Module) -> No
     check_frozen(model, encoder, 5)
 
 
-def _config(opts: dict[str, str]) -> CfgNode:
+def _config(opts):
     pairs = {**opts, "MODEL.DEVICE": "cpu"}
     return load_config(tiny_training.CONFIG, [word for pair in pairs.items() for word in pair])

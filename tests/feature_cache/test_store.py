@@ -12,10 +12,7 @@ import random
 import shutil
 import time
 import zlib
-from collections.abc import Callable
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +27,13 @@ from qbheat_det.data import DataError, FixedViews, TrainStream, number_records
 from qbheat_det.data.mappers import VIEW_ROW
 from qbheat_det.feature_cache.encoder import make_view
 from qbheat_det.feature_cache.frozen import CachedViews
-from qbheat_det.feature_cache.store import FORMAT_VERSION, AllViews, FeatureStore, Stored, View
+from qbheat_det.feature_cache.store import FORMAT_VERSION, AllViews, FeatureStore, View
 from qbheat_det.feature_cache.store import fill as build
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
 
 
-def sample_view(index: int) -> Stored:
+def sample_view(index):
     """A view, by its index alone: ragged sizes, some without boxes, some left out by a mapper."""
     if index % 13 == 5:
         return DataError("unreadable image", f"image 'görl {index}.jpg'", "it is a text")
@@ -57,26 +54,26 @@ def sample_view(index: int) -> Stored:
     )
 
 
-def make_store(folder: Path, dtype: torch.dtype = torch.float32) -> FeatureStore:
+def make_store(folder, dtype=torch.float32):
     return FeatureStore(folder / "cache", NUM_VIEWS, dtype=dtype)
 
 
-def fill(store: FeatureStore) -> int:
+def fill(store):
     """Writes what is missing, as a run does, and returns how many files were."""
     written = 0
 
-    def encode(views: list[Stored]) -> list[Stored]:  # they are encoded already
+    def encode(views):  # they are encoded already
         nonlocal written
         written += 1
         return views
 
     records = number_records([{"index": index} for index in range(NUM_VIEWS)])
-    views = AllViews(records, FixedViews(lambda record: sample_view(record["index"]), count=1))  # type: ignore[arg-type, return-value]
-    build(store, views, encode, title="Encoding", num_workers=0)  # type: ignore[arg-type]
+    views = AllViews(records, FixedViews(lambda record: sample_view(record["index"]), count=1))
+    build(store, views, encode, title="Encoding", num_workers=0)
     return written
 
 
-def check_content(store: FeatureStore, dtype: torch.dtype = torch.float32) -> None:
+def check_content(store, dtype=torch.float32):
     """Asserts that every view of a store is that of ``sample_view``, rounded to its dtype."""
     for index in range(NUM_VIEWS):
         found, wanted = store.read(index), sample_view(index)
@@ -90,7 +87,7 @@ def check_content(store: FeatureStore, dtype: torch.dtype = torch.float32) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_views_are_read_as_they_were_written(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_views_are_read_as_they_were_written(tmp_path, dtype):
     store = make_store(tmp_path, dtype)
     assert store.missing() == [0, 1, 2]
     assert fill(store) == 3
@@ -102,20 +99,18 @@ def test_views_are_read_as_they_were_written(tmp_path: Path, dtype: torch.dtype)
         store.read(NUM_VIEWS)
 
 
-def _truncate(path: Path) -> None:
+def _truncate(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
-def _take_from_another_cache(path: Path) -> None:
+def _take_from_another_cache(path):
     other = FeatureStore(path.parent.with_name("other"), NUM_VIEWS, dtype=torch.float32)
     fill(other)
     shutil.copy(other.path_of(1), path)
 
 
 @pytest.mark.parametrize("spoil", [_truncate, _take_from_another_cache, Path.unlink])
-def test_a_damaged_or_foreign_file_is_never_used_and_made_again(
-    tmp_path: Path, spoil: Callable[[Path], None]
-) -> None:
+def test_a_damaged_or_foreign_file_is_never_used_and_made_again(tmp_path, spoil):
     fill(make_store(tmp_path))
     spoil(make_store(tmp_path).path_of(1))
     store = make_store(tmp_path)
@@ -135,7 +130,7 @@ _NINE_BY_NINE = {**_WHOLE, "shapes": {"s16": [9, 9]}}
 
 
 @pytest.mark.parametrize("about", [_WHOLE, {}, [], _CHANGED, _NINE_BY_NINE, {"error": {"x": 1}}])
-def test_a_file_with_other_content_is_named(tmp_path: Path, about: Any) -> None:
+def test_a_file_with_other_content_is_named(tmp_path, about):
     store = FeatureStore(tmp_path / "cache", 1, dtype=torch.float32)
     content = {"format": FORMAT_VERSION, "cache": "cache", "views": {"0": about}}
     store.folder.mkdir()
@@ -150,10 +145,10 @@ def test_a_file_with_other_content_is_named(tmp_path: Path, about: Any) -> None:
         store.read(0)
 
 
-def _fill_until_killed(folder: Path, is_writing: Event) -> None:
+def _fill_until_killed(folder, is_writing):
     """Writes a file, and half of a second one."""
 
-    def stop_halfway(stream: Any, write: Callable[[Any], object]) -> None:
+    def stop_halfway(stream, write):
         if make_store(folder).missing() == [1, 2]:
             stream.write(b"half of it")
             stream.flush()
@@ -165,7 +160,7 @@ def _fill_until_killed(folder: Path, is_writing: Event) -> None:
     fill(make_store(folder))
 
 
-def test_a_run_waits_for_another_and_goes_on_when_that_is_killed(tmp_path: Path) -> None:
+def test_a_run_waits_for_another_and_goes_on_when_that_is_killed(tmp_path):
     # Forked, as loading workers are: a new interpreter would import PyTorch for seconds.
     fork = multiprocessing.get_context("fork")
     is_writing = fork.Event()
@@ -190,9 +185,9 @@ def test_a_run_waits_for_another_and_goes_on_when_that_is_killed(tmp_path: Path)
 
 @pytest.mark.parametrize("is_known_early", [True, False])
 def test_a_disk_that_cannot_hold_the_cache_is_reported_with_the_key_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known_early: bool
-) -> None:
-    def fail(descriptor: int) -> None:
+    tmp_path, monkeypatch, is_known_early
+):
+    def fail(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "file").touch()
@@ -211,7 +206,7 @@ def test_a_disk_that_cannot_hold_the_cache_is_reported_with_the_key_to_set(
     check_content(store)
 
 
-def test_features_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_features_that_a_dtype_cannot_hold_are_refused(tmp_path):
     for dtype, value in (
         (torch.float16, 1e5),
         (torch.bfloat16, math.inf),
@@ -227,7 +222,7 @@ RECORDS = number_records([{"file_name": f"{i}.jpg", "image_id": 10 + i} for i in
 COUNT = 3
 
 
-def augment(record: dict[str, Any]) -> dict[str, Any] | DataError | None:
+def augment(record):
     """Draws an image and boxes from all generators; leaves out two images, one with a reason."""
     assert VIEW_ROW not in record
     if record["image_id"] == 12:
@@ -242,17 +237,17 @@ def augment(record: dict[str, Any]) -> dict[str, Any] | DataError | None:
     return {**record, "image": image, "instances": instances}
 
 
-def encode(entry: dict[str, Any]) -> dict[str, torch.Tensor]:
+def encode(entry):
     return {"s1": entry["image"].float(), "mean": entry["image"].float().mean((1, 2))}
 
 
-def take(mapper: Any, steps: int, workers: int = 0) -> tuple[TrainStream, list[dict[str, Any]]]:
+def take(mapper, steps, workers=0):
     """Returns a stream of seed 4, and the entries of its first batches of four."""
     stream = TrainStream(RECORDS, mapper=mapper, batch_size=4, seed=4, num_workers=workers)
     return stream, [entry for batch in itertools.islice(iter(stream), steps) for entry in batch]
 
 
-def test_the_stream_chooses_by_position_and_the_views_seed_draws() -> None:
+def test_the_stream_chooses_by_position_and_the_views_seed_draws():
     stream, entries = take(FixedViews(augment, COUNT, seed=7), 10)
     positions = itertools.chain.from_iterable(stream.batches())
     for entry, (position, row) in zip(entries, positions, strict=False):
@@ -270,9 +265,7 @@ def test_the_stream_chooses_by_position_and_the_views_seed_draws() -> None:
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (COUNT, 2)])
-def test_a_stream_from_the_cache_is_that_of_the_views(
-    tmp_path: Path, count: int, workers: int
-) -> None:
+def test_a_stream_from_the_cache_is_that_of_the_views(tmp_path, count, workers):
     views = FixedViews(augment, count)
     store = FeatureStore(tmp_path / "cache", len(RECORDS) * count, dtype=torch.float32)
     build(

@@ -1,18 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Pre-training on a teacher's features: targets, losses, resuming, forecasts."""
 
-import argparse
 import functools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
 from detectron2.data import DatasetCatalog
 from safetensors.torch import load_file
-from torch import Tensor
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
@@ -32,7 +28,7 @@ MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Images to train on, held-out ones, and the weights of a teacher."""
     folder = tmp_path_factory.mktemp("teacher")
     make_folder(folder / "images", 5)
@@ -45,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def configure(folder: Path, output_dir: Path, *flags: str, **changes: str) -> argparse.Namespace:
+def configure(folder, output_dir, *flags, **changes):
     """Returns the arguments of a run with held-out images; flags of "train_net.py" can follow."""
     opts = {
         **OPTS,
@@ -54,7 +50,8 @@ def configure(folder: Path, output_dir: Path, *flags: str, **changes: str) -> ar
         "MODEL.TEACHER.IMAGE_SIZE": "128",
         "MODEL.CACHE_FEATURES.FOLDER": str(folder / "cache"),
         "MODEL.CACHE_FEATURES.DTYPE": "float32",
-        "SOLVER.CHECKPOINTS_KEPT": "3",
+        "SOLVER.MAX_ITER": "2",
+        "SOLVER.CHECKPOINT_PERIOD": "1",
         "TEST.EVAL_EPOCHS": "1",
         "OUTPUT_DIR": str(output_dir),
         **{key.replace("__", "."): value for key, value in changes.items()},
@@ -65,18 +62,18 @@ def configure(folder: Path, output_dir: Path, *flags: str, **changes: str) -> ar
     return parse_run(RECIPE, opts, *flags, *sets)
 
 
-def build(folder: Path, output_dir: Path, *flags: str, **changes: str) -> Trainer:
+def build(folder, output_dir, *flags, **changes):
     return start_run(configure(folder, output_dir, *flags, **changes))
 
 
 @functools.cache
-def load_teacher(folder: Path) -> Any:
+def load_teacher(folder):
     net = timm.create_model(TEACHER).eval()
     net.load_state_dict(load_file(folder / "teacher.safetensors"))
     return net
 
 
-def encode(folder: Path, image: Tensor) -> dict[str, Tensor]:
+def encode(folder, image):
     """Returns the teacher's maps of an image (3, 128, 128), by name."""
     net = load_teacher(folder)
     with torch.no_grad():
@@ -85,7 +82,7 @@ def encode(folder: Path, image: Tensor) -> dict[str, Tensor]:
     return {f"s{128 // single.shape[-1]}": single[0] for single in maps}
 
 
-def build_views(trainer: Trainer) -> tuple[FixedViews, FixedViews]:
+def build_views(trainer):
     """Returns the training views of a run, as the student and as the teacher sees them."""
     cfg = trainer.cfg.clone()
     cfg.defrost()
@@ -94,7 +91,7 @@ def build_views(trainer: Trainer) -> tuple[FixedViews, FixedViews]:
     return small, FixedViews(build_mapper(cfg, is_train=True), count=2)
 
 
-def check_targets(trainer: Trainer, folder: Path) -> None:
+def check_targets(trainer, folder):
     """Checks each view that the stream may give against the teacher on the same view, larger."""
     small, large = build_views(trainer)
     for record in trainer.data_loader.dataset:
@@ -112,14 +109,14 @@ def check_targets(trainer: Trainer, folder: Path) -> None:
             )
 
 
-def check_held_out_loss(trainer: Trainer, folder: Path, found: dict[str, float]) -> None:
+def check_held_out_loss(trainer, folder, found):
     """Compares a run's last evaluation with the mean over single images and views."""
     model, cfg = trainer.bare_model.eval(), trainer.cfg.clone()
     small = build_mapper(cfg, is_train=False)
     cfg.defrost()
     cfg.INPUT.PRETRAIN.SIZE, cfg.INPUT.FORMAT = 128, "RGB"  # whatever the student's is
     large = build_mapper(cfg, is_train=False)
-    means: dict[str, list[float]] = {}
+    means = {}
     for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)[:3]):
         seen, entry = large(record), small(record)
         targets = encode(folder, seen["image"])
@@ -134,7 +131,7 @@ def check_held_out_loss(trainer: Trainer, folder: Path, found: dict[str, float])
     assert ("feature/loss_corner" in found) == ("corner" in means)
 
 
-def read_metrics(run: Path) -> list[dict[str, float]]:
+def read_metrics(run):
     """Returns the losses and results of each line, which neither times nor dates are part of."""
     lines = map(json.loads, (run / "metrics.json").read_text().splitlines())
     kept = ("iteration", "total_loss", "loss", "feature", "cosine")
@@ -147,8 +144,8 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
     ids=["whole", "quarters"],
 )
 def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
-    visible: str, changes: dict[str, str], folder: Path, tmp_path: Path
-) -> None:
+    visible, changes, folder, tmp_path
+):
     changes = {**changes, "MODEL__QB_HEAT__VISIBLE": visible}
     trainer = build(folder, tmp_path, **changes)
     trainer.train()
@@ -157,7 +154,7 @@ def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
     check_held_out_loss(trainer, folder, expected[-1])
 
     (tmp_path / "model_final.pth").unlink()
-    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    (tmp_path / "last_checkpoint").write_text("model_0000000.pth")
     build(folder, tmp_path, "--resume", **changes).train()
     assert read_metrics(tmp_path) == expected
     torch.testing.assert_close(state(tmp_path)["model"], whole, rtol=0, atol=0)
@@ -167,7 +164,7 @@ def test_a_run_learns_the_teachers_features_of_its_views_and_resumes(
     assert found["loss"] == expected[-1]["feature/loss"]
 
 
-def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_path: Path) -> None:
+def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder, tmp_path):
     cache = tmp_path / "cache"
     changes = {
         "MODEL__CACHE_FEATURES__FOLDER": str(cache),
@@ -185,7 +182,7 @@ def test_a_dry_run_encodes_a_few_views_and_forecasts_the_rest(folder: Path, tmp_
     assert dry_run(cfg, Trainer, num_steps=1).disks["Cache"][0] == 0
 
 
-def test_a_teacher_without_weights_is_the_same_in_every_run(folder: Path, tmp_path: Path) -> None:
+def test_a_teacher_without_weights_is_the_same_in_every_run(folder, tmp_path):
     cfg = build_config(configure(folder, tmp_path, MODEL__TEACHER__WEIGHTS=""))
     torch.manual_seed(5)
     first, drawn = TeacherFeatures(cfg)._teacher.state_dict(), torch.rand(1)
@@ -195,7 +192,7 @@ def test_a_teacher_without_weights_is_the_same_in_every_run(folder: Path, tmp_pa
     assert drawn == torch.rand(1)
 
 
-def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
+def test_the_loss_is_that_of_normalised_vectors_by_hand():
     predicted, target = torch.randn(2, 3, 3, 5), torch.randn(2, 3, 3, 5) * 3 + 1
     total = 0.0
     for image in range(2):
@@ -220,8 +217,6 @@ def test_the_loss_is_that_of_normalised_vectors_by_hand() -> None:
         ({"MODEL__TEACHER__NAME": "mobilenetv3_small_075"}, "timm://mobilenetv3_small_075"),
     ],
 )
-def test_a_wrong_key_is_named(
-    changes: dict[str, str], key: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_key_is_named(changes, key, folder, tmp_path):
     with pytest.raises(UserError, match=key):
         build(folder, tmp_path, **changes).train()

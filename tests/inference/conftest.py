@@ -2,7 +2,6 @@
 """A small detector, a small classifier, and photos."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +15,13 @@ SIZES = {"a.png": (80, 60), "b.jpg": (60, 80), "deep/a.png": (80, 60), "e.png": 
 
 
 @pytest.fixture(scope="session")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> str:
+def detector(tmp_path_factory):
     """Weights of a RetinaNet."""
     return save_run(make_retinanet_config(), tmp_path_factory.mktemp("detector"))
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory):
     """A folder of images of ``SIZES`` and, in the middle of them, a file that is none."""
     folder = tmp_path_factory.mktemp("inference") / "photos"
     rng = np.random.default_rng(0)
@@ -35,7 +34,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, str]:
+def classifier(tmp_path_factory):
     """Folder of an image of each of ``NAMES``, with a file that is none; config; weights."""
     root = Path(make_classes(tmp_path_factory.mktemp("train"), dict.fromkeys(NAMES, 1)))
     cfg, _ = configure({"DATASETS.VAL_FRACTION": "0"}, "--data", str(root))

@@ -1,17 +1,16 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Prediction: weights that fit or are refused, pixels in the right order, results as COCO's."""
+"""Prediction: weights that fit or are refused, pixels in the right order; results and formats."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_model
+from detectron2.structures import Boxes, Instances
 from PIL import Image
 from pycocotools.coco import COCO
 
@@ -22,7 +21,7 @@ from qbheat_det.data import build_mapper
 from qbheat_det.inference.files import name_outputs, predict_images
 from qbheat_det.inference.images import find_inputs
 from qbheat_det.inference.predict import build_predictor
-from qbheat_det.inference.results import Detections, Predictions
+from qbheat_det.inference.results import Detections, save_annotations
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 from tests.engine.tiny_pretraining import OPTS, RECIPE
 from tests.inference.conftest import NAMES, SIZES
@@ -31,13 +30,13 @@ from tests.tool_modules import load_tool, refuse
 RED = (255, 0, 0)
 
 
-def _save_image(path: Path, color: tuple[int, int, int] = RED, size: tuple[int, int] = (40, 30)):
+def _save_image(path, color=RED, size=(40, 30)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, color).save(path)
     return path
 
 
-def _save_video(path: Path, num_frames: int) -> Path:
+def _save_video(path, num_frames):
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 10, (48, 32))
     for _ in range(num_frames):
         writer.write(np.full((32, 48, 3), RED[::-1], np.uint8))
@@ -45,13 +44,7 @@ def _save_video(path: Path, num_frames: int) -> Path:
     return path
 
 
-def _run(
-    cfg: CfgNode,
-    weights: str,
-    inputs: list[Path],
-    output: Path | None = None,
-    score_threshold: float = 0.0,
-) -> Predictions:
+def _run(cfg, weights, inputs, output=None, score_threshold=0.0):
     cfg.MODEL.WEIGHTS = weights
     return predict_images(
         build_predictor(cfg),
@@ -63,14 +56,12 @@ def _run(
 
 
 @pytest.fixture
-def probe(tmp_path: Path) -> tuple[CfgNode, str]:
+def probe(tmp_path):
     cfg = make_probe_config()
     return cfg, save_run(cfg, tmp_path / "run")
 
 
-def test_each_frame_of_a_video_is_an_image_of_its_own(
-    probe: tuple[CfgNode, str], tmp_path: Path
-) -> None:
+def test_each_frame_of_a_video_is_an_image_of_its_own(probe, tmp_path):
     inputs = [_save_image(tmp_path / "a.png"), _save_video(tmp_path / "v.avi", 2)]
     (tmp_path / "text.mp4").write_text("no video")
     found = _run(*probe, [*inputs, tmp_path / "text.mp4"], tmp_path / "out")
@@ -83,7 +74,7 @@ def test_each_frame_of_a_video_is_an_image_of_its_own(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "v.mp4"]
 
 
-def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_path: Path) -> None:
+def test_broken_files_are_passed_over_and_named(probe, tmp_path):
     folder = tmp_path / "in"
     whole = _save_image(folder / "whole.jpg", size=(64, 64)).read_bytes()
     (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
@@ -99,7 +90,7 @@ def test_broken_files_are_passed_over_and_named(probe: tuple[CfgNode, str], tmp_
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole.jpg"]
 
 
-def test_folders_are_searched_empty_ones_named_and_no_two_outputs_meet(tmp_path: Path) -> None:
+def test_folders_are_searched_empty_ones_named_and_no_two_outputs_meet(tmp_path):
     for name in (str(tmp_path / "nowhere.jpg"), str(tmp_path)):
         with pytest.raises(UserError, match=name):
             find_inputs([name])
@@ -114,7 +105,7 @@ def test_folders_are_searched_empty_ones_named_and_no_two_outputs_meet(tmp_path:
     assert names == ["A.png", "a-2.png", "a-3.png", "deep/a.png", "a-4.png"]
 
 
-def _save_alone(path: Path, cfg: CfgNode, config: str | None = None) -> str:
+def _save_alone(path, cfg, config=None):
     """Writes weights that hold all that prediction needs; ``config`` replaces what they say."""
     info = WeightsInfo.from_config(cfg, iteration=1, commit="")
     info = dataclasses.replace(info, config=info.config if config is None else config)
@@ -122,9 +113,7 @@ def _save_alone(path: Path, cfg: CfgNode, config: str | None = None) -> str:
     return str(path)
 
 
-def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(
-    tmp_path: Path,
-) -> None:
+def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(tmp_path):
     trained = make_probe_config()
     trained.OUTPUT_DIR = "a folder of whoever trained them"
     weights = _save_alone(tmp_path / "w.safetensors", trained)
@@ -152,17 +141,13 @@ def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(
         ("DATASETS: {PROPOSAL_FILES_TEST: ['http://a/p.pkl']}", "DATASETS.PROPOSAL_FILES_TEST"),
     ],
 )
-def test_a_strangers_config_inside_weights_is_read_with_care(
-    tmp_path: Path, config: str, named: str
-) -> None:
+def test_a_strangers_config_inside_weights_is_read_with_care(tmp_path, config, named):
     weights = _save_alone(tmp_path / "w.safetensors", make_probe_config(), config)
     with pytest.raises(UserError, match=f"{weights}.*{named}"):
         load_run_config(weights)
 
 
-def test_a_config_beside_weights_makes_nothing_unpickled_unless_it_is_asked_for(
-    tmp_path: Path,
-) -> None:
+def test_a_config_beside_weights_makes_nothing_unpickled_unless_it_is_asked_for(tmp_path):
     torch.save({"model": {}}, tmp_path / "w.pth")
     (tmp_path / "config.yaml").write_text("DATASETS: {PROPOSAL_FILES_TRAIN: [p.pkl]}")
     weights = f"{tmp_path}/w.pth"
@@ -174,7 +159,7 @@ def test_a_config_beside_weights_makes_nothing_unpickled_unless_it_is_asked_for(
     assert cfg.DATASETS.PROPOSAL_FILES_TRAIN == ()
 
 
-def test_weights_of_other_classes_than_the_configs_do_not_predict(tmp_path: Path) -> None:
+def test_weights_of_other_classes_than_the_configs_do_not_predict(tmp_path):
     weights = _save_alone(tmp_path / "w.safetensors", make_retinanet_config())
     cfg = load_run_config(weights, device="cpu")
     build_predictor(cfg)
@@ -189,7 +174,7 @@ def test_weights_of_other_classes_than_the_configs_do_not_predict(tmp_path: Path
 PREDICT = load_tool("predict")
 
 
-def _predict(words: str, json_file: Path) -> Any:
+def _predict(words, json_file):
     """Runs the tool on the CPU; returns its exit code and what it wrote."""
     opts = ["INPUT.MIN_SIZE_TEST", "48", "MODEL.DEPLOY.COMPILE", "off"]
     code = PREDICT.main([*words.split(), "--json", str(json_file), "--device", "cpu", *opts])
@@ -197,8 +182,8 @@ def _predict(words: str, json_file: Path) -> Any:
 
 
 def test_a_folder_becomes_images_and_results_that_pycocotools_reads_fast_or_not(
-    photos: Path, detector: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    photos, detector, tmp_path, capsys
+):
     words = f"--weights {detector} --images {photos} --threshold 0"
     code, results = _predict(f"{words} --output {tmp_path / 'out'}", tmp_path / "boxes.json")
     assert code == 1  # one is no image
@@ -222,8 +207,8 @@ def test_a_folder_becomes_images_and_results_that_pycocotools_reads_fast_or_not(
 
 
 def test_each_image_gets_its_five_likeliest_classes_and_the_rest_is_named(
-    classifier: tuple[str, Any, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    classifier, tmp_path, capsys
+):
     root, cfg, weights = classifier
     code, results = _predict(f"--weights {weights} --images {root}", tmp_path / "classes.json")
     assert (code, len(results)) == (1, 6)
@@ -241,13 +226,7 @@ def test_each_image_gets_its_five_likeliest_classes_and_the_rest_is_named(
         torch.testing.assert_close(found, scores[order], rtol=1e-4, atol=1e-6)
 
 
-def test_bad_arguments_are_named_with_exit_code_2(
-    photos: Path,
-    detector: str,
-    classifier: tuple[str, Any, str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_arguments_are_named_with_exit_code_2(photos, detector, classifier, tmp_path, capsys):
     probe = save_run(make_probe_config(), tmp_path / "run")
     pretrained = save_run(load_config(RECIPE, [w for p in OPTS.items() for w in p]), tmp_path / "p")
     out = f"--output {tmp_path / 'out'}"
@@ -266,3 +245,72 @@ def test_bad_arguments_are_named_with_exit_code_2(
     ):
         arguments = [*words.split()[:4], "--device", "cpu", *words.split()[4:]]
         assert named in refuse(PREDICT.main, arguments, capsys)
+
+
+BOXES = [[10.0, 20.0, 40.0, 60.0], [0.0, 0.0, 100.0, 80.0]]
+
+
+def _make(ids=(17, 18), **changes):
+    instances = Instances(
+        (80, 100),
+        pred_boxes=Boxes(torch.tensor(BOXES)),
+        scores=torch.tensor([0.75, 0.5]),
+        pred_classes=torch.tensor([1, 0]),
+    )
+    image = np.zeros((80, 100, 3), np.uint8)
+    return Detections(instances, ["cat", "dog"], ids, image, **{"file_name": "a b.jpg", **changes})
+
+
+def test_boxes_classes_and_scores_survive_every_conversion(tmp_path):
+    found = _make()
+    assert repr(found) == "Detections(a b.jpg, 100x80: 1 dog, 1 cat)"
+    assert [box.xyxy for box in found] == [tuple(box) for box in BOXES]
+    assert [(box.class_name, box.class_id, box.score) for box in found] == [
+        ("dog", 1, 0.75), ("cat", 0, 0.5)
+    ]  # fmt: skip
+    assert found.to_coco(7) == [
+        {"image_id": 7, "category_id": 18, "bbox": [10.0, 20.0, 30.0, 40.0], "score": 0.75},
+        {"image_id": 7, "category_id": 17, "bbox": [0.0, 0.0, 100.0, 80.0], "score": 0.5},
+    ]
+    assert _make(ids=()).label_ids == [2, 1]
+    assert found.select(0.6).labels == ["dog"]
+    assert found.select(0.5, ["cat"]).labels == ["cat"]
+    found.save(tmp_path / "new" / "drawn.png")
+    with Image.open(tmp_path / "new" / "drawn.png") as drawn:
+        assert drawn.width / drawn.height == pytest.approx(100 / 80, rel=0.02)
+    with pytest.raises(UserError, match=r"x\.unknown"):
+        found.save(tmp_path / "x.unknown")
+
+
+def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path):
+    save_annotations([_make(), _make().select(1)], tmp_path / "tasks.json", "label-studio")
+    first, second = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
+    assert first["data"] == {"image": "/data/local-files/?d=a%20b.jpg"}
+    (prediction,) = first["predictions"]
+    shape = prediction["result"][0]
+    assert (shape["from_name"], shape["to_name"]) == ("label", "image")
+    assert (shape["original_width"], shape["original_height"]) == (100, 80)
+    assert shape["value"] == {
+        "x": 10.0, "y": 25.0, "width": 30.0, "height": 50.0, "rotation": 0,
+        "rectanglelabels": ["dog"],
+    }  # fmt: skip
+    assert second["predictions"][0]["result"] == []
+
+
+def test_results_name_the_classes_and_cvat_gets_a_file_that_pycocotools_reads(tmp_path):
+    save_annotations([_make()], tmp_path / "boxes.json", "coco")
+    results = json.loads((tmp_path / "boxes.json").read_text())
+    assert [box["category_name"] for box in results] == ["dog", "cat"]
+    save_annotations([_make(), _make(file_name="c.jpg")], tmp_path / "cvat.json", "cvat")
+    dataset = COCO(str(tmp_path / "cvat.json"))
+    assert [image["file_name"] for image in dataset.loadImgs([1, 2])] == ["a b.jpg", "c.jpg"]
+    assert {c["id"]: c["name"] for c in dataset.loadCats([17, 18])} == {17: "cat", 18: "dog"}
+    (dog,) = dataset.loadAnns(dataset.getAnnIds(imgIds=[2], catIds=[18]))
+    assert (dog["bbox"], dog["area"], dog["iscrowd"]) == ([10.0, 20.0, 30.0, 40.0], 1200.0, 0)
+
+
+@pytest.mark.parametrize("format", ["cvat", "label-studio", "yolo"])
+def test_frames_and_unknown_formats_are_refused(tmp_path, format):
+    with pytest.raises(UserError, match=format):
+        save_annotations([_make(frame=3)], tmp_path / "x.json", format)
+    assert not (tmp_path / "x.json").exists()

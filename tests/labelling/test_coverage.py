@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from qbheat_det.labelling import coverage
 
 
-def make_pool(sizes: list[int], *, spread: float = 0.05, seed: int = 0) -> tuple[Tensor, Tensor]:
+def make_pool(sizes, *, spread=0.05, seed=0):
     """Returns unit vectors in clusters of some sizes, and their clusters."""
     generator = torch.Generator().manual_seed(seed)
     centres = torch.nn.functional.normalize(torch.randn(len(sizes), 16, generator=generator), dim=1)
@@ -20,7 +19,7 @@ def make_pool(sizes: list[int], *, spread: float = 0.05, seed: int = 0) -> tuple
     return torch.nn.functional.normalize(centres[clusters] + noise, dim=1), clusters
 
 
-def test_k_center_is_the_greedy_farthest_point() -> None:
+def test_k_center_is_the_greedy_farthest_point():
     vectors, _ = make_pool([5, 9, 3], spread=0.5)
     chosen = coverage.k_center(vectors, 6, taken=[2])
     have = [2]
@@ -30,7 +29,7 @@ def test_k_center_is_the_greedy_farthest_point() -> None:
         have.append(index)
 
 
-def test_typiclust_takes_the_densest_image_of_each_cluster_the_largest_first() -> None:
+def test_typiclust_takes_the_densest_image_of_each_cluster_the_largest_first():
     vectors, clusters = make_pool([30, 10, 20])
     chosen = coverage.typiclust(vectors, 3)
     assert clusters[chosen].tolist() == [0, 2, 1]
@@ -41,31 +40,29 @@ def test_typiclust_takes_the_densest_image_of_each_cluster_the_largest_first() -
         assert distances[place] == pytest.approx(float(distances.min()), abs=1e-4)
 
 
-def test_typiclust_passes_over_clusters_with_labels() -> None:
+def test_typiclust_passes_over_clusters_with_labels():
     vectors, clusters = make_pool([30, 10, 20])
     taken = [int((clusters == 0).nonzero()[0])]
     assert sorted(clusters[coverage.typiclust(vectors, 2, taken)].tolist()) == [1, 2]
 
 
 @pytest.mark.parametrize("choose", [coverage.k_center, coverage.typiclust])
-def test_choices_are_new_distinct_and_within_the_pool(choose: object) -> None:
+def test_choices_are_new_distinct_and_within_the_pool(choose):
     vectors, _ = make_pool([6, 3])
     for budget, taken in itertools.product((1, 4, 20), ([], [0, 8])):
-        chosen = choose(vectors, budget, taken)  # type: ignore[operator]
+        chosen = choose(vectors, budget, taken)
         assert len(chosen) == len(set(chosen)) == min(budget, 9 - len(taken))
         assert not set(chosen) & set(taken)
 
 
-def test_k_means_separates_clear_clusters() -> None:
+def test_k_means_separates_clear_clusters():
     vectors, clusters = make_pool([20, 5, 12])
     found = coverage.k_means(vectors, 3)
     pairs = set(zip(found.tolist(), clusters.tolist(), strict=True))
     assert len(pairs) == 3
 
 
-def test_near_duplicates_are_named_by_the_first_image_of_a_connected_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_near_duplicates_are_named_by_the_first_image_of_a_connected_group(monkeypatch):
     angles = torch.rand(40, generator=torch.Generator().manual_seed(0)) * 6.28
     vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
     near = vectors @ vectors.T >= 0.99
@@ -80,23 +77,21 @@ def test_near_duplicates_are_named_by_the_first_image_of_a_connected_group(
 
 
 @pytest.mark.parametrize("strategy", coverage.COVERING)
-def test_choices_do_not_depend_on_the_blocks(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_do_not_depend_on_the_blocks(strategy, monkeypatch):
     vectors, _ = make_pool([30, 20, 9, 3], spread=0.15)
     expected = coverage.cover(strategy, vectors, 9, [3, 40])
     monkeypatch.setattr(coverage, "_BLOCK", 100)
     assert coverage.cover(strategy, vectors, 9, [3, 40]) == expected
 
 
-def test_balanced_images_are_the_greedy_maximum_and_the_rest_is_covered() -> None:
+def test_balanced_images_are_the_greedy_maximum_and_the_rest_is_covered():
     vectors, _ = make_pool([4, 4, 4])
     counts = torch.zeros(12, 3, dtype=torch.float64)
     counts[:5] = torch.tensor([[9, 0, 0], [9, 1, 0], [0, 0, 2], [5, 1, 0], [0, 2, 2]])
     chosen = coverage.choose_balanced(vectors, counts, 9, taken=[0])
     have = [0]
 
-    def value(rows: list[int]) -> float:
+    def value(rows):
         return math.fsum(math.log1p(n) for n in counts[rows].sum(0).tolist())
 
     for index in chosen[:4]:
@@ -109,14 +104,14 @@ def test_balanced_images_are_the_greedy_maximum_and_the_rest_is_covered() -> Non
     assert nothing == coverage.k_center(vectors, 3, [1])
 
 
-def test_few_images_with_many_features_are_projected() -> None:
+def test_few_images_with_many_features_are_projected():
     coarse = torch.rand(6, 720, generator=torch.Generator().manual_seed(0)) * torch.rand(720) ** 8
     vectors = coverage.unit_vectors(coarse)
     assert vectors.shape == (6, 128)
     assert vectors.isfinite().all()
 
 
-def test_projection_keeps_distances() -> None:
+def test_projection_keeps_distances():
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(300, 120, generator=generator)
     wide = features @ torch.linalg.qr(torch.randn(140, 140, generator=generator))[0][:120]
@@ -125,7 +120,7 @@ def test_projection_keeps_distances() -> None:
     torch.testing.assert_close(narrow @ narrow.T, projected @ projected.T, atol=1e-4, rtol=0)
 
 
-def test_images_that_equal_the_mean_repeat_each_other() -> None:
+def test_images_that_equal_the_mean_repeat_each_other():
     features = torch.rand(5, 140, generator=torch.Generator().manual_seed(0)) + 1
     for count in (1, 2):  # the same image, once rounded otherwise
         copies = features[:1].repeat(count, 1) * torch.tensor([[1.0], [1.0005]])[:count]

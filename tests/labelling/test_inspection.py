@@ -1,24 +1,30 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Made errors and probabilities by hand, the page of suspects, and corrected labels."""
+"""Suspects of wrong labels by hand, made errors, the page of suspects, and corrected labels."""
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchvision.ops import box_iou
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import apply_corrections, inspect_labels, inspection, write_suspects
-from qbheat_det.labelling.inspection import ImageBoxes, calibrate, find_suspects, make_errors
+from qbheat_det.labelling.inspection import (
+    ImageBoxes,
+    calibrate,
+    find_suspects,
+    make_errors,
+    similarity,
+)
 from tests.data.pictures import draw, save
 
 BOXES = [[4, 4, 8, 8], [20, 4, 8, 8], [4, 20, 8, 8]]
 
 
-def write_data(folder: Path, num_images: int = 12) -> Path:
+def write_data(folder, num_images=12):
     """Writes images with the three ``BOXES`` of classes 3, 5 and 3."""
     ids = range(1, num_images + 1)
     images = [{"id": i, "file_name": f"{i}.png", "width": 32, "height": 32} for i in ids]
@@ -36,7 +42,7 @@ def write_data(folder: Path, num_images: int = 12) -> Path:
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def data(tmp_path, monkeypatch):
     """Labels with one error of each kind, and detectors that predict the true boxes."""
     path = write_data(tmp_path)
     truth = json.loads(path.read_text())
@@ -47,7 +53,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wrong["annotations"].remove(by_id[32])
     path.write_text(json.dumps(wrong))
 
-    def train(flags: Any) -> dict[str, float]:
+    def train(flags):
         halves = [json.loads(Path(file).read_text())["images"] for file in (flags.data, flags.val)]
         seen, held_out = ({image["id"] for image in half} for half in halves)
         assert not seen & held_out
@@ -62,8 +68,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_errors_come_first_are_drawn_and_corrected(data: Path, tmp_path: Path) -> None:
-    labels, suspects, quality = inspect_labels(str(data), tmp_path / "out")
+def test_errors_come_first_are_drawn_and_corrected(data, tmp_path):
+    labels, suspects, quality = inspect_labels(str(data), tmp_path / "out", encoder="distill/285M")
     assert quality == [90.0, 90.0]
     first = {one.kind: one for one in suspects[:3]}
     assert first["class"].annotation_id == 10
@@ -73,7 +79,7 @@ def test_errors_come_first_are_drawn_and_corrected(data: Path, tmp_path: Path) -
     page = write_suspects(labels, suspects[:3], tmp_path / "out", "qbheat inspect --apply x")
     text = page.read_text()
     assert text.count("data:image/jpeg") == 3
-    saved = json.loads(re.search(r"const content = (.*);", text)[1])  # type: ignore[index]
+    saved = json.loads(re.search(r"const content = (.*);", text)[1])
     assert saved == json.loads((tmp_path / "out" / "suspects.json").read_text())
 
     output, before = tmp_path / "corrected.json", data.read_bytes()
@@ -88,12 +94,12 @@ def test_errors_come_first_are_drawn_and_corrected(data: Path, tmp_path: Path) -
     )
 
 
-def test_made_errors_are_those_that_are_returned() -> None:
+def test_made_errors_are_those_that_are_returned():
     boxes = torch.tensor([[0.0, 0, 8, 8]] * 50)
     truth = [ImageBoxes(boxes, torch.arange(50) % 3, torch.ones(50))] * 4
     for kind in ("missing", "location", "class"):
         generator = np.random.default_rng(0)
-        changed, errors = make_errors(kind, truth, generator)  # type: ignore[arg-type]
+        changed, errors = make_errors(kind, truth, generator)
         assert 5 < sum(map(len, errors)) < 45
         for before, after, own in zip(truth, changed, errors, strict=True):
             if kind == "missing":
@@ -106,16 +112,19 @@ def test_made_errors_are_those_that_are_returned() -> None:
             assert not (renamed if kind == "location" else moved).any()
 
 
-def test_scores_that_errors_do_not_raise_mean_nothing() -> None:
+def test_scores_that_errors_do_not_raise_mean_nothing():
     boxes = torch.tensor([[0.0, 0, 8, 8], [20, 20, 28, 28]])
     truth = [ImageBoxes(boxes, torch.tensor([0, 1]), torch.ones(2))] * 20
     seen = [ImageBoxes(boxes, torch.tensor([0, 1]), torch.full((2,), 0.9))] * 20
     assert calibrate(find_suspects(truth, seen), truth, seen, 0) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
+    labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
+    moved = [one for one in suspects if one.kind == "location"][:1]
+    write_suspects(labels, moved, tmp_path / "out", "")
+    file = tmp_path / "corrections.json"
+    for change, named in (
         ({"data": "0"}, "inspect again"),
         ({"suspects": [{"kind": "odd"}]}, "suspect"),
         ({"suspects": None}, "corrections.json"),
@@ -123,33 +132,68 @@ def test_scores_that_errors_do_not_raise_mean_nothing() -> None:
         ({"annotation_id": None}, "location"),
         ({"image_id": 999}, "image 999"),
         ({"category_id": 4}, "class 4"),
-    ],
-)
-def test_corrections_that_do_not_fit_are_refused(
-    data: Path, tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
-    labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
-    moved = [one for one in suspects if one.kind == "location"][:1]
-    write_suspects(labels, moved, tmp_path / "out", "")
-    content = json.loads((tmp_path / "out" / "suspects.json").read_text())
-    target = content if change.keys() & content.keys() else content["suspects"][0]
-    target.update(change)
-    file = tmp_path / "corrections.json"
-    file.write_text(json.dumps(content))
-    with pytest.raises(UserError) as error:
-        apply_corrections(file, str(data), tmp_path / "corrected.json")
-    assert named in str(error.value)
-    assert not (tmp_path / "corrected.json").exists()
+    ):
+        content = json.loads((tmp_path / "out" / "suspects.json").read_text())
+        target = content if change.keys() & content.keys() else content["suspects"][0]
+        target.update(change)
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=named):
+            apply_corrections(file, str(data), tmp_path / "corrected.json")
+        assert not (tmp_path / "corrected.json").exists()
 
 
-def test_few_images_are_refused(tmp_path: Path) -> None:
+def test_few_images_are_refused(tmp_path):
     with pytest.raises(UserError, match="9 images"):
         inspect_labels(str(write_data(tmp_path, 9)), tmp_path / "out")
 
 
-def test_boxes_on_one_image_alone_are_refused_and_named(data: Path, tmp_path: Path) -> None:
+def test_boxes_on_one_image_alone_are_refused_and_named(data, tmp_path):
     content = json.loads(data.read_text())
     content["annotations"] = content["annotations"][:3]
     data.write_text(json.dumps(content))
     with pytest.raises(UserError, match=f"'{data}'.*one half"):
         inspect_labels(str(data), tmp_path / "out")
+
+
+def boxes(*rows):
+    """Returns boxes from rows x0, y0, x1, y1, class and, of predictions, score."""
+    table = torch.tensor(rows).reshape(-1, len(rows[0]) if rows else 6)
+    scores = table[:, 5] if table.shape[1] > 5 else torch.ones(len(table))
+    return ImageBoxes(table[:, :4], table[:, 4].long(), scores)
+
+
+def test_similarity_by_hand():
+    first, second = torch.tensor([[0.0, 0, 4, 4]]), torch.tensor([[0.0, 0, 4, 4], [4, 0, 8, 4]])
+    found = similarity(first, second)
+    # Side by side: no overlap, centres 4 apart, a diagonal of sqrt(8^2 + 4^2).
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.1 * (1 - 4 / 80**0.5)]]))
+    torch.testing.assert_close(box_iou(first, second), torch.tensor([[1.0, 0.0]]))
+
+
+def test_correct_labels_are_no_suspects():
+    truth = boxes((0, 0, 10, 10, 1), (20, 20, 40, 40, 2))
+    seen = boxes((0, 0, 10, 10, 1, 0.9), (20, 20, 40, 40, 2, 0.8))
+    assert all(suspect.score < 1e-6 for suspect in find_suspects([truth], [seen]))
+
+
+@pytest.mark.parametrize(
+    ("annotated", "kind", "annotation"),
+    [
+        (((0, 0, 10, 10, 1),), "missing", None),
+        (((0, 0, 10, 10, 1), (27, 20, 47, 40, 2)), "location", 1),
+        (((0, 0, 10, 10, 1), (20, 20, 40, 40, 1)), "class", 1),
+    ],
+)
+def test_each_kind_of_error_comes_first(annotated, kind, annotation):
+    right = boxes((0, 0, 10, 10, 1), (20, 20, 40, 40, 2))
+    seen = boxes((0, 0, 10, 10, 1, 0.9), (20, 20, 40, 40, 2, 0.8), (60, 60, 70, 70, 1, 0.1))
+    first, *_ = find_suspects([right, boxes(*annotated)], [seen, seen])
+    assert (first.kind, first.image, first.annotation) == (kind, 1, annotation)
+    assert (first.box, first.label) == ((20, 20, 40, 40), 2)
+
+
+def test_images_without_boxes_or_predictions():
+    none = boxes()
+    assert find_suspects([none, boxes((0, 0, 1, 1, 0))], [none, none]) == []
+    (missing,) = find_suspects([none], [boxes((0, 0, 8, 8, 3, 0.7))])
+    assert (missing.kind, missing.score) == ("missing", pytest.approx(0.7))

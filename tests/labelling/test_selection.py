@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ OPEN_ENCODER = functools.cache(embedding.open_encoder)
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory):
     """Returns a folder with six pictures, one of them twice, and a broken file."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
@@ -38,16 +37,16 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_cache(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("QBHEAT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setattr(embedding, "open_encoder", OPEN_ENCODER)
 
 
-def names(files: list[str]) -> set[str]:
+def names(files):
     return {Path(file).name for file in files}
 
 
-def write_labels(folder: Path, copied: dict[str, Path]) -> str:
+def write_labels(folder, copied):
     """Writes copies of images, and a COCO file without boxes; one class has none yet."""
     for name, path in copied.items():
         (folder / name).write_bytes(path.read_bytes())
@@ -60,19 +59,17 @@ def write_labels(folder: Path, copied: dict[str, Path]) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["typiclust", "k_center"])
-def test_each_picture_is_selected_once_and_what_is_left_out_is_named(
-    photos: Path, strategy: str
-) -> None:
-    found = select(photos, 6, strategy=strategy)  # type: ignore[arg-type]
+def test_each_picture_is_selected_once_and_what_is_left_out_is_named(photos, strategy):
+    found = select(photos, 6, strategy=strategy)
     assert names(found.files) == {f"{number}.png" for number in range(6)}
     assert [Path(path).name for path in found.pool.repeated] == ["5_again_\udcff.png"]
     assert [Path(path).name for path in found.pool.unreadable] == ["broken.png"]
 
 
 @pytest.mark.parametrize("strategy", ["typiclust", "balanced"])
-def test_a_skipped_image_is_replaced_until_none_is_left(photos: Path, strategy: str) -> None:
+def test_a_skipped_image_is_replaced_until_none_is_left(photos, strategy):
     weights = DETECTOR if strategy == "balanced" else None
-    found = select([photos, CELLS], 3, strategy=strategy, weights=weights)  # type: ignore[arg-type]
+    found = select([photos, CELLS], 3, strategy=strategy, weights=weights)
     seen = [*found.files]
     for number in range(1, 8):
         last, found = found, found.skip(found.files[0])
@@ -84,9 +81,7 @@ def test_a_skipped_image_is_replaced_until_none_is_left(photos: Path, strategy: 
     assert (CELLS.name in {Path(path).name for path in found.boxes}) is bool(weights)
 
 
-def test_images_with_labels_and_their_copies_are_never_selected(
-    photos: Path, tmp_path: Path
-) -> None:
+def test_images_with_labels_and_their_copies_are_never_selected(photos, tmp_path):
     copied = {name: photos / name for name in ("5.png", "4.png", "broken.png")}
     data = write_labels(tmp_path, copied)
     found = select([photos, tmp_path / "5.png"], 4, data=data)
@@ -105,18 +100,18 @@ def test_images_with_labels_and_their_copies_are_never_selected(
         select(tmp_path / "link.png", 1, data=data)
 
 
-def test_a_copy_of_the_only_image_with_labels_is_left_out(photos: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_only_image_with_labels_is_left_out(photos, tmp_path):
     data = write_labels(tmp_path, {"a.png": photos / "0.png"})
     with pytest.raises(UserError, match="1 repeat others"):
         select(photos / "0.png", 1, data=data)
 
 
-def test_skipped_tasks_of_label_studio_can_be_selected(photos: Path, tmp_path: Path) -> None:
-    def draw(kind: str, **value: Any) -> dict[str, Any]:
+def test_skipped_tasks_of_label_studio_can_be_selected(photos, tmp_path):
+    def draw(kind, **value):
         return {"original_width": 160, "original_height": 120, "value": {**value, kind: ["a"]}}
 
     turned = {"x": 10, "y": 10, "width": 20, "height": 20, "rotation": 45}
-    results: list[dict[str, Any]] = [
+    results = [
         {"result": [draw("polygonlabels", points=[[10, 10], [30, 10], [20, 40]])]},
         {"result": [draw("rectanglelabels", **turned)]},
         {"result": [], "was_cancelled": True},
@@ -133,7 +128,7 @@ def test_skipped_tasks_of_label_studio_can_be_selected(photos: Path, tmp_path: P
     assert names(found.files) == {"2.png", "4.png", "5.png"}
 
 
-def test_vectors_come_from_the_cache(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_come_from_the_cache(photos, monkeypatch):
     files = [str(photos / f"{number}.png") for number in range(3)]
     files.append(f"{photos}/../{photos.name}/0.png")  # the same file by another path
     first = embedding.embed_images(files)
@@ -146,7 +141,7 @@ def test_vectors_come_from_the_cache(photos: Path, monkeypatch: pytest.MonkeyPat
         embedding.embed_images(files)
 
 
-def test_a_detector_brings_its_images_and_its_boxes(photos: Path, tmp_path: Path) -> None:
+def test_a_detector_brings_its_images_and_its_boxes(photos, tmp_path):
     found = select([photos, CELLS], 2, weights=DETECTOR)
     assert Path(found.files[0]).name == "cells.jpg"  # the only one with cells
     found = dataclasses.replace(found, files=found.files[:1])
@@ -171,13 +166,7 @@ def test_a_detector_brings_its_images_and_its_boxes(photos: Path, tmp_path: Path
         (["--budget", "1", "--weights", "no_such_run"], "no_such_run"),
     ],
 )
-def test_bad_input_is_named(
-    photos: Path,
-    tmp_path: Path,
-    arguments: list[str],
-    named: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_input_is_named(photos, tmp_path, arguments, named, capsys):
     base = ["--images", str(photos), "--output", str(tmp_path / "next")]
     with pytest.raises((SystemExit, UserError)):
         load_tool("select_images").main([*base, *arguments])

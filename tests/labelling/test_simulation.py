@@ -3,20 +3,22 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine import RunFlags
 from qbheat_det.labelling import simulation
 from qbheat_det.labelling.embedding import Embeddings
 from qbheat_det.labelling.simulation import Point, simulate
 from tests.data.pictures import draw, save
+from tests.engine.tiny_training import CONFIG, TINY, forget_runs, parse_run
+from tests.toy_set import draw_toy_set
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def data(tmp_path, monkeypatch):
     """Six images with a box each, whose features are known."""
     embedded = Embeddings([], torch.eye(6), {})
     monkeypatch.setattr(simulation, "embed_images", lambda *_: embedded)
@@ -33,17 +35,17 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_missing(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[set[str]] = []
+    data, tmp_path, monkeypatch
+):
+    trained = []
 
-    def train(flags: Any) -> dict[str, float]:
+    def train(flags):
         names = {image["file_name"] for image in json.loads(Path(flags.data).read_text())["images"]}
         trained.append(names)
         return {"AP": float("nan"), "AP50": 10.0 * len(names)}
 
     monkeypatch.setattr(simulation, "train_afresh", train)
-    arguments: Any = {"val": str(data), "strategies": ["random", "typiclust"]}
+    arguments = {"val": str(data), "strategies": ["random", "typiclust"]}
     points = simulate(str(data), [4, 2], tmp_path / "out", seeds=[1], **arguments)
     assert [len(names) for names in trained] == [2, 4, 2, 4]
     assert trained[0] < trained[1]
@@ -55,7 +57,17 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
     assert again[:4] == points
 
 
-def test_data_and_budgets_that_do_not_fit_are_refused(data: Path, tmp_path: Path) -> None:
+def test_a_detector_is_trained_afresh(tmp_path):
+    run, file = tmp_path / "run", str(draw_toy_set(tmp_path, 4) / "annotations.json")
+    flags = "--data", file, "--val", file, "--output", str(run)
+    run.mkdir()
+    (run / "model_0000001.pth").touch()
+    args = parse_run(CONFIG, {**TINY, "SOLVER.MAX_ITER": "1"}, *flags)
+    assert {"AP", "AP50"} <= simulation.train_afresh(RunFlags.read(args)).keys()
+    forget_runs()
+
+
+def test_data_and_budgets_that_do_not_fit_are_refused(data, tmp_path):
     for arguments, named in (
         ({"budgets": [7], "val": str(data)}, "7"),
         ({"budgets": [0], "val": str(data)}, "0"),
@@ -63,12 +75,10 @@ def test_data_and_budgets_that_do_not_fit_are_refused(data: Path, tmp_path: Path
         ({"budgets": [2], "val": str(data), "strategies": ["luck"]}, "luck"),
     ):
         with pytest.raises(UserError, match=named):
-            simulate(str(data), output=tmp_path / "out", **arguments)  # type: ignore[arg-type]
+            simulate(str(data), output=tmp_path / "out", **arguments)
 
 
-def test_images_without_boxes_are_a_point_and_no_detector_decides(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_without_boxes_are_a_point_and_no_detector_decides(data, tmp_path, monkeypatch):
     content = json.loads(data.read_text())
     content["annotations"] = content["annotations"][:1]
     few = data.with_name("few.json")

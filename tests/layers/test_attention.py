@@ -1,13 +1,12 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Attention against the formula; dropout and linear layers on the CPU."""
 
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from timm.models.vision_transformer import Block
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -30,23 +29,21 @@ from qbheat_det.modeling.backbone import MobileFormer
 from ..modeling.tiny_pretraining import SMALL_ARCH
 
 
-def draw(num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def draw(num_queries, num_keys):
     lengths = (num_queries, num_keys, num_keys)
     shapes = [(2, 4, length, 3) for length in lengths]
     parts = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    return tuple(parts)  # type: ignore[return-value]
+    return tuple(parts)
 
 
-def formula(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, factor: Tensor) -> Tensor:
+def formula(query, key, value, hidden, factor):
     logits = torch.einsum("nhqd,nhld->nhql", query, key) / query.shape[-1] ** 0.5
     weights = (logits - 1e30 * hidden).softmax(dim=-1) * factor
     return torch.einsum("nhql,nhld->nqhd", weights, value).flatten(2)
 
 
 @pytest.mark.parametrize("part", [1, 100], ids=["by head", "by two heads"])
-def test_attention_with_dropout_equals_the_formula_with_its_gradients(
-    part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_with_dropout_equals_the_formula_with_its_gradients(part, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(attention, "_PART", part)
     tensors = draw(5, 9)
@@ -68,14 +65,14 @@ def test_attention_with_dropout_equals_the_formula_with_its_gradients(
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-def test_attention_without_dropout_equals_pytorchs(masked: bool) -> None:
+def test_attention_without_dropout_equals_pytorchs(masked):
     torch.manual_seed(0)
     ours = MapAttention(dim=16, num_heads=4)
     nn.init.normal_(ours.in_proj_bias)
     theirs = nn.MultiheadAttention(16, 4, batch_first=True)
     theirs.load_state_dict(ours.state_dict())
     query, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
-    masks: dict[str, Any] = {}
+    masks = {}
     if masked:
         padding = torch.arange(7).expand(2, -1) >= torch.tensor([[7], [4]])
         masks = {"key_padding_mask": padding}
@@ -88,7 +85,7 @@ def test_attention_without_dropout_equals_pytorchs(masked: bool) -> None:
         assert_close(read, weights)
 
 
-def test_exported_attention_among_positions_is_pytorchs_kernel() -> None:
+def test_exported_attention_among_positions_is_pytorchs_kernel():
     x = torch.randn(1, 20, 8)
     for fused in (False, True):
         layer = MapAttention(dim=8, num_heads=2, fused=fused).eval()
@@ -99,20 +96,19 @@ def test_exported_attention_among_positions_is_pytorchs_kernel() -> None:
 
 
 class Alone(nn.Module):
-    def __init__(self, layer: MapAttention) -> None:
+    def __init__(self, layer):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x, x, x)
-        return found
+    def forward(self, x):
+        return self.layer(x, x, x)
 
 
-def count_watchers(model: nn.Module) -> int:
+def count_watchers(model):
     return sum(len(getattr(module, "watchers", ())) for module in model.modules())
 
 
-def test_recorded_attention_of_a_bridge_reproduces_its_output() -> None:
+def test_recorded_attention_of_a_bridge_reproduces_its_output():
     bridge = MobileToFormer(token_dim=16, channels=12).double()
     x, tokens = torch.randn(4, 12, 5, 6).double(), torch.randn(4, 6, 16).double()
     with read_attention(bridge) as maps:
@@ -128,7 +124,7 @@ def test_recorded_attention_of_a_bridge_reproduces_its_output() -> None:
     assert_close(output, bridge.norm(tokens + bridge.project(gate * gathered)))
 
 
-def test_watchers_are_removed_even_after_an_error() -> None:
+def test_watchers_are_removed_even_after_an_error():
     backbone = MobileFormer(arch=SMALL_ARCH, out_features=("s4",)).eval()
     assert count_watchers(backbone) == 0
     with read_attention(backbone):
@@ -139,7 +135,7 @@ def test_watchers_are_removed_even_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_dropout_multiplies_by_a_mask_of_its_rate_and_pytorchs_seed(rate: float) -> None:
+def test_dropout_multiplies_by_a_mask_of_its_rate_and_pytorchs_seed(rate):
     x, layer = torch.randn(300, 1010, requires_grad=True), Dropout(rate)
     torch.manual_seed(0)
     found = layer(x)
@@ -154,9 +150,7 @@ def test_dropout_multiplies_by_a_mask_of_its_rate_and_pytorchs_seed(rate: float)
 
 
 @pytest.mark.parametrize("convolves", [True, False])
-def test_linear_layers_and_their_gradients_are_pytorchs(
-    convolves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_layers_and_their_gradients_are_pytorchs(convolves, monkeypatch):
     monkeypatch.setattr(cpu_kernels, "prefers_convolutions", lambda: convolves)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     convolve = Mock(side_effect=F.conv2d)

@@ -22,7 +22,7 @@ from ..modeling.reference_mobile_former import randomise_
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_depthwise_convolution_in_bfloat16_is_trained_in_float32(stride: int) -> None:
+def test_a_depthwise_convolution_in_bfloat16_is_trained_in_float32(stride):
     torch.manual_seed(0)
     shared = {"stride": stride, "padding": 1, "groups": 4, "bias": False}
     ours, theirs = (kind(4, 12, 3, **shared) for kind in (DepthwiseConv2d, Conv2d))
@@ -41,7 +41,7 @@ def test_a_depthwise_convolution_in_bfloat16_is_trained_in_float32(stride: int) 
         assert_close(ours(x), theirs(x), rtol=0, atol=0)  # nothing to gain in inference
 
 
-def randomised(norm: FrozenBatchNorm2d) -> FrozenBatchNorm2d:
+def randomised(norm):
     for value in norm.state_dict().values():
         value.uniform_(0.1, 3)
     return norm
@@ -53,13 +53,7 @@ def randomised(norm: FrozenBatchNorm2d) -> FrozenBatchNorm2d:
     [(NormedConv2d, 1, 6), (DepthwiseConv2d, 4, 12)],
     ids=["dense", "depthwise"],
 )
-def test_a_frozen_norm_is_folded_into_the_weights(
-    kind: type[NormedConv2d],
-    groups: int,
-    channels: int,
-    bias: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_frozen_norm_is_folded_into_the_weights(kind, groups, channels, bias, monkeypatch):
     torch.manual_seed(0)
     shared = {"padding": 1, "groups": groups, "bias": bias}
     ours, theirs = (
@@ -82,7 +76,7 @@ def test_a_frozen_norm_is_folded_into_the_weights(
     ours(x)  # does not run the norm
 
 
-def test_exported_norms_and_activations_are_detectron2s() -> None:
+def test_exported_norms_and_activations_are_detectron2s():
     torch.manual_seed(0)
     norm = randomised(FrozenBatchNorm2d(3))
     ours = NormedConv2d(2, 3, 1, bias=False, norm=norm).eval()
@@ -95,7 +89,7 @@ def test_exported_norms_and_activations_are_detectron2s() -> None:
     assert_close(acting(x), ours(x).relu())
 
 
-def test_gradients_of_the_dynamic_relu_are_correct() -> None:
+def test_gradients_of_the_dynamic_relu_are_correct():
     activation = DynamicReLU(token_dim=16, channels=12).double()
     randomise_(activation)
     torch.nn.init.normal_(activation.slopes.bias, std=3)  # saturates the slopes at both ends
@@ -115,9 +109,7 @@ SIZES = [(5, 3), (2, 7), (5, 7), (1, 1), (4, 6)]
     ],
 )
 @pytest.mark.parametrize("garbage", [0.0, float("nan")])
-def test_every_image_of_a_padded_batch_is_resized_as_alone(
-    old: list[tuple[int, int]], new: list[tuple[int, int]], garbage: float
-) -> None:
+def test_every_image_of_a_padded_batch_is_resized_as_alone(old, new, garbage):
     x = torch.randn(4, 3, 8, 9).double()
     mask_in = padding_mask(torch.tensor(old), (8, 9))
     mask_out = padding_mask(torch.tensor(new), (7, 12))
@@ -129,6 +121,6 @@ def test_every_image_of_a_padded_batch_is_resized_as_alone(
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5)])
 @pytest.mark.parametrize("channels", [8, 256])
-def test_the_position_encoding_equals_the_naive_loop(size: tuple[int, int], channels: int) -> None:
+def test_the_position_encoding_equals_the_naive_loop(size, channels):
     code = SinePositionEncoding(channels=channels)(size)
     assert_close(code[0], pixels(sine_code(*size, channels)).float(), rtol=0, atol=1e-5)

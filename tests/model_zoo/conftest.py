@@ -3,10 +3,8 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +22,9 @@ from tests.modeling.tiny_pretraining import make_tiny_config
 
 DETECTOR, BACKBONE = "retinanet/tiny", "qb_heat/tiny"
 CONTENT = b"weights" * 3000
-MakeEntry = Callable[..., ZooEntry]
 
 
-def make_entry(name: str = DETECTOR, content: bytes = CONTENT, **changes: Any) -> ZooEntry:
+def make_entry(name=DETECTOR, content=CONTENT, **changes):
     """Returns an entry for a file of that content."""
     entry = ZooEntry(
         name=name,
@@ -51,12 +48,12 @@ def make_entry(name: str = DETECTOR, content: bytes = CONTENT, **changes: Any) -
     return dataclasses.replace(entry, **changes)
 
 
-def save_index(entries: Iterable[ZooEntry]) -> None:
+def save_index(entries):
     index.INDEX_FILE.write_bytes(render_index(entries))
 
 
 @pytest.fixture(autouse=True)
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shipped(tmp_path, monkeypatch):
     """The folder in the place of the package's weights; its index is empty."""
     monkeypatch.delenv("QBHEAT_ZOO", raising=False)
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
@@ -67,10 +64,10 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ship(shipped: Path) -> MakeEntry:
+def ship(shipped):
     """Puts an entry and its file into the package."""
 
-    def put(name: str = DETECTOR, content: bytes = CONTENT, **changes: Any) -> ZooEntry:
+    def put(name=DETECTOR, content=CONTENT, **changes):
         entry = make_entry(name, content, **changes)
         save_index([*index.load_index(), entry])
         shipped.mkdir(exist_ok=True)
@@ -90,7 +87,7 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def detector(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def detector(tmp_path_factory):
     """A tiny RetinaNet."""
     cfg = make_retinanet_config()
     cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS = ["square", "disc", "cross"], [4, 9, 11]
@@ -102,7 +99,7 @@ def detector(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.fixture(scope="session")
-def backbone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def backbone(tmp_path_factory):
     """A tiny bare Mobile-Former whose config names folders of someone's machine."""
     cfg = make_tiny_config()
     cfg.INPUT.DATASET_MAPPER_NAME = "pretrain"
@@ -115,7 +112,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return _save(tmp_path_factory.mktemp("backbone"), cfg, model)
 
 
-def _save(folder: Path, cfg: CfgNode, model: torch.nn.Module) -> Trained:
+def _save(folder, cfg, model):
     path, state = folder / "model_final.safetensors", model.state_dict()
     save_weights(
         str(path), state, WeightsInfo.from_config(cfg, iteration=7, commit="c0ffee1-dirty")

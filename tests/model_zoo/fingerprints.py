@@ -9,15 +9,13 @@ of new entries: ``python -m tests.model_zoo.fingerprints``.
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from detectron2.config import CfgNode
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from qbheat_det.core.seeding import undisturbed
 from qbheat_det.data import build_mapper
@@ -35,13 +33,13 @@ _NUM_VALUES, _NUM_SCORES = 10, 5
 # Modules with raw outputs, in the order of computation.
 _MODULES = ("backbone", "head", "predictor", "decoder")
 
-Fingerprint = dict[str, list[float]]
-"""Mean, standard deviation and ten values by name of the output; five scores by image."""
 
+def compute_fingerprint(model, cfg):
+    """Runs a detector, a classifier or a pre-training objective on the synthetic images.
 
-def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
-    """Runs a detector, a classifier or a pre-training objective on the synthetic images."""
-    found: Fingerprint = {}
+    Returns mean, standard deviation and ten values by name of the output; five scores by image.
+    """
+    found = {}
     mapper = build_mapper(cfg, is_train=False)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as hooks:
         batch = []
@@ -53,7 +51,7 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
         for name, module in model.named_modules():
             if name in _MODULES:
 
-                def record_output(_: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+                def record_output(_, inputs, output, name=name):
                     # Now, because RetinaNet applies the sigmoid to its logits in place.
                     for key, tensor in _list_tensors(name, output):
                         found.setdefault(key, _summarise(tensor))
@@ -73,7 +71,7 @@ def compute_fingerprint(model: nn.Module, cfg: CfgNode) -> Fingerprint:
     return found
 
 
-def find_differences(expected: Fingerprint, found: Fingerprint) -> list[str]:
+def find_differences(expected, found):
     """Returns the names of the outputs that differ by more than the tolerance, in order."""
     wrong = []
     for name, before in expected.items():
@@ -85,7 +83,7 @@ def find_differences(expected: Fingerprint, found: Fingerprint) -> list[str]:
     return wrong + sorted(found.keys() - expected.keys())
 
 
-def _draw(height: int, width: int, number: int) -> np.ndarray:
+def _draw(height, width, number):
     """Draws a synthetic RGB image (H, W, 3) with waves, uniform boxes and fine noise."""
     y, x, channel = (axis.astype(np.int64) for axis in np.ogrid[:height, :width, :3])
     phase = 3 * x * (channel + 1) + 2 * y * (3 - channel) + 97 * number
@@ -100,7 +98,7 @@ def _draw(height: int, width: int, number: int) -> np.ndarray:
     return image.astype(np.uint8)
 
 
-def _list_tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+def _list_tensors(name, output):
     """Yields the floating-point tensors in nested mappings and sequences."""
     if isinstance(output, Tensor):
         if output.is_floating_point() and output.numel():
@@ -110,7 +108,7 @@ def _list_tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _list_tensors(f"{name}.{key}", value)
 
 
-def _summarise(output: Tensor) -> list[float]:
+def _summarise(output):
     values = output.detach().double().cpu().flatten()
     sample = values
     if len(values) > _NUM_VALUES:  # steps of the golden section: spread over all channels
@@ -120,7 +118,7 @@ def _summarise(output: Tensor) -> list[float]:
     return [float(f"{float(number):.6g}") for number in numbers]
 
 
-def main() -> None:
+def main():
     """Adds the missing statistics of shipped entries to the file."""
     known = json.loads(FILE.read_text())
     for entry in load_index():

@@ -4,8 +4,6 @@
 import datetime
 import hashlib
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +21,11 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation.complexity import CountingRule, count_madds
-from qbheat_det.model_zoo import Metric, ZooEntry, index
+from qbheat_det.model_zoo import Metric, index
 from qbheat_det.model_zoo.sources import cache_folder, describe_source
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
-from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained
+from .conftest import BACKBONE, DETECTOR
 
 ORIGIN = {
     "name": BACKBONE,
@@ -41,17 +39,17 @@ ORIGIN = {
 
 
 @pytest.fixture
-def add(backbone: Trained) -> MakeEntry:
+def add(backbone):
     """Adds the tiny backbone."""
 
-    def add_tiny(weights: object = None, **more: Any) -> ZooEntry:
+    def add_tiny(weights=None, **more):
         origin = {key: more.pop(key) for key in ORIGIN if key in more}
         return add_entry(str(weights or backbone.path), {**ORIGIN, **origin}, **more)
 
     return add_tiny
 
 
-def test_only_matrices_are_halved_and_only_if_float16_can_hold_them() -> None:
+def test_only_matrices_are_halved_and_only_if_float16_can_hold_them():
     state = {
         "conv.weight": torch.full((4, 3, 1, 1), 1 / 3),
         "bn.running_var": torch.tensor([1e-9, 1e6]),  # 0 and infinity in float16
@@ -68,7 +66,7 @@ def test_only_matrices_are_halved_and_only_if_float16_can_hold_them() -> None:
     torch.testing.assert_close(light, expected, rtol=0, atol=0)
 
 
-def test_a_config_loses_paths_of_every_kind_and_keeps_names(backbone: Trained) -> None:
+def test_a_config_loses_paths_of_every_kind_and_keeps_names(backbone):
     cfg = backbone.cfg.clone()
     cfg.MODEL.CLASS_NAMES = ["/", "file: a", ".."]
     cfg.MODEL.CACHE_FEATURES.FOLDER = "private"
@@ -86,9 +84,7 @@ def test_a_config_loses_paths_of_every_kind_and_keeps_names(backbone: Trained) -
     assert not any((*paths, found.SOLVER.FIRST_STAGE))
 
 
-def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
-    add: MakeEntry, shipped: Path, backbone: Trained
-) -> None:
+def test_the_file_is_small_and_without_paths_and_the_index_describes_it(add, shipped, backbone):
     metrics = (Metric("kNN top-1", 12.5, "%", "shapes val"),)
     entry = add(metrics=metrics)
     content = (shipped / "qb_heat-tiny.safetensors").read_bytes()
@@ -116,9 +112,7 @@ def test_the_file_is_small_and_without_paths_and_the_index_describes_it(
     assert again.summary == "another"
 
 
-def test_an_error_changes_nothing(
-    add: MakeEntry, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_changes_nothing(add, shipped, tmp_path, monkeypatch):
     pickled = tmp_path / "weights.pth"
     pickled.write_bytes(pickle.dumps({"model": print}))
     monkeypatch.setattr(add_to_zoo, "MAX_SHIPPED", 1000)
@@ -134,7 +128,7 @@ def test_an_error_changes_nothing(
     assert not shipped.exists()
 
 
-def _ship_encoder(ship: MakeEntry, detector: Trained, tmp_path: Path, change: float = 0.0) -> None:
+def _ship_encoder(ship, detector, tmp_path, change=0.0):
     """Ships the detector's encoder, alone and with a module that the detector does not use."""
     names = bare_backbone(detector.state)
     state = halve_precision({short: detector.state[name] for name, short in names.items()})
@@ -145,13 +139,11 @@ def _ship_encoder(ship: MakeEntry, detector: Trained, tmp_path: Path, change: fl
     ship(BACKBONE, (tmp_path / "encoder.safetensors").read_bytes())
 
 
-def _add(detector: Trained) -> ZooEntry:
+def _add(detector):
     return add_entry(str(detector.path), {**ORIGIN, "name": DETECTOR}, encoder=BACKBONE)
 
 
-def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(
-    ship: MakeEntry, shipped: Path, detector: Trained, tmp_path: Path
-) -> None:
+def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(ship, shipped, detector, tmp_path):
     _ship_encoder(ship, detector, tmp_path)
     entry = _add(detector)
     assert entry == zoo.find_entry(DETECTOR)
@@ -176,9 +168,7 @@ def test_the_encoder_is_left_out_and_put_back_to_the_same_bits(
         add_entry(str(detector.path), {**ORIGIN, "name": "retinanet/other"}, encoder=DETECTOR)
 
 
-def test_another_encoder_is_refused(
-    ship: MakeEntry, shipped: Path, detector: Trained, tmp_path: Path
-) -> None:
+def test_another_encoder_is_refused(ship, shipped, detector, tmp_path):
     _ship_encoder(ship, detector, tmp_path, change=0.5)
     before = index.INDEX_FILE.read_bytes()
     with pytest.raises(UserError, match=r"qb_heat-tiny\.safetensors"):

@@ -19,27 +19,16 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
-from qbheat_det.model_zoo import Metric, find_entry, index, list_entries, sources
+from qbheat_det.model_zoo import index, sources
 from qbheat_det.model_zoo.sources import _write_pytorch
 
-from .conftest import BACKBONE, DETECTOR, MakeEntry, Trained, make_entry
+from .conftest import BACKBONE, DETECTOR
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = runpy.run_path(str(ROOT / "docs" / "write_zoo_table.py"))
 
 
-def test_entries_are_found_by_name_and_pattern(ship: MakeEntry) -> None:
-    second, first = ship("retinanet/tiny", b"2"), ship("mf_detr/tiny", b"1")
-    assert find_entry("qbheat://retinanet/tiny") == second
-    assert list_entries() == (first, second)
-    assert list_entries("m*") == (first,)
-    with pytest.raises(UserError, match="retinanet/tiny"):
-        find_entry("retinet/tiny")
-
-
-def test_the_file_of_the_repository_has_the_entries_of_the_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_file_of_the_repository_has_the_entries_of_the_package(monkeypatch):
     package = Path(index.__file__).parent
     monkeypatch.setattr(sources, "SHIPPED", package / "weights")
     monkeypatch.setattr(index, "INDEX_FILE", package / "index.json")
@@ -51,30 +40,18 @@ def test_the_file_of_the_repository_has_the_entries_of_the_package(
         get_config_path(link)
 
 
-def test_commands_and_metrics_are_rendered() -> None:
-    metric = Metric("kNN top-1", 61.25, "%", "val", "±0.4, the standard error", "3 seeds")
-    assert str(metric) == "kNN top-1 61.2 ±0.4 %"
-    metrics = (metric, Metric("loss", 0.8094, "", "toy"))
-    text = TABLE["render_entries"]([make_entry(command="echo 1\nrm x", metrics=metrics)])
-    for words in (
-        *("](#retinanettiny)", "\n\n```sh\necho 1\nrm x\n```", "- loss 0.8094 on toy\n"),
-        "- kNN top-1 61.25 % on val (±0.4, the standard error; 3 seeds)\n",
-    ):
-        assert words in text
-
-
 ADDRESS = f"qbheat://{DETECTOR}"
 
 
 @pytest.fixture
-def _tiny_zoo(ship: MakeEntry, detector: Trained, backbone: Trained) -> None:
+def _tiny_zoo(ship, detector, backbone):
     _write_pytorch.cache_clear()
     ship(DETECTOR, detector.path.read_bytes())
     ship(BACKBONE, backbone.path.read_bytes())
 
 
 @pytest.mark.usefixtures("_tiny_zoo")
-def test_names_recipes_and_files(detector: Trained, shipped: Path) -> None:
+def test_names_recipes_and_files(detector, shipped):
     assert zoo.list() == [BACKBONE, DETECTOR]
     assert zoo.list("retina*") == [DETECTOR]
     recipe = "coco/retinanet_285M_finetune.yaml"
@@ -89,9 +66,7 @@ def test_names_recipes_and_files(detector: Trained, shipped: Path) -> None:
 
 @pytest.mark.usefixtures("_tiny_zoo")
 @pytest.mark.parametrize("name", [DETECTOR, BACKBONE])
-def test_a_model_has_its_weights_and_is_in_evaluation_mode(
-    name: str, detector: Trained, backbone: Trained
-) -> None:
+def test_a_model_has_its_weights_and_is_in_evaluation_mode(name, detector, backbone):
     expected = (detector if name == DETECTOR else backbone).state
     model = zoo.get(name, device="cpu")
     torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
@@ -102,7 +77,7 @@ def test_a_model_has_its_weights_and_is_in_evaluation_mode(
 
 
 @pytest.mark.usefixtures("_tiny_zoo")
-def test_the_package_s_own_readers_take_the_address(detector: Trained) -> None:
+def test_the_package_s_own_readers_take_the_address(detector):
     check_weights_file(ADDRESS)
     found, info = read_weights(ADDRESS)
     torch.testing.assert_close(found, detector.state, rtol=0, atol=0)
@@ -117,9 +92,7 @@ def test_the_package_s_own_readers_take_the_address(detector: Trained) -> None:
 
 
 @pytest.mark.usefixtures("_tiny_zoo")
-def test_the_path_manager_s_file_is_written_once_and_a_damaged_one_again(
-    detector: Trained, shipped: Path
-) -> None:
+def test_the_path_manager_s_file_is_written_once_and_a_damaged_one_again(detector, shipped):
     path = Path(PathManager.get_local_path(ADDRESS))
     written, content = path.stat().st_mtime_ns, path.read_bytes()
     _write_pytorch.cache_clear()  # as in another process

@@ -6,14 +6,11 @@ f query features and p query positions (Q, d), x a map (d, H, W), e its position
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from .reference_mobile_former import (
-    Weights,
     attention,
     depthwise3x3,
     depthwise_norm,
@@ -26,7 +23,7 @@ from .reference_mobile_former import (
 )
 
 
-def sine_code(height: int, width: int, dim: int) -> Tensor:
+def sine_code(height, width, dim):
     """(dim, H, W), float64: dim/2 channels of y, then dim/2 of x; even sine, odd cosine."""
     half = dim // 2
     code = torch.zeros(dim, height, width, dtype=torch.float64)
@@ -43,11 +40,11 @@ def sine_code(height: int, width: int, dim: int) -> Tensor:
     return code
 
 
-def bilinear(x: Tensor, size: Sequence[int]) -> Tensor:
+def bilinear(x, size):
     return F.interpolate(x[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
 
 
-def multi_head(w: Weights, query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
+def multi_head(w, query, key, value, heads):
     dim = query.shape[-1]
     weights = w.read("in_proj_weight", 3 * dim, dim).chunk(3)
     biases = w.read("in_proj_bias", 3 * dim).chunk(3)
@@ -58,21 +55,21 @@ def multi_head(w: Weights, query: Tensor, key: Tensor, value: Tensor, heads: int
     return linear(w.at("out_proj"), attention(*projected, heads), dim)
 
 
-def feed_forward(w: Weights, u: Tensor, hidden: int, last: int = 3) -> Tensor:
+def feed_forward(w, u, hidden, last=3):
     return linear(w.at(last), F.relu(linear(w.at(0), u, hidden)), u.shape[-1])
 
 
-def as_map(rows: Tensor, like: Tensor) -> Tensor:
+def as_map(rows, like):
     """(HW, d) -> (d, H, W)."""
     return rows.T.reshape(like.shape)
 
 
-def separable(w: Weights, x: Tensor, dim: int, stride: int = 1) -> Tensor:
+def separable(w, x, dim, stride=1):
     u = F.relu6(depthwise_norm(w.at("depthwise"), x, x.shape[0], stride))
     return pointwise_norm(w.at("pointwise"), u, dim)
 
 
-def up_conv(w: Weights, level: int, x: Tensor, backbone_map: Tensor) -> Tensor:
+def up_conv(w, level, x, backbone_map):
     dim = x.shape[0]
     u = separable(w.at("up", level), bilinear(x, backbone_map.shape[1:]), dim)
     lateral = w.at("laterals", level)
@@ -82,9 +79,7 @@ def up_conv(w: Weights, level: int, x: Tensor, backbone_map: Tensor) -> Tensor:
     return u + F.group_norm(side[None], 32, *norm)[0]
 
 
-def query_side(
-    w: Weights, f: Tensor, p: Tensor, x: Tensor, e: Tensor, heads: int, hidden: int
-) -> tuple[Tensor, Tensor]:
+def query_side(w, f, p, x, e, heads, hidden):
     """Position adaptation, cross-attention, self-attention, feed-forward; post-norm."""
     p = p + feed_forward(w.at("adapt_position"), f, f.shape[1], last=2)
     memory = pixels(x)
@@ -96,7 +91,7 @@ def query_side(
     return f, p
 
 
-def encoder_layer(w: Weights, x: Tensor, e: Tensor, heads: int, hidden: int) -> Tensor:
+def encoder_layer(w, x, e, heads, hidden):
     rows = pixels(x)
     read = multi_head(w.at("attention"), rows + e, rows + e, rows, heads)
     rows = layer_norm(w.at("attention_norm"), rows + read)
@@ -104,18 +99,18 @@ def encoder_layer(w: Weights, x: Tensor, e: Tensor, heads: int, hidden: int) -> 
     return as_map(layer_norm(w.at("feed_forward_norm"), rows + read), x)
 
 
-def lite_bottleneck(w: Weights, x: Tensor, f: Tensor, expansion: int) -> Tensor:
+def lite_bottleneck(w, x, f, expansion):
     u = depthwise3x3(w.at("depthwise"), x, expansion * x.shape[0], stride=1)
     return x + pointwise(w.at("pointwise"), dynamic_relu(w.at("act"), u, f[0]), x.shape[0])
 
 
-def queries_to_map(w: Weights, x: Tensor, e: Tensor, f: Tensor, p: Tensor, heads: int) -> Tensor:
+def queries_to_map(w, x, e, f, p, heads):
     dim = f.shape[1]
     key, value = linear(w.at("key"), f + p, dim), linear(w.at("value"), f, dim)
     return x + as_map(attention(pixels(x) + e, key, value, heads), x)
 
 
-def predict(w: Weights, f: Tensor, classes: int) -> dict[str, Tensor]:
+def predict(w, f, classes):
     """Logits of the classes and of "no object", and boxes (cxcywh in [0, 1])."""
     dim = f.shape[1]
     box = w.at("bbox_embed")
@@ -126,18 +121,8 @@ def predict(w: Weights, f: Tensor, classes: int) -> dict[str, Tensor]:
 
 
 def mf_decoder(
-    w: Weights,
-    c8: Tensor,
-    c16: Tensor,
-    blocks: tuple[int, int, int],
-    classes: int,
-    *,
-    queries: int = 100,
-    dim: int = 256,
-    heads: int = 8,
-    hidden: int = 1024,
-    expansion: int = 6,
-) -> list[dict[str, Tensor]]:
+    w, c8, c16, blocks, classes, *, queries=100, dim=256, heads=8, hidden=1024, expansion=6
+):
     """Predictions after every block, first to last; ``blocks`` at strides 32, 16 and 8."""
     p = w.read("query_position.weight", queries, dim)
     f = torch.zeros_like(p)

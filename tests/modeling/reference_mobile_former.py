@@ -10,28 +10,25 @@ import copy
 import math
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
-
-from qbheat_det.modeling.backbone import MobileFormerArch
 
 
 class Weights:
     """A module's tensors by name, which remember that they were read, and check every shape."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         state = module.state_dict().items()
         self.tensors = {name: value for name, value in state if value.is_floating_point()}
-        self.names_read: set[str] = set()
+        self.names_read = set()
         self.prefix = ""
 
-    def at(self, *parts: object) -> "Weights":
+    def at(self, *parts):
         """The same tensors seen from one name further down."""
         child = copy.copy(self)
         child.prefix = self.prefix + "".join(f"{part}." for part in parts)
         return child
 
-    def read(self, name: str, *shape: int) -> Tensor:
+    def read(self, name, *shape):
         """Returns one tensor, which must have this shape."""
         full_name = self.prefix + name
         tensor = self.tensors[full_name]
@@ -40,7 +37,7 @@ class Weights:
         return tensor
 
 
-def randomise_(module: nn.Module, *, gain: float = 1.2, seed: int = 0) -> None:
+def randomise_(module, *, gain=1.2, seed=0):
     """Fills every parameter and statistic, so that nothing hides behind a zero or a one.
 
     Norm scales and variances lie in [0.5, 1.5]; other vectors, among them the means, have standard
@@ -63,35 +60,35 @@ def randomise_(module: nn.Module, *, gain: float = 1.2, seed: int = 0) -> None:
         tensor.copy_(value)
 
 
-def linear(w: Weights, u: Tensor, out: int) -> Tensor:
+def linear(w, u, out):
     return u @ w.read("weight", out, u.shape[-1]).T + w.read("bias", out)
 
 
-def layer_norm(w: Weights, u: Tensor) -> Tensor:
+def layer_norm(w, u):
     width = u.shape[-1]
     return F.layer_norm(u, (width,), w.read("weight", width), w.read("bias", width))
 
 
-def batch_norm(w: Weights, x: Tensor) -> Tensor:
+def batch_norm(w, x):
     """With the stored statistics; x is (C, H, W)."""
     names = ("running_mean", "running_var", "weight", "bias")
     return F.batch_norm(x[None], *(w.read(name, x.shape[0]) for name in names))[0]
 
 
-def conv3x3(w: Weights, x: Tensor, out: int, stride: int) -> Tensor:
+def conv3x3(w, x, out, stride):
     return F.conv2d(x, w.read("weight", out, x.shape[0], 3, 3), None, stride, 1)
 
 
-def depthwise3x3(w: Weights, x: Tensor, out: int, stride: int) -> Tensor:
+def depthwise3x3(w, x, out, stride):
     """Output channel o reads input channel o // (out / C) alone."""
     return F.conv2d(x, w.read("weight", out, 1, 3, 3), None, stride, 1, groups=x.shape[0])
 
 
-def pointwise(w: Weights, x: Tensor, out: int) -> Tensor:
+def pointwise(w, x, out):
     return F.conv2d(x, w.read("weight", out, x.shape[0], 1, 1))
 
 
-def dynamic_relu(w: Weights, x: Tensor, driver: Tensor) -> Tensor:
+def dynamic_relu(w, x, driver):
     """max(a1 x, a2 x) per channel, with slopes computed from one vector."""
     channels = x.shape[0]
     hidden = F.relu(linear(w.at("squeeze"), driver, len(driver) // 4))
@@ -101,7 +98,7 @@ def dynamic_relu(w: Weights, x: Tensor, driver: Tensor) -> Tensor:
     return torch.maximum(a1[:, None, None] * x, a2[:, None, None] * x)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
+def attention(query, key, value, heads):
     """(A, E), (B, E), (B, E) -> (A, E): each head has its own slice of the channels."""
     width = query.shape[-1] // heads
     parts = []
@@ -112,12 +109,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def pixels(x: Tensor) -> Tensor:
+def pixels(x):
     """(C, H, W) -> (HW, C), row by row."""
     return torch.stack([x[:, i, j] for i in range(x.shape[1]) for j in range(x.shape[2])])
 
 
-def mobile_to_former(w: Weights, x: Tensor, z: Tensor) -> Tensor:
+def mobile_to_former(w, x, z):
     channels, token_dim = x.shape[0], z.shape[1]
     memory = pixels(x)
     read = attention(linear(w.at("query"), z, channels), memory, memory, heads=2)
@@ -125,7 +122,7 @@ def mobile_to_former(w: Weights, x: Tensor, z: Tensor) -> Tensor:
     return layer_norm(w.at("norm"), z + linear(w.at("project"), gate * read, token_dim))
 
 
-def former(w: Weights, z: Tensor) -> Tensor:
+def former(w, z):
     dim = z.shape[1]
     read = attention(linear(w.at("query"), z, dim), z, z, heads=4)
     z = layer_norm(w.at("attention_norm"), z + linear(w.at("project"), read, dim))
@@ -133,41 +130,41 @@ def former(w: Weights, z: Tensor) -> Tensor:
     return layer_norm(w.at("mlp_norm"), z + linear(w.at("mlp", 2), hidden, dim))
 
 
-def former_to_mobile(w: Weights, x: Tensor, z: Tensor) -> Tensor:
+def former_to_mobile(w, x, z):
     channels, height, width = x.shape
     key, value = linear(w.at("key"), z, channels), linear(w.at("value"), z, channels)
     read = attention(pixels(x), key, value, heads=2)
     return x + read.T.reshape(channels, height, width)
 
 
-def pointwise_norm(w: Weights, x: Tensor, out: int) -> Tensor:
+def pointwise_norm(w, x, out):
     return batch_norm(w.at("norm"), pointwise(w, x, out))
 
 
-def depthwise_norm(w: Weights, x: Tensor, out: int, stride: int = 1) -> Tensor:
+def depthwise_norm(w, x, out, stride=1):
     return batch_norm(w.at("norm"), depthwise3x3(w, x, out, stride))
 
 
-def lite(w: Weights, x: Tensor, hidden: int, out: int) -> Tensor:
+def lite(w, x, hidden, out):
     u = F.relu6(depthwise_norm(w.at("depthwise"), x, hidden))
     return x + pointwise_norm(w.at("pointwise"), u, out)
 
 
-def plain(w: Weights, x: Tensor, hidden: int, out: int, driver: Tensor) -> Tensor:
+def plain(w, x, hidden, out, driver):
     u = dynamic_relu(w.at("expand_act"), pointwise_norm(w.at("expand"), x, hidden), driver)
     u = dynamic_relu(w.at("depthwise_act"), depthwise_norm(w.at("depthwise"), u, hidden), driver)
     u = pointwise_norm(w.at("reduce"), u, out)
     return x + u if x.shape[0] == out else u
 
 
-def down(w: Weights, x: Tensor, hidden: int, out: int, hidden2: int, driver: Tensor) -> Tensor:
+def down(w, x, hidden, out, hidden2, driver):
     u = dynamic_relu(w.at("down_act"), depthwise_norm(w.at("down"), x, hidden, 2), driver)
     y = pointwise_norm(w.at("down_reduce"), u, out)
     u = dynamic_relu(w.at("depthwise_act"), depthwise_norm(w.at("depthwise"), y, hidden2), driver)
     return y + pointwise_norm(w.at("reduce"), u, out)
 
 
-def mobile_former(w: Weights, arch: MobileFormerArch, image: Tensor) -> dict[str, Tensor]:
+def mobile_former(w, arch, image):
     """The encoder of one image (3, H, W): the last map of every stride, C16 and the tokens."""
     z = w.read("tokens", arch.num_tokens, arch.token_dim)
     stem = w.at("stem")

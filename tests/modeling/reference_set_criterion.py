@@ -2,22 +2,19 @@
 """DETR's matching and losses a second time, in Python loops: the oracle of their tests.
 
 Letters: Q queries, K classes; label K means "no object". Boxes are (cx, cy, w, h) in [0, 1] of
-the unpadded image.
+the unpadded image. A target is labels (T,) and boxes (T, 4) of one image.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import torch
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor
 
 CLASS_WEIGHT, L1_WEIGHT, GIOU_WEIGHT = 1.0, 5.0, 2.0
-Target = tuple[Tensor, Tensor]  # labels (T,) and boxes (T, 4) of one image
 
 
-def generalized_iou(first: Tensor, second: Tensor) -> Tensor:
+def generalized_iou(first, second):
     """Of two single boxes."""
     left1, top1 = first[0] - first[2] / 2, first[1] - first[3] / 2
     right1, bottom1 = first[0] + first[2] / 2, first[1] + first[3] / 2
@@ -33,7 +30,7 @@ def generalized_iou(first: Tensor, second: Tensor) -> Tensor:
     return shared / union - (hull - union) / hull
 
 
-def matching_cost(logits: Tensor, boxes: Tensor, target: Target) -> list[list[float]]:
+def matching_cost(logits, boxes, target):
     """(Q, T): what it costs to give a box to a query."""
     labels, true_boxes = target
     table = []
@@ -53,14 +50,14 @@ def matching_cost(logits: Tensor, boxes: Tensor, target: Target) -> list[list[fl
     return table
 
 
-def match_by_trying_all(cost: Sequence[Sequence[float]], boxes: int) -> list[tuple[int, int]]:
+def match_by_trying_all(cost, boxes):
     """(query, box) pairs of the cheapest among all ordered choices of one query a box."""
     choices = itertools.permutations(range(len(cost)), boxes)
     cheapest = min(choices, key=lambda chosen: sum(cost[q][t] for t, q in enumerate(chosen)))
     return [(query, box) for box, query in enumerate(cheapest)]
 
 
-def match(logits: Tensor, boxes: Tensor, target: Target) -> list[tuple[int, int]]:
+def match(logits, boxes, target):
     """(query, box) pairs: by trying all choices where they are few, else by scipy."""
     count = len(target[0])
     if count == 0:
@@ -71,9 +68,7 @@ def match(logits: Tensor, boxes: Tensor, target: Target) -> list[tuple[int, int]
     return [(int(query), int(box)) for query, box in zip(*linear_sum_assignment(cost), strict=True)]
 
 
-def losses_of_one_prediction(
-    logits: Tensor, boxes: Tensor, targets: Sequence[Target], no_object_weight: float
-) -> dict[str, Tensor]:
+def losses_of_one_prediction(logits, boxes, targets, no_object_weight):
     """Weighted losses of logits (N, Q, K + 1) and boxes (N, Q, 4)."""
     no_object = logits.shape[2] - 1
     total_boxes = max(sum(len(labels) for labels, _ in targets), 1)
@@ -99,9 +94,7 @@ def losses_of_one_prediction(
     }
 
 
-def set_criterion(
-    predictions: Sequence[dict[str, Tensor]], targets: Sequence[Target], no_object_weight: float
-) -> dict[str, Tensor]:
+def set_criterion(predictions, targets, no_object_weight):
     """Losses of every block's prediction, each matched anew; ``_0``, ``_1``... but for the last."""
     losses = {}
     for number, prediction in enumerate(predictions):

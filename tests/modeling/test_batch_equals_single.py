@@ -1,11 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Whole MF-DETR: a batch of differently sized images gives what the images give one by one."""
 
-from typing import Any
-
 import torch
 from detectron2.structures import Boxes, Instances
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
@@ -16,7 +14,7 @@ from .reference_mobile_former import randomise_
 SIZES = [(1, 1), (40, 56), (2, 97), (31, 3)]
 
 
-def build(variant: str = "285M", blocks: tuple[int, int, int] = (2, 1, 1)) -> MFDETR:
+def build(variant="285M", blocks=(2, 1, 1)):
     features = ["s8", "s16_expanded"]
     backbone = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=features)
     shapes = backbone.output_shape()
@@ -32,7 +30,7 @@ def build(variant: str = "285M", blocks: tuple[int, int, int] = (2, 1, 1)) -> MF
     )
 
 
-def random_model(*args: Any) -> MFDETR:
+def random_model(*args):
     """Random everywhere, with moderate weights and the BatchNorm statistics of its activations.
 
     As in a trained model, activations then neither grow nor fade with depth. Otherwise attention
@@ -50,16 +48,16 @@ def random_model(*args: Any) -> MFDETR:
     return model.eval()
 
 
-def image(size: tuple[int, int], seed: int) -> Tensor:
+def image(size, seed):
     noise = torch.rand(3, *size, generator=torch.Generator().manual_seed(seed))
     return 255 * noise
 
 
-def entries(sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+def entries(sizes):
     return [{"image": image(size, seed)} for seed, size in enumerate(sizes)]
 
 
-def test_detections_agree() -> None:
+def test_detections_agree():
     model, inputs = random_model(), entries(SIZES)
     inputs[0].update(height=300, width=451)  # the size of the picture before resizing
     with torch.no_grad():
@@ -77,7 +75,7 @@ def test_detections_agree() -> None:
             assert (found.pred_classes == alone.pred_classes).float().mean() > 0.98
 
 
-def test_in_double_precision_nothing_leaks_at_all() -> None:
+def test_in_double_precision_nothing_leaks_at_all():
     model = random_model().double()
     inputs = [
         {"image": entry["image"].double()} for entry in entries([(50, 77), (33, 120), *SIZES])
@@ -93,7 +91,7 @@ def test_in_double_precision_nothing_leaks_at_all() -> None:
             assert_close(states[:, n], alone[:, 0], rtol=0, atol=1e-9, msg=f"image {n}")
 
 
-def test_every_parameter_gets_a_gradient_in_training() -> None:
+def test_every_parameter_gets_a_gradient_in_training():
     model = random_model("285M", (2, 2, 2)).train()
     inputs = entries([(64, 96), (50, 77), (40, 40)])
     for count, entry in zip((3, 0, 1), inputs, strict=True):
@@ -113,7 +111,7 @@ def test_every_parameter_gets_a_gradient_in_training() -> None:
             assert float(parameter.grad.abs().max()) > 0, f"the gradient of {name} is zero"
 
 
-def test_losses_of_a_padded_batch_follow_from_the_images_alone() -> None:
+def test_losses_of_a_padded_batch_follow_from_the_images_alone():
     # Stored statistics and no dropout: each image is on its own. One box an image gives all the
     # same share of the normalisers, so that the batch's losses are the mean.
     model = random_model()

@@ -1,13 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What an image classifier computes, counts and leaves alone."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from detectron2.modeling import build_model
-from torch import Tensor
 from torch.testing import assert_close
 
 from qbheat_det.core.errors import UserError
@@ -23,7 +20,7 @@ RESNET = {
 }
 
 
-def make_model(values: dict[str, Any] | None = None) -> ImageClassifier:
+def make_model(values=None):
     """With other keys below ``MODEL``."""
     torch.manual_seed(0)
     cfg = make_tiny_config("ImageClassifier")
@@ -34,7 +31,7 @@ def make_model(values: dict[str, Any] | None = None) -> ImageClassifier:
     return model
 
 
-def make_batch(count: int = 6) -> list[dict[str, Any]]:
+def make_batch(count=6):
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (count, 3, 64, 64), generator=generator, dtype=torch.uint8)
     return [
@@ -48,7 +45,7 @@ def make_batch(count: int = 6) -> list[dict[str, Any]]:
     [TOKENS, {**TOKENS, **TRANSFORMER}, RESNET],
     ids=["with token", "transformer", "ResNet"],
 )
-def test_loss_and_scores_are_those_of_images_one_by_one(values: dict[str, Any]) -> None:
+def test_loss_and_scores_are_those_of_images_one_by_one(values):
     model, batch = make_model(values).eval(), make_batch()
     mean, std = (t.view(3, 1, 1) for t in (model.pixel_mean, model.pixel_std))
     losses, agree = [], []
@@ -68,32 +65,13 @@ def test_loss_and_scores_are_those_of_images_one_by_one(values: dict[str, Any]) 
     assert_close(model.metrics["accuracy"], torch.tensor(100 * np.mean(agree)).float())
 
 
-@pytest.mark.parametrize("values", [{}, RESNET], ids=["MobileFormer", "ResNet"])
-def test_a_frozen_encoder_is_bit_equal_after_training_statistics_too(
-    values: dict[str, Any],
-) -> None:
-    model = make_model({**values, "BACKBONE.FREEZE_AT": 5, "MOBILE_FORMER.DROP_PATH": 0.5})
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    optimizer = torch.optim.SGD(model.decoder.parameters(), lr=0.1)
-    model.train()
-    for _ in range(3):
-        (loss,) = model(make_batch()).values()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]) == name.startswith("backbone."), name
-
-
 @pytest.mark.parametrize(
     "opts", [{"MIXUP": 0.8}, {"CUTMIX": 1.0, "LABEL_SMOOTHING": 0.1}, {"LABEL_SMOOTHING": 0.1}]
 )
-def test_the_loss_in_training_is_against_the_targets_of_what_the_encoder_sees(
-    opts: dict[str, float],
-) -> None:
+def test_the_loss_in_training_is_against_the_targets_of_what_the_encoder_sees(opts):
     keys = {f"CLASSIFIER.{key}": value for key, value in opts.items()}
     model, batch = make_model(keys).train(), make_batch()
-    seen: list[Tensor] = []
+    seen = []
     model.backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     np.random.seed(3)
     loss = model(batch)["loss_cls"]
@@ -109,7 +87,7 @@ def test_the_loss_in_training_is_against_the_targets_of_what_the_encoder_sees(
     assert abs(float((loss - hard).detach())) > 1e-4
 
 
-def test_labels_and_sizes_that_do_not_fit_are_named() -> None:
+def test_labels_and_sizes_that_do_not_fit_are_named():
     model = make_model()
     batch = make_batch()
     batch[2]["label"] = 5

@@ -1,11 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """``MobileFormer`` against the naive second implementation, parameter by parameter."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from qbheat_det.layers import FormerToMobile, MobileToFormer
@@ -36,30 +34,30 @@ TOTALS_WITHOUT_BATCH_NORM = {"3.7G": 24_968_880, "1.0G": 11_742_872, "285M": 4_9
 
 
 @pytest.fixture(scope="module", params=list(PARAMETERS))
-def variant(request: pytest.FixtureRequest) -> str:
+def variant(request):
     return str(request.param)
 
 
-def random_encoder(variant: str) -> MobileFormer:
+def random_encoder(variant):
     model = MobileFormer(arch=MOBILE_FORMER_ARCHS[variant], out_features=OUTPUTS)
     randomise_(model)
     return model.double().eval()
 
 
 @pytest.fixture(scope="module")
-def encoder(variant: str) -> MobileFormer:
+def encoder(variant):
     return random_encoder(variant)
 
 
-def image_of(*size: int, seed: int = 0) -> Tensor:
+def image_of(*size, seed=0):
     return torch.randn(3, *size, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def count(parameters: Iterator[nn.Parameter]) -> int:
+def count(parameters):
     return sum(parameter.numel() for parameter in parameters)
 
 
-def test_parameter_counts_are_the_published_ones(variant: str, encoder: MobileFormer) -> None:
+def test_parameter_counts_are_the_published_ones(variant, encoder):
     blocks = [block for stage in encoder.stages for block in stage]
     parts = [encoder.stem, *blocks, encoder.expand]
     counts = [encoder.tokens.numel(), *(count(part.parameters()) for part in parts)]
@@ -71,9 +69,7 @@ def test_parameter_counts_are_the_published_ones(variant: str, encoder: MobileFo
 
 
 @pytest.mark.parametrize("size", [(64, 96), (50, 77)])
-def test_outputs_equal_the_naive_implementation(
-    variant: str, encoder: MobileFormer, size: tuple[int, int]
-) -> None:
+def test_outputs_equal_the_naive_implementation(variant, encoder, size):
     image, weights = image_of(*size), Weights(encoder)
     with torch.no_grad():
         outputs = encoder(image[None])
@@ -86,7 +82,7 @@ def test_outputs_equal_the_naive_implementation(
 
 
 @pytest.mark.parametrize(("margin", "garbage"), [(0, 0.0), (5, 300.0)])
-def test_a_padded_batch_gives_what_the_images_give_alone(margin: int, garbage: float) -> None:
+def test_a_padded_batch_gives_what_the_images_give_alone(margin, garbage):
     encoder = MobileFormer(arch=SMALL_ARCH, out_features=OUTPUTS)
     randomise_(encoder)
     encoder.double().eval()
@@ -108,7 +104,7 @@ def test_a_padded_batch_gives_what_the_images_give_alone(margin: int, garbage: f
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_the_order_of_maps_in_memory_changes_nothing(padded: bool) -> None:
+def test_the_order_of_maps_in_memory_changes_nothing(padded):
     torch.manual_seed(0)
     to_former = MobileToFormer(token_dim=12, channels=8).double()
     to_mobile = FormerToMobile(token_dim=12, channels=8).double()

@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """What models offer by ``contracts``, and config values out of range, which name the key."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -67,7 +66,7 @@ VALUES = {
 }
 
 
-def build(name: str, words: str, count: int = 0) -> None:
+def build(name, words, count=0):
     """Builds a model with other config values, and trains it on some images."""
     cfg = make_tiny_config(name)
     if name == "MFDETR":
@@ -83,7 +82,7 @@ def build(name: str, words: str, count: int = 0) -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [(name, words) for name, each in VALUES.items() for words in each]
 )
-def test_config_values_out_of_range_are_named(name: str, words: str) -> None:
+def test_config_values_out_of_range_are_named(name, words):
     key = words.split()[-2].rpartition(".")[2]
     with pytest.raises(ValueError, match=key):
         build(name, words)
@@ -108,7 +107,7 @@ def test_config_values_out_of_range_are_named(name: str, words: str) -> None:
         (partial(find_map, MAP, "s16", 40, multiple=1), "SIZE"),
     ],
 )
-def test_arguments_out_of_range_are_named(call: Callable[[], object], named: str) -> None:
+def test_arguments_out_of_range_are_named(call, named):
     with pytest.raises(ValueError, match=named):
         call()
 
@@ -129,12 +128,12 @@ def test_arguments_out_of_range_are_named(call: Callable[[], object], named: str
         ),
     ],
 )
-def test_what_a_user_can_mend_is_named(call: Callable[[], object], named: str) -> None:
+def test_what_a_user_can_mend_is_named(call, named):
     with pytest.raises(UserError, match=named):
         call()
 
 
-def test_more_keys_than_a_queue_holds_are_refused() -> None:
+def test_more_keys_than_a_queue_holds_are_refused():
     with pytest.raises(RuntimeError, match="QUEUE_SIZE"):
         FeatureQueue(size=4, dim=2).hold(torch.zeros(5, 2))
 
@@ -154,7 +153,7 @@ CHECKED = {name for names in EXPECTED.values() for name in names}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_model_fits_its_protocols(name: str) -> None:
+def test_a_model_fits_its_protocols(name):
     cfg = get_cfg()
     cfg.MODEL.DEVICE = "meta"
     cfg.MODEL.META_ARCHITECTURE = name
@@ -182,11 +181,11 @@ def test_a_model_fits_its_protocols(name: str) -> None:
 class Below(Backbone):
     """A backbone that is never run."""
 
-    def forward(self) -> None:
+    def forward(self):
         raise NotImplementedError
 
 
-def test_the_encoder_stands_below_a_pyramid() -> None:
+def test_the_encoder_stands_below_a_pyramid():
     encoder = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s8", "s16"])
     pyramid = FPN(encoder, ["s8", "s16"], 8)
     vit, simple = Below(), Below()

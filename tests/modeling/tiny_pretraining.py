@@ -1,19 +1,15 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Small models and inputs of pre-training, for tests."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import Backbone
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from qbheat_det.config import load_config
 from qbheat_det.modeling.backbone import arch_of_rows
-from qbheat_det.modeling.pretrain import ReconstructionLoss, ReconstructionModel
+from qbheat_det.modeling.pretrain import ReconstructionLoss
 
 # Over stages of unequal length.
 SMALL_ARCH = arch_of_rows(
@@ -37,38 +33,31 @@ MEAN, STD = (120.0, 110.0, 100.0), (60.0, 50.0, 40.0)
 class PatchesAsMap(Backbone):
     """A backbone without weights: the pixels of each patch are the channels of its position."""
 
-    def __init__(self, *, stride: int = 16, name: str = "map") -> None:
+    def __init__(self, *, stride=16, name="map"):
         super().__init__()
         self.stride = stride
         self.name = name
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         return {self.name: F.pixel_unshuffle(x, self.stride)}
 
-    def output_shape(self) -> dict[str, ShapeSpec]:
+    def output_shape(self):
         return {self.name: ShapeSpec(channels=3 * self.stride**2, stride=self.stride)}
 
 
 class Copies(nn.Module):
     """A decoder that takes features for pixels."""
 
-    def __init__(self, *, grid_size: int, patch_size: int) -> None:
+    def __init__(self, *, grid_size, patch_size):
         super().__init__()
         self.grid_size, self.patch_size = grid_size, patch_size
         self.image_size = grid_size * patch_size
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z):
         return z.flatten(1, 2)
 
 
-def make_copying_model(
-    kind: Callable[..., ReconstructionModel],
-    predictor: nn.Module,
-    grid_size: int,
-    *,
-    stride: int = 16,
-    **others: Any,
-) -> Any:
+def make_copying_model(kind, predictor, grid_size, *, stride=16, **others):
     """What is visible passes through unchanged, and predicted features are taken for pixels."""
     model = kind(
         backbone=PatchesAsMap(stride=stride),
@@ -84,7 +73,7 @@ def make_copying_model(
     return model.eval()
 
 
-def make_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:
+def make_config(meta_arch="QBHeat", **qb_heat):
     """Returns that of a Mobile-Former at 64 pixels, with keys of ``MODEL.QB_HEAT``."""
     words = f"""
 MODEL.META_ARCHITECTURE {meta_arch} MODEL.DEVICE cpu MODEL.BACKBONE.NAME MobileFormer
@@ -96,7 +85,7 @@ MODEL.QB_HEAT.DECODER_DEPTH 2 MODEL.QB_HEAT.DECODER_HEADS 4"""
     return cfg
 
 
-def make_tiny_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:
+def make_tiny_config(meta_arch="QBHeat", **qb_heat):
     """Returns one whose Mobile-Former has four blocks of a few channels."""
     cfg = make_config(meta_arch, **qb_heat)
     own = {"VARIANT": "custom", "TOKEN_DIM": 16, "STEM_CHANNELS": 8, "EXPANDED_CHANNELS": 64}
@@ -105,6 +94,6 @@ def make_tiny_config(meta_arch: str = "QBHeat", **qb_heat: Any) -> CfgNode:
     return cfg
 
 
-def make_inputs(count: int, size: int = 64) -> list[dict[str, Any]]:
+def make_inputs(count, size=64):
     shape = (3, size, size)
     return [{"image": torch.randint(256, shape, dtype=torch.uint8)} for _ in range(count)]

@@ -3,18 +3,15 @@
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import Backbone
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.config import get_cfg, load_config
@@ -34,7 +31,7 @@ from tests.tool_modules import load_tool, refuse
 main = load_tool("probe_backbone").main
 
 
-def make_config(tmp_path: Path, backbone: str = "timm:resnet10t") -> str:
+def make_config(tmp_path, backbone="timm:resnet10t"):
     """Writes a config of a small network of timm, at 32 pixels."""
     path = tmp_path / f"{backbone.replace(':', '_')}.yaml"
     path.write_text(
@@ -45,7 +42,7 @@ def make_config(tmp_path: Path, backbone: str = "timm:resnet10t") -> str:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> list[str]:
+def folders(tmp_path):
     """Flags that name two folders of three classes each, with a broken image."""
     train = make_classes(tmp_path / "train", dict.fromkeys("abc", 3))
     val = make_classes(tmp_path / "val", dict.fromkeys("abc", 3), first=100)
@@ -53,12 +50,12 @@ def folders(tmp_path: Path) -> list[str]:
     return ["--data", train, "--val", val]
 
 
-def probe(words: list[str], tmp_path: Path) -> dict[str, Any]:
+def probe(words, tmp_path):
     main([*words, "--json", str(tmp_path / "out.json")])
     return dict(json.loads((tmp_path / "out.json").read_text()))
 
 
-def write_weights(cfg: CfgNode, path: Path, seed: int) -> None:
+def write_weights(cfg, path, seed):
     torch.manual_seed(seed)
     backbone = build_bare_backbone(cfg)
     state = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
@@ -66,11 +63,8 @@ def write_weights(cfg: CfgNode, path: Path, seed: int) -> None:
 
 
 def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
-    folders: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    folders, tmp_path, capsys, caplog
+):
     config = make_config(tmp_path)
     weights, bare = tmp_path / "w.safetensors", tmp_path / "bare.safetensors"
     write_weights(load_config(config), weights, seed=7)
@@ -102,9 +96,7 @@ def test_rows_are_files_and_random_backbones_without_and_with_new_statistics(
     assert capsys.readouterr().out == table
 
 
-def test_a_repeated_command_continues_with_the_missing_rows(
-    folders: list[str], tmp_path: Path
-) -> None:
+def test_a_repeated_command_continues_with_the_missing_rows(folders, tmp_path):
     words = ["--config-file", make_config(tmp_path), "--random", *folders]
     first = probe([*words, "--probes", "knn"], tmp_path)
     both = probe([*words, "--probes", "knn", "tran-1"], tmp_path)
@@ -114,8 +106,8 @@ def test_a_repeated_command_continues_with_the_missing_rows(
 
 
 def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
-    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    folders, tmp_path, capsys
+):
     config, weights = make_config(tmp_path), tmp_path / "w.safetensors"
     words = ["--config-file", config, "--weights", str(weights), "--probes", "knn", *folders]
     digests = set()
@@ -146,10 +138,7 @@ def test_results_of_other_settings_are_refused_and_of_other_weights_replaced(
         *((["--random", "--json", f"{name}.json"], name) for name in ("text", "rows")),
     ],
 )
-def test_bad_arguments_are_named(
-    words: list[str], expected: str, folders: list[str], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_bad_arguments_are_named(words, expected, folders, tmp_path, capsys):
     if "w.safetensors" in words:
         other = load_config(make_config(tmp_path, "timm:resnet14t"))
         write_weights(other, tmp_path / "w.safetensors", seed=0)
@@ -167,7 +156,7 @@ def test_bad_arguments_are_named(
     assert all((tmp_path / name).read_text() == text for name, text in contents.items())
 
 
-def test_images_seen_are_those_of_all_steps_that_went_into_the_weights() -> None:
+def test_images_seen_are_those_of_all_steps_that_went_into_the_weights():
     cfg = get_cfg()
     cfg.SOLVER.IMS_PER_BATCH = 64
     info = WeightsInfo.from_config(cfg, iteration=186, commit="")
@@ -183,20 +172,20 @@ MEAN, STD = (100.0, 110.0, 120.0), (50.0, 60.0, 70.0)
 class _TwoLayers(Backbone):
     """Two norms, and dropout between them that must be off."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
         self.dropout = nn.Dropout(0.9)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         return {"s1": self.second(self.dropout(self.first(x)))}
 
 
-def _images(sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+def _images(sizes):
     return [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
 
 
-def test_norms_get_mean_and_variance_of_all_positions_of_all_images() -> None:
+def test_norms_get_mean_and_variance_of_all_positions_of_all_images():
     images = _images([(8, 8), (6, 10), (8, 8), (5, 7), (8, 8)])
     backbone = _TwoLayers()
     assert recalibrate_bn(backbone, images, pixel_mean=MEAN, pixel_std=STD, batch_size=2) == 2
@@ -212,7 +201,7 @@ def test_norms_get_mean_and_variance_of_all_positions_of_all_images() -> None:
     torch.testing.assert_close(second.running_var, torch.ones(3), rtol=1e-3, atol=1e-3)
 
 
-def test_nothing_but_the_statistics_of_norms_that_are_not_frozen_changes() -> None:
+def test_nothing_but_the_statistics_of_norms_that_are_not_frozen_changes():
     backbone = _TwoLayers().train()
     backbone.second = FrozenBatchNorm2d.convert_frozen_batchnorm(backbone.second)
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
@@ -229,9 +218,7 @@ def test_nothing_but_the_statistics_of_norms_that_are_not_frozen_changes() -> No
     assert (backbone.first.running_var >= 0).all()  # whatever the rounding
 
 
-def test_images_come_whole_through_the_configs_mapper_and_without_repetition(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_images_come_whole_through_the_configs_mapper_and_without_repetition(tmp_path, caplog):
     for index in range(6):
         Image.new("RGB", (40, 30), (40 * index, 0, 0)).save(tmp_path / f"{index}.png")
     cfg = get_cfg()
@@ -256,7 +243,7 @@ def test_images_come_whole_through_the_configs_mapper_and_without_repetition(
         recalibrate_bn(_TwoLayers(), [], pixel_mean=MEAN, pixel_std=STD)
 
 
-def test_a_training_set_that_is_not_known_here_is_named() -> None:
+def test_a_training_set_that_is_not_known_here_is_named():
     cfg = get_cfg()
     cfg.DATASETS.TRAIN = ("of_another_machine",)
     with pytest.raises(UserError, match=r"'of_another_machine'.*--images"):

@@ -3,13 +3,11 @@
 
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
-from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import score_neighbours
@@ -25,9 +23,7 @@ from qbheat_det.probing.probes import (
 from qbheat_det.probing.run import ProbeSettings, run_probe
 
 
-def draw_classes(
-    num_images: int, *, num_features: int, num_classes: int, spread: float = 0.7, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def draw_classes(num_images, *, num_features, num_classes, spread=0.7, seed=0):
     """Returns features (N, D) around one centre for each class, and labels (N,) in turn."""
     draw = torch.Generator().manual_seed(seed)
     centres = torch.randn(num_classes, num_features, generator=draw)
@@ -36,13 +32,13 @@ def draw_classes(
     return centres[labels] + spread * noise, labels
 
 
-def make_features(num_images: int, *, first: int) -> FrozenFeatures:
+def make_features(num_images, *, first):
     pooled, labels = draw_classes(120, num_features=4, num_classes=3)
     part = slice(first, first + num_images)
     return FrozenFeatures(pooled[part], labels[part], pooled[part, :, None, None].clone())
 
 
-def test_each_name_gives_its_probe_on_the_same_features() -> None:
+def test_each_name_gives_its_probe_on_the_same_features():
     train, val = make_features(90, first=0), make_features(30, first=90)
     transformer = TransformerSettings(width=64, max_epochs=2, trial_epochs=1)
     settings = ProbeSettings(num_classes=3, k=5, transformer=transformer)
@@ -60,7 +56,7 @@ def test_each_name_gives_its_probe_on_the_same_features() -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "tran-1"])
-def test_images_that_are_classified_do_not_enter_what_is_chosen(name: str) -> None:
+def test_images_that_are_classified_do_not_enter_what_is_chosen(name):
     train, val = make_features(90, first=0), make_features(30, first=90)
     transformer = TransformerSettings(width=64, max_epochs=3, trial_epochs=2)
     settings = ProbeSettings(num_classes=3, transformer=transformer)
@@ -74,7 +70,7 @@ def test_images_that_are_classified_do_not_enter_what_is_chosen(name: str) -> No
 _K = 3
 
 
-def objective(weight: Tensor, features: Tensor, labels: Tensor, l2: float) -> Tensor:
+def objective(weight, features, labels, l2):
     """Mean cross-entropy and penalty, image by image."""
     loss = torch.zeros((), dtype=torch.float64)
     for row, label in zip(features, labels.tolist(), strict=True):
@@ -83,17 +79,17 @@ def objective(weight: Tensor, features: Tensor, labels: Tensor, l2: float) -> Te
     return loss / len(labels) + l2 / 2 * weight[:, :-1].square().sum()
 
 
-def standardised(features: Tensor) -> Tensor:
+def standardised(features):
     features = features.double()
     return (features - features.mean(dim=0)) / features.std(dim=0, correction=0)
 
 
 @pytest.mark.parametrize("l2", [1.0, 1e-3])
-def test_it_ends_where_scipy_ends(l2: float) -> None:
+def test_it_ends_where_scipy_ends(l2):
     features, labels = draw_classes(20, num_features=4, num_classes=_K)
     inputs = standardised(features)
 
-    def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
+    def value_and_gradient(flat):
         weight = torch.tensor(flat).view(_K, 5).requires_grad_()
         loss = objective(weight, inputs, labels, l2)
         (gradient,) = torch.autograd.grad(loss, weight)
@@ -111,7 +107,7 @@ def test_it_ends_where_scipy_ends(l2: float) -> None:
     torch.testing.assert_close(*shifted, rtol=1e-4, atol=1e-5)
 
 
-def test_start_units_and_constant_features_change_nothing() -> None:
+def test_start_units_and_constant_features_change_nothing():
     features, labels = draw_classes(50, num_features=4, num_classes=_K)
     arguments = {"num_classes": _K, "l2": 1e-2, "tolerance": 1e-9}
     probe = fit_penalised(features, labels, **arguments)
@@ -124,7 +120,7 @@ def test_start_units_and_constant_features_change_nothing() -> None:
     assert other.scale[-1] == 0
 
 
-def test_the_best_penalty_is_chosen_and_fits_all_images() -> None:
+def test_the_best_penalty_is_chosen_and_fits_all_images():
     # Two features that separate classes and many that do not: little penalty overfits.
     signal, labels = draw_classes(90, num_features=2, num_classes=_K, spread=1.5)
     features = torch.cat([signal, torch.randn(90, 60)], dim=1)
@@ -138,18 +134,18 @@ def test_the_best_penalty_is_chosen_and_fits_all_images() -> None:
     )
 
 
-def make_batches(*sizes: int) -> list[list[dict[str, Any]]]:
+def make_batches(*sizes):
     numbers = itertools.count()
     return [[{"label": i % 3, "number": i} for i in itertools.islice(numbers, n)] for n in sizes]
 
 
-def describe(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+def describe(batch):
     numbers = torch.tensor([float(entry["number"]) for entry in batch])
     maps = numbers[:, None, None, None] + torch.arange(24.0).view(2, 3, 4) / 7
     return {"s16": maps, "tokens": numbers[:, None, None] * torch.ones(5, 6)}
 
 
-def test_maps_means_tokens_and_labels_follow_the_images() -> None:
+def test_maps_means_tokens_and_labels_follow_the_images():
     found = cache_features(
         describe, make_batches(2, 3, 1), num_images=9, feature="s16", keep_maps=True
     )
@@ -164,7 +160,7 @@ def test_maps_means_tokens_and_labels_follow_the_images() -> None:
     )
 
 
-def test_maps_beyond_the_memory_are_refused_and_beyond_float16_clipped() -> None:
+def test_maps_beyond_the_memory_are_refused_and_beyond_float16_clipped():
     arguments = {"num_images": 2_000_000, "feature": "s16", "memory_gb": 0.05}
     with pytest.raises(UserError, match="--memory-gb"):
         cache_features(describe, make_batches(2), keep_maps=True, **arguments)
@@ -175,7 +171,7 @@ def test_maps_beyond_the_memory_are_refused_and_beyond_float16_clipped() -> None
     assert found.tokens is None
     assert found.joined is found.pooled
 
-    def large(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def large(batch):
         maps = describe(batch)["s16"]
         return {"s16": torch.where(maps >= 3, maps * 1e5, maps)}
 
@@ -184,7 +180,7 @@ def test_maps_beyond_the_memory_are_refused_and_beyond_float16_clipped() -> None
     torch.testing.assert_close(found.maps.float(), expected.clamp(max=65504), rtol=1e-3, atol=0)
 
 
-def test_each_class_is_divided_in_the_same_proportion_by_the_seed() -> None:
+def test_each_class_is_divided_in_the_same_proportion_by_the_seed():
     labels = torch.tensor([0] * 10 + [1] * 20 + [2] * 3 + [3] * 2 + [4])[torch.randperm(36)]
     remain, aside = split_by_class(labels)
     assert sorted([*remain.tolist(), *aside.tolist()]) == list(range(36))
@@ -200,7 +196,7 @@ _SETTINGS = TransformerSettings(
 )
 
 
-def draw_maps(num_images: int, *, seed: int = 0) -> FrozenFeatures:
+def draw_maps(num_images, *, seed=0):
     """Draws maps of 4 channels at 3 x 2 positions whose class is the channel of one large value.
 
     Channels have offsets and scales of their own, as a backbone's have.
@@ -213,11 +209,11 @@ def draw_maps(num_images: int, *, seed: int = 0) -> FrozenFeatures:
     return FrozenFeatures(maps.mean(dim=(2, 3)), labels, maps)
 
 
-def accuracy(logits: Tensor, features: FrozenFeatures) -> float:
+def accuracy(logits, features):
     return float((logits.argmax(dim=1) == features.labels).double().mean())
 
 
-def test_classes_are_learned_and_other_images_classified() -> None:
+def test_classes_are_learned_and_other_images_classified():
     probe, chosen = fit_transformer_probe(draw_maps(96), num_classes=3, settings=_SETTINGS)
     val = draw_maps(30, seed=1)
     together = probe(val)
@@ -237,7 +233,7 @@ def test_classes_are_learned_and_other_images_classified() -> None:
     assert waited == _SETTINGS.patience or len(best) == _SETTINGS.max_epochs
 
 
-def test_it_is_a_function_of_the_seed_and_ignores_units_of_channels() -> None:
+def test_it_is_a_function_of_the_seed_and_ignores_units_of_channels():
     features, state = draw_maps(48), torch.get_rng_state()
     moved = dataclasses.replace(features, maps=features.maps * 8.0 - 3.0)
     settings = dataclasses.replace(_SETTINGS, max_epochs=2)
@@ -251,7 +247,7 @@ def test_it_is_a_function_of_the_seed_and_ignores_units_of_channels() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_tokens_are_read_where_there_are_any() -> None:
+def test_tokens_are_read_where_there_are_any():
     features = draw_maps(48)
     # The map says nothing, the first token all.
     tokens = torch.zeros(48, 2, 3)
@@ -262,11 +258,11 @@ def test_tokens_are_read_where_there_are_any() -> None:
     assert accuracy(probe(blind), blind) > 0.85
 
 
-def flat(maps: Tensor) -> Tensor:
+def flat(maps):
     return maps.double().transpose(0, 1).flatten(1)
 
 
-def test_whitening_is_affine_and_makes_variances_even_but_for_the_floor() -> None:
+def test_whitening_is_affine_and_makes_variances_even_but_for_the_floor():
     mixed = torch.randn(600, 2, 2, 4) @ torch.randn(4, 4) * torch.tensor([1.0, 30.0, 1e-2, 5.0])
     maps = mixed.permute(0, 3, 1, 2) + 4.0
     variances = torch.linalg.eigvalsh(torch.corrcoef(flat(maps)))

@@ -3,14 +3,12 @@
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
 from detectron2.layers import batch_norm
 from detectron2.modeling import build_model
 from torch import nn
-from torch.optim import Optimizer
 
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.core.errors import UserError
@@ -37,13 +35,13 @@ PLAIN = {
 }
 
 
-def naive_settings(model: nn.Module, decay: float, weight_decay: float) -> dict[str, list[float]]:
+def naive_settings(model, decay, weight_decay):
     """Learning rate (of 1.0, backbone x 0.5) and weight decay of every trainable parameter.
 
     By names and shapes: in these models all that is one-dimensional is a norm or a bias.
     """
-    layers: list[str] = []
-    settings: dict[str, list[float]] = {}
+    layers = []
+    settings = {}
     places = {}
     for name, _ in model.named_parameters():
         prefix = "backbone.bottom_up." if ".bottom_up." in name else "backbone."
@@ -66,7 +64,7 @@ def naive_settings(model: nn.Module, decay: float, weight_decay: float) -> dict[
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_parameter_of_every_recipe_lies_in_one_group_with_its_settings(name: str) -> None:
+def test_every_parameter_of_every_recipe_lies_in_one_group_with_its_settings(name):
     cfg = load_config(get_config_path(name), ["MODEL.DEVICE", "meta"])
     cfg.SOLVER.BASE_LR, cfg.SOLVER.BACKBONE_MULTIPLIER, cfg.SOLVER.LAYER_DECAY = 1.0, 0.5, 0.8
     cfg.SOLVER.WEIGHT_DECAY = 0.3
@@ -74,7 +72,7 @@ def test_every_parameter_of_every_recipe_lies_in_one_group_with_its_settings(nam
         model = build_model(cfg)
     groups = build_optimizer(cfg, model).param_groups
     names = {p: key for key, p in model.named_parameters()}
-    found: dict[str, list[float]] = {}
+    found = {}
     for group in groups:
         for parameter in group["params"]:
             assert names[parameter] not in found, f"{names[parameter]} lies in two groups"
@@ -86,7 +84,7 @@ def test_every_parameter_of_every_recipe_lies_in_one_group_with_its_settings(nam
     assert len(groups) == len({tuple(value) for value in found.values()})
 
 
-def test_shared_parameters_lie_in_one_group_and_biases_follow_their_own_factor() -> None:
+def test_shared_parameters_lie_in_one_group_and_biases_follow_their_own_factor():
     model = nn.Module()
     model.scale = nn.Parameter(torch.ones(2, 2))
     model.backbone = nn.Linear(2, 2)
@@ -104,7 +102,7 @@ def test_shared_parameters_lie_in_one_group_and_biases_follow_their_own_factor()
         assert rates[parameter] == (2.0 if name.endswith("bias") else 1.0), name
 
 
-def test_norms_that_detectron2_does_not_know_as_such_have_no_decay() -> None:
+def test_norms_that_detectron2_does_not_know_as_such_have_no_decay():
     if not hasattr(batch_norm, "CycleBatchNormList"):
         pytest.skip("v0.6 of Detectron2 has none")
     norm = batch_norm.CycleBatchNormList(2, num_features=4)
@@ -112,7 +110,7 @@ def test_norms_that_detectron2_does_not_know_as_such_have_no_decay() -> None:
     assert group["weight_decay"] == 0.0
 
 
-def full_model_clipping(values: list[list[float]]) -> tuple[list[nn.Parameter], Optimizer]:
+def full_model_clipping(values):
     """Parameters at zero with the given gradients, and SGD at rate 1 that clips to norm 1."""
     weights = [nn.Parameter(torch.zeros(len(value))) for value in values]
     for weight, value in zip(weights, values, strict=True):
@@ -122,7 +120,7 @@ def full_model_clipping(values: list[list[float]]) -> tuple[list[nn.Parameter], 
     return weights, optimizer
 
 
-def test_full_model_clipping_scales_all_gradients_together_and_keeps_their_norm() -> None:
+def test_full_model_clipping_scales_all_gradients_together_and_keeps_their_norm():
     weights, optimizer = full_model_clipping([[3.0, 0.0], [4.0], [0.0]])
     weights[2].grad = None
     optimizer.step()
@@ -130,22 +128,22 @@ def test_full_model_clipping_scales_all_gradients_together_and_keeps_their_norm(
     torch.testing.assert_close(weights[0].data, torch.tensor([-0.6, 0.0]))
     torch.testing.assert_close(weights[1].data, torch.tensor([-0.8]))
     torch.testing.assert_close(weights[2].data, torch.tensor([0.0]))
-    torch.testing.assert_close(optimizer.gradient_norm, torch.tensor(5.0))  # type: ignore[attr-defined]
+    torch.testing.assert_close(optimizer.gradient_norm, torch.tensor(5.0))
 
 
 @pytest.mark.parametrize("unscale_before", [True, False])
-def test_gradients_of_a_scaler_are_clipped_in_their_own_units(unscale_before: bool) -> None:
+def test_gradients_of_a_scaler_are_clipped_in_their_own_units(unscale_before):
     weights, optimizer = full_model_clipping([[0.0], [0.0]])
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(3 * weights[0].sum() + 4 * weights[1].sum()).backward()
     if unscale_before:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    torch.testing.assert_close(optimizer.gradient_norm, torch.tensor(5.0))  # type: ignore[attr-defined]
+    torch.testing.assert_close(optimizer.gradient_norm, torch.tensor(5.0))
     torch.testing.assert_close(weights[1].data, torch.tensor([-0.8]))
 
 
-def test_detectron2s_own_clipping_still_works() -> None:
+def test_detectron2s_own_clipping_still_works():
     cfg = load_config(get_config_path(PROBE), [*CPU, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "value"])
     cfg.SOLVER.BETAS = (0.8, 0.95)
     model = nn.ModuleDict({"backbone": nn.Linear(2, 2)})
@@ -156,7 +154,7 @@ def test_detectron2s_own_clipping_still_works() -> None:
     for group in optimizer.param_groups:
         assert group["betas"] == (0.8, 0.95)
         assert max(p.grad.norm(float("inf")) for p in group["params"]) <= 0.1 + 1e-6
-    assert optimizer.gradient_norm is None  # type: ignore[attr-defined]
+    assert optimizer.gradient_norm is None
 
 
 @pytest.mark.parametrize(
@@ -172,20 +170,20 @@ def test_detectron2s_own_clipping_still_works() -> None:
         ("CLIP_GRADIENTS.CLIP_VALUE", "0"),
     ],
 )
-def test_invalid_settings_are_refused_by_key(key: str, value: str) -> None:
+def test_invalid_settings_are_refused_by_key(key, value):
     cfg = load_config(get_config_path(FINETUNE), [*CPU, f"SOLVER.{key}", value])
     with pytest.raises(UserError, match=f"SOLVER.{key}"):
         build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2)))
 
 
-def test_models_without_a_backbone_or_known_layers_are_refused_by_name() -> None:
+def test_models_without_a_backbone_or_known_layers_are_refused_by_name():
     with pytest.raises(UserError, match="Sequential has no backbone"):
         parameter_groups(nn.Sequential(nn.Linear(2, 2)), **PLAIN, layer_decay=0.9)
     with pytest.raises(UserError, match=r"LAYER_DECAY.*Sequential"):
         layers_above(nn.Sequential(nn.Conv2d(3, 4, 1)))
 
 
-def test_the_token_path_of_a_mobile_former_has_a_rate_of_its_own() -> None:
+def test_the_token_path_of_a_mobile_former_has_a_rate_of_its_own():
     cfg = load_config(get_config_path("objectives/qb_heat.yaml"), CPU)
     model = build_model(cfg)
     groups = parameter_groups(model, **{**PLAIN, "backbone_multiplier": 0.5}, token_multiplier=0.1)
@@ -203,18 +201,18 @@ KINDS = {
 }
 
 
-def small_model(*, channels_last: bool = False) -> nn.Module:
+def small_model(*, channels_last=False):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 5, 1))
     return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
-def build(kind: str, model: nn.Module) -> Optimizer:
+def build(kind, model):
     optimizer, arguments = KINDS[kind]
     return build_fused(optimizer, [{"params": model.parameters()}], **arguments)
 
 
-def train(model: nn.Module, optimizer: Optimizer, *, start: int, steps: int) -> None:
+def train(model, optimizer, *, start, steps):
     for step in range(start, start + steps):
         torch.manual_seed(step)
         optimizer.zero_grad()
@@ -223,7 +221,7 @@ def train(model: nn.Module, optimizer: Optimizer, *, start: int, steps: int) -> 
 
 
 @pytest.mark.parametrize(("kind", "channels_last"), [("AdamW", True), ("SGD", False)])
-def test_fused_steps_are_those_of_the_plain_optimizer(kind: str, channels_last: bool) -> None:
+def test_fused_steps_are_those_of_the_plain_optimizer(kind, channels_last):
     models = [small_model(channels_last=channels_last).double() for _ in range(2)]
     plain, arguments = KINDS[kind]
     torch.set_default_dtype(torch.float64)
@@ -242,10 +240,10 @@ def test_fused_steps_are_those_of_the_plain_optimizer(kind: str, channels_last: 
 
 
 @pytest.mark.parametrize("before", ["plain", "contiguous"])
-def test_state_of_a_plain_run_and_of_another_layout_is_taken_up(before: str) -> None:
+def test_state_of_a_plain_run_and_of_another_layout_is_taken_up(before):
     old = small_model(channels_last=before == "plain")
     if before == "plain":
-        optimizer: Optimizer = torch.optim.AdamW(old.parameters(), **KINDS["AdamW"][1])  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(old.parameters(), **KINDS["AdamW"][1])
     else:
         optimizer = build("AdamW", old)
     train(old, optimizer, start=0, steps=2)
@@ -269,12 +267,12 @@ def test_state_of_a_plain_run_and_of_another_layout_is_taken_up(before: str) -> 
     ("max_norm", "value"),
     [(0.5, 3.0), (4.999, 3.0), (5.0, 3.0), (7.0, 3.0), (math.inf, 3.0), (1.0, math.nan)],
 )
-def test_clipping_leaves_the_bits_that_torch_leaves(max_norm: float, value: float) -> None:
+def test_clipping_leaves_the_bits_that_torch_leaves(max_norm, value):
     found, expected = ([nn.Parameter(torch.zeros(1)) for _ in range(3)] for _ in range(2))
     for group in (found, expected):
         group[0].grad, group[1].grad = torch.tensor([value]), torch.tensor([-4.0])
     norm = clip_norm(found, max_norm=max_norm, norm_type=2.0)
-    same: dict[str, Any] = {"rtol": 0, "atol": 0, "equal_nan": True}
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected, max_norm), **same)
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, **same)

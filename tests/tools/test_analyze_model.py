@@ -3,13 +3,11 @@
 
 import json
 from dataclasses import astuple
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from qbheat_det.config import get_cfg
@@ -26,11 +24,11 @@ LARGER = [pytest.param(variant, marks=pytest.mark.slow) for variant in ("1.0G", 
 class Attention(nn.Module):
     """Attention through PyTorch's fused operator or through two products."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.kind = kind
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query, key, value):
         if self.kind == "fused":
             return F.scaled_dot_product_attention(query, key, value)
         query, key, value = (entry.flatten(0, 1) for entry in (query, key, value))
@@ -39,13 +37,13 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["fused", "products"])
-def test_attention_counts_its_two_products_however_it_is_written(kind: str) -> None:
+def test_attention_counts_its_two_products_however_it_is_written(kind):
     query, key, value = torch.zeros(2, 4, 7, 8), torch.zeros(2, 4, 11, 8), torch.zeros(2, 4, 11, 16)
     madds = count_madds(Attention(kind), query, key, value)
     assert madds.total(CORE) == 2 * 4 * (7 * 11 * 8 + 7 * 11 * 16)
 
 
-def test_parameters_count_once_and_the_affine_of_batch_norm_on_request() -> None:
+def test_parameters_count_once_and_the_affine_of_batch_norm_on_request():
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.BatchNorm1d(4), shared, nn.LayerNorm(4))
     assert count_parameters(model) == 20 + 8 + 8
@@ -84,7 +82,7 @@ DECODERS = {
 WIDTHS = {"3.7G": (2880, 256, 768), "1.0G": (1440, 256, 384), "285M": (720, 192, 192)}
 
 
-def transformer_core(variant: str, depth: int) -> int:
+def transformer_core(variant, depth):
     """Core multiply-adds of a transformer classifier at 224x224: 196 positions."""
     channels, token_dim, dim = WIDTHS[variant]
     encoder = LINEAR[variant][1] - 1000 * (channels + token_dim)
@@ -93,7 +91,7 @@ def transformer_core(variant: str, depth: int) -> int:
 
 
 @pytest.mark.parametrize("variant", ["285M", *LARGER])
-def test_backbones_and_classifiers_have_the_exact_counts(variant: str) -> None:
+def test_backbones_and_classifiers_have_the_exact_counts(variant):
     assert astuple(TOOL.backbone_counts(variant)) == BACKBONES[variant]
     linear = TOOL.classifier_counts(variant, 0)
     assert (linear.params, linear.core, linear.ext) == LINEAR[variant]
@@ -109,21 +107,21 @@ def test_backbones_and_classifiers_have_the_exact_counts(variant: str) -> None:
         for key in DECODERS
     ],
 )
-def test_decoders_have_the_exact_counts(variant: str, num_blocks: tuple[int, int, int]) -> None:
+def test_decoders_have_the_exact_counts(variant, num_blocks):
     counts = TOOL.mf_decoder_counts(variant, num_blocks)
     assert (counts.params, counts.core, counts.ext) == DECODERS[variant, num_blocks]
 
 
-def test_every_printed_cell_matches_except_the_known_five(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_printed_cell_matches_except_the_known_five(monkeypatch):
     """On the counts above; that models have them is another test."""
 
-    def classifier(variant: str, depth: int) -> Any:
+    def classifier(variant, depth):
         params, core, ext = LINEAR[variant]
         if depth:
             params, core = TRANSFORMER[variant][depth], transformer_core(variant, depth)
         return TOOL.Counts(params, params, core, ext)
 
-    def decoder(variant: str, num_blocks: tuple[int, int, int]) -> Any:
+    def decoder(variant, num_blocks):
         params, core, ext = DECODERS[variant, num_blocks]
         return TOOL.Counts(params, params, core, ext)
 
@@ -139,7 +137,7 @@ def test_every_printed_cell_matches_except_the_known_five(monkeypatch: pytest.Mo
     assert len(cells) == 43
 
 
-def test_the_closed_form_of_the_pyramid_equals_a_trace_where_nothing_is_padded() -> None:
+def test_the_closed_form_of_the_pyramid_equals_a_trace_where_nothing_is_padded():
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
     cfg.MODEL.FPN.IN_FEATURES = ["s8", "s16"]
@@ -160,9 +158,7 @@ CELLS = [
 ]
 
 
-def test_all_cells_are_printed_and_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_cells_are_printed_and_written(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(TOOL, "compare_with_paper", lambda: CELLS)  # has its own test
     TOOL.main(["--all", "--json", str(tmp_path / "cells.json")])
     lines = capsys.readouterr().out.splitlines()
@@ -173,9 +169,7 @@ def test_all_cells_are_printed_and_written(
     ]  # fmt: skip
 
 
-def test_a_config_gives_a_table_of_the_modules_of_inference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_gives_a_table_of_the_modules_of_inference(tmp_path, capsys):
     (tmp_path / "detector.yaml").write_text(mf_detr_config().dump())
     words = ["--config-file", str(tmp_path / "detector.yaml"), "--size", "64", "96"]
     TOOL.main([*words, "--depth", "1", "MODEL.MF_DETR.NHEADS", "4"])

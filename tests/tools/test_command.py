@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 COMMANDS = runpy.run_path(str(TOOLS / "qbheat"))["COMMANDS"]
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments):
     command = [sys.executable, str(TOOLS / "qbheat"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_help_names_every_command_and_each_has_its_tool() -> None:
+def test_help_names_every_command_and_each_has_its_tool():
     run = _run("--help")
     assert run.returncode == 0
     assert all(f"  {name} " in run.stdout for name in COMMANDS)
@@ -45,9 +44,7 @@ def test_help_names_every_command_and_each_has_its_tool() -> None:
         ("--weights w source=x", "use --images for source"),
     ],
 )
-def test_flags_of_other_libraries_are_answered_with_ours(
-    words: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_of_other_libraries_are_answered_with_ours(words, named, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["qbheat predict", *words.split()])
     with pytest.raises(SystemExit):
         load_tool("predict").parse_args()
@@ -58,7 +55,7 @@ def test_flags_of_other_libraries_are_answered_with_ours(
     assert "use --images" not in capsys.readouterr().err
 
 
-def test_no_help_waits_for_large_libraries() -> None:
+def test_no_help_waits_for_large_libraries():
     code = f"""
 import runpy, sys
 for name in {["--help", *COMMANDS]}:
@@ -75,7 +72,7 @@ for name in {["--help", *COMMANDS]}:
     assert run.returncode == 0, run.stderr
 
 
-def test_commands_hide_warnings_of_other_libraries_alone() -> None:
+def test_commands_hide_warnings_of_other_libraries_alone():
     hide = runpy.run_path(str(TOOLS / "arguments.py"))["hide_foreign_warnings"]
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
@@ -93,16 +90,12 @@ INPUT.FIXED_VIEWS.COUNT 1 INPUT.MIN_SIZE_TRAIN (32,) INPUT.MIN_SIZE_TEST 32
 
 
 @pytest.fixture
-def demo() -> ModuleType:
+def demo():
     return load_tool("demo")
 
 
-def test_a_step_of_each_ends_in_a_report_and_a_result(
-    demo: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.slow
+def test_a_step_of_each_ends_in_a_report_and_a_result(demo, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo, "FIGURES", ("curves",))
     monkeypatch.setattr(demo, "NUM_RECALIBRATED", 2)
     output = tmp_path / "demo"
@@ -127,9 +120,7 @@ def test_a_step_of_each_ends_in_a_report_and_a_result(
     assert any((encoders[0][key] != value).any() for key, value in encoders[1].items())
 
 
-def test_a_folder_that_is_not_of_the_demo_is_left_alone(
-    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_not_of_the_demo_is_left_alone(demo, tmp_path, capsys):
     weights = tmp_path / "pretrained" / "model_final.pth"
     weights.parent.mkdir()
     weights.write_bytes(b"a week of training")

@@ -24,19 +24,17 @@ doctor = load_tool("doctor")
 class Imports:
     """Stands in for ``importlib.import_module``; errors are raised, the rest is imported."""
 
-    def __init__(self, **replaced: object) -> None:
+    def __init__(self, **replaced):
         self.replaced = {name.replace("__", "."): value for name, value in replaced.items()}
 
-    def __call__(self, name: str) -> object:
+    def __call__(self, name):
         found = self.replaced.get(name) or importlib.import_module(name)
         if isinstance(found, Exception):
             raise found
         return found
 
 
-def test_a_bare_python_gets_the_commands_and_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bare_python_gets_the_commands_and_exit_code_1(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
@@ -46,7 +44,7 @@ def test_a_bare_python_gets_the_commands_and_exit_code_1(
         assert words in run.stdout
 
 
-def test_this_environment_has_all_that_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_environment_has_all_that_is_required(capsys):
     code = doctor.main([])
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -57,7 +55,7 @@ def test_this_environment_has_all_that_is_required(capsys: pytest.CaptureFixture
     assert doctor.report(findings) == 1
 
 
-def test_a_cpu_build_of_torch_beside_torchvision_is_recognised() -> None:
+def test_a_cpu_build_of_torch_beside_torchvision_is_recognised():
     cpu = SimpleNamespace(
         __version__="2.13.0+cpu",
         get_num_threads=lambda: 2,
@@ -80,9 +78,7 @@ def test_a_cpu_build_of_torch_beside_torchvision_is_recognised() -> None:
         ("detectron2__layers", ImportError("undefined symbol"), "uninstall -y detectron2 &&"),
     ],
 )
-def test_detectron2_gets_the_command_that_mends_it(
-    module: str, error: ImportError, command: str
-) -> None:
+def test_detectron2_gets_the_command_that_mends_it(module, error, command):
     (finding,) = doctor.check_detectron2(Imports(**{module: error}))
     assert finding.required
     assert command in finding.command
@@ -91,7 +87,7 @@ def test_detectron2_gets_the_command_that_mends_it(
 tool = load_tool("install_detectron2")
 
 
-def test_an_archive_yields_its_regular_files_and_no_links(tmp_path: Path) -> None:
+def test_an_archive_yields_its_regular_files_and_no_links(tmp_path):
     path = tmp_path / "sdist.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         link = tarfile.TarInfo("top/detectron2/link.py")
@@ -117,7 +113,7 @@ def test_an_archive_yields_its_regular_files_and_no_links(tmp_path: Path) -> Non
     }
 
 
-def test_an_adaptation_replaces_whole_names_and_says_so_in_the_file() -> None:
+def test_an_adaptation_replaces_whole_names_and_says_so_in_the_file():
     old = "a = np.int(1) + np.int64(2)\n"
     rule = tool.Adaptation("a.py", r"\bnp\.int\b", "int", 1)
     package = tool.adapt({"detectron2/a.py": old.encode(), "setup.py": b""}, [rule])
@@ -128,14 +124,12 @@ def test_an_adaptation_replaces_whole_names_and_says_so_in_the_file() -> None:
 
 
 @pytest.mark.parametrize(("file", "times"), [("a.py", 0), ("a.py", 2), ("gone.py", 1)])
-def test_an_adaptation_that_applies_another_number_of_times_is_an_error(
-    file: str, times: int
-) -> None:
+def test_an_adaptation_that_applies_another_number_of_times_is_an_error(file, times):
     with pytest.raises(tool.InstallError, match=file):
         tool.adapt({"detectron2/a.py": b"old"}, [tool.Adaptation(file, "old", "new", times)])
 
 
-def test_the_wheel_installs_as_a_distribution_that_pip_can_remove(tmp_path: Path) -> None:
+def test_the_wheel_installs_as_a_distribution_that_pip_can_remove(tmp_path):
     wheel = tool.build_wheel({"detectron2/a.py": b"A = 1\n"}, b"the licence", tmp_path)
     target = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q"]
@@ -148,7 +142,7 @@ def test_the_wheel_installs_as_a_distribution_that_pip_can_remove(tmp_path: Path
     assert licence.read_text() == "the licence"
 
 
-def test_an_archive_with_another_hash_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+def test_an_archive_with_another_hash_is_refused_before_it_is_opened(tmp_path):
     wrong = tmp_path / "not-even-an-archive.tar.gz"
     wrong.write_bytes(b"anything")
     with pytest.raises(tool.InstallError, match=str(wrong)):
@@ -156,9 +150,7 @@ def test_an_archive_with_another_hash_is_refused_before_it_is_opened(tmp_path: P
 
 
 @pytest.mark.parametrize(("error", "code"), [("", 0), ("undefined symbol: foo", 2)])
-def test_an_installed_detectron2_is_never_replaced(
-    error: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_installed_detectron2_is_never_replaced(error, code, monkeypatch, capsys):
     monkeypatch.setattr(tool, "find_installed", lambda: tool.Found("0.6", "/built/here", error))
     monkeypatch.setattr(tool, "run_pip", lambda *_: pytest.fail("pip was run"))
     assert tool.main([]) == code
@@ -167,8 +159,8 @@ def test_an_installed_detectron2_is_never_replaced(
 
 
 def test_an_empty_folder_is_no_installation_and_a_broken_one_is_found_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "venv")
     python = str(tmp_path / "venv" / "bin" / "python")

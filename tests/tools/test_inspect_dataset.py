@@ -4,9 +4,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from detectron2.structures import BoxMode
@@ -15,32 +13,30 @@ from PIL import Image
 from qbheat_det.analysis.datasets import DatasetSource, Inspection, draw_samples, measure
 from qbheat_det.config import get_cfg
 from tests.tool_modules import load_tool, refuse
-from tests.toy_set import ToySpec, prepare_toy_set
+from tests.toy_set import draw_toy_set
 
 TOOL = load_tool("inspect_dataset")
 
 CONFIG = "quick_schedules/retinanet_small_cells.yaml"
 NAMES = ("inspect_test_train", "inspect_test_val")
 
-Content = dict[str, Any]
-
 
 @pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
+def _logging_as_before():
     yield
     logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawn(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     for name in ("train", "val"):
-        prepare_toy_set(ToySpec(name=name, num_images=8, image_size=64), cache)
+        draw_toy_set(cache, 8, name=name)
     return cache
 
 
 @pytest.fixture
-def data(drawn: Path, tmp_path: Path) -> dict[str, Path]:
+def data(drawn, tmp_path):
     """A copy of two small sets: folders with annotations.json and images/."""
     folders = {}
     for name in ("train", "val"):
@@ -49,7 +45,7 @@ def data(drawn: Path, tmp_path: Path) -> dict[str, Path]:
     return folders
 
 
-def change(folder: Path, do: Callable[[Content], object]) -> None:
+def change(folder, do):
     path = folder / "annotations.json"
     content = json.loads(path.read_text())
     do(content)
@@ -57,12 +53,10 @@ def change(folder: Path, do: Callable[[Content], object]) -> None:
 
 
 @pytest.fixture
-def inspect(
-    data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def inspect(data, tmp_path, capsys):
     """Runs the tool on both sets; returns the exit code and what it prints."""
 
-    def run(*opts: str, **folders: Path) -> tuple[int, str]:
+    def run(*opts, **folders):
         words = ["--config-file", CONFIG, "--num-samples", "3", "--output", str(tmp_path / "out")]
         for flag, folder in zip(("--data", "--val"), {**data, **folders}.values(), strict=True):
             words += [flag, str(folder / "annotations.json")]
@@ -71,9 +65,7 @@ def inspect(
     return run
 
 
-def test_clean_data_end_in_zero_with_numbers_counted_by_hand(
-    inspect: Any, data: dict[str, Path], tmp_path: Path
-) -> None:
+def test_clean_data_end_in_zero_with_numbers_counted_by_hand(inspect, data, tmp_path):
     code, text = inspect()
     assert code == 0
     assert "No errors." in text
@@ -85,8 +77,8 @@ def test_clean_data_end_in_zero_with_numbers_counted_by_hand(
     assert (tmp_path / "out" / "errors.txt").read_text() == ""
 
 
-def test_boxes_are_counted_and_measured() -> None:
-    def box(*xywh: float, k: int = 0, **fields: int) -> Content:
+def test_boxes_are_counted_and_measured():
+    def box(*xywh, k=0, **fields):
         return {"bbox": xywh, "bbox_mode": BoxMode.XYWH_ABS, "category_id": k, **fields}
 
     boxes = [box(0, 0, 20, 5), box(1, 1, 31, 31, k=1), box(0, 0, 150, 100, iscrowd=1),
@@ -112,13 +104,13 @@ def test_boxes_are_counted_and_measured() -> None:
     assert draw_samples(empty, cfg, 3) is None
 
 
-def test_every_error_is_found_at_once(inspect: Any, data: dict[str, Path], tmp_path: Path) -> None:
+def test_every_error_is_found_at_once(inspect, data, tmp_path):
     images = sorted((data["train"] / "images").iterdir())
     images[0].unlink()
     images[1].write_bytes(images[1].read_bytes()[:-300])
     shutil.copy(images[6], data["val"] / "images" / "000002.jpg")
 
-    def do(content: Content) -> None:
+    def do(content):
         ids = {image["file_name"]: image["id"] for image in content["images"]}
         good = {"category_id": 1, "bbox": [1, 2, 9, 9], "image_id": ids[images[7].name]}
         content["annotations"] += [
@@ -144,8 +136,8 @@ def test_every_error_is_found_at_once(inspect: Any, data: dict[str, Path], tmp_p
     assert (tmp_path / "out" / "samples.jpg").is_file()
 
 
-def test_what_training_can_handle_is_a_warning(inspect: Any, data: dict[str, Path]) -> None:
-    def drop_a_class(content: Content) -> None:
+def test_what_training_can_handle_is_a_warning(inspect, data):
+    def drop_a_class(content):
         gone = content["annotations"][0]["category_id"]
         kept = [a for a in content["annotations"] if a["category_id"] != gone]
         content["annotations"] = kept
@@ -157,9 +149,7 @@ def test_what_training_can_handle_is_a_warning(inspect: Any, data: dict[str, Pat
     assert (code, "are the same data" in text) == (0, True)
 
 
-def test_two_parts_of_one_data_yaml_are_not_the_same_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_parts_of_one_data_yaml_are_not_the_same_data(tmp_path, capsys):
     for part, color in (("train", "red"), ("val", "blue")):
         for kind in ("images", "labels"):
             (tmp_path / kind / part).mkdir(parents=True)
@@ -185,7 +175,5 @@ def test_two_parts_of_one_data_yaml_are_not_the_same_data(
         (["--num-samples", "-1"], "--num-samples must be 0 or more"),
     ],
 )
-def test_wrong_use_ends_in_two(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_ends_in_two(arguments, expected, capsys):
     assert expected in refuse(TOOL.main, arguments, capsys)

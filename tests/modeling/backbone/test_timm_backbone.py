@@ -2,12 +2,10 @@
 """timm's networks as Detectron2 backbones: what they give, what is cut, what is frozen."""
 
 import copy
-from typing import Any
 
 import pytest
 import timm
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_backbone
 from timm.layers import Conv2dSame
 from torch.export import Dim
@@ -21,18 +19,18 @@ NAMES = ("resnet18", "efficientnet_b0", "mobilenetv4_conv_small", "convnext_atto
 EVERY_STRIDE = ["s4", "s8", "s16", "s32"]
 
 
-def _make_config(name: str, freeze_at: int = 0) -> CfgNode:
+def _make_config(name, freeze_at=0):
     cfg = get_cfg()
     cfg.MODEL.BACKBONE.NAME = f"timm:{name}"
     cfg.MODEL.BACKBONE.FREEZE_AT = freeze_at
     return cfg
 
 
-def test_relu6_keeps_its_output_alone_and_has_the_gradient_of_pytorchs() -> None:
+def test_relu6_keeps_its_output_alone_and_has_the_gradient_of_pytorchs():
     net = TimmBackbone(name="tf_efficientnet_lite0", out_features=["s8"]).net
     relu = next(module for module in net.modules() if isinstance(module, torch.nn.ReLU6))
     x = torch.tensor([-1.0, 0.0, 0.5, 6.0, 7.0, float("nan")], requires_grad=True)
-    saved: list[int] = []
+    saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, id):
         y = relu(x * 1)
     assert {y.data_ptr()} == {*saved}
@@ -43,7 +41,7 @@ def test_relu6_keeps_its_output_alone_and_has_the_gradient_of_pytorchs() -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_maps_have_the_shapes_that_are_promised_and_equal_timms_own(name: str) -> None:
+def test_maps_have_the_shapes_that_are_promised_and_equal_timms_own(name):
     backbone = TimmBackbone(name=name, out_features=EVERY_STRIDE).eval()
     whole = timm.create_model(name, features_only=True, feature_cls="getter").eval()
     state = {f"model.{key.removeprefix('net.')}": v for key, v in backbone.state_dict().items()}
@@ -60,9 +58,7 @@ def test_maps_have_the_shapes_that_are_promised_and_equal_timms_own(name: str) -
 
 
 @pytest.mark.parametrize("kernel", [3, 5])
-def test_padding_gives_timms_maps_in_graphs_of_any_size_and_of_a_known_one(
-    kernel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_gives_timms_maps_in_graphs_of_any_size_and_of_a_known_one(kernel, monkeypatch):
     plain = Conv2dSame(3, 4, kernel, stride=2)
     traceable = TraceableConv2dSame(3, 4, kernel, stride=2)
     traceable.load_state_dict(plain.state_dict())
@@ -79,7 +75,7 @@ def test_padding_gives_timms_maps_in_graphs_of_any_size_and_of_a_known_one(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_lies_behind_the_last_output_is_cut_and_the_rest_is_the_same(name: str) -> None:
+def test_what_lies_behind_the_last_output_is_cut_and_the_rest_is_the_same(name):
     torch.manual_seed(0)
     short = TimmBackbone(name=name, out_features=["s8", "s16"]).eval()
     whole = TimmBackbone(name=name, out_features=EVERY_STRIDE).eval()
@@ -98,9 +94,7 @@ def test_what_lies_behind_the_last_output_is_cut_and_the_rest_is_the_same(name: 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("freeze_at", [2, 5])
-def test_frozen_parts_stay_as_they_are_to_the_bit_and_all_others_train(
-    name: str, freeze_at: int
-) -> None:
+def test_frozen_parts_stay_as_they_are_to_the_bit_and_all_others_train(name, freeze_at):
     backbone = build_backbone(_make_config(name, freeze_at)).train()
     sources = _parameters_behind(TimmBackbone(name=name, out_features=["s4", "s8", "s16"]))
     frozen = {2: sources["s4"], 5: set.union(*sources.values())}[freeze_at]
@@ -117,7 +111,7 @@ def test_frozen_parts_stay_as_they_are_to_the_bit_and_all_others_train(
     assert {key for key, p in backbone.named_parameters() if p.grad is not None}.isdisjoint(frozen)
 
 
-def _parameters_behind(backbone: TimmBackbone) -> dict[str, set[str]]:
+def _parameters_behind(backbone):
     """The parameters that get a gradient from each output."""
     found = {}
     for key, out in backbone(torch.randn(2, 3, 64, 64)).items():
@@ -136,6 +130,6 @@ def _parameters_behind(backbone: TimmBackbone) -> dict[str, set[str]]:
         ({"name": "inception_v3"}, "inception_v3"),
     ],
 )
-def test_what_cannot_be_a_backbone_is_refused(arguments: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_a_backbone_is_refused(arguments, sentence):
     with pytest.raises(UserError, match=sentence):
         TimmBackbone(**{"out_features": ["s8", "s16"], **arguments})

@@ -5,22 +5,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from qbheat_det.modeling.detr import SetCriterion
-from qbheat_det.modeling.detr.criterion import (
-    FocalClassification,
-    SoftmaxClassification,
-    Targets,
-)
+from qbheat_det.modeling.detr.criterion import FocalClassification, SoftmaxClassification, Targets
 
-from ..reference_set_criterion import (
-    CLASS_WEIGHT,
-    GIOU_WEIGHT,
-    L1_WEIGHT,
-    set_criterion,
-)
+from ..reference_set_criterion import CLASS_WEIGHT, GIOU_WEIGHT, L1_WEIGHT, set_criterion
 
 NO_OBJECT_WEIGHT = 0.1
 COUNTS = {
@@ -32,7 +22,7 @@ COUNTS = {
 }
 
 
-def criterion(classes: int) -> SetCriterion:
+def criterion(classes):
     return SetCriterion(
         class_weight=CLASS_WEIGHT,
         l1_weight=L1_WEIGHT,
@@ -42,15 +32,13 @@ def criterion(classes: int) -> SetCriterion:
     )
 
 
-def losses(loss: SetCriterion, outputs: dict[str, Tensor], targets: Targets) -> dict[str, Tensor]:
+def losses(loss, outputs, targets):
     """By the divisors of this batch alone."""
     totals = loss.normalizers(targets.counts, outputs["pred_logits"].shape[2])
     return loss(outputs, targets, loss.mean_normalizers(torch.tensor(totals), 1))
 
 
-def both(
-    counts: list[int], *, queries: int = 6, blocks: int = 3
-) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+def both(counts, *, queries=6, blocks=3):
     """Losses by the package and by the reference, and the gradients of their sums."""
     logits, boxes = predictions(blocks, len(counts), queries, classes=4)
     labels, true_boxes = ground_truth(counts, classes=4)
@@ -75,7 +63,7 @@ def both(
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS.keys())
-def test_losses_and_gradients_equal_the_naive_ones(counts: list[int]) -> None:
+def test_losses_and_gradients_equal_the_naive_ones(counts):
     found, expected, gradients = both(counts)
     assert set(found) == set(expected)
     for name, loss in found.items():
@@ -84,7 +72,7 @@ def test_losses_and_gradients_equal_the_naive_ones(counts: list[int]) -> None:
         assert_close(own, reference, rtol=1e-4, atol=1e-6)
 
 
-def test_a_perfect_prediction_costs_nothing_and_has_finite_gradients() -> None:
+def test_a_perfect_prediction_costs_nothing_and_has_finite_gradients():
     labels, true_boxes = ground_truth([3, 0], classes=4)
     logits = torch.full((1, 2, 5, 5), -30.0)
     logits[0, :, :, 4] = 30.0
@@ -103,7 +91,7 @@ def test_a_perfect_prediction_costs_nothing_and_has_finite_gradients() -> None:
     assert torch.isfinite(boxes.grad).all()
 
 
-def test_the_loss_of_class_reads_the_overlap_and_does_not_move_the_boxes() -> None:
+def test_the_loss_of_class_reads_the_overlap_and_does_not_move_the_boxes():
     boxes = torch.tensor([[[[0.5, 0.5, 0.4, 0.4], [0.1, 0.1, 0.2, 0.2]]]], requires_grad=True)
     logits = torch.zeros(1, 1, 2, 2)  # every score is 1/2
     targets = Targets.stack([torch.tensor([0])], [torch.tensor([[0.5, 0.5, 0.4, 0.2]])])
@@ -114,33 +102,32 @@ def test_the_loss_of_class_reads_the_overlap_and_does_not_move_the_boxes() -> No
     assert not found.requires_grad
 
 
-def random_boxes(*shape: int, generator: torch.Generator) -> Tensor:
+def random_boxes(*shape, generator):
     """Boxes inside the image, neither thin nor aligned with it."""
     corners = torch.rand(*shape, 2, 2, generator=generator)
     size = 0.05 + 0.5 * corners[..., 1, :]
     return torch.cat([size / 2 + corners[..., 0, :] * (1 - size), size], dim=-1)
 
 
-def predictions(blocks: int, images: int, queries: int, classes: int) -> tuple[Tensor, Tensor]:
+def predictions(blocks, images, queries, classes):
     generator = torch.Generator().manual_seed(blocks + 10 * images + 100 * queries)
     logits = 3 * torch.randn(blocks, images, queries, classes + 1, generator=generator)
     return logits, random_boxes(blocks, images, queries, generator=generator)
 
 
-def ground_truth(counts: list[int], classes: int) -> tuple[list[Tensor], list[Tensor]]:
+def ground_truth(counts, classes):
     generator = torch.Generator().manual_seed(sum(counts))
     labels = [torch.randint(classes, (count,), generator=generator) for count in counts]
     return labels, [random_boxes(count, generator=generator) for count in counts]
 
 
-def test_a_diverged_model_does_not_crash_the_solver() -> None:
+def test_a_diverged_model_does_not_crash_the_solver():
     logits, boxes = predictions(1, 1, queries=5, classes=4)
     targets = Targets.stack(*ground_truth([3], 4))
     assert len(criterion(4).match(logits * float("nan"), boxes, targets).query) == 3
 
 
-Loss = SoftmaxClassification | FocalClassification
-LOSSES: dict[str, Loss] = {
+LOSSES = {
     "softmax": SoftmaxClassification(no_object_weight=NO_OBJECT_WEIGHT),
     "focal": FocalClassification(),
     "focal, plain targets": FocalClassification(iou_target=0.0),
@@ -149,11 +136,11 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def binary_entropy(target: float, p: Tensor) -> Tensor:
+def binary_entropy(target, p):
     return -(target * p.log() + (1 - target) * (1 - p).log())
 
 
-def naive_loss(loss: Loss, logits: Tensor, wanted: int, quality: float) -> Tensor:
+def naive_loss(loss, logits, wanted, quality):
     """Of one query's logits (K + 1,), class by class."""
     num_classes = len(logits) - 1
     powers = [value.exp() for value in logits]
@@ -173,9 +160,7 @@ def naive_loss(loss: Loss, logits: Tensor, wanted: int, quality: float) -> Tenso
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_losses_of_class_and_their_gradients_equal_the_naive_ones(
-    loss: Loss,
-) -> None:
+def test_losses_of_class_and_their_gradients_equal_the_naive_ones(loss):
     generator = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(2, 3, 4, 6, generator=generator)  # (L, N, Q, K + 1)
     wanted = torch.randint(6, (2, 3, 4), generator=generator)  # 5 is no-object
@@ -197,7 +182,7 @@ def test_losses_of_class_and_their_gradients_equal_the_naive_ones(
     assert_close(gradients[0], gradients[1].float(), rtol=1e-4, atol=1e-6)
 
 
-def test_costs_and_scores_equal_the_naive_ones() -> None:
+def test_costs_and_scores_equal_the_naive_ones():
     logits = 3 * torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(5))
     labels = torch.tensor([0, 2, 2, 1]).expand(2, 5, 4)
     rows = logits.double()
@@ -210,9 +195,7 @@ def test_costs_and_scores_equal_the_naive_ones() -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_gradients_are_finite_at_the_extremes(
-    loss: Loss,
-) -> None:
+def test_gradients_are_finite_at_the_extremes(loss):
     values = torch.tensor([-1e4, -50.0, 0.0, 50.0, 1e4])
     logits = torch.cartesian_prod(values, values, values)[:, None].requires_grad_()
     for wanted in range(3):

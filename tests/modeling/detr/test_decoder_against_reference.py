@@ -2,13 +2,10 @@
 """``MFDecoder`` against the naive second implementation; queries selected from the maps."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
-from torch import Tensor
 from torch.testing import assert_close
 
 from qbheat_det.modeling.detr import MFDecoder, SetCriterion
@@ -42,19 +39,19 @@ BLOCK_PARAMETERS = {
 SMALL = DecoderWidths(dim=64, num_heads=4, hidden=96, expansion=2)
 
 
-def build(channels: tuple[int, int], blocks: Sequence[int], **options: Any) -> MFDecoder:
+def build(channels, blocks, **options):
     fine, coarse = channels
     shapes = [ShapeSpec(channels=fine, stride=8), ShapeSpec(channels=coarse, stride=16)]
     return MFDecoder(input_shape=shapes, num_blocks=blocks, **options)
 
 
-def small_decoder(blocks: Sequence[int]) -> MFDecoder:
+def small_decoder(blocks):
     decoder = build((12, 20), blocks, num_classes=5, num_queries=9, widths=SMALL)
     randomise_(decoder)
     return decoder.double().eval()
 
 
-def maps(channels: tuple[int, int], size: tuple[int, int], seed: int = 0) -> list[Tensor]:
+def maps(channels, size, seed=0):
     """The backbone's two maps of one image of this size in pixels."""
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -64,7 +61,7 @@ def maps(channels: tuple[int, int], size: tuple[int, int], seed: int = 0) -> lis
 
 
 @pytest.mark.parametrize(("variant", "name"), PARAMETERS)
-def test_parameter_counts_are_the_published_ones(variant: str, name: str) -> None:
+def test_parameter_counts_are_the_published_ones(variant, name):
     decoder = build(CHANNELS[variant], BLOCKS[name], num_classes=COCO_IDS)
     assert sum(p.numel() for p in decoder.parameters()) == PARAMETERS[variant, name]
     counts = [
@@ -75,9 +72,7 @@ def test_parameter_counts_are_the_published_ones(variant: str, name: str) -> Non
 
 @pytest.mark.parametrize("size", [(50, 77), (8, 170), (1, 33)], ids=str)
 @pytest.mark.parametrize("blocks", [(1, 1, 1), (2, 1, 3)], ids=str)
-def test_every_prediction_equals_the_naive_implementation(
-    blocks: tuple[int, int, int], size: tuple[int, int]
-) -> None:
+def test_every_prediction_equals_the_naive_implementation(blocks, size):
     decoder, features = small_decoder(blocks), maps((12, 20), size)
     weights = Weights(decoder)
     sizes = {"queries": 9, "dim": 64, "heads": 4, "hidden": 96, "expansion": 2}
@@ -94,7 +89,7 @@ def test_every_prediction_equals_the_naive_implementation(
     assert weights.names_read == set(weights.tensors)
 
 
-def test_evaluation_predicts_from_the_last_block_and_training_from_all() -> None:
+def test_evaluation_predicts_from_the_last_block_and_training_from_all():
     decoder = small_decoder((1, 1, 2))
     features = [feature[None] for feature in maps((12, 20), (40, 56))]
     with torch.no_grad():
@@ -112,7 +107,7 @@ CLASSES, QUERIES, DIM = 3, 7, 64
 SHAPES = [ShapeSpec(channels=c, stride=s) for c, s in ((16, 8), (24, 16), (40, 32))]
 
 
-def build_decoder(shapes: Sequence[ShapeSpec] = SHAPES) -> MFDecoder:
+def build_decoder(shapes=SHAPES):
     torch.manual_seed(0)
     selection = QuerySelection(
         num_classes=CLASSES, num_queries=QUERIES, dim=DIM, positions_per_box=2
@@ -128,11 +123,11 @@ def build_decoder(shapes: Sequence[ShapeSpec] = SHAPES) -> MFDecoder:
     )
 
 
-def build_criterion() -> SetCriterion:
+def build_criterion():
     return SetCriterion(num_classes=CLASSES, classification=FocalClassification(), class_weight=2.0)
 
 
-def features(height: int, width: int, images: int = 2) -> list[Tensor]:
+def features(height, width, images=2):
     return [
         torch.randn(images, s.channels, -(-height // s.stride), -(-width // s.stride)).double()
         for s in SHAPES
@@ -140,7 +135,7 @@ def features(height: int, width: int, images: int = 2) -> list[Tensor]:
     ]
 
 
-def test_an_untrained_decoder_returns_what_was_selected() -> None:
+def test_an_untrained_decoder_returns_what_was_selected():
     decoder = build_decoder()
     with torch.no_grad():
         outputs = decoder([x.float() for x in features(64, 96)])
@@ -164,14 +159,14 @@ def test_an_untrained_decoder_returns_what_was_selected() -> None:
         assert_close(outputs["pred_boxes"][-1, image], proposals.boxes[image, chosen])
 
 
-def test_boxes_are_moved_by_shares_of_their_sides() -> None:
+def test_boxes_are_moved_by_shares_of_their_sides():
     deltas = torch.tensor([0.5, -1.0, 0.0, math.log(3)])
     moved = refine_boxes(torch.tensor([0.5, 0.4, 0.2, 0.1]), deltas)
     assert_close(moved, torch.tensor([0.5 + 0.5 * 0.2, 0.4 - 0.1, 0.2, 0.3]))
 
 
 @pytest.mark.parametrize("counts", [[2, 0], [3, 1], [0, 0]], ids=str)
-def test_assignment_equals_loops(counts: list[int]) -> None:
+def test_assignment_equals_loops(counts):
     decoder, criterion = build_decoder(), build_criterion()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -184,7 +179,7 @@ def test_assignment_equals_loops(counts: list[int]) -> None:
     )
     expected = set()
     for image, count in enumerate(counts):
-        wanted: dict[int, tuple[float, int]] = {}
+        wanted = {}
         for target in range(count):
             one = Targets.stack(
                 [targets.labels[image, target : target + 1]], [boxes[image][target : target + 1]]
@@ -206,7 +201,7 @@ def test_assignment_equals_loops(counts: list[int]) -> None:
     assert found == expected
 
 
-def test_a_padded_batch_gives_what_its_images_give_alone() -> None:
+def test_a_padded_batch_gives_what_its_images_give_alone():
     decoder = build_decoder().double().eval()
     randomise_(decoder, gain=0.5)
     sizes = [(64, 96), (96, 64)]

@@ -9,15 +9,8 @@ import pytest
 import torch
 from detectron2.modeling import build_model
 from fvcore.nn import FlopCountAnalysis
-from torch import Tensor
 
-from qbheat_det.modeling.pretrain import (
-    QUADRANTS,
-    HeatPredictor,
-    QBHeat,
-    VisibleQuarters,
-    visible_positions,
-)
+from qbheat_det.modeling.pretrain import QUADRANTS, HeatPredictor, QBHeat, VisibleQuarters
 from qbheat_det.modeling.pretrain.qb_heat import DIRECTIONS, LinearModels
 from tests.modeling.tiny_pretraining import (
     make_config,
@@ -26,15 +19,29 @@ from tests.modeling.tiny_pretraining import (
     make_tiny_config,
 )
 
+CPU = torch.device("cpu")
+# First row and column of the visible quarter, in quarters of the side.
+FIRST = {
+    "top_left": (0, 0),
+    "top_right": (0, 2),
+    "bottom_left": (2, 0),
+    "bottom_right": (2, 2),
+    "centre": (1, 1),
+}
 
-def pixel_mask(place: str, size: int) -> Tensor:
-    return visible_positions(size)[QUADRANTS.index(place)]
+
+def pixel_mask(place, size):
+    """Returns (S, S): which pixels are visible."""
+    mask = torch.zeros(size, size, dtype=torch.bool)
+    top, left = (size // 4 * index for index in FIRST[place])
+    mask[top : top + size // 2, left : left + size // 2] = True
+    return mask
 
 
 @pytest.mark.parametrize("place", QUADRANTS)
-def test_the_encoder_never_sees_a_masked_pixel(place: str) -> None:
+def test_the_encoder_never_sees_a_masked_pixel(place):
     model = build_model(make_tiny_config()).eval()
-    seen: list[Tensor] = []
+    seen = []
     model.backbone.register_forward_hook(lambda _, args, out: seen.append(out["s16_expanded"]))
     inputs = make_inputs(1)
     mask = pixel_mask(place, 64)
@@ -48,15 +55,15 @@ def test_the_encoder_never_sees_a_masked_pixel(place: str) -> None:
     assert not torch.equal(seen[0], seen[2])
 
 
-def test_the_encoders_convolutions_cost_a_quarter_of_those_over_the_whole_image() -> None:
+def test_the_encoders_convolutions_cost_a_quarter_of_those_over_the_whole_image():
     model = build_model(make_tiny_config()).eval()
-    shapes: list[torch.Size] = []
+    shapes = []
     model.backbone.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
     with torch.no_grad():
         model(make_inputs(5))
     assert shapes == [torch.Size((5, 3, 32, 32))]
 
-    def count(size: int) -> float:
+    def count(size):
         analysis = FlopCountAnalysis(model.backbone, torch.zeros(1, 3, size, size))
         return analysis.unsupported_ops_warnings(False).by_operator()["conv"]
 
@@ -64,7 +71,7 @@ def test_the_encoders_convolutions_cost_a_quarter_of_those_over_the_whole_image(
 
 
 @pytest.mark.parametrize("place", QUADRANTS)
-def test_copying_reproduces_what_is_visible_where_it_is(place: str) -> None:
+def test_copying_reproduces_what_is_visible_where_it_is(place):
     entry = make_inputs(1, size=128)[0]
     result = make_copying_model(QBHeat, HeatPredictor(dim=768), 8)([entry], [place])[0]
     visible = result["visible"]
@@ -74,7 +81,7 @@ def test_copying_reproduces_what_is_visible_where_it_is(place: str) -> None:
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-3)
 
 
-def test_training_has_the_loss_and_the_gradients_that_evaluation_has() -> None:
+def test_training_has_the_loss_and_the_gradients_that_evaluation_has():
     """The former computes what the loss looks at alone, and the latter whole images."""
     model = build_model(make_tiny_config()).eval()
     inputs = make_inputs(5)
@@ -91,7 +98,7 @@ def test_training_has_the_loss_and_the_gradients_that_evaluation_has() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-def test_an_image_in_a_batch_is_reconstructed_as_alone() -> None:
+def test_an_image_in_a_batch_is_reconstructed_as_alone():
     model = build_model(make_tiny_config()).eval()
     inputs = make_inputs(6)
     places = ["centre", "bottom_left", "top_left", "centre", "top_right", "bottom_left"]
@@ -103,12 +110,12 @@ def test_an_image_in_a_batch_is_reconstructed_as_alone() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
 
 
-def test_evaluation_takes_the_places_in_turn() -> None:
+def test_evaluation_takes_the_places_in_turn():
     results = make_copying_model(QBHeat, HeatPredictor(dim=768), 8)(make_inputs(7, size=128))
     assert [result["place"] for result in results] == [*QUADRANTS, *QUADRANTS[:2]]
 
 
-def test_a_resnet_is_pre_trained_from_a_map_of_another_stride() -> None:
+def test_a_resnet_is_pre_trained_from_a_map_of_another_stride():
     cfg = make_config(IN_FEATURE="s32")
     cfg.MODEL.BACKBONE.NAME, cfg.MODEL.TIMM.OUT_FEATURES = "timm:resnet18", ["s32"]
     cfg.INPUT.PRETRAIN.SIZE = 128
@@ -117,20 +124,9 @@ def test_a_resnet_is_pre_trained_from_a_map_of_another_stride() -> None:
     assert torch.isfinite(model(make_inputs(2, 128))["loss_reconstruction"])
 
 
-CPU = torch.device("cpu")
-# First row and column of the visible quarter of 8 x 8, counted by hand.
-FIRST = {
-    "top_left": (0, 0),
-    "top_right": (0, 4),
-    "bottom_left": (4, 0),
-    "bottom_right": (4, 4),
-    "centre": (2, 2),
-}
-
-
 @pytest.mark.parametrize("visible", ["corner", "centre", "both"])
 @pytest.mark.parametrize("num_images", [1, 6, 8, 13])
-def test_places_are_shared_out_as_evenly_as_the_batch_allows(visible: str, num_images: int) -> None:
+def test_places_are_shared_out_as_evenly_as_the_batch_allows(visible, num_images):
     for _ in range(10):
         drawn = VisibleQuarters.draw(num_images, visible=visible, device=CPU)
         *corners, _ = drawn.counts
@@ -143,24 +139,11 @@ def test_places_are_shared_out_as_evenly_as_the_batch_allows(visible: str, num_i
         assert drawn.order.sort().values.tolist() == list(range(num_images))
 
 
-def test_every_corner_is_equally_likely_to_get_the_rest_of_a_batch() -> None:
+def test_every_corner_is_equally_likely_to_get_the_rest_of_a_batch():
     drawn = [VisibleQuarters.draw(5, visible="corner", device=CPU).counts[:4] for _ in range(400)]
     more = torch.tensor(drawn).sum(dim=0) - 400
     assert more.sum() == 400
     assert (more - 100).abs().max() < 35  # four standard deviations
-
-
-def test_crop_and_mask_are_of_the_visible_quarter() -> None:
-    names = ["centre", "bottom_left", "top_left", "bottom_right", "top_right", "bottom_left"]
-    images = torch.arange(6 * 2 * 8 * 8).reshape(6, 2, 8, 8)
-    quarters = VisibleQuarters.at(names, device=CPU)
-    crops, masks = quarters.crop(images[quarters.order]), visible_positions(8)
-    for crop, image in zip(crops, quarters.order.tolist(), strict=True):
-        top, left = FIRST[names[image]]
-        assert torch.equal(crop, images[image, :, top : top + 4, left : left + 4])
-        mask = masks[QUADRANTS.index(names[image])]
-        assert mask.sum() == 16
-        assert mask[top : top + 4, left : left + 4].all()
 
 
 GRID = 8
@@ -173,7 +156,7 @@ PLACE_LISTS = [
 ]
 
 
-def fill_(predictor: HeatPredictor, scale: float = 0.3) -> HeatPredictor:
+def fill_(predictor, scale=0.3):
     """Gives every explicit matrix random values, in double precision."""
     predictor.double()
     for parameter in predictor.parameters():
@@ -181,11 +164,11 @@ def fill_(predictor: HeatPredictor, scale: float = 0.3) -> HeatPredictor:
     return predictor.requires_grad_(False)
 
 
-def models_of(predictor: HeatPredictor, scale: str) -> dict[str, Tensor]:
+def models_of(predictor, scale):
     return cast(LinearModels, predictor.scales[scale]).matrices()
 
 
-def naive_image(visible: Tensor, place: str, predictor: HeatPredictor) -> Tensor:
+def naive_image(visible, place, predictor):
     """Predicts (G, G, C) from one visible quarter (G / 2, G / 2, C), position by position."""
     scale, size = ("centre", GRID // 4) if place == "centre" else ("corner", GRID // 2)
     whole = visible.new_zeros(GRID, GRID, visible.shape[-1])
@@ -205,7 +188,7 @@ def naive_image(visible: Tensor, place: str, predictor: HeatPredictor) -> Tensor
     return whole
 
 
-def predict(predictor: HeatPredictor, visible: Tensor, places: list[str]) -> Tensor:
+def predict(predictor, visible, places):
     """Predicts for visible quarters in the order of ``places``."""
     quarters = VisibleQuarters.at(places, device=CPU)
     whole = predictor(visible[quarters.order], quarters.counts)
@@ -214,14 +197,14 @@ def predict(predictor: HeatPredictor, visible: Tensor, places: list[str]) -> Ten
 
 @pytest.mark.parametrize("num_models", [8, 4, 2])
 @pytest.mark.parametrize("places", PLACE_LISTS)
-def test_every_position_is_what_a_double_loop_predicts(num_models: int, places: list[str]) -> None:
+def test_every_position_is_what_a_double_loop_predicts(num_models, places):
     predictor = fill_(HeatPredictor(dim=3, num_models=num_models))
     visible = torch.randn(len(places), GRID // 2, GRID // 2, 3, dtype=torch.double)
     expected = [naive_image(z, place, predictor) for z, place in zip(visible, places, strict=True)]
     torch.testing.assert_close(predict(predictor, visible, places), torch.stack(expected))
 
 
-def commuting_matrices() -> tuple[Tensor, Tensor]:
+def commuting_matrices():
     """Two matrices of waves and decays that commute: both have the same eigenvectors."""
     vectors = torch.randn(4, 4, dtype=torch.double)
     a = torch.tensor([[-0.1, 0.5, 0, 0], [-0.5, -0.1, 0, 0], [0, 0, 0.1, 0], [0, 0, 0, -0.2]])
@@ -230,7 +213,7 @@ def commuting_matrices() -> tuple[Tensor, Tensor]:
     return vectors @ a.double() @ inverse, vectors @ b.double() @ inverse
 
 
-def set_finite_differences_(predictor: HeatPredictor, a: Tensor, b: Tensor) -> None:
+def set_finite_differences_(predictor, a, b):
     """Sets I + M to the exact step of the equations, for each direction that is explicit."""
     identity = torch.eye(len(a), dtype=torch.double)
     for models in cast(Mapping[str, LinearModels], predictor.scales).values():
@@ -242,7 +225,7 @@ def set_finite_differences_(predictor: HeatPredictor, a: Tensor, b: Tensor) -> N
 
 
 @pytest.mark.parametrize(("num_models", "place"), [(8, "top_left"), (4, "centre")])
-def test_a_solution_of_the_equations_is_predicted_exactly(num_models: int, place: str) -> None:
+def test_a_solution_of_the_equations_is_predicted_exactly(num_models, place):
     a, b = commuting_matrices()
     torch.testing.assert_close(a @ b, b @ a)
     z0 = torch.randn(4, dtype=torch.double)
@@ -255,7 +238,7 @@ def test_a_solution_of_the_equations_is_predicted_exactly(num_models: int, place
     torch.testing.assert_close(predict(predictor, crop.permute(0, 2, 3, 1), [place]), whole)
 
 
-def test_eight_four_and_two_models_coincide_where_the_explicit_ones_satisfy_eq_9_and_12() -> None:
+def test_eight_four_and_two_models_coincide_where_the_explicit_ones_satisfy_eq_9_and_12():
     two, four, eight = (fill_(HeatPredictor(dim=3, num_models=count)) for count in (2, 4, 8))
     for scale in ("corner", "centre"):
         a, b = (two.get_parameter(f"scales.{scale}.{name}") for name in ("A1", "B1"))
@@ -272,7 +255,7 @@ def test_eight_four_and_two_models_coincide_where_the_explicit_ones_satisfy_eq_9
     torch.testing.assert_close(predict(two, visible, list(QUADRANTS)), expected)
 
 
-def test_a_small_matrix_survives_bfloat16() -> None:
+def test_a_small_matrix_survives_bfloat16():
     predictor = HeatPredictor(dim=1, visible="corner")
     for parameter in predictor.parameters():
         parameter.data.fill_(1e-3)

@@ -2,13 +2,11 @@
 """Wasserstein dependency as a whole: what is seen, compared, learned and refused."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_model
-from torch import Tensor, nn
+from torch import nn
 
 from qbheat_det.modeling.pretrain import WassersteinDependency
 from qbheat_det.modeling.pretrain.wasserstein import DependencyDraw, LipschitzCritic
@@ -20,7 +18,7 @@ MIXING = torch.tensor([0.0, 0.3, 0.5, 0.9, 1.0])
 DRAWN = DependencyDraw(FIRST, SECOND, MIXING)
 
 
-def make_keys(**wasserstein: Any) -> CfgNode:
+def make_keys(**wasserstein):
     cfg = make_tiny_config("WassersteinDependency")
     small = {"HIDDEN_DIM": 32, "DIM": 8, "CRITIC_DIM": 16}
     for key, value in {**small, **wasserstein}.items():
@@ -28,7 +26,7 @@ def make_keys(**wasserstein: Any) -> CfgNode:
     return cfg
 
 
-def make_model(**wasserstein: Any) -> WassersteinDependency:
+def make_model(**wasserstein):
     """With a critic that is steep enough for a penalty, and BatchNorm that looks at no batch."""
     torch.manual_seed(0)
     model = build_model(make_keys(**wasserstein))
@@ -41,12 +39,12 @@ def make_model(**wasserstein: Any) -> WassersteinDependency:
     return model
 
 
-def losses(model: WassersteinDependency, inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+def losses(model, inputs):
     return model(inputs, DRAWN)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_losses_are_those_of_a_loop_over_all_pairs(form: str) -> None:
+def test_losses_are_those_of_a_loop_over_all_pairs(form):
     model, inputs = make_model(FORM=form, RADIUS=3.0), make_inputs(5)
     found = losses(model, inputs)
     half, x, y = 32, [], []
@@ -77,7 +75,7 @@ def test_losses_are_those_of_a_loop_over_all_pairs(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_everything_learns_and_the_penalty_teaches_the_critic_alone(form: str) -> None:
+def test_everything_learns_and_the_penalty_teaches_the_critic_alone(form):
     model, inputs = make_model(FORM=form), make_inputs(5)
     found = losses(model, inputs)
     found["loss_penalty"].backward(retain_graph=True)
@@ -89,7 +87,7 @@ def test_everything_learns_and_the_penalty_teaches_the_critic_alone(form: str) -
     assert without == set()
 
 
-def test_only_two_quarters_of_an_image_are_seen() -> None:
+def test_only_two_quarters_of_an_image_are_seen():
     model, inputs = make_model(), make_inputs(5)
     expected = losses(model, inputs)
     for entry, first, second in zip(inputs, FIRST.tolist(), SECOND.tolist(), strict=True):
@@ -101,7 +99,7 @@ def test_only_two_quarters_of_an_image_are_seen() -> None:
     assert not torch.equal(losses(model, inputs)["loss_dependency"], expected["loss_dependency"])
 
 
-def make_critic(dim: int, hidden_dim: int = 16) -> LipschitzCritic:
+def make_critic(dim, hidden_dim=16):
     """With every parameter random, the bilinear term included."""
     critic = LipschitzCritic(dim=dim, hidden_dim=hidden_dim)
     for parameter in critic.parameters():
@@ -109,14 +107,14 @@ def make_critic(dim: int, hidden_dim: int = 16) -> LipschitzCritic:
     return critic
 
 
-def naive_value(critic: LipschitzCritic, x: Tensor, y: Tensor) -> Tensor:
+def naive_value(critic, x, y):
     """Of one pair, with the first layer on [x, y] as one matrix."""
     weight = torch.cat([critic.from_x.weight, critic.from_y.weight], dim=1)
     hidden = weight @ torch.cat([x, y]) + critic.from_x.bias
     return critic.head(critic.rest(hidden))[0] + x @ critic.interaction @ y
 
 
-def test_the_critic_values_one_pair_after_another_in_full_precision() -> None:
+def test_the_critic_values_one_pair_after_another_in_full_precision():
     torch.manual_seed(0)
     critic = make_critic(3)
     x, y = torch.randn(4, 3), torch.randn(5, 3)

@@ -1,23 +1,34 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Spectra of linear models and spatial correlation: by construction, by hand, as figures."""
+"""Attention, reconstructions, spectra and correlation: by construction, by hand, as figures."""
 
 import math
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
+from torch.testing import assert_close
 
-from qbheat_det.analysis.attention import crop_squares
+from qbheat_det.analysis.attention import (
+    choose_blocks,
+    crop_squares,
+    draw_attention,
+    find_mobile_former,
+    list_blocks,
+    read_bridges,
+)
+from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.analysis.pretraining import (
     draw_correlation,
+    draw_reconstructions,
     measure_spatial_correlation,
+    reconstruct_images,
 )
 from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.analysis.spectrum import (
     NAMES,
-    Models,
     commutator,
     describe_models,
     draw_spectrum,
@@ -29,31 +40,30 @@ from qbheat_det.analysis.spectrum import (
 )
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.figures import NotApplicable
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
 from .conftest import check_files
-from .tiny_runs import TinyRuns, truncate
+from .tiny_runs import truncate
 
 DIM = 6
 
 
-def draw(seed: int, dim: int = DIM) -> Tensor:
+def draw(seed, dim=DIM):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(dim, dim, dtype=torch.float64, generator=generator)
 
 
-def with_eigenvalues(values: list[float], seed: int = 0) -> Tensor:
+def with_eigenvalues(values, seed=0):
     """A matrix that is not symmetric, of given real eigenvalues."""
     basis = draw(seed, len(values))
     return basis @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ basis.inverse()
 
 
-def test_energies_and_inverse_errors_are_those_by_hand() -> None:
+def test_energies_and_inverse_errors_are_those_by_hand():
     values = {"A1": [1.0, -2.0], "A2": [3.0, 0.5], "B1": [1.0, 1.5], "B2": [-2.0, 0.5]}
     matrices = {name: with_eigenvalues(found) for name, found in values.items()}
     found = describe_models({"centre": (0.25, matrices)})
-    torch.testing.assert_close(
-        found.eigenvalues["centre"]["A1"].abs(), torch.tensor([2.0, 1.0]).double() / 0.25
-    )
+    assert_close(found.eigenvalues["centre"]["A1"].abs(), torch.tensor([2.0, 1.0]).double() / 0.25)
     # Both directions of an axis count: (3 + 3.5) / (2.5 + 2.5).
     assert found.summary["energy_A_centre"] == pytest.approx(6.5 / 0.25)
     assert found.summary["energy_ratio_centre"] == pytest.approx(6.5 / 5.0)
@@ -69,14 +79,14 @@ def test_energies_and_inverse_errors_are_those_by_hand() -> None:
     assert math.isnan(inverse_error(0 * forth, 0 * forth))
 
 
-def make_models(factor: float) -> Models:
+def make_models(factor):
     return {
         scale: (offset, {name: (factor * draw(10 * i + j)).float() for j, name in enumerate(NAMES)})
         for i, (scale, offset) in enumerate({"corner": 0.5, "centre": 0.25}.items())
     }
 
 
-def test_rotated_models_have_the_learned_singular_values_and_share_opposites() -> None:
+def test_rotated_models_have_the_learned_singular_values_and_share_opposites():
     models = make_models(0.3)
     (_, one), (_, again) = (rotate_models(models)["corner"] for _ in range(2))
     other = models["corner"][1]
@@ -84,7 +94,7 @@ def test_rotated_models_have_the_learned_singular_values_and_share_opposites() -
         assert torch.equal(one[name], again[name])
         assert not torch.equal(one[name], other[name])
         expected = torch.linalg.svdvals(models["corner"][1][name])
-        torch.testing.assert_close(torch.linalg.svdvals(one[name]), expected)
+        assert_close(torch.linalg.svdvals(one[name]), expected)
     offset, matrices = models["corner"]
     opposite = {"corner": (offset, {**matrices, "A2": -matrices["A1"]})}
     _, found = rotate_models(opposite)["corner"]
@@ -92,20 +102,20 @@ def test_rotated_models_have_the_learned_singular_values_and_share_opposites() -
     assert not torch.equal(found["B2"], -found["B1"])
 
 
-def test_linear_models_are_read_from_a_checkpoint(tmp_path: Path) -> None:
+def test_linear_models_are_read_from_a_checkpoint(tmp_path):
     path = tmp_path / "weights.pth"
     state = {f"predictor.scales.centre.{name}": torch.randn(3, 3) for name in ("A1", "B1")}
     torch.save({"model": state}, path)
     ((scale, (offset, models)),) = read_linear_models(path, "run").items()
     assert (scale, offset, len(models)) == ("centre", 0.25, 8)
-    torch.testing.assert_close(models["A1"], state["predictor.scales.centre.A1"])
-    torch.testing.assert_close(models["A2"], -models["A1"])
+    assert_close(models["A1"], state["predictor.scales.centre.A1"])
+    assert_close(models["A2"], -models["A1"])
     torch.save({"predictor.scales.corner.A1": torch.randn(3, 3)}, path)
     with pytest.raises(UserError, match=r"weights\.pth"):
         read_linear_models(path, "run")
 
 
-def test_commutator_correlation_and_rank_equal_hand_computed_values() -> None:
+def test_commutator_correlation_and_rank_equal_hand_computed_values():
     a, b = with_eigenvalues([1.0, 2, 3, 4]), with_eigenvalues([0.5, -1, 2, 7])
     assert commutator(a, b) == pytest.approx(0.0, abs=1e-12)  # of one basis
     up = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # AB - BA = diag(1, -1), of norms 1
@@ -119,7 +129,7 @@ def test_commutator_correlation_and_rank_equal_hand_computed_values() -> None:
     assert math.isnan(effective_rank(torch.zeros(3, 3)))
 
 
-def test_checkpoints_and_their_controls_have_rows(tiny: TinyRuns, tmp_path: Path) -> None:
+def test_checkpoints_and_their_controls_have_rows(tiny, tmp_path):
     run, detector = tiny.get("qb_heat"), tiny.get("retinanet")
     earlier = Run.open(run.folder / "model_0000009.pth", label="early", device="cpu")
     (tmp_path / "b.pth").write_bytes(b"PK\x03\x04 and no more")
@@ -137,29 +147,25 @@ def test_checkpoints_and_their_controls_have_rows(tiny: TinyRuns, tmp_path: Path
         draw_spectrum([detector], FigureOptions())
 
 
-def test_it_is_the_mean_over_all_pairs_of_positions() -> None:
+def test_it_is_the_mean_over_all_pairs_of_positions():
     torch.manual_seed(0)
     maps = torch.randn(3, 5, 2, 3)
     expected = []
     for features in maps.flatten(2).numpy():
         matrix = np.abs(np.corrcoef(features.T))
         expected.append([matrix[i, j] for i in range(6) for j in range(6) if i != j])
-    torch.testing.assert_close(
-        measure_spatial_correlation(maps), torch.tensor(expected).mean(dim=1).float()
-    )
+    assert_close(measure_spatial_correlation(maps), torch.tensor(expected).mean(dim=1).float())
 
     maps = torch.zeros(1, 2, 2, 2)
     maps[0, 0, 0] = 1.0  # two of four positions, equal: one pair of six
-    torch.testing.assert_close(measure_spatial_correlation(maps), torch.tensor([1 / 6]))
+    assert_close(measure_spatial_correlation(maps), torch.tensor([1 / 6]))
     equal = torch.full((1, 720, 2, 2), 0.1)  # whose mean is not 0.1 to the last bit
-    torch.testing.assert_close(measure_spatial_correlation(equal), torch.zeros(1))
+    assert_close(measure_spatial_correlation(equal), torch.zeros(1))
     with pytest.raises(NotApplicable, match="two positions"):
         measure_spatial_correlation(torch.zeros(1, 2, 1, 1))
 
 
-def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(
-    tiny: TinyRuns, photos: Path, tmp_path: Path
-) -> None:
+def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(tiny, photos, tmp_path):
     runs = [tiny.get(name) for name in ("masking", "untrained", "classifier", "retinanet")]
     runs.append(truncate(runs[0], tmp_path))
     figure = draw_correlation(runs, FigureOptions(images=photos), correlated_images=3)
@@ -171,7 +177,7 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(
     run = runs[0]
     image = crop_squares(run.cfg, [str(photos / "2.png")])[0]["image"]
 
-    def measure(run: Run) -> float:
+    def measure(run):
         with torch.no_grad():
             maps = run.model.backbone(((image - run.model.pixel_mean) / run.model.pixel_std)[None])
         return float(measure_spatial_correlation(maps["s16_expanded"]))
@@ -184,3 +190,86 @@ def test_runs_are_compared_on_the_same_images_in_a_chart_for_each_map(
     assert b"untrained" in first.content
     assert b"retinanet" not in first.content
     assert b"retinanet" in second.content
+
+
+@pytest.fixture(scope="module")
+def backbone(tiny):
+    return find_mobile_former(tiny.get("mf_detr").model)
+
+
+def test_the_bridges_of_an_image_sum_to_one_over_pixels_and_over_tokens(backbone):
+    found = read_bridges(backbone, torch.randn(1, 3, 40, 56))
+    assert [block.number for block in found] == [2, 3, 4]
+    for block, stride in zip(found, (2, 4, 8), strict=True):
+        size, half = (40 // stride, 56 // stride), (-(-20 // stride), -(-28 // stride))
+        assert (block.to_former_stride, block.to_mobile_stride) == (stride, 2 * stride)
+        assert block.to_former.shape == (1, 2, 6, *size)
+        assert block.to_mobile.shape == (1, 2, 6, *half)
+        assert_close(block.to_former.sum(dim=(3, 4)), torch.ones(1, 2, 6))
+        assert_close(block.to_mobile.sum(dim=2), torch.ones(1, 2, *half))
+
+
+def test_the_paper_s_blocks_are_chosen_of_its_networks_and_the_last_of_each_stage_of_others(
+    backbone,
+):
+    with torch.device("meta"):
+        paper = MobileFormer(arch=MOBILE_FORMER_ARCHS["285M"], out_features=["s16"])
+    assert choose_blocks(paper) == [3, 6, 10, 12]
+    assert list(list_blocks(backbone).values())[1:] == [
+        ("stages.2.0", 4, 8), ("stages.3.0", 8, 16),
+    ]  # fmt: skip
+    assert choose_blocks(backbone) == [2, 3, 4]
+    assert find_mobile_former(nn.Linear(1, 1)) is None
+
+
+def test_attention_of_several_models_is_drawn_in_the_same_images(tiny, photos, tmp_path):
+    runs = [tiny.get(name) for name in ("resnet", "untrained", "mf_detr")]
+    options = FigureOptions(images=photos, num_images=1)
+    figure = draw_attention(runs, options, attention_heads="apart")
+    check_files(figure, tmp_path)
+    assert "resnet" in figure.data["left_out"][0]
+    assert figure.data["blocks"] == {"untrained": [2, 3, 4], "mf_detr": [2, 3, 4]}
+    with pytest.raises(NotApplicable, match="resnet"):
+        draw_attention(runs[:1], options)
+
+
+def test_visible_pixels_are_the_image_s_and_masked_ones_grey_or_made(tiny, photos):
+    run = tiny.get("untrained")
+    entries = crop_squares(run.cfg, [str(photos / f"{i}.png") for i in range(2)])
+    with torch.no_grad():
+        made = reconstruct_images(run.model, entries, pixel_format=run.cfg.INPUT.FORMAT)
+        outputs = run.model(entries, ["top_left", "top_right"])
+    assert [row["place"] for row in made.losses["corner"]] == ["top_left", "top_right"]
+    for i, output in enumerate(outputs):
+        visible = output["visible"].numpy()
+        image = to_rgb(entries[i]["image"], run.cfg.INPUT.FORMAT).astype(np.uint8)
+        np.testing.assert_array_equal(made.columns["input"][i], image)
+        shown, completed = made.columns["visible corner"][i], made.columns["from the corner"][i]
+        np.testing.assert_array_equal(shown[visible], image[visible])
+        np.testing.assert_array_equal(completed[visible], image[visible])
+        assert (shown[~visible] == 128).all()
+        pixels = to_rgb(output["reconstruction"], run.cfg.INPUT.FORMAT).clip(0, 255).round()
+        np.testing.assert_array_equal(completed[~visible], pixels.astype(np.uint8)[~visible])
+        loss = float(output["loss_reconstruction"])
+        assert made.losses["corner"][i]["loss"] == pytest.approx(loss)
+
+
+def test_each_run_has_a_grid_of_the_same_images(tiny, photos, tmp_path):
+    runs = [tiny.get(name) for name in ("qb_heat", "retinanet", "untrained", "masking")]
+    runs.insert(0, truncate(runs[0], tmp_path))
+    options = FigureOptions(images=photos, num_images=2)
+    figure = draw_reconstructions(runs, options)
+    check_files(figure, tmp_path)
+    assert list(figure.images) == ["grid_1", "grid_2", "grid_3"]
+    assert [Path(name).name for name in figure.data["images"]] == ["0.png", "1.png"]
+    found = figure.data["runs"]
+    for view, mean in found["qb_heat"]["mean_losses"].items():
+        assert mean == pytest.approx(fmean(row["loss"] for row in found["qb_heat"]["losses"][view]))
+    assert [row[0] for row in figure.table.rows] == ["qb_heat", "untrained", "masking"]
+    assert figure.table.rows[2][1:3] == ("-", "-")
+    assert [name in text for name, text in zip(("cut", "retinanet"), figure.data["left_out"],
+                                               strict=True)]  # fmt: skip
+    again = draw_reconstructions(runs[4:], options)
+    assert again.data["runs"]["masking"] == found["masking"]  # masks are drawn from the seed
+    with pytest.raises(NotApplicable, match="classifier"):
+        draw_reconstructions([tiny.get("classifier")], options)
