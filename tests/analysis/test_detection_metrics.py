@@ -121,13 +121,13 @@ def write_dataset(folder):
     return folder
 
 
-def write_detector(folder, data):
+def write_detector(folder, data, file="boxes.json"):
     cfg = make_probe_config()
-    name = f"detections {data.name}"
+    name = f"detections {data.name} {file}"
     cfg.DATASETS.TEST = (name,)
     cfg.DATALOADER.NUM_WORKERS = 0
     cfg.MODEL.DEVICE = "cpu"
-    source = {"json_file": str(data / "boxes.json"), "image_root": str(data / "images")}
+    source = {"json_file": str(data / file), "image_root": str(data / "images")}
     register_source(name, {**source, "labelled": True})
     return write_run(folder, cfg)
 
@@ -189,8 +189,10 @@ def test_runs_that_cannot_be_evaluated_are_left_out(data, tmp_path, monkeypatch)
     other = write_dataset(tmp_path / "other")
     runs = [write_detector(tmp_path / "one", data), write_detector(tmp_path / "two", other)]
     runs.append(write_run(tmp_path / "classes", classifier_config()))
-    figure = draw(*runs)
-    assert list(figure.data["runs"]) == ["one"]
+    # Data sets in other formats are converted once per run.
+    (data / "copy.json").write_bytes((data / "boxes.json").read_bytes())
+    figure = draw(*runs, write_detector(tmp_path / "copy", data, "copy.json"))
+    assert list(figure.data["runs"]) == ["one", "copy"]
     for name, reason in zip(("two", "classes"), figure.data["left_out"], strict=True):
         assert name in reason
     flags = {"data": str(data / "boxes.json")}
@@ -201,6 +203,6 @@ def test_runs_that_cannot_be_evaluated_are_left_out(data, tmp_path, monkeypatch)
         draw(runs[2])
     cfg = make_probe_config()
     cfg.MODEL.CLASS_NAMES = ["disc", "square"]
-    cfg.DATASETS.TEST = (f"detections {data.name}",)
+    cfg.DATASETS.TEST = (f"detections {data.name} boxes.json",)
     with pytest.raises(NotApplicable, match=r"boxes\.json"):
         draw(write_run(tmp_path / "swapped", cfg))
