@@ -15,6 +15,7 @@ from qbheat_det.layers.depthwise import speed_up_depthwise
 LAYERS = {
     "5x5": lambda: nn.Conv2d(8, 8, 5, padding=2, groups=8, bias=False),
     "7x7 with stride": lambda: nn.Conv2d(8, 16, 7, padding=3, stride=2, groups=8),
+    "several outputs": lambda: nn.Conv2d(8, 24, 3, padding=1, groups=8),
     "dilated": lambda: nn.Conv2d(8, 8, (3, 4), padding=(0, 1), dilation=2, groups=8),
     "3x3 with stride": lambda: nn.Conv2d(8, 8, 3, padding=1, stride=2, groups=8),
     "timm's padding": lambda: Conv2dSame(8, 8, 5, stride=2, groups=8),
@@ -35,7 +36,7 @@ def test_outputs_and_gradients_are_those_of_pytorch(
     found = []
     for layer, is_half in ((plain, False), (fast, dtype == torch.bfloat16)):
         x = torch.linspace(-1, 1, 2 * 8 * 13 * 16, dtype=torch.float64).view(2, 8, 13, 16)
-        x.requires_grad_()
+        x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
             y = layer(x if not is_half else x.float())
         assert y.dtype == (dtype if layer is fast else torch.float64)
