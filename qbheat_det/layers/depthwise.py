@@ -6,7 +6,6 @@ channel, the gradient of weights with more than three columns, and in bfloat16 t
 input of a convolution with a stride.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -49,106 +48,81 @@ def _call(module: nn.Module, x: Tensor) -> Tensor:
 class _Replacement(TorchFunctionMode):
     """Calls ``_convolve`` for each ``conv2d`` in a ``with`` block, also in classes of timm."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_convolve if func is torch.conv2d else func)(*args, **(kwargs or {}))
 
 
-def _convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: int,
-) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *places: Any) -> Tensor:
+    """Takes the arguments of ``conv2d``. ``places`` are stride, padding, dilation and groups."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if len(weight) > groups and not x.is_contiguous(memory_format=torch.channels_last):
-        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    return cast(Tensor, _Depthwise.apply(x, weight, bias, stride, padding, dilation))
+        x, weight = x.to(dtype), weight.to(dtype)
+    if len(weight) > x.shape[1] and not x.is_contiguous(memory_format=torch.channels_last):
+        return F.conv2d(x, weight, bias, *places)
+    y = cast(Tensor, _Depthwise.apply(x, weight, *places))
+    return y if bias is None else y + bias[:, None, None].to(y.dtype)
 
 
 class _Depthwise(torch.autograd.Function):
     """A convolution with k outputs per input channel is computed as k convolutions with one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *places: Pair) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *places: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.places = places  # stride, padding, dilation
-        groups, count = x.shape[1], len(weight) // x.shape[1]
+        ctx.places = places
+        count, y = len(weight) // x.shape[1], x
         if count == 1:
-            return F.conv2d(x, weight, bias, *places, groups)
-        parts: Tensor | None = None
+            return F.conv2d(x, weight, None, *places)
         for k in range(count):
-            part = F.conv2d(x, weight[k::count], None, *places, groups).permute(0, 2, 3, 1)
-            parts = part.new_empty(*part.shape, count) if parts is None else parts
-            parts[..., k] = part  # a copy into one tensor is faster than torch.stack
-        assert parts is not None
-        y = parts.flatten(3).permute(0, 3, 1, 2)
-        return y if bias is None else y.add_(bias[:, None, None])
+            part = F.conv2d(x, weight[k::count], None, *places).permute(0, 2, 3, 1)
+            y = part.new_empty(*part.shape, count) if k == 0 else y
+            y[..., k] = part  # a copy into one tensor is faster than torch.stack
+        return y.flatten(3).permute(0, 3, 1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        count, of_x, of_weight = len(weight) // x.shape[1], None, torch.empty_like(weight)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        full = torch.promote_types(x.dtype, torch.float32)
+        dtype = full if max(ctx.places[0]) > 1 else x.dtype  # in bfloat16, a stride is slow
+        of_x: Tensor | None = None
+        of_weight = torch.empty_like(weight) if needs_weight else None
+        count = len(weight) // x.shape[1]
         for k in range(count):
             part, rows = gradient[:, k::count], weight[k::count]
             if count > 1:
                 part = part.contiguous(memory_format=torch.channels_last)
             if needs_x:
-                found = _gradient_of_input(part, x, rows, *ctx.places)
-                of_x = found if of_x is None else of_x.add_(found)
-            if needs_weight:
+                tensors = part.to(dtype), x.to(dtype), rows.to(dtype)
+                found = _gradient(*tensors, *ctx.places, of_input=True)
+                of_x = found.to(full) if of_x is None else of_x.add_(found)
+            if of_weight is not None:
                 of_weight[k::count] = _gradient_of_weight(part, x, rows, *ctx.places)
-        return (
-            None if of_x is None else of_x.to(x.dtype),
-            of_weight if needs_weight else None,
-            gradient.sum(dim=(0, 2, 3)) if needs_bias else None,
-            *(None for _ in ctx.places),
-        )
-
-
-def _gradient_of_input(
-    gradient: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair
-) -> Tensor:
-    """Returns at least float32, because several gradients may be added."""
-    full = torch.promote_types(x.dtype, torch.float32)
-    dtype = full if max(stride) > 1 else x.dtype
-    tensors = gradient.to(dtype), x.to(dtype), weight.to(dtype)
-    return _gradients(*tensors, stride, padding, dilation)[0].to(full)
+        return None if of_x is None else of_x.to(x.dtype), of_weight, *(None for _ in ctx.places)
 
 
 def _gradient_of_weight(
-    gradient: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair
+    gradient: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, *places: Any
 ) -> Tensor:
     if weight.shape[3] <= _COLUMNS:
-        return _gradients(gradient, x, weight, stride, padding, dilation, of_weight=True)[1]
-    found, first = [], -padding[1]  # the column of ``x`` that the next column of ``weight`` reads
+        return _gradient(gradient, x, weight, stride, padding, *places, of_input=False)
+    (_, dilation), parts = places[0], []
+    first = -padding[1]  # the column of ``x`` that the next column of ``weight`` reads first
     for columns in weight.split(_COLUMNS, dim=3):
-        count = 1 + (gradient.shape[3] - 1) * stride[1] + (columns.shape[3] - 1) * dilation[1]
+        count = 1 + (gradient.shape[3] - 1) * stride[1] + (columns.shape[3] - 1) * dilation
         part = F.pad(x, (-first, first + count - x.shape[3]))
-        places = stride, (padding[0], 0), dilation
-        found.append(_gradients(gradient, part, columns, *places, of_weight=True)[1])
-        first += columns.shape[3] * dilation[1]
-    return torch.cat(found, dim=3)
+        settings = stride, (padding[0], 0), *places
+        parts.append(_gradient(gradient, part, columns, *settings, of_input=False))
+        first += columns.shape[3] * dilation
+    return torch.cat(parts, dim=3)
 
 
-def _gradients(
-    gradient: Tensor, x: Tensor, weight: Tensor, *places: Pair, of_weight: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns only the gradient of the input or that of the weight; the others are undefined."""
-    wanted = not of_weight, of_weight, False
+def _gradient(gradient: Tensor, x: Tensor, weight: Tensor, *places: Any, of_input: bool) -> Tensor:
+    """Returns the gradient of the input, or else of the weight, for that of the output."""
+    *where, groups = places
+    wanted = of_input, not of_input, False
     found = torch.ops.aten.convolution_backward(
-        gradient, x, weight, None, *places, False, (0, 0), x.shape[1], wanted
+        gradient, x, weight, None, *where, False, (0, 0), groups, wanted
     )
-    return cast(tuple[Tensor, Tensor, Tensor], found)
+    return cast(Tensor, found[0 if of_input else 1])
