@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from qbheat_det.layers import (
-    DepthwiseConv2d,
     DownMobile,
     DynamicReLU,
     LiteBottleneck,
@@ -76,7 +75,7 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
 
 def _can_fold(convolution: nn.Module, norm: object) -> bool:
     return (
-        type(convolution) in (nn.Conv2d, Conv2d, NormedConv2d, DepthwiseConv2d)
+        type(convolution) in (nn.Conv2d, Conv2d, NormedConv2d)
         and type(norm) in _NORMS
         and getattr(norm, "running_var", None) is not None
     )
@@ -297,7 +296,7 @@ def convolve(
 
 
 def convolve_by_turns(
-    convolution: DepthwiseConv2d, act: DynamicReLU, x: Tensor, token: Tensor
+    convolution: NormedConv2d, act: DynamicReLU, x: Tensor, token: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Applies a depthwise convolution without norm, then a dynamic ReLU (bfloat16 programs).
 
@@ -313,13 +312,13 @@ def convolve_by_turns(
     return torch.cat(parts, dim=1), order
 
 
-def interleaved_order(convolution: DepthwiseConv2d) -> Tensor:
+def interleaved_order(convolution: NormedConv2d) -> Tensor:
     """Returns (C k,): first the first output channel of each input channel, then the second, …"""
     channels = np.arange(convolution.out_channels).reshape(convolution.groups, -1)
     return torch.from_numpy(channels.T.ravel()).to(convolution.weight.device)  # not in a graph
 
 
-def convolve_rows(convolution: DepthwiseConv2d, x: Tensor, rows: Tensor) -> Tensor:
+def convolve_rows(convolution: NormedConv2d, x: Tensor, rows: Tensor) -> Tensor:
     """Computes one output channel per input channel of a depthwise convolution, without norm.
 
     Takes maps (N, C, H, W) and the output channels ``rows`` (C,), and returns (N, C, H', W').

@@ -29,6 +29,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import build_train_stream
 from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
+from qbheat_det.layers.depthwise import speed_up_depthwise
 from qbheat_det.modeling.contracts import (
     needs_teacher,
     pretrain_only_modules,
@@ -56,7 +57,7 @@ from .launch import distribute
 from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, build_eval_hooks
 from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
-from .step import StepTrainer, choose_precision, run_depthwise_in_float32
+from .step import StepTrainer, choose_precision
 
 logger = logging.getLogger(__name__)
 Hook = TypeVar("Hook", bound=HookBase)
@@ -87,8 +88,8 @@ class Trainer(DefaultTrainer):
         self.cached_features = use_cached_features(self.cfg, self.bare_model)
         self.teacher = TeacherFeatures(self.cfg) if needs_teacher(self.bare_model) else None
         precision = choose_precision(self.cfg)
-        if precision and self.cfg.MODEL.DEVICE == "cpu":
-            run_depthwise_in_float32(self.bare_model)
+        if self.cfg.MODEL.DEVICE == "cpu":
+            speed_up_depthwise(self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
         self._average = build_average(self.cfg, self.bare_model)
         self._mean_teacher = None

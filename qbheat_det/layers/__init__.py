@@ -3,7 +3,6 @@
 
 from .attention import MapAttention, attend, read_attention
 from .cpu_kernels import (
-    DepthwiseConv2d,
     Dropout,
     DynamicReLU,
     Linear,
@@ -25,7 +24,7 @@ from .mobile_former_block import (
 from .padded_maps import SinePositionEncoding, halve, padding_mask, resize_bilinear, zero_padding
 
 __all__ = [
-    "DepthwiseConv2d", "DownMobile", "Dropout", "DynamicReLU", "Former", "FormerToMobile", "Linear",
+    "DownMobile", "Dropout", "DynamicReLU", "Former", "FormerToMobile", "Linear",
     "LiteBottleneck", "MapAttention", "Mobile", "MobileFormerBlock", "MobileToFormer",
     "NormedConv2d", "SinePositionEncoding", "attend", "depthwise", "halve", "linear",
     "padding_mask", "pointwise", "read_attention", "replace_linear_layers", "resize_bilinear",

@@ -2,8 +2,9 @@
 """Multi-head attention between a few queries and a large feature map, or vice versa.
 
 ``attend`` uses PyTorch's ``scaled_dot_product_attention`` if it has a fast kernel. On CPUs, PyTorch
-has no fused kernel with dropout, and its bfloat16 kernel is slow. In these two cases, ``attend``
-uses matrix products. ``read_attention`` records attention weights during a model's forward pass.
+has no fused kernel with dropout, and in bfloat16 the kernel's backward pass takes up to ten times
+as long as matrix products. In these two cases, ``attend`` uses matrix products. ``read_attention``
+records attention weights during a model's forward pass.
 """
 
 from collections.abc import Collection, Iterator
@@ -48,8 +49,10 @@ def attend(
         The weighted values (N, Q, heads * d).
     """
     on_cpu = query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
-    if is_half_program():  # in bfloat16, PyTorch's kernel takes twice as long as matrix products
-        is_plain = query.shape[1] * query.shape[2] * key.shape[2] <= _MOST
+    is_half = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    if is_half_program() or (is_half and not is_recorded()):
+        most = _MOST if is_half_program() else _PART  # the backward pass needs the weights
+        is_plain = query.shape[1] * query.shape[2] * key.shape[2] <= most
     elif on_cpu and dropout and not is_recorded():
         kept = draw_kept((*query.shape[:3], key.shape[2]), dropout)
         return _AttendInParts.apply(query, key, value, masked, kept, 1 - rounded(dropout))

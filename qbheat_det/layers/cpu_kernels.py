@@ -150,12 +150,11 @@ class NormedConv2d(Conv2d):
             found: Tensor = super().forward(x)  # compilers and exporters fold norms themselves
             return found
         if type(self.norm) is FrozenBatchNorm2d and not _is_watched(self.norm):
-            return self.convolve(x, *self._folded(self.norm))
-        y = self.convolve(x, self.weight, self.bias)
+            return self._convolve(x, *self._folded(self.norm))
+        y = self._convolve(x, self.weight, self.bias)
         return y if self.norm is None else self.norm(y)
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Applies only the convolution, without the norm, with the given weight and bias."""
+    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         placed = self.stride, self.padding, self.dilation
         return F.conv2d(x, weight, bias, *placed, self.groups)
 
@@ -166,24 +165,6 @@ class NormedConv2d(Conv2d):
             shift = shift + self.bias * scale
         dtype = self.weight.dtype  # the norm may be in float32 if the weights are not
         return (self.weight * scale[:, None, None, None]).to(dtype), shift.to(dtype)
-
-
-class DepthwiseConv2d(NormedConv2d):
-    """A depthwise convolution. Output channels k * c to k * c + k - 1 read input channel c."""
-
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See the base class. For k > 1, training on CPUs uses float32 instead of bfloat16.
-
-        oneDNN's backward pass takes twice as long in bfloat16.
-        """
-        is_half = torch.is_autocast_enabled("cpu") or x.dtype == torch.bfloat16
-        is_wide = self.out_channels > self.in_channels
-        if not (is_half and is_wide and torch.is_grad_enabled() and x.device.type == "cpu"):
-            return super().convolve(x, weight, bias)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        with torch.autocast("cpu", enabled=False):
-            full = None if bias is None else bias.float()
-            return super().convolve(x.float(), weight.float(), full).to(dtype)
 
 
 def _is_watched(module: nn.Module) -> bool:

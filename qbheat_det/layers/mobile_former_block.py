@@ -15,7 +15,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cpu_kernels import DepthwiseConv2d, DynamicReLU, NormedConv2d, is_half_program, is_recorded
+from .cpu_kernels import DynamicReLU, NormedConv2d, is_half_program, is_recorded
 from .padded_maps import halve, zero_padding
 
 Watcher = Callable[[Tensor], None]
@@ -123,9 +123,9 @@ def pointwise(in_channels: int, out_channels: int, norm: str) -> NormedConv2d:
     return NormedConv2d(in_channels, out_channels, 1, bias=False, norm=norm_layer)
 
 
-def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> DepthwiseConv2d:
+def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -> NormedConv2d:
     """Builds a 3x3 depthwise convolution without bias, followed by a norm."""
-    return DepthwiseConv2d(
+    return NormedConv2d(
         in_channels,
         out_channels,
         3,

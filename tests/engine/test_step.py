@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """One optimizer step: parts that add up to the whole, precision, what stops it, and on a GPU."""
 
-import copy
 import itertools
 import math
 import random
@@ -18,12 +17,7 @@ from qbheat_det.core import environment
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import seed_step
 from qbheat_det.engine import step as step_module
-from qbheat_det.engine.step import (
-    BatchSource,
-    StepTrainer,
-    choose_precision,
-    run_depthwise_in_float32,
-)
+from qbheat_det.engine.step import BatchSource, StepTrainer, choose_precision
 
 
 class MeanOverImages(nn.Module):
@@ -102,25 +96,6 @@ def test_a_processor_that_emulates_half_precision_trains_in_float32(
     with caplog.at_level("WARNING", logger=step_module.__name__):
         assert choose_precision(cfg) == dtype
     assert ("SOLVER.AMP" in caplog.text) == (dtype is None)
-
-
-def test_slow_depthwise_convolutions_train_in_float32_under_autocast():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.Conv2d(8, 8, 3, groups=8))
-    model = copy.deepcopy(plain)
-    run_depthwise_in_float32(model)
-    assert [layer._compiled_call_impl is not None for layer in model] == [True, False]
-    x = torch.randn(2, 8, 9, 9)
-    assert torch.equal(model(x), plain(x))
-    seen = []
-    model[0].register_forward_hook(lambda layer, inputs, y: seen.append(y.dtype))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = model[0](x)
-    y.sum().backward()  # a gradient of ones, without rounding
-    plain[0](x).sum().backward()
-    assert y.dtype == torch.bfloat16
-    assert seen == [torch.float32]
-    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])

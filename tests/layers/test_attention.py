@@ -64,6 +64,25 @@ def test_attention_with_dropout_equals_the_formula_with_its_gradients(part, monk
         assert_close(ours, theirs)
 
 
+def test_attention_in_bfloat16_uses_matrix_products_and_comes_near_the_formula(monkeypatch):
+    torch.manual_seed(0)
+    tensors = draw(5, 9)
+    wanted = formula(*tensors, torch.zeros(9), torch.ones(()))
+    fused = Mock(wraps=attention.F.scaled_dot_product_attention)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
+    found = attend(*(each.bfloat16() for each in tensors))
+    assert not fused.called
+    for ours, theirs in zip(
+        (found, *torch.autograd.grad(found.double().square().sum(), tensors)),
+        (wanted, *torch.autograd.grad(wanted.square().sum(), tensors)),
+        strict=True,
+    ):
+        assert_close(ours.double(), theirs, rtol=0, atol=0.02 * float(theirs.detach().abs().max()))
+    monkeypatch.setattr(attention, "_PART", 4 * 5 * 9 - 1)  # too many weights to store
+    attend(*(each.bfloat16() for each in tensors))
+    assert fused.called
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 def test_attention_without_dropout_equals_pytorchs(masked):
     torch.manual_seed(0)

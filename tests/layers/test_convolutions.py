@@ -9,7 +9,6 @@ from detectron2.layers import Conv2d, FrozenBatchNorm2d
 from torch.testing import assert_close
 
 from qbheat_det.layers import (
-    DepthwiseConv2d,
     DynamicReLU,
     NormedConv2d,
     SinePositionEncoding,
@@ -21,26 +20,6 @@ from ..modeling.reference_mf_decoder import bilinear, pixels, sine_code
 from ..modeling.reference_mobile_former import randomise_
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-def test_a_depthwise_convolution_in_bfloat16_is_trained_in_float32(stride):
-    torch.manual_seed(0)
-    shared = {"stride": stride, "padding": 1, "groups": 4, "bias": False}
-    ours, theirs = (kind(4, 12, 3, **shared) for kind in (DepthwiseConv2d, Conv2d))
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(2, 4, 7, 9).to(memory_format=torch.channels_last)
-    found = []
-    for layer, autocast in ((ours, True), (theirs, False)):
-        given = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = layer(given)
-        assert y.dtype == (torch.bfloat16 if autocast else torch.float32)
-        gradients = torch.autograd.grad(y.float().sum(), [given, layer.weight])
-        found.append([y.to(torch.bfloat16), *gradients])
-    assert_close(*found)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        assert_close(ours(x), theirs(x), rtol=0, atol=0)  # nothing to gain in inference
-
-
 def randomised(norm):
     for value in norm.state_dict().values():
         value.uniform_(0.1, 3)
@@ -49,16 +28,16 @@ def randomised(norm):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
 @pytest.mark.parametrize(
-    ("kind", "groups", "channels"),
-    [(NormedConv2d, 1, 6), (DepthwiseConv2d, 4, 12)],
+    ("groups", "channels"),
+    [(1, 6), (4, 12)],
     ids=["dense", "depthwise"],
 )
-def test_a_frozen_norm_is_folded_into_the_weights(kind, groups, channels, bias, monkeypatch):
+def test_a_frozen_norm_is_folded_into_the_weights(groups, channels, bias, monkeypatch):
     torch.manual_seed(0)
     shared = {"padding": 1, "groups": groups, "bias": bias}
     ours, theirs = (
         each(4, channels, 3, **shared, norm=FrozenBatchNorm2d(channels, eps=0.01)).double()
-        for each in (kind, Conv2d)
+        for each in (NormedConv2d, Conv2d)
     )
     randomised(ours.norm)
     theirs.load_state_dict(ours.state_dict())

@@ -17,7 +17,7 @@ import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone
-from timm.layers import Conv2dSame, freeze_batch_norm_2d
+from timm.layers import BatchNormAct2d, Conv2dSame, FrozenBatchNormAct2d
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -153,7 +153,7 @@ class TimmBackbone(Backbone):
             parameter.requires_grad_(name in used - frozen)
         for path, module in list(self.net.named_modules()):
             if isinstance(module, _BatchNorm) and f"{path}.weight" in frozen:
-                self.net.set_submodule(path, freeze_batch_norm_2d(module))
+                self.net.set_submodule(path, FrozenNorm.from_norm(module))
 
 
 def list_outputs(name: str) -> list[str]:
@@ -239,6 +239,28 @@ def _build_teacher(cfg: CfgNode) -> TimmBackbone:
     except UserError as error:
         raise UserError(f"MODEL.TEACHER.NAME: {error}") from None
     return TimmBackbone(name=node.NAME, out_features=[node.IN_FEATURE], freeze_at=_FREEZE_ALL)
+
+
+class FrozenNorm(FrozenBatchNormAct2d):
+    """timm's frozen BatchNorm and activation in fewer passes over the feature map.
+
+    Under autocast, the output has the dtype of the input, as that of a BatchNorm.
+    """
+
+    @classmethod
+    def from_norm(cls, norm: _BatchNorm) -> "FrozenNorm":
+        """Returns a layer with the statistics, weights and activation of ``norm``."""
+        layer = cls(norm.num_features, eps=norm.eps, apply_act=False)
+        layer.load_state_dict(norm.state_dict(), strict=False)
+        if isinstance(norm, BatchNormAct2d):
+            layer.drop, layer.act = norm.drop, norm.act
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes and returns (N, C, H, W)."""
+        statistics = self.running_mean, self.running_var
+        x = functional.batch_norm(x, *statistics, self.weight, self.bias, eps=self.eps)
+        return self.act(self.drop(x))
 
 
 class LeanReLU6(nn.ReLU6):

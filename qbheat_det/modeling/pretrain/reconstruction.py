@@ -21,7 +21,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qbheat_det.layers import Linear, linear, replace_linear_layers
+from qbheat_det.layers import Linear, attend, linear, replace_linear_layers
 from qbheat_det.modeling.image_model import check_value
 
 from .base import PretrainingModel, find_map
@@ -35,12 +35,12 @@ class DecoderBlock(Block):
     The last block skips visible patches, as they are not part of the loss.
     """
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Takes (N, L, D). Returns updated features at all positions or at ``positions`` (N, K)."""
-        if positions is None:
-            return super().forward(x, **kwargs)
-        memory = self.norm1(x)
-        x = take(x, positions) + self._attend(take(memory, positions), memory)
+        queries = memory = self.norm1(x)
+        if positions is not None:
+            x, queries = take(x, positions), take(memory, positions)
+        x = x + self._attend(queries, memory)
         return x + self.mlp(self.norm2(x))
 
     def _attend(self, queries: Tensor, memory: Tensor) -> Tensor:
@@ -53,8 +53,7 @@ class DecoderBlock(Block):
         query = linear(queries, weight_q, bias_q).unflatten(2, heads).transpose(1, 2)
         pairs = linear(memory, weight_kv, bias_kv).unflatten(2, (2, *heads))
         key, value = pairs.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value)
-        return attention.proj(attended.transpose(1, 2).flatten(2))
+        return attention.proj(attend(query, key, value))
 
 
 class ReconstructionDecoder(nn.Module):

@@ -111,6 +111,21 @@ def test_frozen_parts_stay_as_they_are_to_the_bit_and_all_others_train(name, fre
     assert {key for key, p in backbone.named_parameters() if p.grad is not None}.isdisjoint(frozen)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_norms_give_the_maps_of_norms_in_evaluation_in_their_dtype(name):
+    plain = TimmBackbone(name=name, out_features=EVERY_STRIDE).eval()
+    frozen = TimmBackbone(name=name, out_features=EVERY_STRIDE, freeze_at=5).train()
+    for key, value in plain.state_dict().items():
+        if key.endswith(("running_mean", "running_var")):
+            value.uniform_(0.5, 1.5)
+    plain.net.requires_grad_(False)
+    assert frozen.load_state_dict(plain.state_dict(), strict=False).missing_keys == []
+    x = torch.randn(2, 3, 64, 96)
+    torch.testing.assert_close(frozen(x), plain(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert {out.dtype for out in frozen(x).values()} == {out.dtype for out in plain(x).values()}
+
+
 def _parameters_behind(backbone):
     """The parameters that get a gradient from each output."""
     found = {}
