@@ -16,6 +16,7 @@ from detectron2.structures import ImageList
 import qbheat_det
 from qbheat_det import model_zoo
 from qbheat_det.api import Detector, Encoder
+from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import replace_hub
 
@@ -160,3 +161,12 @@ def test_maps_are_the_backbones_and_an_embedding_the_mean_of_the_coarsest(encode
         encoder([])
     with pytest.raises(UserError, match="video"):
         encoder.embed(photos / "v.avi")
+
+
+def test_an_encoder_of_bgr_gets_the_channels_in_reverse(encoder):
+    image = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
+    rgb, bgr = (
+        Encoder(encoder.model, with_values(encoder.cfg, {"INPUT.FORMAT": order}))
+        for order in ("RGB", "BGR")
+    )
+    torch.testing.assert_close(bgr(image), rgb(image[..., ::-1].copy()), rtol=0, atol=0)

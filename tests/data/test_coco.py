@@ -179,7 +179,7 @@ def test_masks_that_pycocotools_writes_pass_and_shortened_ones_do_not(tmp_path):
         pixels = random.random((50, 100)) < (0.0, 0.01, 0.5, 1.0)[seed]
         encoded = pycocotools.mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
         rle = {"counts": encoded["counts"].decode(), "size": [50, 100]}
-        CocoFile(*write(tmp_path, changed(annotation(segmentation=rle))))
+        assert not CocoFile(*write(tmp_path, changed(annotation(segmentation=rle)))).errors
         shorter = {**rle, "counts": rle["counts"][:-1]}
         assert "annotation id 2" in find_message(tmp_path, annotation(segmentation=shorter))
 

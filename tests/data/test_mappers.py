@@ -200,6 +200,16 @@ def test_large_jpeg_is_decoded_at_reduced_size_and_boxes_stay(tmp_path):
     assert bright.sum() == 40 * 40
 
 
+def test_a_jpeg_whose_sides_are_no_multiples_is_decoded_whole(tmp_path):
+    cfg = get_cfg()
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.RANDOM_FLIP = (60,), "none"
+    ours = build_mapper(cfg, True).mapper
+    theirs = DatasetMapper(**type(ours).from_config(cfg, True))
+    file = save(tmp_path / "a.jpg", draw(301, 243), quality=95)
+    image, expected = (mapper({"file_name": file})["image"].int() for mapper in (ours, theirs))
+    assert (image - expected).abs().max() <= 2
+
+
 NONE = {"jitter_probability": 0.0, "grey_probability": 0.0, "blur_probability": 0.0}
 
 

@@ -240,6 +240,14 @@ def test_images_without_any_label_file_and_broken_ones_are_named(tmp_path):
     assert "more" in str(error.value)
 
 
+def test_edges_of_voc_that_are_counted_from_zero_do_not_leave_the_image(tmp_path):
+    write_voc(tmp_path)
+    file = tmp_path / "Annotations" / "b.xml"
+    write(file, file.read_text().replace("min>21<", "min>0<").replace("min>11<", "min>0<"))
+    (box,) = read_annotations(open_source(str(tmp_path)).train).annotations[2:]
+    assert box["bbox"] == [0, 0, 40, 20]
+
+
 def test_lists_of_voc_are_parts_with_the_classes_of_all(tmp_path):
     write_voc(tmp_path)
     write(tmp_path / "ImageSets/Main/train.txt", "a\nc\n")

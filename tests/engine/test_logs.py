@@ -101,6 +101,15 @@ def git(folder, *arguments):
     ).stdout.strip()
 
 
+def test_a_start_that_ends_after_a_later_one_began_has_its_own_duration(tmp_path):
+    cfg = make_config(tmp_path)
+    earlier, later = record_start(cfg), record_start(cfg)
+    later(4.0)
+    earlier(3.0)
+    starts = json.loads((tmp_path / "run.json").read_text())
+    assert [start["seconds"] for start in starts] == [3, 4]
+
+
 def test_every_start_adds_an_entry_without_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-mine")
     monkeypatch.setattr(sys, "argv", ["train_net.py", "SEED", "1"])

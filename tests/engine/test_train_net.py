@@ -169,6 +169,7 @@ def averaged(tiny_data, tmp_path_factory):
     opts = read_opts("""
 SOLVER.EPOCHS 0.6
 SOLVER.REFERENCE_BATCH_SIZE 8 SOLVER.LR_SCALING linear SOLVER.EMA.ENABLED True SOLVER.EMA.DECAY 0.5
+SOLVER.CHECKPOINT_PERIOD 1 SOLVER.CHECKPOINTS_KEPT 0
 """)
     whole = Evaluation.__call__
 
@@ -191,6 +192,25 @@ def test_the_average_is_that_of_all_weights_and_buffers(averaged):
         torch.testing.assert_close(dict(weights), average, rtol=0, atol=0)
     for key in ("running_var", "weight"):
         assert any(not torch.equal(average[name], raw[name]) for name in raw if key in name)
+
+
+def test_the_average_forgets_faster_in_the_first_steps(averaged):
+    names = ("model_0000000", "model_0000001", "model_0000002", "model_final")
+    steps = [state(averaged, name)["model"] for name in names]
+    average, expected = state(averaged)["ema"], dict(steps[0])
+    for decay, raw in zip((1 - 2 ** (-2 / 3), 0.5, 0.5), steps[1:], strict=True):
+        expected = {name: torch.lerp(raw[name], expected[name], decay)
+                    for name in raw if raw[name].is_floating_point()}  # fmt: skip
+    found = {name: average[name] for name in expected}
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_average_starts_at_the_weights_of_a_file(averaged, tiny_data, tmp_path):
+    file = str(averaged / "model_final.safetensors")
+    opts = {"MODEL.WEIGHTS": file, "SOLVER.EMA.ENABLED": "True"}
+    run = tiny_training.start_run(tiny_training.parse(tmp_path, tiny_data, opts))
+    weights = dict(run.bare_model.state_dict())
+    torch.testing.assert_close(dict(run.evaluated_model.state_dict()), weights, rtol=0, atol=0)
 
 
 def test_the_config_in_the_folder_and_in_the_weights_makes_the_same_run(averaged):

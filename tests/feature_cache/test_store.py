@@ -99,6 +99,15 @@ def test_views_are_read_as_they_were_written(tmp_path, dtype):
         store.read(NUM_VIEWS)
 
 
+def test_a_file_that_is_written_again_is_read_again(tmp_path):
+    store = make_store(tmp_path)
+    fill(store)
+    check_content(store)
+    others = [sample_view(index) for index in store.views_of(1)]
+    store.write(0, others)
+    torch.testing.assert_close(store.read(1).features, others[1].features, rtol=0, atol=0)
+
+
 def _truncate(path):
     os.truncate(path, path.stat().st_size - 1)
 

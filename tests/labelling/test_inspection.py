@@ -132,6 +132,7 @@ def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
         ({"annotation_id": None}, "location"),
         ({"image_id": 999}, "image 999"),
         ({"category_id": 4}, "class 4"),
+        ({"bbox": [1, 2, 0, 5]}, "location"),
     ):
         content = json.loads((tmp_path / "out" / "suspects.json").read_text())
         target = content if change.keys() & content.keys() else content["suspects"][0]

@@ -241,6 +241,14 @@ def test_atss_is_the_naive_assignment(seed):
     assert set(found.tolist()) == {-1, 0, 1, 2, 3, 4}  # each box has an anchor, however small
 
 
+def test_the_best_anchor_beside_a_box_is_not_its_own_if_another_is():
+    far = [[100.0 + i, 100.0, 110.0 + i, 110.0] for i in range(7)]
+    beside, inside = [0.0, 0.0, 22.0, 10.0], [3.0, 3.0, 9.0, 9.0]
+    anchors = [Boxes(torch.tensor([beside, inside, *far]))]
+    found = AtssAssigner()(anchors, Boxes(torch.tensor([[0.0, 0.0, 10.0, 10.0]])))
+    assert found.tolist() == [-1, 0] + [-1] * 7
+
+
 def test_without_boxes_all_anchors_are_background():
     assert (AtssAssigner()(make_anchors(), Boxes(torch.zeros(0, 4))) == -1).all()
 

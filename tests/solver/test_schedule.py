@@ -123,7 +123,7 @@ def test_the_log_of_a_run_names_iterations_rates_and_a_warm_up_that_is_cut_short
     cfg.SOLVER.WARMUP_ITERS = 751
     text = describe_schedule(cfg, resolve_schedule(cfg, num_images=1000), 1000)
     assert "SOLVER.WARMUP_ITERS" in text
-    cfg = config(MAX_ITER=10, STEPS=(3, 30000), WARMUP_ITERS=0, BASE_LR=1.0)
+    cfg = config(MAX_ITER=10, STEPS=(3, 10, 30000), WARMUP_ITERS=0, BASE_LR=1.0)
     assert rates(cfg) == pytest.approx([1.0] * 3 + [0.1] * 7)  # steps from the end on do nothing
     cfg = config(MAX_ITER=20, STEPS=())
     resolved = resolve_schedule(cfg, num_images=5)

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from detectron2.modeling import build_backbone
+from timm.layers import DropPath
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,6 +38,15 @@ def test_outputs_have_the_promised_shapes_at_any_image_size(name, size):
     assert outputs["tokens"].shape == (2, arch.num_tokens, arch.token_dim)
     assert shapes["tokens"].stride is None
     assert model.size_divisibility == 0
+
+
+def test_stochastic_depth_rises_evenly_from_zero_to_its_rate_in_the_last_block():
+    model = MobileFormer(arch=SMALL_ARCH, out_features=ALL_OUTPUTS, drop_path=0.6)
+    blocks = [block for stage in model.stages for block in stage]
+    for number, block in enumerate(blocks):
+        drops = [module.drop_prob for module in block.modules() if isinstance(module, DropPath)]
+        assert drops == pytest.approx([0.1 * number] * len(drops))
+    assert drops
 
 
 @pytest.mark.parametrize("freeze_at", [0, 1, 3, 5])

@@ -159,6 +159,14 @@ def test_an_untrained_decoder_returns_what_was_selected():
         assert_close(outputs["pred_boxes"][-1, image], proposals.boxes[image, chosen])
 
 
+def test_the_decoders_predictions_do_not_train_those_of_the_dense_head():
+    decoder = build_decoder()
+    outputs = decoder([x.float() for x in features(64, 96)])
+    (outputs["pred_logits"].sum() + outputs["pred_boxes"].sum()).backward()
+    assert decoder.selection.class_embed.weight.grad is None
+    assert decoder.selection.bbox_embed.weight.grad is None
+
+
 def test_boxes_are_moved_by_shares_of_their_sides():
     deltas = torch.tensor([0.5, -1.0, 0.0, math.log(3)])
     moved = refine_boxes(torch.tensor([0.5, 0.4, 0.2, 0.1]), deltas)
@@ -199,6 +207,14 @@ def test_assignment_equals_loops(counts):
                 )
         expected |= {(image, place, target) for place, (_, target) in wanted.items()}
     assert found == expected
+
+
+def test_boxes_start_as_squares_of_four_strides_and_at_most_the_image():
+    decoder = build_decoder()
+    decoder.selection.bbox_embed.weight.data.zero_()
+    boxes = decoder([x.float() for x in features(64, 96)])["proposals"].boxes
+    sides = [(1, 1)] * 6 + [(64 / 96, 1)] * 24 + [(32 / 96, 32 / 64)] * 96  # width and height
+    assert_close(boxes[..., 2:], torch.tensor(sides).expand(2, -1, -1))
 
 
 def test_a_padded_batch_gives_what_its_images_give_alone():
