@@ -178,7 +178,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         "BURN_IN": 0.25,  # share of the run, at its start, that uses only labelled images
         "RATIO": 1,  # unlabelled images per labelled image of a step
         "WEIGHT": 1.0,  # weight of the losses on unlabelled images
-        "TOP_SHARE": 0.01,  # share of locations, with the teacher's highest scores, that are used
+        # Locations that learn from the teacher, those with its highest scores, per location that
+        # belongs to an object in the labelled images.
+        "TOP_RATIO": 2.0,
         # Strong views of cached features have these shares of channels and area set to zero. Strong
         # views of images have the color jitter and blur of MoCo v2, and erased parts.
         "DROP_CHANNELS": 0.2,
@@ -303,6 +305,7 @@ RETIRED: dict[str, object] = {
     "MODEL.MF_DETR.QUERY_SELECTION.WEIGHT": 1.0,
     "MODEL.QB_HEAT.DECODER_MLP_RATIO": 4.0,
     "MODEL.QB_HEAT.LOSS_ON": "masked",
+    "MODEL.SEMI.TOP_SHARE": 0.01,
     "MODEL.TEACHER.FINER": [],
     "SOLVER.CHECKPOINT_URL": "",
     "SOLVER.COMPILE": False,

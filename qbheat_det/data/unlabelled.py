@@ -104,11 +104,13 @@ class StrongViews:
 def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
     """Builds a ``StrongViews`` from ``MODEL.SEMI``, and checks the keys."""
     keys = cfg.MODEL.SEMI
-    for name, least in (("DROP_CHANNELS", 0), ("ERASE", 0), ("BURN_IN", 0), ("TOP_SHARE", 1e-9)):
-        if not least <= keys[name] < 1:
+    for name in ("DROP_CHANNELS", "ERASE", "BURN_IN"):
+        if not 0 <= keys[name] < 1:
             raise UserError(f"MODEL.SEMI.{name} is {keys[name]}, but must be from 0 to below 1")
-    if keys.RATIO < 1 or not keys.WEIGHT > 0:
-        raise UserError("MODEL.SEMI.RATIO must be at least 1, and MODEL.SEMI.WEIGHT positive")
+    if keys.RATIO < 1 or not min(keys.WEIGHT, keys.TOP_RATIO) > 0:
+        raise UserError(
+            "MODEL.SEMI.RATIO must be at least 1, and MODEL.SEMI.{WEIGHT,TOP_RATIO} positive"
+        )
     colours = StrongColours(jitter=JITTER, blur_sigma=BLUR_SIGMA, pixel_format=cfg.INPUT.FORMAT)
     return StrongViews(mapper, colours, FeatureNoise(keys.DROP_CHANNELS, keys.ERASE))
 

@@ -84,34 +84,40 @@ class DenseTeacherLoss:
     """The losses on unlabelled images (Sec. 3 of the paper).
 
     Attributes:
-        top_share: share, in (0, 1], of the locations of the effective batch that learn from the
-            teacher. These locations have the teacher's highest class scores. The targets of all
-            other locations are zero.
+        top_ratio: number of locations of the effective batch that learn from the teacher, per
+            positive location of its labelled images. These locations have the teacher's highest
+            class scores. The targets of all other locations are zero. The paper selects 1 % of all
+            locations, which are too few in small images of many objects.
         weight: factor on the losses.
         gamma: exponent of the quality focal loss (arXiv:2006.04388).
     """
 
-    top_share: float = 0.01
+    top_ratio: float = 2.0
     weight: float = 1.0
     gamma: float = 2.0
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "DenseTeacherLoss":
         """Takes ``MODEL.SEMI``."""
-        return cls(top_share=cfg.MODEL.SEMI.TOP_SHARE, weight=cfg.MODEL.SEMI.WEIGHT)
+        semi = cfg.MODEL.SEMI
+        return cls(top_ratio=semi.TOP_RATIO * semi.RATIO, weight=semi.WEIGHT)
 
     @torch.no_grad()
-    def select(self, teacher: Sequence[DensePredictions]) -> list[DenseTargets]:
+    def select(
+        self, teacher: Sequence[DensePredictions], num_positives: float
+    ) -> list[DenseTargets]:
         """Returns the targets of each image. Every process must call this function.
 
         Args:
             teacher: the predictions for each micro-batch of this process.
+            num_positives: number of positive locations in the labelled images of a step.
         """
         scores = [part.logits.float().sigmoid() for part in teacher]
         best = torch.cat([each.amax(dim=2).flatten() for each in scores])
         if comm.get_world_size() > 1:
             best = torch.cat(comm.all_gather(best.cpu()))
-        least = best.topk(max(1, int(self.top_share * len(best)))).values[-1]
+        num_top = min(max(1, round(self.top_ratio * num_positives)), len(best))
+        least = best.topk(num_top).values[-1]
         total = best.where(best >= least, 0).sum() / (len(teacher) * comm.get_world_size())
         found = []
         for part, each in zip(teacher, scores, strict=True):
@@ -179,7 +185,8 @@ class SyncNormalizer(DenseDetector):
     @torch.no_grad()
     def pseudo_labels(self, batches: Sequence[list[dict[str, Any]]]) -> list[DenseTargets]:
         """See ``SupportsUnlabelled``."""
-        return self.teacher_loss.select([self._predict_densely(batch) for batch in batches])
+        predictions = [self._predict_densely(batch) for batch in batches]
+        return self.teacher_loss.select(predictions, float(self.loss_normalizer))
 
     def _learn_from_teacher(self, unlabelled: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Returns the losses on the strong views."""

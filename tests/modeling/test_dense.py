@@ -161,8 +161,8 @@ def draw_predictions(has_quality):
 def test_the_losses_are_those_of_a_naive_implementation(has_quality, share):
     torch.manual_seed(0)
     student, teacher = draw_predictions(has_quality), draw_predictions(has_quality)
-    loss = DenseTeacherLoss(top_share=share, weight=2.0)
-    found = loss(student, DenseTargets.join(loss.select([teacher])))
+    loss = DenseTeacherLoss(top_ratio=3.0, weight=2.0)
+    found = loss(student, DenseTargets.join(loss.select([teacher], share * 60 / 3)))
     expected = {name: 2 * value for name, value in naive_losses(student, teacher, share).items()}
     assert_close({name: float(v) for name, v in found.items()}, expected, rtol=1e-5, atol=1e-6)
 
@@ -170,7 +170,6 @@ def test_the_losses_are_those_of_a_naive_implementation(has_quality, share):
 @pytest.mark.parametrize("name", ["SyncRetinaNet", "SyncFCOS"])
 def test_a_student_equal_to_its_teacher_has_only_the_loss_of_other_places(name):
     cfg = make_config(name)
-    cfg.MODEL.SEMI.TOP_SHARE = 0.5
     model = build_model(cfg)
     labelled, other = (make_image(NUM_BOXES.index(count)) for count in (2, 3))
     entry = {"image": other["image"], STRONG: other["image"]}
@@ -179,6 +178,7 @@ def test_a_student_equal_to_its_teacher_has_only_the_loss_of_other_places(name):
     entry[PSEUDO_LABELS] = model.pseudo_labels([[entry]])[0]
     with torch.no_grad():
         teacher = model._predict_densely([entry])
+    share = 2 * float(model.loss_normalizer) / teacher.logits[..., 0].numel()
     for module in (model, model.head):
         module.training = True
     with EventStorage():
@@ -186,7 +186,7 @@ def test_a_student_equal_to_its_teacher_has_only_the_loss_of_other_places(name):
         alone = model([labelled])
     assert {name for name in losses if "teacher" not in name} == set(alone)
     assert_close(losses["loss_teacher_box"], torch.zeros(()), rtol=0, atol=1e-4)
-    expected = naive_losses(teacher, teacher, 0.5)["loss_teacher_cls"]
+    expected = naive_losses(teacher, teacher, share)["loss_teacher_cls"]
     assert_close(float(losses["loss_teacher_cls"].detach()), expected, rtol=1e-3, atol=1e-5)
     sum(losses.values()).backward()
     assert all(float(p.grad.abs().sum()) > 0 for p in model.head.parameters())
