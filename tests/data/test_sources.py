@@ -1,10 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""What ``--data`` takes: the same boxes in every format, what is wrong named, a part held out."""
+"""What ``--data`` takes: the same boxes in every format, what is wrong named."""
 
 import json
 import shutil
 import zipfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from qbheat_det.data import (
     open_source,
     read_annotations,
     register_source,
-    split_source,
 )
-from qbheat_det.data.datasets.sources import choose_val, forget_source
+from qbheat_det.data.datasets.sources import forget_source
 
 from .format_cases import (
     BOXES,
@@ -322,34 +320,3 @@ def test_the_folders_of_an_address_choose_between_images_of_one_name(tmp_path, a
     file = write(tmp_path / "exports" / "export.json", task)
     content = read_annotations(open_source(str(file), str(tmp_path / "photos")).train)
     assert [image["file_name"] for image in content.images] == ["set 1/a.jpg"]
-
-
-def test_a_fifth_is_held_out_in_the_proportions_of_the_classes():
-    groups = ["cat"] * 50 + ["dog"] * 25 + ["cow"] + [None] * 24
-    chosen = choose_val(groups, fraction=0.2, seed=1)
-    counts = Counter(groups[index] for index in chosen)
-    assert counts["cow"] == 0  # the only image of a class is trained on
-    for group, expected in (("cat", 10), ("dog", 5), (None, 4.8)):
-        assert abs(counts[group] - expected) <= 1
-    assert choose_val(groups, fraction=0.2, seed=1) == chosen
-    assert choose_val(groups, fraction=0.2, seed=2) != chosen
-
-
-def test_parts_of_a_split_are_disjoint_in_boxes_and_ground_truth(tmp_path):
-    source = open_source(str(write_yolo(tmp_path, more="de"))).train
-    split = split_source(source, fraction=0.2, seed=0)
-    names = {part: set(split[part]) for part in ("train", "val")}
-    assert sorted(names["train"] | names["val"]) == [f"train/images/{s}.jpg" for s in "abcde"]
-    assert names["train"].isdisjoint(names["val"])
-    file = write(tmp_path / "split.json", json.dumps(split))
-    for part in names:
-        register_source(NAME, {**source, "split": {"file": str(file), "part": part}})
-        paths = [record["file_name"] for record in DatasetCatalog.get(NAME)]
-        assert {str(Path(path).relative_to(tmp_path)) for path in paths} == names[part]
-        truth = json.loads(Path(MetadataCatalog.get(NAME).json_file).read_text())
-        assert len(truth["images"]) == len(names[part])
-        boxes = [BOXES.get(Path(name).stem, BOXES["a"]) for name in names[part]]
-        assert len(truth["annotations"]) == sum(map(len, boxes))
-    write(file, "[]")
-    with pytest.raises(UserError, match=r"split\.json"):
-        register_source(NAME, {**source, "split": {"file": str(file), "part": "val"}})
