@@ -178,8 +178,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         "BURN_IN": 0.25,  # share of the run, at its start, that uses only labelled images
         "RATIO": 1,  # unlabelled images per labelled image of a step
         "WEIGHT": 1.0,  # weight of the losses on unlabelled images
-        # Locations that learn from the teacher, those with its highest scores, per location that
-        # belongs to an object in the labelled images.
+        # Number of locations that learn from the teacher (those with its highest scores), divided
+        # by the number of locations that belong to objects in the labelled images.
         "TOP_RATIO": 2.0,
         # Strong views of cached features have these shares of channels and area set to zero. Strong
         # views of images have the color jitter and blur of MoCo v2, and erased parts.

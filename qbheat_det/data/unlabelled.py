@@ -109,7 +109,7 @@ def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
             raise UserError(f"MODEL.SEMI.{name} is {keys[name]}, but must be from 0 to below 1")
     if keys.RATIO < 1 or not min(keys.WEIGHT, keys.TOP_RATIO) > 0:
         raise UserError(
-            "MODEL.SEMI.RATIO must be at least 1, and MODEL.SEMI.{WEIGHT,TOP_RATIO} positive"
+            "MODEL.SEMI.RATIO must be at least 1; MODEL.SEMI.WEIGHT and TOP_RATIO must be positive"
         )
     colours = StrongColours(jitter=JITTER, blur_sigma=BLUR_SIGMA, pixel_format=cfg.INPUT.FORMAT)
     return StrongViews(mapper, colours, FeatureNoise(keys.DROP_CHANNELS, keys.ERASE))

@@ -87,7 +87,7 @@ class DenseTeacherLoss:
         top_ratio: number of locations of the effective batch that learn from the teacher, per
             positive location of its labelled images. These locations have the teacher's highest
             class scores. The targets of all other locations are zero. The paper selects 1 % of all
-            locations, which are too few in small images of many objects.
+            locations. In small images with many objects, this is too few.
         weight: factor on the losses.
         gamma: exponent of the quality focal loss (arXiv:2006.04388).
     """
@@ -110,7 +110,8 @@ class DenseTeacherLoss:
 
         Args:
             teacher: the predictions for each micro-batch of this process.
-            num_positives: number of positive locations in the labelled images of a step.
+            num_positives: running mean of the number of positive locations in the labelled images
+                of a step.
         """
         scores = [part.logits.float().sigmoid() for part in teacher]
         best = torch.cat([each.amax(dim=2).flatten() for each in scores])
