@@ -105,6 +105,12 @@ def holds_backbone_alone(weights: str) -> bool:
     return converted or not bare_backbone(state)
 
 
+def holds_encoder(weights: str) -> bool:
+    """Whether a file has no head for boxes or classes: a backbone alone, or a pre-training."""
+    info = info_of(weights)
+    return holds_backbone_alone(weights) or bool(info and not info.class_names)
+
+
 def refuse_encoder(weights: str) -> None:
     """Raises a ``UserError`` if the weights are only an encoder, without a head and classes."""
     info = info_of(weights)

@@ -23,6 +23,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
 
+from qbheat_det.checkpoint import holds_encoder
 from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
@@ -61,16 +62,20 @@ BuildTrainer = Callable[[CfgNode], Trainer]
 def find_first_stage(flags: RunFlags) -> RunFlags | None:
     """Returns the flags of the first stage, or None if the run has none.
 
-    The first stage has the same data, device and model. It is left out if the command evaluates,
-    names weights or freezes the backbone. It is also left out if the second stage has a checkpoint.
-    It is resumed under the same conditions as the run. All processes must call this function.
+    The first stage has the same data, device and model, and the same encoder if the command names
+    one with ``--weights``. It is left out if the command evaluates, names weights of a detector or
+    freezes the backbone. It is also left out if the second stage has a checkpoint. It is resumed
+    under the same conditions as the run. All processes must call this function.
 
     Raises:
         UserError: the config cannot be read, is for another model, or has a first stage itself.
     """
     cfg = flags.load_config()
     overrides = flags.overrides
-    if not cfg.SOLVER.FIRST_STAGE or flags.eval_only or "MODEL.WEIGHTS" in overrides:
+    if not cfg.SOLVER.FIRST_STAGE or flags.eval_only:
+        return None
+    weights = overrides.get("MODEL.WEIGHTS")
+    if weights is not None and not (weights and holds_encoder(weights)):
         return None
     folder = Path(cfg.OUTPUT_DIR)
     if cfg.MODEL.BACKBONE.FREEZE_AT >= WHOLE_BACKBONE or name_last_checkpoint(folder):
@@ -81,6 +86,7 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
     stage = dataclasses.replace(
         flags,
         config_file=cfg.SOLVER.FIRST_STAGE,
+        weights="",
         output=str((folder / FIRST_STAGE_WEIGHTS).parent),
         unlabelled=(),
         device="",
@@ -118,8 +124,12 @@ def _find_weights(stage: RunFlags) -> Path:
 
 def start_from(stage: RunFlags, flags: RunFlags) -> RunFlags:
     """Returns the flags of the second stage, which starts from the weights of the first one."""
-    config, weights = flags.config_file or flags.name_default_config(), str(_find_weights(stage))
-    return dataclasses.replace(flags, config_file=config, weights=weights, resume=False)
+    config, opts = flags.config_file or flags.name_default_config(), list(flags.opts)
+    if "MODEL.WEIGHTS" in opts[::2]:
+        start = 2 * opts[::2].index("MODEL.WEIGHTS")
+        del opts[start : start + 2]
+    weights = str(_find_weights(stage))
+    return dataclasses.replace(flags, config_file=config, weights=weights, resume=False, opts=opts)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from qbheat_det.api import training
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
-from qbheat_det.engine.plan import find_first_stage
+from qbheat_det.engine.plan import find_first_stage, start_from
 from tests.tool_modules import load_tool
 
 from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state
@@ -140,11 +140,28 @@ def test_an_unsuitable_first_stage_is_refused(data, config, named):
 
 
 @pytest.mark.parametrize(
-    "change", [{"eval_only": True}, {"weights": "qbheat://distill/285M"}, {"freeze": True}]
+    "change",
+    [
+        {"eval_only": True},
+        {"weights": "qbheat://retinanet/285M_bccd"},
+        {"opts": ["MODEL.WEIGHTS", ""]},
+        {"freeze": True},
+    ],
 )
-def test_weights_and_frozen_backbones_need_no_first_stage(data, change):
-    flags = RunFlags(config_file="custom/retinanet_lite0_finetune.yaml", data=data)
+def test_trained_heads_and_frozen_backbones_need_no_first_stage(data, change):
+    flags = RunFlags(config_file="custom/retinanet_285M_finetune.yaml", data=data)
     assert find_first_stage(flags) is not None
     for name, value in change.items():
         setattr(flags, name, value)
     assert find_first_stage(flags) is None
+
+
+@pytest.mark.parametrize("as_flag", [True, False])
+def test_both_stages_start_from_a_named_encoder(data, as_flag):
+    encoder = "qbheat://qb_heat/285M_caltech101"
+    given = {"weights": encoder} if as_flag else {"opts": ["MODEL.WEIGHTS", encoder]}
+    flags = RunFlags(config_file="custom/retinanet_285M_finetune.yaml", data=data, **given)
+    stage = find_first_stage(flags)
+    assert stage.load_config().MODEL.WEIGHTS == encoder
+    second = start_from(stage, flags).load_config()
+    assert second.MODEL.WEIGHTS == f"{stage.output}/model_final.safetensors"

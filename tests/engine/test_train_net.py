@@ -253,7 +253,7 @@ def test_values_out_of_range_are_refused_by_their_key(train_afresh, tmp_path, ke
 
 
 def test_flags_of_config_keys_and_the_image_size():
-    recipe = "custom/retinanet_285M_finetune.yaml"
+    recipe = "custom/retinanet_285M_scratch.yaml"
     words = "--epochs 3 --batch 2 --image-size 128 --freeze --device cpu --config-file"
     args = load_tool("train_net").parse_args([*words.split(), recipe])
     cfg = RunFlags.read(RunFlags.read(args)).load_config()
