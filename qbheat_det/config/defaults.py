@@ -238,8 +238,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         "LAYER_DECAY": 1.0,
         # Config of a first stage, such as a head on cached features of the frozen encoder: a path
         # relative to the file that sets this key, or the name of a shipped config. The stage trains
-        # in OUTPUT_DIR/first_stage, and the run starts from its weights. A command that sets
-        # MODEL.WEIGHTS or freezes the backbone skips the stage.
+        # in OUTPUT_DIR/first_stage, and the run starts from its weights. A command skips the stage
+        # if its MODEL.WEIGHTS are of a detector, or if it freezes the backbone.
         "FIRST_STAGE": "",
         # Number of micro-batches per step and process, to save memory. SOLVER.IMS_PER_BATCH is the
         # total number of images per optimizer step.

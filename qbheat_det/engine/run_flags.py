@@ -33,7 +33,7 @@ SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "
 _SMALLEST = 32  # smallest --image-size in pixels
 FIRST_STAGE_WEIGHTS = Path("first_stage", "model_final.safetensors")
 """The result of ``SOLVER.FIRST_STAGE`` in ``OUTPUT_DIR``, from which the second stage starts."""
-WHOLE_BACKBONE = 5  # stages that FREEZE_AT freezes: all of them
+WHOLE_BACKBONE = 9  # value of FREEZE_AT that freezes every backbone
 
 
 @dataclass(kw_only=True)
@@ -67,7 +67,7 @@ class RunFlags:
             shorter side in evaluation with ``eval_only``; the other sizes keep their ratios. For
             all other models, the side of the square images.
         tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
-        freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 5``).
+        freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``).
         opts: config overrides, as alternating keys and values.
     """
 

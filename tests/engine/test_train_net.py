@@ -259,7 +259,7 @@ def test_flags_of_config_keys_and_the_image_size():
     cfg = RunFlags.read(RunFlags.read(args)).load_config()
     plain = RunFlags(config_file=recipe).load_config()
     assert (cfg.SOLVER.EPOCHS, cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.DEVICE) == (3.0, 2, "cpu")
-    assert (cfg.MODEL.BACKBONE.FREEZE_AT, cfg.INPUT.MIN_SIZE_TRAIN) == (5, (100, 114, 128))
+    assert (cfg.MODEL.BACKBONE.FREEZE_AT, cfg.INPUT.MIN_SIZE_TRAIN) == (9, (100, 114, 128))
     ratio = plain.INPUT.MAX_SIZE_TEST / plain.INPUT.MIN_SIZE_TEST
     assert pytest.approx(128 * ratio, abs=1) == cfg.INPUT.MAX_SIZE_TEST
     assert cfg.INPUT.DETR_CROP_RESIZE == [114, 142]  # of 256 and 320 for 288

@@ -26,7 +26,7 @@ MAP = {"s16": ShapeSpec(channels=8, stride=16)}
 # By model, keys below MODEL with a value; the error names the last key.
 VALUES = {
     "QBHeat": [
-        "BACKBONE.FREEZE_AT 6",
+        "BACKBONE.FREEZE_AT -1",
         "MOBILE_FORMER.DROP_PATH 1.0",
         "QB_HEAT.FEATURE_DIM 0",
         "QB_HEAT.NUM_MODELS 3",

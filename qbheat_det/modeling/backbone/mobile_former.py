@@ -71,7 +71,7 @@ class MobileFormer(Backbone):
             norm: name for ``detectron2.layers.get_norm``.
             drop_path: stochastic depth rate of the last block. Rates increase linearly from 0.
             freeze_at: 0 trains everything, 1 freezes the stem and the tokens, 2 also freezes the
-                first stage, and so on. The number of stages + 1 freezes the whole network.
+                first stage, and so on. Numbers above the number of stages freeze the whole network.
             in_channels: channels of the image.
 
         Raises:
@@ -84,8 +84,7 @@ class MobileFormer(Backbone):
         if not out_features or set(out_features) - set(known):
             raise ValueError(f"outputs of MobileFormer are {known}, not {list(out_features)}")
         check_value(0 <= drop_path < 1, "MOBILE_FORMER.DROP_PATH", drop_path, "in [0, 1)")
-        is_level = 0 <= freeze_at <= self.freeze_all
-        check_value(is_level, "BACKBONE.FREEZE_AT", freeze_at, f"in 0 … {self.freeze_all}")
+        check_value(freeze_at >= 0, "BACKBONE.FREEZE_AT", freeze_at, "at least 0")
         self._out_features = list(out_features)
         # Checkpoints may contain these layers although this model does not build them.
         unused = {"expand": self._expanded_name, "last_bridge": "tokens"}

@@ -53,7 +53,7 @@ class TimmBackbone(Backbone):
             out_features: names of the outputs.
             freeze_at: 0 trains everything. k freezes all layers that compute the feature maps of
                 stride 2^k or less (in a ResNet, 2 freezes the stem and the first stage, as in
-                Detectron2). 5 freezes the whole network. Frozen BatchNorms keep their statistics.
+                Detectron2). 5 or more freezes the whole network. Frozen BatchNorms keep their statistics.
             in_channels: channels of the image.
 
         Raises:
@@ -61,8 +61,7 @@ class TimmBackbone(Backbone):
             ValueError: an output name is unknown, or ``freeze_at`` is out of range.
         """
         super().__init__()
-        is_level = 0 <= freeze_at <= _FREEZE_ALL
-        check_value(is_level, "BACKBONE.FREEZE_AT", freeze_at, f"in 0 … {_FREEZE_ALL}")
+        check_value(freeze_at >= 0, "BACKBONE.FREEZE_AT", freeze_at, "at least 0")
         check_timm_name(name)
         self.timm_name = name  # see ``modeling/contracts.py``
         self.net = timm.create_model(name, pretrained=False, in_chans=in_channels)
@@ -146,7 +145,7 @@ class TimmBackbone(Backbone):
         used = set[str]().union(*(sources[key] for key in self._out_features))
         frozen = set[str]()
         for key, names in sources.items():
-            if freeze_at == _FREEZE_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
+            if freeze_at >= _FREEZE_ALL or int(key[1:]) <= 2**freeze_at * (freeze_at > 0):
                 frozen |= names
         for name, parameter in self.net.named_parameters():
             # In networks with several branches, some remaining parameters reach no output.

@@ -49,7 +49,7 @@ def test_stochastic_depth_rises_evenly_from_zero_to_its_rate_in_the_last_block()
     assert drops
 
 
-@pytest.mark.parametrize("freeze_at", [0, 1, 3, 5])
+@pytest.mark.parametrize("freeze_at", [0, 1, 3, 5, 9])
 def test_frozen_tensors_are_bit_equal_after_training_and_the_others_move(freeze_at):
     model = MobileFormer(
         arch=SMALL_ARCH, out_features=ALL_OUTPUTS, freeze_at=freeze_at, drop_path=0.5
