@@ -93,7 +93,7 @@ def test_config_values_out_of_range_are_named(name, words):
     [
         (partial(SinePositionEncoding, channels=6), "6"),
         (partial(MobileFormer, arch=ARCH, out_features=["res4"]), "res4"),
-        (partial(TimmBackbone, name="resnet18", out_features=["s8"], freeze_at=6), "FREEZE_AT"),
+        (partial(TimmBackbone, name="resnet18", out_features=["s8"], freeze_at=-1), "FREEZE_AT"),
         (partial(TimmBackbone, name="resnet18", out_features=["res4"]), "res4"),
         (partial(SetCriterion, num_classes=1, class_weight=0, l1_weight=0, giou_weight=0), "zero"),
         (partial(FeatureQueue, size=0, dim=2), "0"),
