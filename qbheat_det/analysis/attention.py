@@ -119,7 +119,7 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
 
 
 def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
-    """Returns the end of the color scale, above which at most 5 % of a map's attention lies."""
+    """Returns the end of the color scale, above which each map has at most 5 % of its attention."""
     tops = []
     for values in maps:
         falling = np.sort(values, axis=None)[::-1]

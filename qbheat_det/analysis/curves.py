@@ -80,7 +80,12 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
 def plot_curves(
     panels: Mapping[str, tuple[str, Mapping[str, Curve]]], names: Sequence[str]
 ) -> Chart:
-    """Draws one panel per title, with a y label, and one line per run."""
+    """Draws one panel per entry of ``panels``, with one line per run.
+
+    Args:
+        panels: maps the title of each panel to its y label, and to the curves by run.
+        names: the names of all runs.
+    """
     columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
     figure = plotting.start_figure(height=3 * rows, width=5.2 * columns)
     styles = dict(zip(names, plotting.list_styles(len(names)), strict=True))

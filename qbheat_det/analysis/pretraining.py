@@ -54,7 +54,14 @@ _CORRELATION = (
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """N images (S, S, 3) by column title. By view, the loss of each image and the mean loss."""
+    """Reconstructions of N images, and their losses.
+
+    Attributes:
+        columns: the N images (S, S, 3) of each column, by title.
+        losses: the loss of each image, by kind of view.
+        mean_losses: the mean loss, by kind of view.
+        note: a remark on the reconstructions, or "".
+    """
 
     columns: Mapping[str, Sequence[RGBImage]]
     losses: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -131,10 +138,11 @@ def _draw_grid(label: str, made: Reconstructions) -> Image:
 
 
 def measure_spatial_correlation(features: Tensor) -> Tensor:
-    """Returns the mean |correlation| (N,), in [0, 1], over pairs of positions of (N, C, H, W).
+    """Returns the spatial correlation (N,), in [0, 1], of N feature maps (N, C, H, W).
 
-    Positions with constant features have correlation 0. Raises ``NotApplicable`` if feature maps
-    have only one position.
+    It is the mean absolute correlation of the feature vectors (C,) over all pairs of different
+    positions. A position whose features are equal in all channels has correlation 0. Raises
+    ``NotApplicable`` if feature maps have only one position.
     """
     vectors = features.float().flatten(2).transpose(1, 2)
     centred = vectors - vectors.mean(dim=-1, keepdim=True)

@@ -43,7 +43,10 @@ _LEAD = (
 
 @dataclass(frozen=True)
 class FigureResult:
-    """A figure of a report, or the reason why it is missing. ``failed`` marks errors."""
+    """A figure of a report, or the reason why it is missing.
+
+    ``failed`` is True if drawing raised an error, and False if the figure does not apply.
+    """
 
     name: str
     figure: Figure | None = None
@@ -111,7 +114,7 @@ def _draw(
 
 
 def describe_runs(runs: Iterable[Run]) -> Table:
-    """Returns a table with the model, weights and length of each run, "unknown" if missing."""
+    """Returns a table with model, weights and length of each run, or "unknown" in their place."""
     rows = []
     for run in runs:
         last = max(run.metrics, key=lambda record: record["iteration"], default={})

@@ -151,7 +151,7 @@ class Run:
         return name
 
     def find_detections(self, name: str) -> Path | None:
-        """Returns the file of the last evaluation's detections, None if it is of other weights."""
+        """Returns the file of the last evaluation's detections; None if other weights made them."""
         if self.folder is None or self.checkpoint is None:
             return None
         name = name.removesuffix(f" of {self.folder.resolve()}")

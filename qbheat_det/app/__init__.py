@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The web page of ``qbheat app``, which needs Gradio (the extra ``app``).
 
-Visitors choose among the models in the model zoo and on the command line. They can select from the
-folders of images on the command line, but cannot open other paths on the server.
+Users choose among the models in the model zoo and on the command line. They can select images to
+label from the folders on the command line, but cannot open other paths on the server.
 """
 
 import os
@@ -36,8 +36,9 @@ def serve(
         host: address to listen on.
         port: by default the first free port from 7860.
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
-        images: folders from which visitors can select images to label.
-        data: labelled images that are not selected again, in any format of ``--data``.
+        images: folders from which users can select images to label.
+        data: path of a data set in any format of ``--data``. Its images have labels and are never
+            selected.
 
     Raises:
         UserError: Gradio is not installed, a model does not exist, or the port is in use.

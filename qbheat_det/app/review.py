@@ -15,11 +15,12 @@ from qbheat_det.labelling import Selection, draw_image, select, write_selection
 
 @dataclass(frozen=True)
 class Pools:
-    """The folders from which a visitor can select, and the labelled images.
+    """The folders from which a user of the page can select images to label, and the labelled data.
 
     Attributes:
-        folders: folders of images. Visitors cannot select from any other folder.
-        data: labelled images that are not selected again, in any format of ``--data``; or None.
+        folders: folders of images. Users cannot select from any other folder.
+        data: path of a data set in any format of ``--data``, or None. Its images have labels and
+            are never selected.
         device: "cpu" or "cuda"; None for "cuda" if a GPU is available.
     """
 

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The functions behind the page: opening models, checking uploads, detection, encoder figures.
 
-Uploads are checked before they are decoded. Images must have one of four formats. Other formats
-could run programs (EPS).
+Uploads are checked before they are decoded. Images must have one of four formats, because decoding
+others can run programs (EPS runs Ghostscript).
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def render(
 
 
 def draw_encoder(run: Run, path: Path, folder: Path) -> list[tuple[str, str]]:
-    """Draws attention and reconstructions of an upload. Returns (image path, caption) of each."""
+    """Draws attention and reconstructions of an upload. Returns (path, caption) of each figure."""
     images = folder / "input"
     images.mkdir()
     try:

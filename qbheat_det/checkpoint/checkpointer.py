@@ -70,7 +70,10 @@ class SafeCheckpointer(DetectionCheckpointer):
             remove_leftovers(self.save_dir)
 
     def save(self, name: str, **kwargs: Any) -> None:
-        """Writes ``<name>.pth`` atomically, then writes its name to ``last_checkpoint``."""
+        """Writes ``<name>.pth`` atomically, then writes the file's name to ``last_checkpoint``.
+
+        The file has the model, the checkpointables and ``kwargs``.
+        """
         if not self.save_dir or not self.save_to_disk:
             return
         content = {"model": self.model.state_dict()}
@@ -97,7 +100,10 @@ class SafeCheckpointer(DetectionCheckpointer):
         return self._load_file_into_model(path, checkpointables, resuming=False)
 
     def resume(self, path: str) -> dict[str, Any]:
-        """Loads a checkpoint of this run, with the same classes, and all checkpointables."""
+        """Loads the model and all checkpointables from a checkpoint of this run.
+
+        Raises a ``UserError`` if the checkpoint and the model differ in classes or tensors.
+        """
         return self._load_file_into_model(path, None, resuming=True)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:

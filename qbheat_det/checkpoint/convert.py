@@ -74,12 +74,12 @@ _Keys = dict[str, Any]
 def convert_weights(
     weights: str, output: Path, to: str, *, overwrite: bool = False
 ) -> tuple[str, dict[str, Any]]:
-    """Writes a copy of weights whose tensors have the names that an encoder expects.
+    """Copies weights to a new file in which the tensors have the names that an encoder expects.
 
     Args:
         weights: a ``.safetensors`` file, or a PyTorch file with only tensors.
         output: the new ``.safetensors`` file.
-        to: a target of ``FORMATS``.
+        to: a key of ``FORMATS``, which is the name of an encoder.
         overwrite: whether to replace ``output`` if it exists.
 
     Returns:

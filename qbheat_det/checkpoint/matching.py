@@ -65,7 +65,7 @@ def fit_weights(
     skip: Sequence[str] = (),
     private: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], LoadReport]:
-    """Matches the tensors of a file with a model, and returns the tensors that fit.
+    """Matches the tensors of a file with a model.
 
     Args:
         stored: the tensors in the file, by name.
@@ -76,6 +76,9 @@ def fit_weights(
         optional_modules: paths of modules that the model's config disables.
         skip: children of the file's model that are not loaded.
         private: see ``match_names``.
+
+    Returns:
+        The tensors that fit, by their names in the model, and a report.
 
     Raises:
         UserError: a tensor contains NaN or infinity, or the names fit several parts of the model.
@@ -205,7 +208,10 @@ def _is_of(child: str, name: str) -> bool:
 
 
 def strip_wrappers(model: Collection[str], names: Collection[str]) -> dict[str, str]:
-    """Removes prefixes of wrappers that all names in the file have, but no name in the model."""
+    """Maps each name in a file to the name without the prefixes of wrappers, such as "module.".
+
+    A prefix is removed if all names in the file have it, and no name in the model has it.
+    """
     short = {name: name for name in names}
     for _ in _WRAPPERS:  # wrappers may be nested in any order
         for wrapper in _WRAPPERS:

@@ -33,7 +33,8 @@ class GroupReport:
     """Reports how the tensors of one part of the model, such as its backbone, were loaded.
 
     ``num_loaded`` counts the tensors from the file. ``missing`` lists tensors that the file lacks.
-    ``mismatched`` lists tensors of another shape. Missing optional tensors do not count.
+    ``mismatched`` lists tensors of another shape. Optional tensors that the file lacks are not
+    listed.
     """
 
     num_loaded: int = 0
@@ -129,7 +130,7 @@ def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
 
 
 def check_exact(report: LoadReport, advice: str) -> None:
-    """Raises a ``UserError`` unless file and model have the same tensors and classes."""
+    """Raises a ``UserError``, which ends with ``advice``, if tensors or classes differ."""
     change = report.class_change
     if change is not None:
         raise UserError(

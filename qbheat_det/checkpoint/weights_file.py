@@ -247,7 +247,9 @@ def check_weights_file(weights: str) -> str:
 
 
 def load_pytorch(path: str, *, mmap: bool = False) -> Any:
-    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU; ``mmap`` reads lazily.
+    """Calls ``torch.load`` with ``weights_only=True``, onto the CPU.
+
+    With ``mmap``, the file is mapped to memory, and a tensor is read at its first use.
 
     Raises a ``UserError`` if the file is damaged, or contains objects that could run code.
     """

@@ -27,18 +27,23 @@ _KEYS: dict[str, dict[str, Any]] = {
         "KEEP_MEMORY": True,  # like SOLVER.KEEP_MEMORY, for the next image
     },
     "MODEL.MOBILE_FORMER": {
-        "VARIANT": "285M",  # "285M", "1.0G", "3.7G", or "custom", which reads the keys below
-        # Any of "s2", "s4", "s8", "s16", "s16_expanded" and "tokens".
+        # "285M", "1.0G" or "3.7G" of the QB-Heat paper; "508M", "294M", "214M", "151M", "96M",
+        # "52M" or "26M" of the Mobile-Former paper; or "custom", which reads the keys from
+        # NUM_TOKENS on.
+        "VARIANT": "285M",
+        # Any of "s2", "s4", "s8", "s16", "s16_expanded" and "tokens". The variants "508M" to "26M"
+        # end at stride 32: they have "s32", and "s32_expanded" instead of "s16_expanded".
         "OUT_FEATURES": ["s8", "s16_expanded"],
         "NORM": "BN",  # any name that detectron2.layers.get_norm accepts
-        "DROP_PATH": 0.0,  # rate at the last block; it rises linearly from zero
+        "DROP_PATH": 0.0,  # stochastic depth rate of the last block; rates rise linearly from zero
         "NUM_TOKENS": 6,
         "TOKEN_DIM": 192,
         "STEM_CHANNELS": 16,
         # One row per block: [kind, hidden width, output width, second hidden width]. Kinds are
-        # "lite", "down" (starts a stage) and "plain". Only "down" has a second hidden width.
+        # "plain", "down" (starts a stage), and without tokens "lite" and "lite_down" (starts a
+        # stage). Only "down" has a second hidden width.
         "BLOCKS": [["lite", 32, 16, 0]],
-        "EXPANDED_CHANNELS": 720,  # width of "s16_expanded"
+        "EXPANDED_CHANNELS": 720,  # width of the output whose name ends in "_expanded"
     },
     "MODEL.FPN": {
         # Any registered backbone, or a timm model such as "timm:resnet18", for build_fpn_backbone.
@@ -54,7 +59,8 @@ _KEYS: dict[str, dict[str, Any]] = {
     },
     "MODEL.MF_DETR": {
         "NUM_CLASSES": 80,
-        "IN_FEATURES": ["s8", "s16_expanded"],  # backbone outputs at strides 8 and 16, finest first
+        # Backbone outputs at strides 8, 16 and optionally 32, in this order.
+        "IN_FEATURES": ["s8", "s16_expanded"],
         "NUM_BLOCKS": [5, 2, 2],  # number of blocks at strides 32, 16, 8: MF-Dec-522
         "HIDDEN_DIM": 256,
         "NUM_OBJECT_QUERIES": 100,
@@ -153,8 +159,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Number of keys of earlier steps, a multiple of SOLVER.IMS_PER_BATCH. With more than a
         # quarter of the training images, over 3 % of the queries find a key of their own image.
         "QUEUE_SIZE": 65536,
-        # Number of parts of a micro-batch with separate BatchNorm statistics. With one process, 1
-        # lets queries and keys share their statistics.
+        # Number of parts of a micro-batch with separate BatchNorm statistics. With one process and
+        # one part, queries and keys are normalized with statistics of the same images.
         "NORM_GROUPS": 1,
     },
     "MODEL.CLASSIFIER": {
@@ -216,7 +222,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         "SIZE": 256,  # side of the model's square input, in pixels
         "SCALE": [0.2, 1.0],  # [min, max] of the crop's area, relative to the image
     },
-    "INPUT.CLASSIFY": {  # INPUT.PRETRAIN sets size, crop, flip and memory
+    "INPUT.CLASSIFY": {  # INPUT.PRETRAIN sets size and crop; INPUT.RANDOM_FLIP applies too
         # Magnitude (0 to 10) of RandAugment and its std, such as [9, 0.5]. Empty: no RandAugment.
         "RAND_AUGMENT": [],
         "RANDOM_ERASING": 0.0,  # probability that a rectangle is replaced by noise
@@ -226,15 +232,16 @@ _KEYS: dict[str, dict[str, Any]] = {
     "INPUT.FIXED_VIEWS": {
         # Number of fixed augmented views per training image. 0: a new augmentation each time.
         "COUNT": 0,
-        "SEED": 0,  # seed of the views, so that runs with different SEED share a cache
+        "SEED": 0,  # seed of the views; runs with different SEED share a cache
     },
     "SOLVER": {
         "OPTIMIZER": "SGD",  # "SGD" or "ADAMW"
         "BETAS": (0.9, 0.999),  # betas of AdamW
         "BACKBONE_MULTIPLIER": 1.0,  # learning rate of the backbone relative to the rest
-        # Relative learning rate of Mobile-Former's token path (tokens, mobile_to_former, former).
+        # Additional factor on the learning rate of Mobile-Former's token path: the tokens and the
+        # modules mobile_to_former, former and last_bridge.
         "TOKEN_MULTIPLIER": 1.0,
-        # Layer-wise decay of the learning rate, from the head down through the backbone.
+        # Factor on the learning rate from each layer of the backbone to the layer below; 1.0: none.
         "LAYER_DECAY": 1.0,
         # Config of a first stage, such as a head on cached features of the frozen encoder: a path
         # relative to the file that sets this key, or the name of a shipped config. The stage trains
@@ -247,8 +254,9 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Schedules in epochs. If not 0 or empty, they determine MAX_ITER, STEPS, WARMUP_ITERS and
         # CHECKPOINT_PERIOD.
         "EPOCHS": 0.0,
-        # Fewest iterations of EPOCHS. With fewer images, all keys in epochs grow. A command that
-        # sets EPOCHS sets MIN_ITER to 0.
+        # Fewest iterations of EPOCHS. If EPOCHS gives fewer, all numbers of iterations that are
+        # computed from epochs grow by the same factor. A command that sets EPOCHS sets MIN_ITER to
+        # 0.
         "MIN_ITER": 0,
         "STEP_EPOCHS": [],
         "WARMUP_EPOCHS": 0.0,

@@ -84,8 +84,8 @@ def find_config(path: str | os.PathLike[str]) -> str:
 def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
     """Merges a YAML file and ``KEY VALUE`` pairs into the package's default config.
 
-    If schedules are given in both epochs and iterations, the last one is used: it switches off the
-    earlier one.
+    If one source sets a schedule in epochs, and another one sets it in iterations, the later source
+    is used. The order of sources is ``_BASE_``, the file, ``opts``.
 
     Args:
         path: YAML file or name of a shipped config, see ``find_config``; None for the defaults.
@@ -132,7 +132,7 @@ def _to_dict(cfg: CfgNode) -> dict[str, object]:
 
 
 def load_yaml(text: str) -> Any:
-    """Parses YAML. Raises a ``YAMLError`` if it is invalid, or so nested that libyaml crashes."""
+    """Parses YAML. Raises a ``YAMLError`` if it is invalid, or too deeply nested for libyaml."""
     depth = 0
     for event in yaml.parse(text, Loader=Loader):
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -332,7 +332,10 @@ def check_values(cfg: CfgNode, rules: Rules) -> None:
 
 @contextlib.contextmanager
 def refuse_bad_values(where: str) -> Iterator[None]:
-    """Context that converts errors about bad values, raised by constructors, to ``UserError``."""
+    """Context that converts errors of constructors about bad values to a ``UserError``.
+
+    ``where`` names the source of the values in the message, such as "this config".
+    """
     try:
         yield
     except (AssertionError, LookupError, RuntimeError, ValueError) as error:

@@ -104,7 +104,7 @@ def find_commit(checkout: Path = _CHECKOUT) -> str:
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Silences Python warnings, and messages below CRITICAL of the named loggers."""
+    """Context that hides Python warnings, and messages below CRITICAL of the named loggers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -119,7 +119,7 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory for later allocations. Returns whether it worked (glibc).
+    """Makes malloc keep freed memory for later allocations. Returns False without glibc.
 
     By default, glibc returns large blocks to the system, and the kernel fills new blocks with zeros
     page by page. For feature maps of tens of megabytes, this takes as long as the computation.

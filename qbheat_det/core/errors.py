@@ -32,9 +32,9 @@ class Interrupted(KeyboardInterrupt):
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates a tool's ``main``: prints a ``UserError`` as one line and exits with code 2.
 
-    A full disk is treated in the same way. After a signal, the exit code is 128 plus the signal's
-    number (130 for Ctrl-C). With ``QBHEAT_TRACEBACK=1`` in the environment, the traceback of a
-    ``UserError`` is printed too.
+    The error of a full disk is printed in the same way. After a signal, the exit code is 128 plus
+    the signal's number (130 for Ctrl-C). With ``QBHEAT_TRACEBACK=1`` in the environment, the
+    traceback of a ``UserError`` is printed too.
     """
 
     @functools.wraps(main)

@@ -58,8 +58,8 @@ class Figure:
     """A figure about one run, or one that compares several runs.
 
     ``name`` and the keys of ``images`` become parts of file names. ``explanation`` is a list of
-    paragraphs in plain text, ``data`` the numbers that the images show, and ``scalars`` numbers for
-    the training log.
+    paragraphs in plain text. ``data`` has the numbers that the images show, and ``scalars`` has
+    numbers for the training log.
     """
 
     name: str
@@ -126,7 +126,7 @@ def remove_figure(name: str, folder: Path) -> None:
 def to_json(value: Any) -> Any:
     """Converts nested values to strict JSON data.
 
-    Complex numbers become pairs, and non-finite numbers become null.
+    Complex numbers become [real, imaginary], and non-finite numbers become null.
     """
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()

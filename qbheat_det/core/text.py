@@ -37,5 +37,8 @@ def join_first(items: Iterable[object], limit: int = 3, separator: str = ", ") -
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an error's message in at most 200 characters without line breaks, or its type."""
+    """Returns an error's message in at most 200 characters without line breaks.
+
+    Returns the name of the error's type if the message is empty.
+    """
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -48,7 +48,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         mapper: the mapper that the next iterator uses.
         fingerprint: checksum of the records. A run can only be resumed with the same records.
         skipped: maps each image that this process skipped to its error.
-        num_images: number of images per epoch, including unlabelled images.
+        num_images: number of labelled and unlabelled images, from which the length of an epoch is
+            computed.
         unlabelled: stream of unlabelled images, which are added to entries as ``UNLABELLED``.
         burn_in: first step with unlabelled images.
     """

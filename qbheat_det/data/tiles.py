@@ -64,9 +64,9 @@ def cut_records(
 ) -> list[dict[str, Any]]:
     """Returns each record, followed by the records of its tiles; ``tile`` 0 adds no tiles.
 
-    In training, a tile has the boxes of which it contains at least ``MIN_VISIBLE``. The mapper
-    clips them. Tiles without boxes are thinned out evenly to ``EMPTY_SHARE`` of the others. In
-    evaluation, all tiles are kept.
+    In training, a tile has the boxes of which it contains at least the share ``MIN_VISIBLE``. The
+    mapper clips them. Tiles without boxes are dropped at even spacing, until there are at most
+    ``EMPTY_SHARE`` times as many as tiles with boxes. In evaluation, all tiles are kept.
 
     Raises:
         UserError: an image has no "width" and "height", or no training image is larger than a tile.
@@ -122,8 +122,8 @@ def _thin_out(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def merge_tiles(whole: Instances, tiles: Iterable[tuple[Rectangle, Instances]]) -> Instances:
     """Merges the boxes of a whole image with the boxes of its tiles.
 
-    Boxes longer than half of their tile are dropped: they are often parts of objects that the model
-    finds in the whole image.
+    A box in a tile is dropped if its longer side exceeds half of the tile's longer side: such boxes
+    are often parts of objects that the model finds in the whole image.
 
     Args:
         whole: boxes in the whole image, on the CPU.

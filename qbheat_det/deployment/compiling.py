@@ -59,7 +59,10 @@ def find_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def arithmetic(dtype: torch.dtype, device_type: str = "cpu") -> Iterator[None]:
-    """Context without gradients and inference mode, with autocast to ``dtype`` if not float32."""
+    """Context without gradients, without inference mode, and with autocast to ``dtype``.
+
+    Autocast is off if ``dtype`` is float32.
+    """
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -69,9 +72,10 @@ def arithmetic(dtype: torch.dtype, device_type: str = "cpu") -> Iterator[None]:
 
 
 class PartPrograms:
-    """The compiled programs of a part, by input shape; set as the part's ``_compiled_call_impl``.
+    """The compiled programs of a part of a model, by input shape.
 
-    Inputs whose shape has no program run through the uncompiled part. Copies have no programs.
+    An instance replaces the part's ``_compiled_call_impl``, which PyTorch calls. Inputs whose shape
+    has no program run through the uncompiled part. Copies have no programs.
 
     Attributes:
         seen: inputs by shape, for ``build_programs``; None stops the recording.

@@ -29,7 +29,7 @@ _DYNAMIC_SIZE = (512, 640)  # size of the example image if code is compiled for 
 
 
 class DeployReport(dict[str, str]):
-    """The result of each step by name. It starts with "no: " if the step was not applied."""
+    """The result of each step by name. The text starts with "no: " if a step was not applied."""
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<14}{detail}" for name, detail in self.items())

@@ -3,16 +3,17 @@
 
 Fused blocks make fewer passes over wide feature maps, and equal the plain blocks up to rounding:
 
-* max(a1 u, a2 u) is a PReLU times the larger slope. The PReLU is one pass over the feature map. The
-  factor, one number per channel, is multiplied into the weights of the next convolution.
+* A dynamic ReLU, max(a1 u, a2 u), is a PReLU times the larger slope. The PReLU is one pass over the
+  feature map. The larger slope, one number per channel, is multiplied into the weights of the next
+  convolution.
 * In oneDNN, depthwise convolutions are fast with one output per input channel, and slow with
-  several. So one convolution computes the first output of every input channel, another the second
-  output, and so on. The next convolution reads the channels in this order ("by turns").
+  several. So one convolution computes the first output of every input channel, another one computes
+  the second output, and so on. The next convolution reads the channels in this order ("by turns").
 * Position encodings are cached for the last few sizes of feature maps.
 
-A fused block calls the plain block for batches, padded images, training, compilers, and exported
-files for more than one image. Programs in bfloat16 have constant weights, which the compiler packs.
-They only split the depthwise convolutions.
+For batches, for padded images, in training, under compilers, and in exported files for more than
+one image, a fused block calls the plain block. In bfloat16 programs, fused blocks only split the
+depthwise convolutions, because the compiler packs weights only if they are constant.
 """
 
 from collections import Counter
@@ -48,8 +49,8 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
     """Folds, in place, each BatchNorm that directly follows a convolution.
 
     The BatchNorm is the ``norm`` of a Detectron2 convolution, or the module after a convolution in
-    an ``nn.Sequential``, if the model uses both modules once. Returns the numbers of norms that are
-    folded and of those that are not.
+    an ``nn.Sequential``. Each of the two modules must be used only once in the model. Returns the
+    number of norms that are folded, and the number of those that are not.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     folded = 0

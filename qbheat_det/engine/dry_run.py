@@ -52,8 +52,8 @@ class DryRunReport:
         model: name, device and size of the model.
         costs: maps each part of the run to seconds per call and number of calls.
         memory: peak of this process and its workers in bytes, and the peak of tensors on the GPU.
-        disks: the bytes that are needed and available. "Disk" is the largest sum of checkpoints and
-            weights, and "Cache" the features that are not cached yet.
+        disks: the bytes that are needed and available. "Disk" is for the largest sum of checkpoints
+            and weights, and "Cache" is for the features that are not cached yet.
     """
 
     model: str

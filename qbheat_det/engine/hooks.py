@@ -82,7 +82,7 @@ def step_before(run: TrainingRun) -> Iterator[None]:
 
 
 def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
-    """Returns timm's moving average of a model and its buffers, or None without ``SOLVER.EMA``."""
+    """Returns timm's moving average of a model and its buffers, or None if it is disabled."""
     keys = cfg.SOLVER.EMA
     return ModelEmaV3(model, decay=keys.DECAY, use_warmup=True) if keys.ENABLED else None
 
@@ -97,8 +97,8 @@ class EvalHook(HookBase):
         best: ``value`` and ``iteration`` of the best evaluation so far; empty at first.
         is_owed: whether the evaluation at the last checkpoint was skipped or failed.
         is_evaluating: whether an evaluation is in progress.
-        value: ``best_metric`` in the last evaluation (main process only); None if it is missing or
-            not finite.
+        value: value of ``best_metric`` in the last evaluation (main process only); None if it is
+            missing or not finite.
         sign: 1 if a higher value is better, -1 if a lower one is.
         seconds: duration of the evaluation after the current step; 0.0 if there was none.
     """
@@ -239,7 +239,10 @@ class SkippedImages(HookBase):
     trainer: TrainingRun
 
     def __init__(self, *, period: int) -> None:
-        """``period`` is the number of iterations between exchanges; 0 exchanges at the end only."""
+        """``period`` is the number of iterations between two exchanges of errors among processes.
+
+        With period 0, they are exchanged only at the end.
+        """
         self._period = period
         self.errors: dict[str, DataError] = {}
 

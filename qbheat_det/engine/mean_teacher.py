@@ -3,7 +3,8 @@
 
 The model first trains on labelled images only (burn-in). Then the teacher predicts on weak views of
 unlabelled images, and the model learns these predictions on strong views (``modeling/dense.py``).
-Checkpoints determine the teacher and the position in the unlabelled images, so runs resume exactly.
+A checkpoint contains the teacher, and its iteration determines the position in the stream of
+unlabelled images, so runs resume exactly.
 """
 
 import contextlib
@@ -116,7 +117,10 @@ class PseudoBoxes(HookBase):
 
 
 class SemiSupervisedEvalHook(EvalHook):
-    """``EvalHook`` that also evaluates after the burn-in, and warns if later results are worse."""
+    """``EvalHook`` that also evaluates after the burn-in, and warns if later results are worse.
+
+    Later results are compared with the result after the burn-in.
+    """
 
     def __init__(self, *, burn_in: int, **settings: Any) -> None:
         """

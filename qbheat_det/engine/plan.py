@@ -63,9 +63,9 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
     """Returns the flags of the first stage, or None if the run has none.
 
     The first stage has the same data, device and model, and the same encoder if the command names
-    one with ``--weights``. It is left out if the command evaluates, names weights of a detector or
-    freezes the backbone. It is also left out if the second stage has a checkpoint. It is resumed
-    under the same conditions as the run. All processes must call this function.
+    one with ``--weights``. There is no first stage if the command evaluates, names weights of a
+    detector or freezes the backbone, or if the second stage has a checkpoint. The first stage is
+    resumed under the same conditions as other runs. All processes must call this function.
 
     Raises:
         UserError: the config cannot be read, is for another model, or has a first stage itself.
@@ -134,14 +134,23 @@ def start_from(stage: RunFlags, flags: RunFlags) -> RunFlags:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a run besides training, seconds per epoch, and the recipe's epochs."""
+    """The time of a run.
+
+    Attributes:
+        fixed: seconds for everything except training steps and evaluation.
+        epoch: seconds per epoch for training steps and evaluation.
+        usual: the recipe's number of epochs.
+    """
 
     fixed: float
     epoch: float
     usual: float
 
     def count_epochs(self, seconds: float, area: float = 1.0) -> float:
-        """Returns the epochs that fit in ``seconds``, if images have ``area`` times the pixels."""
+        """Returns the number of epochs that fit in ``seconds``.
+
+        ``area`` is the number of pixels of an image, relative to the images that were timed.
+        """
         return max(0.0, seconds - self.fixed) / (self.epoch * area)
 
 

@@ -312,7 +312,7 @@ class StopSignals(HookBase):
 
 
 class YieldToNewerStart(HookBase):
-    """Ends this process if the run was restarted elsewhere, before it overwrites new checkpoints.
+    """Ends this process before it overwrites the checkpoints of a newer start of the same run.
 
     If torchrun considers a slow machine dead, it restarts the run without that machine.
     """

@@ -63,9 +63,9 @@ class RunFlags:
         eval_only: evaluate ``weights`` without training.
         minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and stages.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
-        image_size: size in pixels. For detectors, the largest shorter side in training, or the
-            shorter side in evaluation with ``eval_only``; the other sizes keep their ratios. For
-            all other models, the side of the square images.
+        image_size: size in pixels. For detectors, the largest of the shorter sides in training, or
+            with ``eval_only`` the shorter side in evaluation; the other sizes keep their ratios.
+            For all other models, the side of the square images.
         tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
         freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``).
         opts: config overrides, as alternating keys and values.

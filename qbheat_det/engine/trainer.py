@@ -77,7 +77,7 @@ class Trainer(DefaultTrainer):
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
         """Builds all parts.
 
-        ``allow_partial`` accepts weights with tensors that the model does not have.
+        ``allow_partial`` accepts weights that lack tensors of the model or have extra ones.
         """
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         stream = build_train_stream(cfg)
@@ -274,14 +274,14 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Returns Detectron2's ``build_model`` in the memory format of the config."""
+        """Builds a model by Detectron2's ``build_model``, in the memory format of the config."""
         with refuse_bad_values("this config"):
             model: nn.Module = super().build_model(cfg)
         return model.to(memory_format=find_memory_format(cfg))
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
-        """Returns this process's share of a data set's images."""
+        """Returns a loader of this process's share of a data set's images."""
         return build_test_loader(cfg, dataset_name)
 
 

@@ -131,7 +131,10 @@ def _choose_name(attributes: Mapping[str, Any]) -> object:
 
 
 def read_label_studio(file: Path) -> Iterator[LabelledImage]:
-    """Reads Label Studio's JSON or JSON-MIN export. Skipped tasks are images without labels."""
+    """Reads Label Studio's JSON or JSON-MIN export.
+
+    The images of tasks without a finished annotation have ``is_skipped``, and are left out later.
+    """
     for number, task in enumerate(json.loads(file.read_text(encoding="utf-8")), start=1):
         with reading_record(f"{file}, task {number}"):
             image, results = _read_task(file, number, task)

@@ -196,7 +196,7 @@ class CocoFile:
             self.warnings.append(f"{self.json_file}: categories without a box: {names}")
 
     def check(self) -> None:
-        """Logs the warnings, and raises a ``UserError`` for the first error."""
+        """Raises a ``UserError`` for the first error. If there is none, logs the warnings."""
         raise_first(self.errors)
         for warning in self.warnings:
             logger.warning(warning)

@@ -3,15 +3,15 @@
 
 ``FORMATS`` lists the formats that are converted to COCO's format. To add a format, write its
 functions, and add a row to ``FORMATS``, its name to ``Kind`` and its title to ``_TITLES``. If the
-files do not list the classes, add its key to ``with_classes``. To add the export of an annotation
-tool, add a reader to ``label_files``. ``_TAKEN`` and ``SOURCES`` in ``tools/arguments.py`` name all
-formats for users.
+files do not list the classes, add the format's key to ``with_classes``. To add the export of an
+annotation tool, add a reader to ``label_files``. ``_TAKEN`` and ``SOURCES`` in
+``tools/arguments.py`` name all formats for users.
 
-A source is a dict that describes a training or validation set. It is saved as JSON with each run,
-and has one of these keys: ``json_file`` (with ``image_root``), ``yolo_file``, ``voc_folder`` (also
-for LabelImg) or ``labels_path`` (with ``subset``), or ``image_folders``. ``labelled`` is whether to
-read the boxes or classes. ``classes`` sets the classes of formats that do not list them. ``split``
-selects a part of the images, see ``split.json``.
+A source is a dict that describes a training or validation set, and is saved as JSON with each run.
+It has one of these keys: ``json_file`` (with ``image_root``), ``image_folders``, or, together with
+``subset``, ``yolo_file``, ``voc_folder`` (also for LabelImg) or ``labels_path``. ``labelled`` is
+whether to read the boxes or classes. ``classes`` sets the classes of formats that do not list them.
+``split`` selects a part of the images, see ``split.json``.
 """
 
 import hashlib
@@ -116,7 +116,7 @@ def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> Da
     """Returns the sources of a file, a folder or a zip, or raises a ``UserError``.
 
     ``image_root`` is the image folder of a label file, such as a COCO json. If it is empty, the
-    images are searched in ``likely_root``, and then next to the label file.
+    images are looked for in ``likely_root``, and then next to the label file.
     """
     path = unpack(path)
     kind, root = find_kind(path), Path(path).absolute()
@@ -195,7 +195,10 @@ def _read_first_name(json_file: Path) -> str:
 
 
 def with_classes(source: Source, classes: Sequence[str]) -> Source:
-    """Sets the classes of a source whose files do not list them. A part may lack classes."""
+    """Returns a source with its classes set, if the files of its format do not list the classes.
+
+    Otherwise the classes would be those that occur in the part of the source.
+    """
     takes = classes and not source.keys().isdisjoint(("voc_folder", "labels_path"))
     return {**source, "classes": list(classes)} if takes else source
 

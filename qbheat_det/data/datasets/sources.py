@@ -202,7 +202,11 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
 
 
 def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
-    """Returns the class of each image that occurs in the fewest images; None without boxes."""
+    """Returns, for each image, which of its classes occurs in the fewest images.
+
+    None for an image without boxes. Crowd boxes do not count. Of equally rare classes, the one with
+    the lower id is returned.
+    """
     classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
     for entry in annotations.annotations:
         if not entry.get("iscrowd", 0):
@@ -219,9 +223,7 @@ def split_names(
 ) -> dict[str, Any]:
     """Returns the content of ``split.json``: "seed", "fraction", and image names by part.
 
-    The parts are "train" and "val".
-
-    Raises a ``UserError`` if there are too few images.
+    The parts are "train" and "val". Raises a ``UserError`` if there are too few images.
     """
     chosen = choose_val(groups, fraction=fraction, seed=seed)
     if not chosen or len(chosen) == len(names):

@@ -23,7 +23,7 @@ _LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
 
 
 class VocPart(NamedTuple):
-    """The annotation and image folders of a part, and its list in ``ImageSets`` if there is one."""
+    """The folders of a part. ``names`` is the file in ``ImageSets`` that lists the part, or None."""
 
     annotations: Path
     images: Path
