@@ -88,7 +88,7 @@ class Run:
 
     @cached_property
     def cfg(self) -> CfgNode:
-        """The config with current paths."""
+        """The config, with the current paths of weights and folder."""
         weights, file = str(self.checkpoint or ""), (self.folder or Path()) / "config.yaml"
         config_file = str(file) if self.folder and file.is_file() else None
         if not (weights or config_file):

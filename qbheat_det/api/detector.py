@@ -111,8 +111,8 @@ class Detector(Trained):
             threshold: score in [0, 1]. Boxes with a lower score are left out.
             batch_size: number of images that the model processes together.
             tile: side of overlapping square tiles in pixels. If set, the detector also predicts on
-                each tile, which finds small objects in large images. By default, the value of the
-                training is used. 0 predicts on whole images only.
+                each tile, which finds small objects in large images. By default, the ``INPUT.TILE``
+                of the training is used. 0 predicts on whole images only.
 
         Returns:
             ``Detections`` for one image, a list of ``Detections`` for several images, or an

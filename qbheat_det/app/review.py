@@ -68,7 +68,7 @@ class Review:
         return replace(self, accepted=self.accepted + bool(self.current))
 
     def skip(self) -> "Review":
-        """Skips the current image. The next image of the strategy is added at the end."""
+        """Skips the current image. The next choice of the strategy is added at the end."""
         return replace(self, selection=self.selection.skip(self.current))
 
     def back(self) -> "Review":

@@ -23,7 +23,7 @@ _LISTS = {"train": ("train", "trainval"), "val": ("val", "test")}
 
 
 class VocPart(NamedTuple):
-    """The folders of a part. ``names`` is the file in ``ImageSets`` that lists the part, or None."""
+    """The folders of a part. ``names`` is the file in ``ImageSets`` that lists the part, if any."""
 
     annotations: Path
     images: Path
