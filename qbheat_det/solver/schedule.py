@@ -62,14 +62,13 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     """Converts epochs to iterations, and scales the learning rate by the batch size.
 
     An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. If ``SOLVER.EPOCHS`` would
-    give fewer than ``SOLVER.MIN_ITER`` iterations, all numbers of iterations that are computed from
-    epochs are multiplied by the factor that makes ``SOLVER.MAX_ITER`` equal to ``SOLVER.MIN_ITER``.
-    Numbers of iterations are rounded up. ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch
-    size to ``SOLVER.REFERENCE_BATCH_SIZE``, or by its square root (``SOLVER.LR_SCALING``).
+    give fewer than ``SOLVER.MIN_ITER`` iterations, all keys in epochs are multiplied by the factor
+    that gives ``SOLVER.MIN_ITER`` iterations. Numbers of iterations are rounded up.
+    ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
+    ``SOLVER.REFERENCE_BATCH_SIZE``, or by its square root (``SOLVER.LR_SCALING``).
 
-    The keys with values in epochs do not change. The result's ``SOLVER.REFERENCE_BATCH_SIZE`` is
-    its batch size, so resolving the result again changes nothing, and the result can be resolved
-    for another batch size or other data.
+    The result keeps the keys in epochs. Its ``SOLVER.REFERENCE_BATCH_SIZE`` is its batch size, so
+    resolving it again changes nothing, and it can be resolved for another batch size or other data.
 
     Args:
         cfg: config of a run.
