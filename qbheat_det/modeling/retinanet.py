@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""RetinaNet normalized over all processes, with ATSS as an alternative to IoU thresholds.
+"""RetinaNet with losses normalized over all processes, and ATSS instead of IoU thresholds.
 
 RetinaNet (arXiv:1708.02002) assigns anchors by fixed IoU thresholds, which few anchors reach for a
 small box. Adaptive training sample selection, ATSS (arXiv:1912.02424), computes a threshold for
@@ -77,10 +77,11 @@ class AtssAssigner:
 
 @META_ARCH_REGISTRY.register()
 class SyncRetinaNet(SyncNormalizer, RetinaNet):
-    """RetinaNet normalized over the effective batch. In one process, as Detectron2's RetinaNet.
+    """RetinaNet whose losses are normalized over the effective batch.
 
-    With an ``assigner``, ATSS assigns the anchors, scores learn the IoU of the predicted boxes (as
-    in arXiv:2006.04388), and boxes learn with the GIoU loss.
+    With one process, one micro-batch and no ``assigner``, they equal Detectron2's. With an
+    ``assigner``, ATSS assigns the anchors, scores learn the IoU of the predicted boxes (as in
+    arXiv:2006.04388), and boxes learn with the GIoU loss.
     """
 
     first_normalizer = 100.0

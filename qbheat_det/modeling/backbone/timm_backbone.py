@@ -198,7 +198,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """The frozen timm network of ``MODEL.TEACHER``, the target of ``FeatureDistillation``."""
+    """The frozen timm network of ``MODEL.TEACHER``, for ``FeatureDistillation``."""
 
     mapper_name = "pretrain"
 
@@ -244,7 +244,7 @@ def _build_teacher(cfg: CfgNode) -> TimmBackbone:
 class FrozenNorm(FrozenBatchNormAct2d):
     """timm's frozen BatchNorm and activation in fewer passes over the feature map.
 
-    Under autocast, the output has the dtype of the input, as that of a BatchNorm.
+    Under autocast, the output has the dtype of the input, as with ``nn.BatchNorm2d``.
     """
 
     @classmethod
