@@ -51,7 +51,7 @@ class CachedBackbone(Backbone):
     def __init__(
         self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
     ) -> None:
-        """``outputs`` has the names of the cached outputs. ``channels_last`` is their layout."""
+        """``outputs`` are the names of the cached outputs. ``channels_last`` is their format."""
         super().__init__()
         self.outputs = list(outputs)
         self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
@@ -273,8 +273,8 @@ def make_key(
 
     The key does not contain the pixels and the root folder of the files, so that caches can be
     moved and shared. Other pixels in a file of the same size and modification time are not
-    detected. It does not contain the number of threads, the batch size and the versions of other
-    libraries, because their effect is far below half precision.
+    detected. The key does not contain the number of threads, the batch size and the versions of
+    other libraries, because their effect on features is far below the precision of float16.
 
     Args:
         cfg: config of the run, or of its teacher.

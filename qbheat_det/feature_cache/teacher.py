@@ -56,7 +56,7 @@ class TeacherFeatures:
     """Builds the caches of the teacher's features, which are the targets of a run.
 
     Attributes:
-        fill: completes the store of a cache; a dry run replaces it.
+        fill: function that completes the store of a cache. A dry run sets another function.
     """
 
     def __init__(self, cfg: CfgNode) -> None:

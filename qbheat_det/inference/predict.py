@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Opens trained weights, and runs detectors, classifiers and backbones on images.
 
-All box predictions of the package go through ``find_boxes``.
+Prediction by the command line, Python, the app and the server goes through ``find_boxes``.
 """
 
 import itertools
@@ -80,7 +80,7 @@ class BatchPredictor(DefaultPredictor):
 
 
 def build_predictor(cfg: CfgNode) -> BatchPredictor:
-    """Builds a predictor and loads ``MODEL.WEIGHTS``, without missing or extra tensors.
+    """Builds a predictor and loads ``MODEL.WEIGHTS``, which must fit the model exactly.
 
     Raises a ``UserError`` if the weights cannot be read or do not match the model.
     """

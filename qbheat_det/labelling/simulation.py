@@ -165,7 +165,7 @@ def _choose(
 
 
 def train_afresh(flags: RunFlags) -> dict[str, float]:
-    """Trains in an empty folder, and returns the box metrics."""
+    """Deletes the output folder, trains in it, and returns the box metrics."""
     shutil.rmtree(flags.output, ignore_errors=True)
     cfg = build_config(flags)
     setup(cfg, flags)
