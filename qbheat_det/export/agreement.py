@@ -59,8 +59,7 @@ class Agreement:
 class ExportReport:
     """Differences of an exported file from PyTorch, one row per batch size; ``str`` is a table.
 
-    ``is_held`` is whether the differences must be within the tolerance. If so, the table marks rows
-    that exceed it.
+    If ``is_held``, the tolerance is a limit, and the table marks rows that exceed it.
     """
 
     rows: list[Agreement]

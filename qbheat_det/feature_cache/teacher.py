@@ -150,7 +150,7 @@ class TargetViews:
     def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
         """With ``flips``, the image and the targets are flipped with probability 1/2.
 
-        The teacher's features of a flipped image would differ slightly, see docs/objectives.md.
+        Features of the flipped image would differ slightly, see docs/objectives.md.
         """
         self.views = views
         self.store = store

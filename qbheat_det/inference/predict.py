@@ -62,7 +62,7 @@ class BatchPredictor(DefaultPredictor):
     """Detectron2's predictor, which can also process several images at once."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU.
+        """See ``Predictor``.
 
         Images with the same size after resizing are batched, so no padding is needed. The results
         are the same as for single images, up to rounding.
@@ -177,7 +177,7 @@ class TiledPredictor:
         self._tile = tile
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on images (H, W, 3) of any sizes. Returns instances on the CPU."""
+        """See ``Predictor``."""
         return [self._predict(image) for image in images]
 
     def _predict(self, image: Image) -> Instances:
@@ -243,7 +243,7 @@ def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
 
 @torch.inference_mode()
 def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tensor]:
-    """Pads RGB images (H, W, 3), uint8, at the bottom and right, and runs a backbone on them.
+    """Normalizes RGB images (H, W, 3), uint8, pads them, and runs a backbone on them.
 
     Returns:
         The backbone's outputs by name: feature maps (N, C, H', W') and tokens (N, M, D).

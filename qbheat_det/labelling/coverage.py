@@ -34,8 +34,8 @@ def unit_vectors(features: Tensor) -> Tensor:
     to unit length.
 
     At most 128 components are kept. The dropped components are mostly noise, and the functions in
-    this file are faster without them. All images whose features equal the mean get one
-    fixed unit vector.
+    this file are faster without them. All images whose features differ from the mean by less than
+    1 % get one fixed unit vector.
     """
     features = features.float()
     centred = features - features.mean(0)

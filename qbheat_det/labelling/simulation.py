@@ -56,10 +56,9 @@ def simulate(
 ) -> list[Point]:
     """Trains a detector for each strategy, seed and number of images.
 
-    A strategy starts without labelled images and adds images up to each budget. "random" is the
-    baseline. "balanced" needs a detector, so it uses "random" for the first budget. The detector
-    is a RetinaNet head on cached features of the frozen encoder. Calling the function again
-    continues an interrupted simulation.
+    A strategy starts without labelled images and adds images up to each budget. "balanced" needs a
+    detector, so it uses "random" for the first budget. The detector is a RetinaNet head on cached
+    features of the frozen encoder. Calling the function again continues an interrupted simulation.
 
     Args:
         data: data set with boxes, in any format of ``--data``.

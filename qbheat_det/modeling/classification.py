@@ -3,9 +3,8 @@
 
 The linear ("lin") and transformer decoders ("tran-1", "tran-4") follow QB-Heat, arXiv:2211.13228,
 Sec. 5, B.1 and Tables 10-12. Parameter counts (Tables 6 and 15) imply that "tran" has no position
-embedding. The paper does not state the width of attention heads (here 64). The pooled feature map
-is concatenated with the first token if there are tokens (Table 8). Mixup (arXiv:1710.09412) and
-CutMix (arXiv:1905.04899) are timm's. Label smoothing: arXiv:1512.00567.
+embedding. The paper does not state the width of attention heads (here 64). Mixup (arXiv:1710.09412)
+and CutMix (arXiv:1905.04899) are timm's. Label smoothing: arXiv:1512.00567.
 """
 
 from collections.abc import Mapping

@@ -65,7 +65,7 @@ class SupportsUnlabelled(Protocol):
     """A detector that also learns from the ``UNLABELLED`` images of a batch."""
 
     def pseudo_labels(self, batches: Sequence[BatchedInputs]) -> Sequence[Any]:
-        """Returns the ``PSEUDO_LABELS`` of each image, which the student model is trained on.
+        """Returns the ``PSEUDO_LABELS`` of each image. Called on the teacher, to train the student.
 
         ``batches`` are the unlabelled images of each micro-batch of this process. Every process
         must call this function, because it may normalize over all processes.
@@ -125,10 +125,9 @@ class PretrainingObjective(FixedSizeModel, Protocol):
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns the kinds of views of a config's model, from its ``views_from_config``.
+    """Returns ``views_from_config(cfg)``: for each kind of view, the visible quarters.
 
-    The value of a kind lists the visible quarters, which images use in turn. It is empty if the
-    whole image is visible, as for models without this method.
+    Images use these quarters in turn. If there are none, the whole image is visible.
     """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):

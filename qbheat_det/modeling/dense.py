@@ -155,10 +155,7 @@ def quality_focal_loss(logits: Tensor, targets: Tensor, gamma: float) -> Tensor:
 
 
 class SyncNormalizer(DenseDetector):
-    """Mixin for dense detectors that divides losses by a running mean over all processes.
-
-    The detector has the attributes ``anchor_generator``, ``label_anchors`` and ``losses``.
-    """
+    """Mixin that divides the losses of RetinaNet or FCOS by a running mean over all processes."""
 
     first_normalizer: float
     """Initial value of the running mean, as in Detectron2."""
@@ -261,8 +258,7 @@ class SyncNormalizer(DenseDetector):
 class SyncFCOS(SyncNormalizer, FCOS):
     """FCOS whose losses are normalized over the effective batch.
 
-    With one process and one micro-batch, they equal the losses of Detectron2's FCOS, except for the
-    fixes above.
+    With one process and one micro-batch, the losses equal Detectron2's, except for the fixes above.
     """
 
     first_normalizer = 300.0

@@ -73,8 +73,8 @@ def find_cached_images(
 ) -> ImageList | None:
     """Returns an ``ImageList`` with the cached "features" of a batch in place of pixels.
 
-    Returns None if the batch is empty or an input has no "features". Only the size of "image"
-    (3, H, W) is used. Heights and widths are padded to multiples of ``size_divisibility``.
+    Returns None if an input has no "features". Only the size of "image" (3, H, W) is used, and
+    padded to multiples of ``size_divisibility``.
     """
     if not batched_inputs or not all("features" in entry for entry in batched_inputs):
         return None

@@ -44,11 +44,11 @@ from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, name
 class MobileFormer(Backbone):
     """A convolutional network and a few global tokens that exchange information.
 
-    Outputs are named by stride: "s2", "s4", … are the feature maps after the last block at that
-    stride, up to "s16" in the QB-Heat paper's networks. "s16_expanded" is the output of the final
-    1x1 convolution, which the paper's classifiers and decoders read. In the ImageNet networks, the
-    last stride is 32. "tokens" is (N, M, D). Images may have any size: a feature map at stride s
-    has ceil(H / s) x ceil(W / s) positions. Layers that no output needs are not built.
+    Outputs are named by stride: "s8" is the feature map after the last block at stride 8, and
+    "s16_expanded" ("s32_expanded" in the ImageNet networks) the output of the final 1x1
+    convolution, which the paper's classifiers and decoders read. "tokens" is (N, M, D). Images may
+    have any size: a feature map at stride s has ceil(H / s) x ceil(W / s) positions. Layers that no
+    output needs are not built.
     """
 
     token_path = ("tokens", "last_bridge")
@@ -157,8 +157,7 @@ class MobileFormer(Backbone):
                 nn.init.zeros_(module.bias)
 
     def freeze(self, freeze_at: int = 0) -> "MobileFormer":
-        """Freezes the first layers and their BatchNorm statistics. Disables stochastic depth there.
-        For ``freeze_at``, see the constructor."""
+        """Freezes the first layers and their BatchNorm statistics, and disables their drop path."""
         if freeze_at >= 1:
             self.tokens.requires_grad_(False)
             self.stem = _freeze(self.stem)
@@ -177,7 +176,7 @@ class MobileFormer(Backbone):
 
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
-        """Returns timm's layer groups for layer-wise decay: stem and tokens first, then blocks."""
+        """Returns timm's layer groups: stem and tokens, each block (or stage), and last layers."""
         blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
         return {
             "stem": r"^(?:stem\.|tokens$)",

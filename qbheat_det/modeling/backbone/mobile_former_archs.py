@@ -26,8 +26,8 @@ BlockKind = Literal["lite", "lite_down", "down", "plain"]
 class BlockSpec:
     """Kind and widths of a block. Only "down" blocks have a second hidden width.
 
-    "lite" and "lite_down" blocks have no tokens. "down" and "lite_down" blocks halve the feature
-    map and start a stage.
+    "down" and "plain" are Mobile-Former blocks, "lite" and "lite_down" blocks without tokens.
+    "down" and "lite_down" blocks halve the feature map's sides and start a stage.
     """
 
     kind: BlockKind

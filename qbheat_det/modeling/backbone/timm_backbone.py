@@ -5,8 +5,6 @@ Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME`
 every model of ``timm.list_models()`` as ``timm:<name>``, so that Detectron2 can build a backbone
 from ``MODEL.BACKBONE.NAME: "timm:resnet18"``. ``checkpoint/convert.py`` downloads weights, and
 renames them if needed. The checkpointer loads them.
-
-``Teacher`` is a frozen timm network whose features ``FeatureDistillation`` predicts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -198,7 +196,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """The frozen timm network of ``MODEL.TEACHER``, for ``FeatureDistillation``."""
+    """The frozen timm network of ``MODEL.TEACHER``, whose features are distilled."""
 
     mapper_name = "pretrain"
 

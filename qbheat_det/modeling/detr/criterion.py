@@ -88,7 +88,7 @@ class SoftmaxClassification:
         return F.cross_entropy(logits.movedim(-1, 1), wanted, weight, reduction="none")
 
     def normalizer(self, matched: int, unmatched: int) -> float:
-        """Returns the divisor of the loss, given the numbers of queries in the whole batch."""
+        """Takes the numbers of matched and unmatched queries. Returns the divisor of the loss."""
         return matched + self.no_object_weight * unmatched
 
     def scores(self, logits: Tensor) -> Tensor:

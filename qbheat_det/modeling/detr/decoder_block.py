@@ -5,11 +5,10 @@ Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13. Query layers follow DET
 (post-norm), and all other layers follow Mobile-Former, arXiv:2108.05895. Blocks M-F+ (stride 32)
 update the feature map by self-attention, and M-F- (strides 16, 8) by a lite bottleneck.
 
-The paper's parameter counts imply that attention in query layers has all four projections (query,
-key, value, output), that feed-forward networks have 1024 hidden units, and that the bottleneck
-expands the width by 6. The paper does not state three other choices. Attention has 8 heads. The
-first query controls the dynamic ReLU of M-F-. Each block starts by adding an MLP of the queries to
-their position encodings.
+The paper's parameter counts imply four attention projections in query layers (query, key, value,
+output), 1024 hidden units in feed-forward networks, and a bottleneck that expands the width by 6.
+The paper does not state three choices: attention has 8 heads, the first query controls the dynamic
+ReLU of M-F-, and each block first adds an MLP of the queries to their position encodings.
 """
 
 from collections.abc import Sequence
@@ -123,10 +122,7 @@ class Lateral(nn.Module):
 
 
 class QueryLayer(nn.Module):
-    """Updates query positions by an MLP, and queries by two attentions and a feed-forward network.
-
-    The first attention reads the feature map, and the second reads the queries.
-    """
+    """Updates query positions by an MLP, and queries by cross-attention, self-attention and MLP."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()

@@ -222,7 +222,7 @@ class DecoderMaps:
         return resize_bilinear(x, size, self.masks[scale - 1], self.masks[scale])
 
     def merged(self) -> list[Tensor]:
-        """Returns the feature map of each level plus the upsampled maps of all coarser levels."""
+        """Returns each level's feature map plus the upsampled coarser feature maps."""
         x, *finer = self.levels
         maps = [x]
         for scale, level in enumerate(finer, start=1):

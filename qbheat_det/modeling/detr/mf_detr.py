@@ -175,8 +175,7 @@ class MFDETR(nn.Module):
         return ImageList.from_tensors(images, divisibility)
 
     def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
-        """Returns the outputs ``in_features``, (N, C, H, W) each, and the mask of padding at stride
-        8, (N, 1, H, W), or None without padding."""
+        """Returns the outputs ``in_features``, and the padding mask (N, 1, H, W) at stride 8."""
         size = tuple(images.tensor.shape[-2:])
         sizes = padding = None
         if any(tuple(each) != size for each in images.image_sizes):

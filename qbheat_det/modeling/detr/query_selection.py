@@ -5,7 +5,7 @@ The selection is intended for training on a few hundred images. It follows the t
 "Deformable DETR", arXiv:2010.04159, Sec. 4.2. Positions beside one with a higher score are not
 selected, similar to "Dense Distinct Query", arXiv:2303.12776. The decoder refines the boxes and
 classes of the selected positions. The dense head is trained one-to-many: each box is assigned to
-the several positions with the least matching costs.
+several positions, those with the least matching costs.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class QuerySelection(nn.Module):
         """
         Args:
             num_classes: K, without the no-object class.
-            num_queries: Q.
+            num_queries: Q, the number of positions to select.
             dim: C, the width of feature maps and queries.
             positions_per_box: number of positions that each box is assigned to in training.
         """

@@ -50,11 +50,10 @@ class FeatureDistillation(PretrainingModel):
         predictor: HeatPredictor | None,
         **others: Any,
     ) -> None:
-        """Takes the arguments of ``PretrainingModel``, and those of the teacher's feature map.
+        """Takes the arguments of ``PretrainingModel``, and name and channels of the teacher's map.
 
-        ``target`` and ``target_channels`` are the map's name and number of channels. ``dim`` is the
-        width of the projected features. ``predictor`` predicts the features of the masked part. It
-        is None if the whole image is visible.
+        ``dim`` is the width of the projected features. ``predictor`` predicts the features of the
+        masked part. It is None if the whole image is visible.
         """
         super().__init__(
             backbone=backbone, in_feature=in_feature, head_in_features=[in_feature], **others

@@ -8,9 +8,8 @@ z(x + Δx, y) = (I + Δx A) z(x, y), with one matrix for each of eight direction
 The paper does not state the following details. The learned parameter is the matrix M = Δx A, which
 starts at zero. The matrix C_ij predicts diagonally, in the directions of A_i and B_j together. The
 four corners are equally frequent in a batch. With Mobile-Former, the objective learns from the
-output "s16_expanded". The paper's backbones include this layer, and the paper's classifiers and
-decoders read it. If the objective learned from an earlier feature map, the last convolution would
-keep its random weights.
+output "s16_expanded", which the paper's classifiers and decoders read. If it learned from an
+earlier feature map, the last convolution would keep its random weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,10 +50,9 @@ _EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
 
 
 class LinearModels(nn.Module):
-    """The matrices (C, C) of one scale: the paper's A, B and C times the offset of the blocks.
+    """The matrices (C, C) of one scale, a key of ``OFFSETS``: the paper's A, B and C times Δx.
 
-    A scale is a kind of visible quarter (``OFFSETS``). Explicit matrices are parameters with the
-    paper's names. All others are computed from them.
+    Explicit matrices are parameters with the paper's names. All others are computed from them.
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
@@ -86,8 +84,7 @@ class HeatPredictor(nn.Module):
 
     A visible corner predicts the three remaining quarters, at an offset of half the image. A
     visible centre is split into quarters. Each of them predicts the three adjacent blocks in its
-    corner of the image, at an offset of a quarter of the image. In both cases, a block lies in one
-    corner of an area with twice its side, and predicts the rest of this area.
+    corner of the image, at an offset of a quarter of the image.
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
@@ -166,8 +163,7 @@ class VisibleQuarters:
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
         """Draws the visible quarter of each image with PyTorch's global generators.
 
-        With "both", the quarter is at a corner in half of the images (an odd number of images is
-        split at random), and at the center in the others.
+        With "both", it is at a corner in half of the images, rounded up or down at random.
         """
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
@@ -179,7 +175,7 @@ class VisibleQuarters:
 
     @classmethod
     def at(cls, quadrants: Sequence[str], *, device: torch.device) -> "VisibleQuarters":
-        """Returns given quarters. Takes a name of ``QUADRANTS`` for each image."""
+        """Takes the visible quarter of each image, a name of ``QUADRANTS``."""
         indices = [QUADRANTS.index(quadrant) for quadrant in quadrants]
         order = sorted(range(len(indices)), key=indices.__getitem__)
         counts = tuple(indices.count(index) for index in range(len(QUADRANTS)))
@@ -211,8 +207,8 @@ def visible_positions(size: int) -> Tensor:
 class QBHeat(ReconstructionModel):
     """Encodes a quarter of the image, predicts the other features linearly, and decodes pixels.
 
-    The encoder sees only the visible quarter. The features of the whole image have G x G positions,
-    where G is a multiple of 4. ``predictor.scales["corner"].matrices()`` and
+    The features of the whole image have G x G positions, where G is a multiple of 4.
+    ``predictor.scales["corner"].matrices()`` and
     ``predictor.scales["centre"].matrices()`` return the QB-Heat paper's A, B and C times Δx.
     """
 
@@ -253,9 +249,8 @@ class QBHeat(ReconstructionModel):
         Args:
             batched_inputs: dicts of a dataset mapper with "image" (3, S, S), and in some test sets
                 "place", an element of ``QUADRANTS``.
-            quadrants: the visible quarter of each image, an element of ``QUADRANTS``. By default,
-                drawn at random in training. In evaluation, the default is "place" if all dicts have
-                it, and otherwise the quadrants in turn.
+            quadrants: the visible quarter of each image, an element of ``QUADRANTS``. The default
+                is random in training. In evaluation, it is "place", or else each quadrant in turn.
 
         Returns:
             In training, a dict of losses. In evaluation, the results of ``inference`` and "place"

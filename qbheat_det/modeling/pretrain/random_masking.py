@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Random masking: pre-training by reconstructing patches that are masked at random.
 
-The two objectives differ in the features of masked positions. These features are a learned [MASK]
-token as in MAE, arXiv:2111.06377, or they are interpolated from visible features under QB-Heat's
-assumption that neighboring features differ by a linear map. Deviation from MAE: the convolutional
-encoder processes the whole image with zeros in masked patches, at its full cost, and its outputs at
-these patches are discarded. Decoder and target are the same as in QB-Heat (``MODEL.QB_HEAT``).
+The features of masked positions are a learned [MASK] token as in MAE, arXiv:2111.06377
+(``MaskTokenMasking``). Or they are interpolated from visible features under QB-Heat's assumption
+that neighboring features differ by a linear map (``InterpolatedMasking``). Deviation from MAE: the
+convolutional encoder processes the whole image with zeros in masked patches, at full cost, and its
+outputs at these patches are discarded. Decoder and target are those of QB-Heat (``MODEL.QB_HEAT``).
 """
 
 import zlib

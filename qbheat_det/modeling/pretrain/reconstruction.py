@@ -189,7 +189,7 @@ class ReconstructionLoss(nn.Module):
         return F.layer_norm(patches, patches.shape[-1:], eps=_EPSILON * share) * share**0.5
 
     def restore(self, predicted: Tensor, patches: Tensor) -> Tensor:
-        """Rescales predictions (N, L, P) by the true patches' statistics if they are normalized."""
+        """Rescales normalized predictions (N, L, P) by mean and variance of the true patches."""
         if not self.normalize_patches:
             return predicted.float()
         variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
@@ -220,7 +220,7 @@ class ReconstructionModel(PretrainingModel):
 
     @property
     def views(self) -> Mapping[str, Sequence[str]]:
-        """The kinds of visible parts, each with the names of the quarters that are used in turn."""
+        """The kinds of visible parts, each with the quarters that images use in turn."""
         return {"patches": ()}
 
     def __init__(
@@ -313,7 +313,7 @@ class ReconstructionModel(PretrainingModel):
         """Returns "reconstruction" (3, S, S), "visible" (S, S) and the loss for each image.
 
         For the arguments, see ``training_losses``. Reconstructions have the mapper's range of pixel
-        values. Normalized patches are rescaled by the mean and variance of the true patches.
+        values.
         """
         size, grid = self.decoder.patch_size, self.decoder.grid_size
         predicted, patches = self.decoder(z), patchify(images, size)

@@ -97,7 +97,7 @@ def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
 
 
 def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
-    """Crops the quarter (N, C, S / 2, S / 2) of images (N, C, S, S) at ``corners`` (N,)."""
+    """Crops images (N, C, S, S) to the quarters (N, C, S / 2, S / 2) at ``corners`` (N,)."""
     half = images.shape[-1] // 2
     rows = images.unflatten(-1, (2, half)).unflatten(-3, (2, half))  # (N, C, 2, h, 2, h)
     quarters = rows.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, 4, C, h, h)
@@ -108,10 +108,10 @@ def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
 class WassersteinDependency(PretrainingModel):
     """Encodes two quarters of each image, and scores pairs of quarters by a critic.
 
-    The critic compares the first quarter of each of a process's N images with the second quarters
-    of all M images on all processes. Each of its hidden layers has N x M x ``CRITIC_DIM`` values.
-    With several processes, use a synchronized ``NORM``. Otherwise the BatchNorm statistics of a
-    process would reveal which quarters it encoded.
+    In each process, the critic pairs the first quarters of the process's N images with the second
+    quarters of all M images on all processes. Each hidden layer of the critic has N x M x
+    ``CRITIC_DIM`` values. With several processes, use a synchronized ``NORM``, because BatchNorm
+    statistics would reveal which process encoded a quarter.
 
     The dual form maximizes the mean of f(x, y) over pairs from the same image, minus the mean over
     pairs from different images. The contrastive form, which the paper trains, replaces the second
@@ -199,7 +199,7 @@ class WassersteinDependency(PretrainingModel):
         return {"loss_dependency": loss, "loss_penalty": penalty}
 
     def draw(self, num_images: int) -> DependencyDraw:
-        """Draws from the device's global generator. Each corner is in ``first`` equally often."""
+        """Draws random choices on the device. Each corner is in ``first`` equally often."""
         device = self.device
         turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
         offset = torch.randint(1, 4, (num_images,), device=device)
