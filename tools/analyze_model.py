@@ -258,7 +258,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--config-file", metavar="F", help="YAML of a detector")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells of the tables")
     parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"))
-    parser.add_argument("--depth", type=int, default=2, help="levels to list (default: 2)")
+    parser.add_argument("--depth", type=int, default=2, help="module levels to list (default: 2)")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
     args = parser.parse_args(argv)
     if min(args.size) < 32:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Train two detectors of blood cells, on a pre-trained and on a random frozen encoder.
+"""Train detectors of blood cells on a pre-trained and a random frozen encoder, and compare them.
 
 Each encoder encodes 48 microscope images once. RetinaNet's other layers are trained on the
 features. The BatchNorm statistics of both encoders are estimated on these images. A report shows

@@ -158,7 +158,7 @@ class Found(NamedTuple):
 
 
 def find_installed(python: str = sys.executable) -> Found | None:
-    """Looks for Detectron2 in an interpreter, which runs in an empty folder without own modules."""
+    """Looks for Detectron2 in an interpreter, which runs in an empty folder to avoid shadowing."""
     with tempfile.TemporaryDirectory() as empty:
         run = subprocess.run([python, "-c", PROBE], cwd=empty, capture_output=True, text=True)
     if run.returncode == 3:

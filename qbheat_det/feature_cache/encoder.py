@@ -51,7 +51,7 @@ class CachedBackbone(Backbone):
     def __init__(
         self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
     ) -> None:
-        """``outputs`` are the names of the cached outputs. ``channels_last`` is their format."""
+        """Takes the encoder, names of the cached outputs, and whether maps are channels-last."""
         super().__init__()
         self.outputs = list(outputs)
         self._shapes: dict[str, ShapeSpec] = encoder.output_shape()

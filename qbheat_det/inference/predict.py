@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Opens trained weights, and runs detectors, classifiers and backbones on images.
 
-Prediction by the command line, Python, the app and the server goes through ``find_boxes``.
+The command line, the Python API, the app and the server predict boxes with ``find_boxes``.
 """
 
 import itertools

@@ -140,7 +140,7 @@ def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -
 class LiteBottleneck(nn.Module):
     """A depthwise convolution, ReLU6 and a pointwise convolution. Returns the tokens unchanged.
 
-    The input is added if it has the shape of the output.
+    Adds the input if it has the shape of the output.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class LiteBottleneck(nn.Module):
 
 
 class Mobile(nn.Module):
-    """Inverted bottleneck with dynamic ReLU. Its input is added if the widths are equal."""
+    """Inverted bottleneck with dynamic ReLU. Adds the input if it has the width of the output."""
 
     stride = 1
 
@@ -177,7 +177,7 @@ class Mobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """``token_dim`` is the tokens' width D. ``norm`` is for Detectron2's ``get_norm``."""
+        """``token_dim`` is the tokens' width D. ``norm`` is passed to Detectron2's ``get_norm``."""
         super().__init__()
         self.expand = pointwise(in_channels, hidden, norm)
         self.expand_act = DynamicReLU(token_dim=token_dim, channels=hidden)

@@ -134,7 +134,7 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / std (C,) of channels (N, C, ...), float64, with 0 for 1 / 0."""
+    """Returns mean and 1 / std (C,), float64, of channels (N, C, ...). Constants have 1 / std = 0."""
     count = features.numel() // features.shape[1]
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
@@ -183,7 +183,7 @@ def recalibrate_bn(
 
 
 def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
-    """Returns the records of ``DATASETS.TRAIN``. Raises a ``UserError`` if a name is unknown."""
+    """Returns the records of ``DATASETS.TRAIN``. No or unknown names raise a ``UserError``."""
     names = list(cfg.DATASETS.TRAIN)
     unknown = [name for name in names if name not in DatasetCatalog]
     if unknown or not names:

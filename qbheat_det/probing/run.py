@@ -135,8 +135,8 @@ class BackboneProbe:
             and probe: the "backbone" (a file, or "random, seed 1"), the "digest" of its tensors,
             and the number of "images_seen" in training (None if unknown). "recalibrated" is the
             number of images for BatchNorm (0: none). "top1" and "top5" of the "probe" have standard
-            errors (suffix "_standard_error"). "num_images" are classified, "seconds" is the time of
-            fitting and classifying, and "chosen" are the selected hyperparameters.
+            errors (suffix "_standard_error"). "num_images" is the number of classified images,
+            "seconds" the time of fitting and classifying, and "chosen" the hyperparameters.
     """
 
     def __init__(

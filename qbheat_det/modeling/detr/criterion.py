@@ -294,7 +294,7 @@ class SetCriterion(nn.Module):
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Takes ``normalizers`` summed over ``parts``, (…, 2). Returns each part's divisors."""
+        """Takes ``normalizers`` (…, 2), summed over ``parts`` batches. Returns their divisors."""
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
 

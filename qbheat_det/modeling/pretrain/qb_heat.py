@@ -182,7 +182,7 @@ class VisibleQuarters:
         return cls(torch.tensor(order).to(device, non_blocking=True), counts)
 
     def crop(self, images: Tensor) -> Tensor:
-        """Crops images (N, C, S, S), sorted by ``order``, to (N, C, S / 2, S / 2)."""
+        """Crops images (N, C, S, S), sorted by ``order``, to quarters (N, C, S / 2, S / 2)."""
         half = images.shape[-1] // 2
         firsts = [*product((0, half), (0, half)), (half // 2, half // 2)]  # row and column
         groups = zip(images.split(self.counts), firsts, strict=True)
