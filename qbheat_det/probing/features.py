@@ -134,7 +134,10 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / std (C,), float64, of channels (N, C, ...). Constants have 1 / std = 0."""
+    """Returns the mean and 1 / std (C,), float64, of channels (N, C, ...).
+
+    For constant channels, 1 / std is replaced by 0.
+    """
     count = features.numel() // features.shape[1]
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count

@@ -155,7 +155,7 @@ class TimmBackbone(Backbone):
 
 
 def list_outputs(name: str) -> list[str]:
-    """Returns the names of a timm model's feature maps, finest first, or raises a ``UserError``."""
+    """Returns a timm model's map names, finest first. Raises a ``UserError`` if it has none."""
     check_timm_name(name)
     with torch.device("meta"):
         return list(_list_maps(timm.create_model(name, pretrained=False), name))
