@@ -12,10 +12,11 @@
     encoder = qbheat_det.load("distill/285M")
     vectors = encoder.embed("photos/")  # (N, D)
 
-``load`` opens a trained model as an object of a class in ``qbheat_det.api``. ``select`` chooses the
-images to label next. ``deploy`` returns a faster form of a model. ``get_cfg`` returns Detectron2's
-default config with the keys of this package, and ``add_qbheat_config`` adds these keys to a config.
-``model_zoo`` provides configs and weights by name.
+``load`` opens trained weights as a ``Detector`` or an ``Encoder`` (see ``qbheat_det.api``).
+``select`` chooses the images to label next. ``deploy`` returns a faster form of a model.
+``get_cfg`` returns Detectron2's default config with the keys of this package, and
+``add_qbheat_config`` adds these keys to a config. ``model_zoo`` provides configs and weights by
+name.
 
 Importing the package registers its backbones, meta-architectures and built-in data sets, and the
 ``qbheat://`` addresses of the model zoo. It also imports the modules in ``$QBHEAT_IMPORT``.

@@ -1,14 +1,15 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Count multiply-adds and parameters of the paper's models, or of the detector of a config.
+"""Count multiply-adds and parameters of the paper's models, or of the detector in a config.
 
 python tools/analyze_model.py --all [--json FILE]
 python tools/analyze_model.py --config-file F [--size H W] [--depth N] [KEY VALUE …]
 
 The paper is Self-Supervised Learning based on Heat Equation, arXiv:2211.13228, with Tables 1, 5, 6,
-7, 14 and 15. It does not state its counting rules. The rules used here reproduce most cells: EXT
-for detectors and linear classifiers, and CORE for transformer classifiers. Parameters of detection
-backbones exclude BatchNorm's scale and offset, which are buffers in frozen backbones.
+7, 14 and 15. It does not state its counting rules. Two rules (CountingRule in the package) give
+most of the printed numbers: EXT for detectors and linear classifiers, and CORE for transformer
+classifiers. Parameters of detection backbones exclude BatchNorm's scale and offset, which are
+buffers in frozen backbones.
 """
 
 import argparse
@@ -78,7 +79,7 @@ _EXT, _CORE = "MAdds by EXT", "MAdds by CORE"
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters, parameters without BatchNorm's scale and offset, and multiply-adds by rule."""
+    """Parameters (with and without BatchNorm's scale and offset), and multiply-adds by rule."""
 
     params: int
     params_no_bn: int
@@ -149,14 +150,14 @@ def pyramid_positions(size: tuple[int, int]) -> list[int]:
 
 
 def convolution_madds(modules: Iterable[nn.Module], positions: int) -> int:
-    """Returns the multiply-adds of all convolutions in ``modules`` for ``positions`` outputs."""
+    """Returns the multiply-adds of the convolutions in ``modules`` at ``positions`` positions."""
     layers = (layer for module in modules for layer in module.modules())
     return positions * sum(x.weight.numel() for x in layers if isinstance(x, nn.Conv2d))
 
 
 @dataclass(frozen=True)
 class PaperCell:
-    """A number printed in a table, our count by ``rule`` in the same unit, and if they match."""
+    """A number in a table of the paper, our count by ``rule``, and whether they match."""
 
     table: int
     cell: str
@@ -168,7 +169,7 @@ class PaperCell:
 
 
 def compare_with_paper() -> list[PaperCell]:
-    """Builds and counts every component, which takes about a minute on one core."""
+    """Builds all models of the paper and counts them, which takes a minute on one core."""
     cells = [*_list_classifiers(), *_list_detectors()]
     return [_compare(*cell) for cell in sorted(cells, key=lambda cell: cell[0])]
 
@@ -257,7 +258,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--config-file", metavar="F", help="YAML of a detector")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells of the tables")
     parser.add_argument("--size", type=int, nargs=2, default=(800, 1333), metavar=("H", "W"))
-    parser.add_argument("--depth", type=int, default=2, help="levels of modules (default: 2)")
+    parser.add_argument("--depth", type=int, default=2, help="module levels to list (default: 2)")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="overrides of the config")
     args = parser.parse_args(argv)
     if min(args.size) < 32:

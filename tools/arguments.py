@@ -36,7 +36,7 @@ _ELSEWHERE = {  # flags of other libraries
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, whose errors name our flag for that of another library."""
+    """A parser without abbreviated flags. For a flag of another library, its error names ours."""
 
     def __init__(self, **options: Any) -> None:
         layout = argparse.RawDescriptionHelpFormatter
@@ -64,7 +64,7 @@ def make_parser(doc: str | None) -> Parser:
 
 
 def check_inputs(*paths: str | os.PathLike[str] | None, weights: str = "") -> None:
-    """Exits with an error if a path does not exist; call it before slow imports.
+    """Exits with an error if a path does not exist. Call this function before slow imports.
 
     ``weights`` is checked only if it has the suffix of a file.
     """
@@ -111,8 +111,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PIXELS",
         help="largest shorter side of a detector's images, or side of square images otherwise",
     )
-    parser.add_argument("--tile", type=int, metavar="PX", help="detectors: train and evaluate also "
-                        "on overlapping tiles (default: as in --weights; 0: off)")  # fmt: skip
+    parser.add_argument("--tile", type=int, metavar="PX", help="side of overlapping tiles, on "
+                        "which a detector is also trained and evaluated (default: as in --weights; "
+                        "0: no tiles)")  # fmt: skip
     parser.add_argument("--freeze", action="store_true", help="freeze the whole backbone")
     parser.add_argument("--device", default="", help="MODEL.DEVICE: cpu or cuda")
     parser.add_argument(

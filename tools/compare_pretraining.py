@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Compare pre-training objectives: same encoder, same number of images seen, same probes.
+"""Compare pre-training objectives with the same encoder, number of images seen and probes.
 
 Pre-trains each objective with each seed, and probes the frozen encoder (nearest neighbors, linear,
 tran-k). Each step is a command that runs in a separate process and can resume. To continue an
@@ -42,11 +42,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--objectives", metavar="NAME|FILE", nargs="+", default=[],
         help="names in configs/objectives, or config files (default: all)")  # fmt: skip
     add("--epochs", type=float, required=True, help="epochs of pre-training")
-    add("--seeds", type=int, nargs="+", default=[1, 2], help="default: 1 2")
+    add("--seeds", type=int, nargs="+", default=[1, 2], help="seeds of pre-training (default: 1 2)")
     add("--probes", nargs="+", default=["knn", "linear", "tran-1"], metavar="PROBE",
         help="knn, linear, tran-1, tran-4 (default: the first three)")  # fmt: skip
     add("--recalibrate-bn", type=int, default=1024, metavar="N",
-        help="training images for BatchNorm statistics (default: 1024)")  # fmt: skip
+        help="number of training images for BatchNorm statistics (default: 1024)")  # fmt: skip
     add("--output", type=Path, required=True, metavar="DIR", help="folder of all results")
     add("--plan", action="store_true", help="print the commands without running them")
     add("opts", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs")

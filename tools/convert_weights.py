@@ -2,10 +2,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Convert weights of other projects for an encoder of this package (.safetensors).
 
-The new file contains the pixel statistics of the training, but not the head of the classifier.
-Incomplete files, and files of a different network, are refused. Use the new file as MODEL.WEIGHTS.
-Files of timm and torchvision need no conversion: use them as MODEL.WEIGHTS of the encoder
-timm:<model>.
+The new file contains the pixel statistics of the original training, but not the head of the
+classifier. Incomplete files, and files of a different network, are refused. Use the new file as
+MODEL.WEIGHTS. Files of timm and torchvision need no conversion: use them as MODEL.WEIGHTS of the
+encoder timm:<model>.
 
 --to is one of these encoders:
   MobileFormer              variants 508M to 26M, from the ImageNet weights of Mobile-Former's

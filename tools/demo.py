@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Train a detector of blood cells on a frozen encoder, pre-trained and random, and compare both.
+"""Train detectors of blood cells on a pre-trained and a random frozen encoder, and compare them.
 
-Each encoder encodes 48 microscope images once, and RetinaNet's decoder is trained on the features.
-The BatchNorm statistics of both encoders are estimated on these images. A report shows predictions
-on 40 test images.
+Each encoder encodes 48 microscope images once. RetinaNet's other layers are trained on the
+features. The BatchNorm statistics of both encoders are estimated on these images. A report shows
+predictions on 40 test images.
 
 The images come with the package; nothing is downloaded. The demo takes two minutes on two cores.
 

@@ -58,7 +58,7 @@ COCO_COMMAND = (
 
 
 class Finding(NamedTuple):
-    """One line of the report; ``command`` fixes the problem, "" if there is none."""
+    """One line of the report. ``command`` fixes the problem; it is "" if there is no problem."""
 
     name: str
     text: str

@@ -84,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_image_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for the images to compare or calibrate on, and their settings."""
+    """Adds the flags for images, and for the comparison and calibration on them."""
     add = parser.add_argument
     paths: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "PATH"}
     add(
@@ -124,7 +124,7 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuses contradictory flags, and adds ``args.heads``, weights by the name of the head."""
+    """Refuses contradictory flags. Sets ``args.heads``, which maps a head's name to its weights."""
     if not args.tolerance > 0:
         parser.error("--tolerance must be above 0: results are never bit-identical to PyTorch")
     if len(args.weights) > 1 and not args.shared_encoder:

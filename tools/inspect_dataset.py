@@ -47,7 +47,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--weights", default="", metavar="W", help="with --labels: a model whose encoder the "
         f"detectors use: {WEIGHTS} (default: EfficientNet-Lite0 trained on ImageNet)")  # fmt: skip
     add("--apply", type=Path, metavar="FILE", help="apply these corrections and write a COCO file")
-    add("--num-samples", type=int, default=12, metavar="N", help="images to draw (default: 12)")
+    add("--num-samples", type=int, default=12, metavar="N",
+        help="number of images in samples.jpg (default: 12)")  # fmt: skip
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config overrides (at the end)")
     args = parser.parse_args(argv)
     if args.num_samples < 0:

@@ -7,7 +7,7 @@ SHA-256, adapts it to current Pillow, NumPy and setuptools, and installs it as a
 detectron2, so that `pip uninstall detectron2` works.
 
 Nothing is compiled, so Detectron2's own deformable convolution, rotated boxes and fast COCO
-evaluation are missing. For those, build the official one:
+evaluation are missing. If you need them, build the official Detectron2:
 
     pip install --no-build-isolation 'git+https://github.com/facebookresearch/detectron2.git'
 """
@@ -158,7 +158,7 @@ class Found(NamedTuple):
 
 
 def find_installed(python: str = sys.executable) -> Found | None:
-    """Looks for Detectron2 in an interpreter; runs it in an empty folder to avoid shadowing."""
+    """Looks for Detectron2 in an interpreter, which runs in an empty folder to avoid shadowing."""
     with tempfile.TemporaryDirectory() as empty:
         run = subprocess.run([python, "-c", PROBE], cwd=empty, capture_output=True, text=True)
     if run.returncode == 3:
@@ -282,7 +282,7 @@ def run_pip(arguments: Sequence[str], env: dict[str, str] | None = None) -> None
 def missing_opencv() -> list[str]:
     """Returns the OpenCV distribution to install; none if cv2 can be imported.
 
-    Upstream does not require a distribution, because several of them would overwrite each other.
+    Detectron2 requires none, because several distributions of OpenCV would overwrite each other.
     """
     imports = subprocess.run([sys.executable, "-c", "import cv2"], capture_output=True, check=False)
     return ["opencv-python-headless"] if imports.returncode else []

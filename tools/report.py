@@ -18,9 +18,9 @@ figures:
 {figures}
 
 A run is the output folder of a training (OUTPUT_DIR), or a checkpoint (.safetensors, .pth). Several
-runs are drawn side by side. The folder report/ next to report.html contains each image as a file,
-and its numbers as JSON. The end of the page lists missing figures with the reason. The page is
-rewritten after each figure, so after Ctrl-C it has the figures that were drawn before.
+runs are drawn side by side. The folder report/ next to report.html contains each figure as an image
+file, and the figure's numbers as JSON. The end of the page lists missing figures with the reason.
+The page is rewritten after each figure, so after Ctrl-C it has the figures that were drawn before.
 
 exit code: 0 on success; 1 if a figure failed (the page has all other figures) or none was drawn;
 2 if a run or flag is invalid; 130 after Ctrl-C.
@@ -97,7 +97,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", nargs="+", choices=FIGURES, default=list(FIGURES), metavar="FIGURE",
         help="draw only these figures (default: all)")  # fmt: skip
     for name, flags in FLAGS.items():
-        group = parser.add_argument_group(f"of '{name}'")
+        group = parser.add_argument_group(f"flags of the figure '{name}'")
         for keyword, settings in flags.items():
             flag = f"--{keyword.replace('_', '-')}"
             group.add_argument(flag, default=argparse.SUPPRESS, **settings)

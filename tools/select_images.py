@@ -45,7 +45,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "no validation part")  # fmt: skip
     add("--strategies", nargs="+", default=["random", "balanced"],
         help="with --simulate: strategies to compare (default: %(default)s)")  # fmt: skip
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="with --simulate (default: 1 2 3)")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3],
+        help="with --simulate: seeds of selection and training (default: 1 2 3)")  # fmt: skip
     add("opts", nargs="*", default=[], metavar="KEY VALUE",
         help="with --simulate: overrides of the training config")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of random and typiclust (default: %(default)s)")

@@ -33,8 +33,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--fast", action="store_true", help="serve the deployed form, as in qbheat predict --fast")
     add("--batch", type=int, default=8, help="largest number of images per batch (default: 8)")
     add("--max-megabytes", type=float, default=20, help="largest request in MB (default: 20)")
-    add("--max-megapixels", type=float, default=25, help="largest image (default: 25)")
-    add("--max-waiting", type=int, default=64, help="requests at a time (default: 64)")
+    add("--max-megapixels", type=float, default=25, help="largest image in MPixel (default: 25)")
+    add("--max-waiting", type=int, default=64, help="maximum of requests at a time (default: 64)")
     args = parser.parse_args(argv)
     for name in ("batch", "max_megabytes", "max_megapixels", "max_waiting"):
         if not getattr(args, name) > 0:

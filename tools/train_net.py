@@ -21,7 +21,7 @@ Examples:
         --unlabelled photos/ --weights distill/285M
   Check whether a run will work, and estimate how long it will take:
     qbheat train --config-file quick_schedules/retinanet_small_cells.yaml --dry-run
-  Continue a run that was stopped (the results are bit-identical to an uninterrupted run):
+  Continue a run that was stopped (the results are those of an uninterrupted run, bit by bit):
     qbheat train --config-file quick_schedules/retinanet_small_cells.yaml --resume
   Train on eight GPUs, or with two processes on the CPU:
     qbheat train --config-file coco/mf_detr_211_285M_probe.yaml --num-gpus 8
@@ -129,7 +129,7 @@ def print_forecast(stages: list[Any], build_trainer: Any, plan: str) -> None:
 
 
 def train_stage(cfg: Any, flags: Any, message: str, **options: Any) -> dict[str, Any]:
-    """Trains one stage of a run, whose log begins with a message."""
+    """Trains one stage of a run. The log of the stage begins with ``message``."""
     from qbheat_det.api.training import train
     from qbheat_det.engine import setup
     from qbheat_det.engine.logs import removes_empty_run

@@ -124,7 +124,7 @@ def _faster_coco_eval() -> Iterator[None]:
 
 
 def complete_annotations(dataset: dict[str, Any]) -> None:
-    """Adds missing ``iscrowd`` and ``area``, and renumbers annotations from 1, in place."""
+    """Adds missing ``iscrowd`` and ``area`` to COCO annotations, and sets ids from 1, in place."""
     dataset.setdefault("info", {})  # some releases of pycocotools fail without it
     # pycocotools uses id 0 for "unmatched" and drops duplicate ids.
     for index, annotation in enumerate(dataset.get("annotations", []), start=1):

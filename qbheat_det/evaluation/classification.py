@@ -150,7 +150,7 @@ class ClassificationEvaluator(DatasetEvaluator):
 
 
 def predict(scores: Tensor) -> Tensor:
-    """Returns the first class (N,) with the highest score of (N, K). -1 if a score is nan."""
+    """Returns the class (N,) with the highest score (N, K), the first if equal, or -1 for nan."""
     # argmax does not specify which of several equal scores it returns.
     first = (scores == scores.amax(dim=1, keepdim=True)).int().argmax(dim=1)
     return torch.where(scores.isnan().any(dim=1), -1, first)

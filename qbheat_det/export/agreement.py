@@ -59,7 +59,7 @@ class Agreement:
 class ExportReport:
     """Differences of an exported file from PyTorch, one row per batch size; ``str`` is a table.
 
-    With ``is_held``, the table marks rows that exceed the tolerance.
+    If ``is_held``, the tolerance is a limit, and the table marks rows that exceed it.
     """
 
     rows: list[Agreement]
@@ -208,7 +208,7 @@ def compare_detections(
 ) -> None:
     """Matches the detections in an image of ``size`` (H, W) one-to-one, and updates ``row``.
 
-    A detection may be unmatched if its score is within ``tolerance`` of ``threshold``.
+    A detection may stay unmatched if its score is within ``tolerance`` of ``threshold``.
     """
     mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
     boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]

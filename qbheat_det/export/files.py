@@ -273,7 +273,7 @@ def export_backbone(
     image_folders: Sequence[str] = (),
     opts: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Writes only the backbone of ``weights``, under names without prefix, with its description.
+    """Writes only the backbone of ``weights``, under names without prefix, with its metadata.
 
     Args:
         weights: weights of any model with a child ``backbone``, as for ``find_weights``. If the

@@ -51,7 +51,7 @@ class CachedBackbone(Backbone):
     def __init__(
         self, *, encoder: Backbone, outputs: Sequence[str], channels_last: bool = False
     ) -> None:
-        """``outputs`` has the names of the cached outputs. ``channels_last`` is their layout."""
+        """Takes the encoder, names of the cached outputs, and whether maps are channels-last."""
         super().__init__()
         self.outputs = list(outputs)
         self._shapes: dict[str, ShapeSpec] = encoder.output_shape()
@@ -76,7 +76,7 @@ class CachedBackbone(Backbone):
         return dict(self._shapes)
 
     def train(self, mode: bool = True) -> "CachedBackbone":
-        """Also sets the mode of the encoder, which is not a child module."""
+        """Also sets the mode of the encoder."""
         super().train(mode)
         self.encoder.train(mode)
         return self
@@ -271,10 +271,10 @@ def make_key(
     this package and PyTorch. For each record, it contains the annotations, and the relative path,
     size and modification time of the file.
 
-    The key does not contain the pixels and the root folder of the files, so that caches can be
-    moved and shared. Other pixels in a file of the same size and modification time are not
-    detected. It does not contain the number of threads, the batch size and the versions of other
-    libraries, because their effect is far below half precision.
+    The key does not contain the root folder of the files, so that caches can be moved and shared.
+    Other pixels in a file of the same size and modification time are not detected. The number of
+    threads, the batch size and the versions of other libraries are not in the key, because their
+    effect on features is far below the precision of float16.
 
     Args:
         cfg: config of the run, or of its teacher.

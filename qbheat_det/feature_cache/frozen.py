@@ -98,7 +98,7 @@ class CachedFeatures:
     """Builds the caches of a run, from which the training stream and the test loaders read.
 
     Attributes:
-        fill: completes the store of a cache; a dry run replaces it.
+        fill: function that completes the store of a cache. A dry run sets another function.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:

@@ -172,7 +172,7 @@ class FeatureStore:
         return View(features, (height, width), truth, about["full_size"] and (*about["full_size"],))
 
     def write(self, file: int, views: Sequence[Stored]) -> None:
-        """Writes the views of a file atomically, or raises a ``UserError``."""
+        """Writes the views of a file atomically. Raises a ``UserError`` if it cannot store them."""
         tensors: dict[str, Tensor] = {}
         abouts: dict[str, Any] = {}
         for index, view in zip(self.views_of(file), views, strict=True):

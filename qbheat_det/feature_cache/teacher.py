@@ -56,7 +56,7 @@ class TeacherFeatures:
     """Builds the caches of the teacher's features, which are the targets of a run.
 
     Attributes:
-        fill: completes the store of a cache; a dry run replaces it.
+        fill: function that completes the store of a cache. A dry run sets another function.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
@@ -150,7 +150,7 @@ class TargetViews:
     def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
         """With ``flips``, the image and the targets are flipped with probability 1/2.
 
-        The teacher's features of a flipped image would differ slightly, see docs/objectives.md.
+        Features of the flipped image would differ slightly, see docs/objectives.md.
         """
         self.views = views
         self.store = store

@@ -64,7 +64,7 @@ def draw_boxes(
     *,
     min_side: int = 384,
 ) -> RGBImage:
-    """Draws boxes (n, 4) and labels. Images smaller than ``min_side`` pixels are enlarged."""
+    """Draws boxes (n, 4) and labels. Enlarges images whose shorter side is below ``min_side``."""
     height, width = image.shape[:2]
     scale = max(1.0, min_side / min(height, width))
     width, height = round(width * scale), round(height * scale)

@@ -157,7 +157,7 @@ class ExportedModel:
             ) from error
 
     def load_config(self) -> CfgNode:
-        """Returns the config inside the file, with the class names and path of the file."""
+        """Returns the config in the file, with the file's class names and its path as weights."""
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
         cfg.MODEL.WEIGHTS = str(self.path)
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
@@ -191,7 +191,7 @@ class SharedEncoderModel:
             raise UserError(f"'{folder}' has an {ENCODER}, but no {HEAD_PREFIX}NAME.onnx")
 
     def __call__(self, images: Images) -> dict[str, Any]:
-        """Maps each head's name to its results, see ``ExportedModel.__call__``."""
+        """Returns the results of each head by name, see ``ExportedModel.__call__``."""
         features = self.encode(_check_images(images))
         return {
             name: _format(_run_session(session, features), self.heads[name].info, images)

@@ -179,7 +179,7 @@ def read_bgr(path: str | Path) -> Image:
 def run_by_shape(
     items: Sequence[T], run: Callable[[list[T]], Sequence[R]], key: Callable[[T], Sequence[int]]
 ) -> list[R]:
-    """Runs a function on groups of items with equal ``key``. Keeps the order of the items."""
+    """Runs a function on groups of items with equal ``key``. Results are in the items' order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, item in enumerate(items):
         groups.setdefault(tuple(key(item)), []).append(index)
@@ -196,10 +196,11 @@ def decode_image(
     formats: Sequence[str] = IMAGE_FORMATS,
     max_pixels: float = math.inf,
 ) -> Image:
-    """Decodes an open image file in one of ``formats`` (names of Pillow) to (H, W, 3).
+    """Decodes an open image file to RGB (H, W, 3), uint8.
 
-    Raises ``UnreadableImage`` if the file has another format, is broken, or has a header with more
-    than ``max_pixels``.
+    ``formats`` are Pillow's names of the allowed formats. Raises ``UnreadableImage`` if the file
+    has another format, is broken, has 16-bit grayscale pixels, or if its header states more than
+    ``max_pixels`` pixels.
     """
     try:
         with PIL.Image.open(file, formats=list(formats)) as image:

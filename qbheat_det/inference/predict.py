@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Opens trained weights, and runs detectors, classifiers and backbones on images.
 
-All box predictions of the package go through ``find_boxes``.
+The command line, the Python API, the app and the server predict boxes with ``find_boxes``.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class BatchPredictor(DefaultPredictor):
     """Detectron2's predictor, which can also process several images at once."""
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on RGB images (H, W, 3) of any sizes. Returns instances on the CPU.
+        """See ``Predictor``.
 
         Images with the same size after resizing are batched, so no padding is needed. The results
         are the same as for single images, up to rounding.
@@ -80,7 +80,7 @@ class BatchPredictor(DefaultPredictor):
 
 
 def build_predictor(cfg: CfgNode) -> BatchPredictor:
-    """Builds a predictor and loads ``MODEL.WEIGHTS``, without missing or extra tensors.
+    """Builds a predictor and loads ``MODEL.WEIGHTS``, which must fit the model exactly.
 
     Raises a ``UserError`` if the weights cannot be read or do not match the model.
     """
@@ -177,7 +177,7 @@ class TiledPredictor:
         self._tile = tile
 
     def predict_batch(self, images: Sequence[Image]) -> list[Instances]:
-        """Predicts on images (H, W, 3) of any sizes. Returns instances on the CPU."""
+        """See ``Predictor``."""
         return [self._predict(image) for image in images]
 
     def _predict(self, image: Image) -> Instances:
@@ -243,7 +243,7 @@ def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
 
 @torch.inference_mode()
 def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tensor]:
-    """Pads RGB images (H, W, 3), uint8, at the bottom and right, and runs a backbone on them.
+    """Normalizes RGB images (H, W, 3), uint8, pads them, and runs a backbone on them.
 
     Returns:
         The backbone's outputs by name: feature maps (N, C, H', W') and tokens (N, M, D).

@@ -34,8 +34,8 @@ def unit_vectors(features: Tensor) -> Tensor:
     to unit length.
 
     At most 128 components are kept. The dropped components are mostly noise, and the functions in
-    this file are faster without them. All images whose features equal the mean get one
-    fixed unit vector.
+    this file are faster without them. All images whose features differ from the mean by less than
+    1 % get one fixed unit vector.
     """
     features = features.float()
     centred = features - features.mean(0)
@@ -49,7 +49,7 @@ def unit_vectors(features: Tensor) -> Tensor:
 
 
 def find_duplicates(vectors: Tensor, *, cosine: float = 0.98) -> Tensor:
-    """Returns the index (N,) of the first image in the group of near-duplicates of each image.
+    """Returns, for each image, the index (N,) of the first image in its group of near-duplicates.
 
     An image without near-duplicates gets its own index. Two images are near-duplicates if their
     cosine is at least ``cosine``, which is typical for frames of one video. Groups are the
@@ -120,7 +120,7 @@ def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
 def k_center(vectors: Tensor, budget: int, taken: Sequence[int] = ()) -> list[int]:
     """Repeatedly selects the image farthest from all labelled and selected images.
 
-    If there are none, the first selected image is the one nearest to the mean.
+    Without labelled images, the first selected image is the one nearest to the mean.
     """
     nearest = _find_nearest(vectors, taken)
     nearest[list(taken)] = torch.inf

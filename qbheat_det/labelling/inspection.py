@@ -60,7 +60,7 @@ class Suspect:
         score: score in [0, 1]. Errors with higher scores are more probable.
         annotation: index of the box among the annotations of the image; None if ``kind`` is
             "missing".
-        box, label: box (XYXY in pixels) and class of the prediction that contradicts the label.
+        box, label: box (XYXY in pixels) and class of the prediction that contradicts the labels.
     """
 
     kind: Kind

@@ -89,7 +89,7 @@ class Selection:
     _chooser: "_Chooser | None" = field(default=None, repr=False)
 
     def skip(self, path: str) -> "Selection":
-        """Returns a selection without an image, and with the next image of the strategy at the end.
+        """Returns a selection without ``path``, and with the strategy's next image at the end.
 
         The next image differs from all images seen so far. If none is left, the result has one
         image less.

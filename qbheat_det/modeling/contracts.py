@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Optional attributes and methods of models, which the trainer, the data and the tools read.
+"""Optional attributes and methods of models, which the trainer, the data code and the tools use.
 
 Any ``nn.Module`` that Detectron2 can build is a valid model. Each optional feature of a model is
 defined here, either as a Protocol or as a function with a default for models without the attribute.
@@ -25,7 +25,7 @@ BatchedInputs = list[dict[str, Any]]
 
 @runtime_checkable
 class SupportsLossNormalizers(Protocol):
-    """A model that divides its losses by counts of a batch, such as its number of boxes.
+    """A model that divides its losses by counts of a batch, such as the number of boxes.
 
     ``forward`` takes the result of ``loss_normalizers`` as an optional second argument. If it is
     omitted, ``forward`` sums the counts over processes itself. The trainer assumes that the losses
@@ -36,7 +36,7 @@ class SupportsLossNormalizers(Protocol):
         """Returns the counts of a batch. The trainer sums them over all micro-batches of a step."""
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Returns the divisors for each of ``parts`` micro-batches, given their summed counts."""
+        """Takes the counts summed over all ``parts`` micro-batches. Returns each one's divisors."""
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ class SupportsUnlabelled(Protocol):
     """A detector that also learns from the ``UNLABELLED`` images of a batch."""
 
     def pseudo_labels(self, batches: Sequence[BatchedInputs]) -> Sequence[Any]:
-        """Returns the ``PSEUDO_LABELS`` of each image, which the student model is trained on.
+        """Returns the ``PSEUDO_LABELS`` of each image. Called on the teacher, to train the student.
 
         ``batches`` are the unlabelled images of each micro-batch of this process. Every process
         must call this function, because it may normalize over all processes.
@@ -73,7 +73,7 @@ class SupportsUnlabelled(Protocol):
 
 
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
-    """Returns ``metrics``: scalar tensors by name for the last batch, logged with its losses."""
+    """Returns ``metrics``: scalar tensors of the last batch by name, logged with the losses."""
     return getattr(model, "metrics", {})
 
 
@@ -88,7 +88,7 @@ def has_held_out_loss(model: type | object) -> bool:
 
 
 def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``pretrain_only_modules``: children that downstream models do not load."""
+    """Returns ``pretrain_only_modules``: names of children that downstream models do not load."""
     return tuple(getattr(model, "pretrain_only_modules", ()))
 
 
@@ -125,8 +125,9 @@ class PretrainingObjective(FixedSizeModel, Protocol):
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns ``views_from_config(cfg)`` of a config's model: by kind of view, the names of the
-    visible quarters, which images use in turn. Models without this method see the whole image.
+    """Returns ``views_from_config(cfg)``: for each kind of view, the visible quarters.
+
+    Images use these quarters in turn. If there are none, the whole image is visible.
     """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
@@ -165,7 +166,7 @@ class SupportsLayerGroups(Protocol):
 
 
 def get_backbone(model: nn.Module) -> Backbone | None:
-    """Returns ``backbone``. None if it is missing or not a ``detectron2.modeling.Backbone``."""
+    """Returns ``backbone``, or None if it is missing or not a ``detectron2.modeling.Backbone``."""
     backbone = getattr(model, "backbone", None)
     return backbone if isinstance(backbone, Backbone) else None
 
@@ -177,7 +178,7 @@ def get_timm_name(model: nn.Module) -> str:
 
 
 def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters of all children that some submodule lists in ``token_path``."""
+    """Returns the parameters and children that modules of a model list in ``token_path``."""
     return [
         parameter
         for module in model.modules()
@@ -188,13 +189,13 @@ def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def get_body_name(backbone: nn.Module) -> str:
-    """Returns the name of the network inside a pyramid or wrapper, or "" for other backbones."""
+    """Returns the attribute name of the network in a pyramid or wrapper, "" for other backbones."""
     children = dict(backbone.named_children())
     return next((name for name in ("bottom_up", "net") if name in children), "")
 
 
 def get_encoder(backbone: Backbone) -> Backbone:
-    """Returns the bottom-up network of a feature pyramid, or the ``encoder`` of cached features."""
+    """Returns a backbone without its feature pyramid and without ``CachedBackbone`` around it."""
     below: Any = dict(backbone.named_children()).get(get_body_name(backbone))
     below = below if isinstance(below, Backbone) else backbone
     return getattr(below, "encoder", below)
@@ -207,7 +208,7 @@ def get_in_features(module: nn.Module) -> list[str] | None:
 
 
 def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:
-    """Returns the shapes of named outputs. The ``ValueError`` for unknown names states ``key``."""
+    """Returns the shapes of named outputs. A ``ValueError`` for unknown names states ``key``."""
     shapes = backbone.output_shape()
     if not names or set(names) - set(shapes):
         known = list(shapes)

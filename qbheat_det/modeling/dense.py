@@ -2,14 +2,15 @@
 """Dense detectors with losses normalized over all processes: the base class, and FCOS.
 
 Papers: arXiv:1708.02002 and arXiv:2006.09214. Detectron2 divides the losses by a running mean of
-the number of positive anchors. Each process keeps its own mean, which is lost on resume. Here the
-mean is over all processes, updated once per step, and saved in checkpoints. FCOS is registered and
-built from ``MODEL.FCOS``, with two fixes from Detectron2's main branch: images without boxes, and
-GroupNorm heads on a recent PyTorch.
+the number of positive anchors. There, each process keeps its own mean, which is lost on resume.
+Here the mean is over all processes, updated once per step, and saved in checkpoints. FCOS is
+registered and built from ``MODEL.FCOS``, with two fixes from Detectron2's main branch: images
+without boxes, and GroupNorm heads on a recent PyTorch.
 
 Unlabelled images: "Dense Teacher", arXiv:2207.02541. A detector learns from a teacher's scores and
-boxes at selected locations, without NMS or score threshold. The teacher is the moving average of
-the weights. The teacher sees the weak view of an image, and the student sees the strong view.
+boxes at selected locations, without NMS or score threshold. The teacher's weights are the moving
+average of the detector's weights. The teacher sees the weak view of an image, and the student (the
+detector) sees the strong view.
 """
 
 import math
@@ -84,10 +85,11 @@ class DenseTeacherLoss:
     """The losses on unlabelled images (Sec. 3 of the paper).
 
     Attributes:
-        top_ratio: number of locations of the effective batch that learn from the teacher, per
-            positive location of its labelled images. These locations have the teacher's highest
-            class scores. The targets of all other locations are zero. The paper selects 1 % of all
-            locations. In small images with many objects, this is too few.
+        top_ratio: number of locations in a step's unlabelled images that learn from the teacher,
+            divided by the running mean of the number of positive locations in the labelled images.
+            These locations have the teacher's highest class scores. The targets of all others are
+            zero. The paper selects 1 % of all locations. In small images with many objects, this
+            is too few.
         weight: factor on the losses.
         gamma: exponent of the quality focal loss (arXiv:2006.04388).
     """
@@ -98,7 +100,7 @@ class DenseTeacherLoss:
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> "DenseTeacherLoss":
-        """Takes ``MODEL.SEMI``."""
+        """Reads ``MODEL.SEMI`` of a config."""
         semi = cfg.MODEL.SEMI
         return cls(top_ratio=semi.TOP_RATIO * semi.RATIO, weight=semi.WEIGHT)
 
@@ -147,13 +149,13 @@ class DenseTeacherLoss:
 
 
 def quality_focal_loss(logits: Tensor, targets: Tensor, gamma: float) -> Tensor:
-    """Returns the loss (arXiv:2006.04388) of logits against scores in [0, 1], of the same shape."""
+    """Returns the loss (arXiv:2006.04388) of each logit, for targets in [0, 1] of its shape."""
     bce = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (targets - logits.sigmoid()).abs() ** gamma * bce
 
 
 class SyncNormalizer(DenseDetector):
-    """Mixin for dense detectors with ``anchor_generator``, ``label_anchors`` and ``losses``."""
+    """Mixin that divides the losses of RetinaNet or FCOS by a running mean over all processes."""
 
     first_normalizer: float
     """Initial value of the running mean, as in Detectron2."""
@@ -170,7 +172,7 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """Like the base class. By default, ``normalizers`` are computed over all processes."""
+        """As the base class. ``normalizers`` (1,) are by default computed over all processes."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
@@ -208,7 +210,7 @@ class SyncNormalizer(DenseDetector):
         return DensePredictions(logits, torch.stack(boxes), *(each.squeeze(2) for each in quality))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
-        """Like the base class, but inputs with cached "features" become a ``CachedImages``."""
+        """As the base class, but cached "features" of the inputs become ``CachedImages``."""
         cached = find_cached_images(batched_inputs, self.backbone.size_divisibility, self.device)
         return super().preprocess_image(batched_inputs) if cached is None else cached
 
@@ -254,7 +256,10 @@ class SyncNormalizer(DenseDetector):
 
 @META_ARCH_REGISTRY.register()
 class SyncFCOS(SyncNormalizer, FCOS):
-    """FCOS normalized over the effective batch. In one process, equal to Detectron2's FCOS."""
+    """FCOS whose losses are normalized over the effective batch.
+
+    With one process and one micro-batch, the losses equal Detectron2's, except for the fixes above.
+    """
 
     first_normalizer = 300.0
 

@@ -27,16 +27,16 @@ def check_value(is_allowed: bool, key: str, value: object, allowed: str) -> None
 
 @dataclass(frozen=True)
 class CachedImages:
-    """Cached encoder outputs, passed through a model to its encoder in place of pixels."""
+    """Cached outputs of an encoder, which a model passes to its encoder in place of pixels."""
 
     features: Sequence[Mapping[str, Tensor]]  # per image, outputs (C, h, w) or (M, D) by name
     shape: torch.Size  # shape of the padded pixels
     device: torch.device
 
     def batch(self, name: str, stride: int | None, layout: torch.memory_format) -> Tensor:
-        """Returns one output for all images, in float32 on the device.
+        """Returns the output ``name`` of all images, in float32 on ``device``.
 
-        Tokens are (N, M, D) and have no stride. Feature maps are (N, C, ceil(H / stride), ceil(W /
+        Tokens (stride None) are (N, M, D). Feature maps are (N, C, ceil(H / stride), ceil(W /
         stride)), zero-padded on the right and bottom. Raises a ``UserError`` if a cached map is
         larger.
         """
@@ -71,9 +71,10 @@ class CachedImages:
 def find_cached_images(
     batched_inputs: Sequence[Mapping[str, Any]], size_divisibility: int, device: torch.device
 ) -> ImageList | None:
-    """Returns the cached "features" of a batch as images, or None if some input has only pixels.
+    """Returns an ``ImageList`` with the cached "features" of a batch in place of pixels.
 
-    Only the size of "image" (3, H, W) is used. The batch is padded to ``size_divisibility``.
+    Returns None if an input has no "features". Only the size of "image" (3, H, W) is used, and
+    padded to multiples of ``size_divisibility``.
     """
     if not batched_inputs or not all("features" in entry for entry in batched_inputs):
         return None
@@ -177,7 +178,7 @@ class PooledFeatures(nn.Module):
         return self.join_token(pooled, features)
 
     def join_token(self, pooled: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Concatenates a pooled feature map (N, E) with the first token, if there are tokens."""
+        """Concatenates pooled features (N, E) with the first token, if there are tokens."""
         if "tokens" not in self.in_features:
             return pooled
         return torch.cat([pooled, features["tokens"][:, 0]], dim=1)

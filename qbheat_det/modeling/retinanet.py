@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""RetinaNet normalized over all processes, with ATSS as an alternative to IoU thresholds.
+"""RetinaNet with losses normalized over all processes, and ATSS as an option.
 
 RetinaNet (arXiv:1708.02002) assigns anchors by fixed IoU thresholds, which few anchors reach for a
 small box. Adaptive training sample selection, ATSS (arXiv:1912.02424), computes a threshold for
@@ -28,14 +28,14 @@ from .dense import COUNT, DenseTeacherLoss, SyncNormalizer, quality_focal_loss
 class AtssAssigner:
     """Assigns anchors to the boxes of one image.
 
-    Candidates of a box are the ``top_k`` anchors of each level whose centers are nearest to its
-    center. Positives are the candidates whose IoU is at least the mean plus the standard deviation
-    of the candidates' IoUs, and whose center is in the box. In contrast to the paper, a box without
-    positives gets its best candidate. An anchor that is positive for several boxes is assigned to
-    the box with the highest IoU.
+    Candidates of a box are the ``top_k`` anchors of each level whose centers are nearest to the
+    center of the box. Positives are the candidates whose IoU is at least the mean plus the standard
+    deviation of the candidates' IoUs, and whose center is in the box. In contrast to the paper, a
+    box without positives gets its best candidate. An anchor that is positive for several boxes is
+    assigned to the box with the highest IoU.
 
     Attributes:
-        top_k: number of candidates per box and level; the paper's 9.
+        top_k: number of candidates per box and level (9 in the paper).
     """
 
     top_k: int = 9
@@ -77,10 +77,11 @@ class AtssAssigner:
 
 @META_ARCH_REGISTRY.register()
 class SyncRetinaNet(SyncNormalizer, RetinaNet):
-    """RetinaNet normalized over the effective batch. In one process, as Detectron2's RetinaNet.
+    """RetinaNet whose losses are normalized over the effective batch.
 
-    With an ``assigner``, ATSS assigns the anchors, scores learn the IoU of the predicted boxes (as
-    in arXiv:2006.04388), and boxes learn with the GIoU loss.
+    With one process, one micro-batch and no ``assigner``, the losses equal Detectron2's. With an
+    ``assigner``, ATSS assigns the anchors, scores learn the IoU of the predicted boxes (as in
+    arXiv:2006.04388), and boxes learn with the GIoU loss.
     """
 
     first_normalizer = 100.0

@@ -78,11 +78,12 @@ def cache_features(
     keep_maps: bool = False,
     memory_gb: float = 8.0,
 ) -> FrozenFeatures:
-    """Runs a backbone once over batches of dicts with "label", ``num_images`` dicts at most.
+    """Returns the features of ``batches``, which contain at most ``num_images`` dicts with "label".
 
-    ``describe`` returns the feature map (N, C, H, W) as ``feature``, and "tokens" (N, M, D) if any.
-    ``keep_maps`` also keeps feature maps, clipped to the range of float16. Raises a ``UserError``
-    if they need more than ``memory_gb``.
+    ``describe`` runs the backbone on a batch and returns its outputs by name: the feature map
+    ``feature`` (N, C, H, W), and "tokens" (N, M, D) if it has tokens. ``keep_maps`` also keeps
+    feature maps, clipped to the range of float16. Raises a ``UserError`` if they need more than
+    ``memory_gb``.
     """
     pooled, tokens = [torch.empty(0, 0)], []
     labels: list[int] = []
@@ -133,7 +134,10 @@ def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def channel_statistics(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and 1 / std (C,) of channels (N, C, ...), float64. Constants have 1 / std 0."""
+    """Returns the mean and 1 / std (C,), float64, of channels (N, C, ...).
+
+    For constant channels, 1 / std is replaced by 0.
+    """
     count = features.numel() // features.shape[1]
     parts = [part[..., None].flatten(2) for part in features.split(_CHUNK)]
     mean = torch.stack([part.double().sum(dim=(0, 2)) for part in parts]).sum(dim=0) / count
@@ -182,7 +186,7 @@ def recalibrate_bn(
 
 
 def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
-    """Returns the records of ``DATASETS.TRAIN``. Raises a ``UserError`` if there are none."""
+    """Returns the records of ``DATASETS.TRAIN``. No or unknown names raise a ``UserError``."""
     names = list(cfg.DATASETS.TRAIN)
     unknown = [name for name in names if name not in DatasetCatalog]
     if unknown or not names:
@@ -202,7 +206,7 @@ def read_whole_images(
     warning.
 
     Raises:
-        UserError: if no image can be read.
+        UserError: no image can be read.
     """
     chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)
@@ -252,7 +256,7 @@ def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
 
 
 def find_feature(backbone: Backbone, wanted: str = "") -> str:
-    """Returns the feature map to probe, by default the last one with the coarsest stride."""
+    """Returns the name of the map to probe, by default the last one with the coarsest stride."""
     strides = {
         name: shape.stride for name, shape in backbone.output_shape().items() if shape.stride
     }

@@ -102,8 +102,8 @@ def fit_penalised(
 ) -> LinearProbe:
     """Minimizes mean cross-entropy + l2 / 2 · ‖W‖² over weights W and an unpenalized bias.
 
-    Preconditioning by the principal components and the initial curvature reduces L-BFGS from
-    thousands of steps to tens, and does not change the optimum.
+    Preconditioning by the principal components and the initial curvature reduces the steps of
+    L-BFGS from thousands to tens, and does not change the optimum.
 
     Takes features (N, D), which are standardized here, and labels (N,) of K classes. ``start`` are
     initial weights (K, D + 1), by default zeros. ``tolerance`` is the largest absolute entry of the

@@ -132,11 +132,11 @@ class BackboneProbe:
     Attributes:
         results: the content of the JSON file. "setting" are the settings that affect results.
             "skipped_images" is the number of unreadable images. "rows" has one dict per backbone
-            and probe. It contains the "backbone" (a file, or "random, seed 1"), the "digest" of its
-            tensors, and the number of "images_seen" in training (None if unknown). "recalibrated"
-            is the number of images for BatchNorm (0: none). "top1" and "top5" of the "probe" have
-            standard errors (suffix "_standard_error"). The other keys are "num_images", "seconds"
-            and "chosen".
+            and probe: the "backbone" (a file, or "random, seed 1"), the "digest" of its tensors,
+            and the number of "images_seen" in training (None if unknown). "recalibrated" is the
+            number of images for BatchNorm (0: none). "top1" and "top5" of the "probe" have standard
+            errors (suffix "_standard_error"). "num_images" is the number of classified images,
+            "seconds" the time of fitting and classifying, and "chosen" the hyperparameters.
     """
 
     def __init__(

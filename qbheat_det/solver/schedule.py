@@ -62,13 +62,14 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
     """Converts epochs to iterations, and scales the learning rate by the batch size.
 
     An epoch is ``num_images / SOLVER.IMS_PER_BATCH`` iterations. If ``SOLVER.EPOCHS`` would
-    give fewer than ``SOLVER.MIN_ITER`` iterations, all keys in epochs are multiplied by the factor
-    that gives ``SOLVER.MIN_ITER`` iterations. Numbers of iterations are rounded up.
-    ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
-    ``SOLVER.REFERENCE_BATCH_SIZE``, or by its square root (``SOLVER.LR_SCALING``).
+    give fewer than ``SOLVER.MIN_ITER`` iterations, all numbers of iterations that are computed from
+    epochs are multiplied by the factor that makes ``MAX_ITER`` equal to ``MIN_ITER``. They are
+    rounded up. ``SOLVER.BASE_LR`` is multiplied by the ratio of the batch size to
+    ``SOLVER.REFERENCE_BATCH_SIZE``, or by the square root of this ratio (``SOLVER.LR_SCALING``).
 
-    The result keeps the keys in epochs. Its ``SOLVER.REFERENCE_BATCH_SIZE`` is its batch size, so
-    resolving it again changes nothing, and it can be resolved for another batch size or other data.
+    Keys whose values are epochs do not change. ``SOLVER.REFERENCE_BATCH_SIZE`` becomes the batch
+    size. Therefore resolving the result again changes nothing, and the result can be resolved for
+    another batch size or other data.
 
     Args:
         cfg: config of a run.
@@ -113,7 +114,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
 
 def count_epochs(cfg: CfgNode, num_images: int) -> Fraction:
-    """Returns ``SOLVER.EPOCHS``, or more if these are fewer than ``SOLVER.MIN_ITER`` iterations."""
+    """Returns ``SOLVER.EPOCHS``, or the epochs in ``SOLVER.MIN_ITER`` iterations if more."""
     least = Fraction(cfg.SOLVER.MIN_ITER * cfg.SOLVER.IMS_PER_BATCH, num_images)
     return max(_exact(cfg.SOLVER.EPOCHS), least)
 
@@ -124,7 +125,7 @@ def _exact(epochs: float) -> Fraction:
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
-    """Describes a schedule in the log. ``resolved`` is the result of ``resolve_schedule``."""
+    """Returns a description for the log. ``resolved`` is the result of ``resolve_schedule``."""
     solver, period = resolved.SOLVER, resolved.TEST.EVAL_PERIOD
     per_epoch = num_images / solver.IMS_PER_BATCH
 
@@ -159,7 +160,7 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 
 
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
-    """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a resolved config.
+    """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a result of ``resolve_schedule``.
 
     Values of ``SOLVER.STEPS`` at or after ``SOLVER.MAX_ITER`` have no effect. They are removed,
     because Detectron2 fails if a step equals ``SOLVER.MAX_ITER``.

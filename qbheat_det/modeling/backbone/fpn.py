@@ -8,9 +8,9 @@ paper (Table 14). No single design of P6 matches the paper's multiply-adds for a
 Padding is treated as part of the image, as in Detectron2.
 
 ``accept_prefixes`` lets Detectron2's ``DetectionCheckpointer`` load pyramids and backbones from
-files with other prefixes. For most file formats, ``DetectionCheckpointer`` compares names exactly.
-If the prefixes differ, it loads nothing and only logs a warning. This package's own checkpointers
-match names themselves.
+files whose tensor names have other prefixes. For most file formats, ``DetectionCheckpointer``
+compares names exactly. If the prefixes differ, it loads nothing and only logs a warning. This
+package's own checkpointers match names themselves.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ class StridedLevels(nn.Module):
             weight_init.c2_xavier_fill(conv)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Returns one feature map per level. Each map is half as large as the previous one."""
+        """Returns a feature map per level. Each has half the height and width of the previous."""
         levels: list[Tensor] = []
         for level, conv in enumerate(self.convs, start=self._first):
             x = conv(F.relu(x) if level >= 7 else x)
@@ -97,7 +97,7 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
 def build_bare_backbone(cfg: CfgNode) -> Backbone:
     """Builds the backbone of a config without its feature pyramid and without frozen layers.
 
-    Raises a ``UserError`` if the config names no known backbone, or an unknown output.
+    Raises a ``UserError`` if the config names an unknown backbone or an unknown output.
     """
     try:
         return get_encoder(build_backbone(with_values(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0})))

@@ -44,10 +44,11 @@ from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, name
 class MobileFormer(Backbone):
     """A convolutional network and a few global tokens that exchange information.
 
-    Outputs are named by stride: "s2", "s4", "s8", "s16" are the feature maps after the last block
-    at that stride. "s16_expanded" is the output of the final 1x1 convolution, which the paper's
-    classifiers and decoders read. "tokens" is (N, M, D). Images may have any size: a feature map at
-    stride s has ceil(H / s) x ceil(W / s) positions. Layers that no output needs are not built.
+    Outputs are named by stride: "s8" is the feature map after the last block at stride 8, and
+    "s16_expanded" ("s32_expanded" in the ImageNet networks) the output of the final 1x1
+    convolution, which the paper's classifiers and decoders read. "tokens" is (N, M, D). Images may
+    have any size: a feature map at stride s has ceil(H / s) x ceil(W / s) positions. Layers that no
+    output needs are not built.
     """
 
     token_path = ("tokens", "last_bridge")
@@ -68,7 +69,7 @@ class MobileFormer(Backbone):
         Args:
             arch: widths of the layers. ``MOBILE_FORMER_ARCHS`` contains those of the papers.
             out_features: names of the outputs.
-            norm: name for ``detectron2.layers.get_norm``.
+            norm: a norm, such as "BN", see ``detectron2.layers.get_norm``.
             drop_path: stochastic depth rate of the last block. Rates increase linearly from 0.
             freeze_at: 0 trains everything, 1 freezes the stem and the tokens, 2 also freezes the
                 first stage, and so on. Numbers above the number of stages freeze the whole network.
@@ -144,8 +145,8 @@ class MobileFormer(Backbone):
         return {name: outputs[name] for name in self._out_features}
 
     def reset_parameters(self) -> None:
-        """Initializes as the authors' code: Kaiming fan-out for convolutions, N(0, 0.01) for linear
-        layers."""
+        """Initializes as the authors' code: convolutions by Kaiming fan-out, and linear layers with
+        standard deviation 0.01."""
         nn.init.normal_(self.tokens)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -155,7 +156,7 @@ class MobileFormer(Backbone):
                 nn.init.zeros_(module.bias)
 
     def freeze(self, freeze_at: int = 0) -> "MobileFormer":
-        """Freezes the first layers, including BatchNorm statistics, without stochastic depth."""
+        """Freezes the first layers and their BatchNorm statistics, and disables their drop path."""
         if freeze_at >= 1:
             self.tokens.requires_grad_(False)
             self.stem = _freeze(self.stem)
@@ -174,7 +175,7 @@ class MobileFormer(Backbone):
 
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
-        """Returns timm's layer groups for layer-wise decay: stem and tokens first, then blocks."""
+        """Returns timm's layer groups: stem and tokens, each block (or stage), and last layers."""
         blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
         return {
             "stem": r"^(?:stem\.|tokens$)",

@@ -5,10 +5,10 @@ Papers: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al.
 Table 8; "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, whose
 authors published ImageNet weights of "508M" to "26M" (github.com/AAboys/MobileFormer).
 
-Deviations from the printed table: block 7 of MF-1.0G is 576 -> 176. The table repeats the row above
-(288 -> 96), which contradicts the printed parameter count. The table does not print the second
-hidden width of downsampling blocks. Here it is 4, 3 and 4 times the output width at strides 4, 8
-and 16, which are the only multiples that give the multiply-adds of Table 5.
+Deviations from the printed table: block 7 of MF-1.0G is 576 -> 176. There, the table repeats the
+row above (288 -> 96), which contradicts the printed parameter count. The table does not print the
+second hidden width of downsampling blocks. Here it is 4, 3 and 4 times the output width at strides
+4, 8 and 16, which are the only multiples that give the multiply-adds of Table 5.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ BlockKind = Literal["lite", "lite_down", "down", "plain"]
 class BlockSpec:
     """Kind and widths of a block. Only "down" blocks have a second hidden width.
 
-    "lite" and "lite_down" blocks have no tokens. "down" and "lite_down" blocks halve the feature
-    map and start a stage.
+    "down" and "plain" are Mobile-Former blocks, "lite" and "lite_down" blocks without tokens.
+    "down" and "lite_down" blocks halve the feature map's sides and start a stage.
     """
 
     kind: BlockKind

@@ -5,8 +5,6 @@ Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME`
 every model of ``timm.list_models()`` as ``timm:<name>``, so that Detectron2 can build a backbone
 from ``MODEL.BACKBONE.NAME: "timm:resnet18"``. ``checkpoint/convert.py`` downloads weights, and
 renames them if needed. The checkpointer loads them.
-
-``Teacher`` is a frozen timm network whose features ``FeatureDistillation`` predicts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -156,7 +154,7 @@ class TimmBackbone(Backbone):
 
 
 def list_outputs(name: str) -> list[str]:
-    """Returns the names of a timm model's feature maps, finest first, or raises a ``UserError``."""
+    """Returns a timm model's map names, finest first. Raises a ``UserError`` if it has none."""
     check_timm_name(name)
     with torch.device("meta"):
         return list(_list_maps(timm.create_model(name, pretrained=False), name))
@@ -197,7 +195,7 @@ for _name in timm.list_models():
 
 
 class Teacher(ImageModel):
-    """The frozen timm network of ``MODEL.TEACHER``, the target of ``FeatureDistillation``."""
+    """The frozen timm network of ``MODEL.TEACHER``, whose features are distilled."""
 
     mapper_name = "pretrain"
 
@@ -243,7 +241,7 @@ def _build_teacher(cfg: CfgNode) -> TimmBackbone:
 class FrozenNorm(FrozenBatchNormAct2d):
     """timm's frozen BatchNorm and activation in fewer passes over the feature map.
 
-    Under autocast, the output has the dtype of the input, as that of a BatchNorm.
+    Under autocast, the output has the dtype of the input, as with ``nn.BatchNorm2d``.
     """
 
     @classmethod

@@ -6,8 +6,8 @@ costs of all decoder blocks and images are computed on the device and copied to 
 SciPy's solver.
 
 Focal loss: arXiv:1708.02002. IoU targets follow "Generalized Focal Loss", arXiv:2006.04388. The
-matching cost follows "Deformable DETR", arXiv:2010.04159. Deviation: targets may be a mixture of
-1 and the IoU (``iou_target``), weighted by the alpha of the original focal loss.
+matching cost follows "Deformable DETR", arXiv:2010.04159. Deviations: targets may be a mixture of
+1 and the IoU (``iou_target``), and losses are weighted by the alpha of the original focal loss.
 """
 
 import math
@@ -50,7 +50,7 @@ class Targets:
 
 
 class Matches(NamedTuple):
-    """P matches of (block, image, query) to target. Fields are (P,), on the predictions' device."""
+    """Indices (P,) of decoder block, image, query and target for each of P matched queries."""
 
     block: Tensor
     image: Tensor
@@ -88,7 +88,7 @@ class SoftmaxClassification:
         return F.cross_entropy(logits.movedim(-1, 1), wanted, weight, reduction="none")
 
     def normalizer(self, matched: int, unmatched: int) -> float:
-        """Returns the divisor of the loss, given the numbers of queries in the whole batch."""
+        """Takes the numbers of matched and unmatched queries. Returns the divisor of the loss."""
         return matched + self.no_object_weight * unmatched
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class FocalClassification:
         return logits[..., :-1].sigmoid()
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the focal loss of a class as the true class, minus its loss as a wrong class."""
+        """Returns the focal loss if the class is the true class, minus the loss if it is not."""
         logits = logits.gather(-1, labels)
         p = logits.sigmoid()
         wanted = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
@@ -199,9 +199,9 @@ class SetCriterion(nn.Module):
     def forward(
         self, outputs: dict[str, Tensor], targets: Targets, normalizers: Tensor
     ) -> dict[str, Tensor]:
-        """Returns weighted losses "loss_ce", "loss_bbox" and "loss_giou" of the last block.
+        """Returns the weighted losses "loss_ce", "loss_bbox" and "loss_giou" of all L blocks.
 
-        The names for earlier blocks have the suffix "_0", "_1", ….
+        The names for all blocks but the last have the suffix "_0", "_1", ….
 
         Args:
             outputs: predictions of L blocks: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N,
@@ -294,12 +294,13 @@ class SetCriterion(nn.Module):
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Takes ``normalizers`` summed over all parts, (…, 2). Returns each part's divisors."""
+        """Takes ``normalizers`` (…, 2), summed over ``parts`` batches. Returns their divisors."""
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
 
     def normalizers_of_processes(self, counts: Tensor) -> Tensor:
-        """Takes this process's ``normalizers``. Returns ``mean_normalizers`` over all processes."""
+        """Takes this process's ``normalizers`` (2,). Sums them over all processes, and returns the
+        divisors for each process, (2,)."""
         if comm.get_world_size() > 1:
             counts = counts.clone()
             torch.distributed.all_reduce(counts)

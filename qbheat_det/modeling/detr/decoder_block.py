@@ -2,11 +2,13 @@
 """The blocks of MF-DETR's decoder: object queries and a feature map that update each other.
 
 Paper: QB-Heat, arXiv:2211.13228, Sec. B.2 and Table 13. Query layers follow DETR, arXiv:2005.12872
-(post-norm), and all other layers follow Mobile-Former, arXiv:2108.05895. The paper's parameter
-counts imply full projections in query layers, a hidden width of 1024, and expansion 6 in M-F-.
-Blocks M-F+ (stride 32) update the feature map by self-attention, and M-F- (strides 16, 8) by a lite
-bottleneck. Not in the paper: There are 8 heads. The dynamic ReLU of M-F- depends on the first
-query. Query positions are adapted at the start of each block.
+(post-norm), and all other layers follow Mobile-Former, arXiv:2108.05895. Blocks M-F+ (stride 32)
+update the feature map by self-attention, and M-F- (strides 16, 8) by a lite bottleneck.
+
+The paper's parameter counts imply four attention projections in query layers (query, key, value,
+output), 1024 hidden units in feed-forward networks, and a bottleneck that expands the width by 6.
+The paper does not state three choices: attention has 8 heads, the first query controls the dynamic
+ReLU of M-F-, and each block first adds an MLP of the queries to their position encodings.
 """
 
 from collections.abc import Sequence
@@ -65,19 +67,19 @@ class LevelMap:
 
 
 def feed_forward(widths: DecoderWidths) -> nn.Sequential:
-    """Builds Linear, ReLU, dropout, Linear."""
+    """Builds a feed-forward network: linear layer, ReLU, dropout, linear layer."""
     first, last = Linear(widths.dim, widths.hidden), Linear(widths.hidden, widths.dim)
     return nn.Sequential(first, nn.ReLU(), Dropout(widths.dropout), last)
 
 
 def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
-    """Builds multi-head attention on (N, length, C), with all four projections."""
+    """Builds multi-head attention on (N, length, C), with four projections (see the module)."""
     sizes = {"dim": widths.dim, "num_heads": widths.num_heads}
     return MapAttention(**sizes, dropout=widths.dropout, fused=fused)
 
 
 class SeparableConv(nn.Module):
-    """Depthwise 3x3, norm, ReLU6, pointwise, norm."""
+    """A depthwise 3x3 convolution, norm, ReLU6, a pointwise convolution and norm."""
 
     def __init__(self, in_channels: int, out_channels: int, norm: str, stride: int = 1) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ class Lateral(nn.Module):
 
 
 class QueryLayer(nn.Module):
-    """Adapts query positions, then applies cross-attention, self-attention and feed-forward."""
+    """Updates query positions by an MLP, and queries by cross-attention, self-attention and MLP."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -186,7 +188,7 @@ class LiteMobile(nn.Module):
 
 
 class QueryToMap(nn.Module):
-    """Bridge from queries to feature map: positions, not projected, attend to the queries."""
+    """Bridge from queries to feature map: unprojected features of the map attend to the queries."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()

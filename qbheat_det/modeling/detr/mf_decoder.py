@@ -37,7 +37,7 @@ from .query_selection import QuerySelection, refine_boxes
 
 
 class BoxHead(nn.Module):
-    """Three linear layers, then a sigmoid."""
+    """An MLP of three linear layers, then a sigmoid."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ class MFDecoder(nn.Module):
             num_blocks: number of blocks at strides 32 (M-F+), 16 and 8 (M-F-). The paper uses
                 (5, 2, 2) and (2, 1, 1).
             widths: sizes of the blocks, by default as in the paper.
-            norm: norm of the down- and up-convolutions, a name for ``detectron2.layers.get_norm``.
+            norm: norm of the down- and up-convolutions, such as "BN", see Detectron2's
+                ``get_norm``.
             selection: selects the queries from the feature maps. By default, queries are learned.
 
         Raises:
@@ -136,8 +137,8 @@ class MFDecoder(nn.Module):
         """Returns "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N, Q, 4).
 
         L is the number of blocks in training. In inference, L is 1 (the last block). Boxes are
-        cxcywh in [0, 1] of the unpadded image. With a ``selection``, also returns the "proposals"
-        that it selects from in training.
+        cxcywh in [0, 1] of the unpadded image. In training with a ``selection``, also returns the
+        "proposals" from which queries are selected.
 
         Args:
             features: outputs (N, C, H, W) of the backbone, finest first.
@@ -221,7 +222,7 @@ class DecoderMaps:
         return resize_bilinear(x, size, self.masks[scale - 1], self.masks[scale])
 
     def merged(self) -> list[Tensor]:
-        """Returns each level plus the upsampled coarser levels."""
+        """Returns each level's feature map plus the upsampled coarser feature maps."""
         x, *finer = self.levels
         maps = [x]
         for scale, level in enumerate(finer, start=1):

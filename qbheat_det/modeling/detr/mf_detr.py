@@ -37,7 +37,7 @@ class MFDETR(nn.Module):
 
     Any Detectron2 backbone with outputs at strides 8 and 16 can be used. If its ``forward`` takes
     ``image_sizes``, as in ``MobileFormer``, padding does not change the results of an image.
-    Otherwise a warning is logged. In training, BatchNorm's statistics include the padding.
+    Otherwise a warning is logged. In training, BatchNorm's statistics always include the padding.
     """
 
     @configurable
@@ -56,7 +56,7 @@ class MFDETR(nn.Module):
             backbone: has the outputs ``in_features``.
             decoder: computes predictions from the backbone's outputs.
             criterion: computes losses from predictions and ground truth.
-            in_features: names of the backbone's outputs at strides 8 and 16.
+            in_features: names of the backbone's outputs at strides 8, 16 and optionally 32.
             pixel_mean: mean of each channel, in the mapper's pixel format.
             pixel_std: standard deviation of each channel.
         """
@@ -135,8 +135,8 @@ class MFDETR(nn.Module):
     ) -> dict[str, Tensor]:
         """Returns the losses of the decoder's queries and, with a selection, of its proposals.
 
-        ``features`` are the backbone's outputs (N, C, H, W) at strides 8 and 16. ``padding``
-        (N, 1, H, W) is at stride 8. For ``normalizers``, see ``forward``.
+        ``features`` and ``padding`` are results of ``extract_features``. For ``normalizers``, see
+        ``forward``.
         """
         if normalizers is None:
             counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
@@ -175,7 +175,7 @@ class MFDETR(nn.Module):
         return ImageList.from_tensors(images, divisibility)
 
     def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
-        """Returns the backbone's outputs at strides 8 and 16, and the padding mask at stride 8."""
+        """Returns the outputs ``in_features``, and the padding mask (N, 1, H, W) at stride 8."""
         size = tuple(images.tensor.shape[-2:])
         sizes = padding = None
         if any(tuple(each) != size for each in images.image_sizes):

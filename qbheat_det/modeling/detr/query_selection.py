@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Selects object queries from the feature-map positions with the highest scores of a dense head.
+"""Selects the feature-map positions with the highest scores of a dense head as object queries.
 
-Intended for training on a few hundred images. Two-stage queries follow "Deformable DETR",
-arXiv:2010.04159, Sec. 4.2. Neighboring positions with lower scores are suppressed, similar to
-"Dense Distinct Query", arXiv:2303.12776. The decoder refines the boxes and classes of the selected
-positions. The dense head is trained one-to-many: each box is assigned to several positions with the
-least matching cost.
+The selection is intended for training on a few hundred images. It follows the two-stage queries of
+"Deformable DETR", arXiv:2010.04159, Sec. 4.2. Positions beside one with a higher score are not
+selected, similar to "Dense Distinct Query", arXiv:2303.12776. The decoder refines the boxes and
+classes of the selected positions. The dense head is trained one-to-many: each box is assigned to
+several positions, those with the least matching costs.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Proposals(NamedTuple):
 
     logits: Tensor  # (N, P, K + 1)
     boxes: Tensor  # (N, P, 4), cxcywh in [0, 1] of the unpadded image
-    centers: Tensor  # (N, P, 2), centers of the positions
+    centers: Tensor  # (N, P, 2), centers of the positions, (x, y) in [0, 1]
     features: Tensor  # (N, P, C)
     distinct: Tensor  # (N, P), True if no neighbor has a higher score
 
@@ -67,7 +67,7 @@ class QuerySelection(nn.Module):
         """
         Args:
             num_classes: K, without the no-object class.
-            num_queries: Q.
+            num_queries: Q, the number of positions to select.
             dim: C, the width of feature maps and queries.
             positions_per_box: number of positions that each box is assigned to in training.
         """
@@ -91,7 +91,7 @@ class QuerySelection(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
-        """Returns the proposals for maps (N, C, H, W) and padding (N, 1, H, W) of all levels."""
+        """Takes the feature maps (N, C, H, W) and padding masks (N, 1, H, W) of all levels."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
         return Proposals(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
 

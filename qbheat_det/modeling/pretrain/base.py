@@ -52,7 +52,7 @@ class ProjectionHead(nn.Module):
     def __init__(
         self, *, input_shape: Mapping[str, ShapeSpec], in_feature: str, hidden_dim: int, dim: int
     ) -> None:
-        """Takes the backbone's ``output_shape()``, the feature map's name, and two widths."""
+        """Takes the backbone's ``output_shape()``, the feature map's name, and the layer widths."""
         super().__init__()
         if min(hidden_dim, dim) < 1:
             raise ValueError(f"HIDDEN_DIM and DIM are at least 1, not {hidden_dim} and {dim}")
@@ -75,7 +75,7 @@ class ProjectionHead(nn.Module):
 def embedding_from_config(
     cfg: CfgNode, node: CfgNode, *, multiple: int | None = None
 ) -> dict[str, Any]:
-    """Returns the arguments of ``PretrainingModel``, and a "head" that embeds images.
+    """Returns the arguments of ``PretrainingModel``, and a ``ProjectionHead`` as "head".
 
     ``node`` is the objective's config node with the keys ``IN_FEATURE``, ``HIDDEN_DIM`` and
     ``DIM``. For ``multiple``, see ``find_map``.
@@ -109,8 +109,8 @@ def find_map(
 ) -> ShapeSpec:
     """Returns the shape of a backbone's feature map. Raises a ``ValueError`` if it does not exist.
 
-    If ``multiple`` is given, the image's side must be a multiple of the stride, and the feature
-    map's side must be a multiple of ``multiple``. None allows any image size.
+    If ``multiple`` is given, also raises a ``ValueError`` unless the image's side is a multiple of
+    the stride, and the feature map's side is a multiple of ``multiple``.
     """
     strides = {key: shape.stride for key, shape in shapes.items() if shape.stride}
     if name not in strides:

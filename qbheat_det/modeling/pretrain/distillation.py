@@ -4,7 +4,7 @@
 As in QB-Heat (arXiv:2211.13228), the encoder sees a quarter of the image, and linear models predict
 the features of the rest. The target is the feature map of a trained network instead of pixels. If
 the whole image is visible, this is feature distillation. Target and loss follow arXiv:2205.14141:
-each feature vector is normalized to mean 0 and variance 1, and the loss is smooth L1 with β = 2.
+each target vector is normalized to mean 0 and variance 1, and the loss is smooth L1 with β = 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ _BETA = 2.0
 
 @META_ARCH_REGISTRY.register()
 class FeatureDistillation(PretrainingModel):
-    """Encodes a part of the image, predicts the rest linearly, and projects to the teacher's width.
+    """Encodes a part of an image, and predicts the teacher's features of the whole image.
 
-    The feature maps of encoder and teacher have the same number of positions, G x G.
+    The feature maps of encoder and teacher must have the same number of positions, G x G.
     ``MODEL.QB_HEAT`` configures the visible part, the linear models and the projection.
     ``MODEL.TEACHER`` configures the teacher.
     """
@@ -50,7 +50,7 @@ class FeatureDistillation(PretrainingModel):
         predictor: HeatPredictor | None,
         **others: Any,
     ) -> None:
-        """Takes the arguments of ``PretrainingModel``, and the name and channels of the target.
+        """Takes the arguments of ``PretrainingModel``, and name and channels of the teacher's map.
 
         ``dim`` is the width of the projected features. ``predictor`` predicts the features of the
         masked part. It is None if the whole image is visible.
@@ -108,9 +108,9 @@ class FeatureDistillation(PretrainingModel):
         """Takes dicts with "image" (3, S, S) and "targets", the teacher's map (T, G, G) by name.
 
         Returns ``{"loss_feature": scalar}`` in training, and one such dict per image in evaluation.
-        "place" is the visible quarter in evaluation, and is returned too. Without "targets",
-        evaluation returns ``{"target": (T, G, G)}`` per image: the prediction of the teacher's
-        normalized features from the whole image.
+        If the model sees quarters, inputs and results of evaluation have the visible one as
+        "place". Without "targets", evaluation returns ``{"target": (T, G, G)}`` per image: the
+        prediction of the teacher's normalized features from the whole image.
         """
         images = self.preprocess_image(batched_inputs)
         if not (self.training or "targets" in batched_inputs[0]):
@@ -151,7 +151,7 @@ class FeatureDistillation(PretrainingModel):
 
 
 def feature_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Returns the mean loss of each image, (N,). Both arguments are (N, G, G, T)."""
+    """Returns the smooth L1 loss of each image, (N,). Both arguments are (N, G, G, T)."""
     target = F.layer_norm(target.float(), target.shape[-1:])
     error = F.smooth_l1_loss(predicted.float(), target, beta=_BETA, reduction="none")
     return error.flatten(1).mean(dim=1)

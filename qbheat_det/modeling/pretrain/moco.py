@@ -7,7 +7,8 @@ instead of within the step, with the same results.
 
 Shuffled BatchNorm (the first paper, Sec. 3.3): if query and key shared batch statistics, the
 encoder could recognize the matching key from them. Therefore the images of all processes are
-redistributed for the key encoder. With few processes, groups within each process are used instead.
+redistributed for the key encoder. For runs with few processes, ``norm_groups`` also splits the
+images of each process into groups with separate statistics.
 """
 
 import copy
@@ -58,7 +59,7 @@ class MomentumCopy(nn.Module):
 class FeatureQueue(nn.Module):
     """A first-in, first-out queue of K keys of dimension D (Sec. 3.2).
 
-    The keys of a step are added at its end, so that results do not depend on micro-batches. The
+    The keys of a step are added when the step ends, so results do not depend on micro-batches. The
     initial keys are random unit vectors, which are equal in all processes.
     """
 
@@ -75,7 +76,7 @@ class FeatureQueue(nn.Module):
         self._held: list[Tensor] = []
 
     def hold(self, keys: Tensor) -> None:
-        """Stores keys (M, D), at most K, until ``push_held``, or raises a ``RuntimeError``."""
+        """Stores keys (M, D) until ``push_held``. More than K raise a ``RuntimeError``."""
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(
@@ -148,8 +149,8 @@ def gather_over_processes(values: Tensor) -> Tensor:
 class MoCo(PretrainingModel):
     """A query encoder, a momentum encoder for keys, and a queue of keys of previous batches.
 
-    Any Detectron2 backbone can be the encoder. The loss is a mean over images. P processes with g
-    ``norm_groups`` each have the gradients of one process with P * g groups.
+    Any Detectron2 backbone can be the encoder. The loss is a mean over images. Training on P
+    processes, each with ``norm_groups`` g, has the gradients of one process with P * g groups.
     """
 
     pretrain_only_modules = ("head", "momentum_backbone", "momentum_head", "queue")
@@ -175,7 +176,7 @@ class MoCo(PretrainingModel):
             queue: K keys of dimension D.
             temperature: divisor of the similarities, above 0.
             momentum: see ``MomentumCopy``.
-            norm_groups: number of parts of each process's batch with separate batch statistics.
+            norm_groups: number of parts of each process's batch. Each has its own batch statistics.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
         check_value(temperature > 0, "MOCO.TEMPERATURE", temperature, "above 0")

@@ -5,11 +5,11 @@ Paper: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al.,
 Sec. 3, 4 and Appendix A. Features at a distance Δx are predicted by a finite difference (Eq. 5),
 z(x + Δx, y) = (I + Δx A) z(x, y), with one matrix for each of eight directions.
 
-Not in the paper: The learned parameter is the matrix M = Δx A, which starts at zero. The matrix
-C_ij predicts diagonally, in the directions of A_i and B_j together. The four corners are equally
-frequent in a batch. With Mobile-Former, the objective learns from "s16_expanded". The paper's
-backbones include this layer, and its classifiers and decoders read it. If the objective learned
-from an earlier feature map, the last convolution would keep its random weights.
+The paper does not state the following details. The learned parameter is the matrix M = Δx A, which
+starts at zero. The matrix C_ij predicts diagonally, in the directions of A_i and B_j together. The
+four corners are equally frequent in a batch. With Mobile-Former, the objective learns from the
+output "s16_expanded", which the paper's classifiers and decoders read. If it learned from an
+earlier feature map, the last convolution would keep its random weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ DIRECTIONS: dict[str, tuple[int, int]] = {
     "C21": (-1, 1),
     "C22": (-1, -1),
 }
-"""Signs of Δx (right) and Δy (down) for each matrix, by its name in the paper."""
+"""Signs of Δx (right) and Δy (down) for each matrix. The keys are the paper's names."""
 _NAMES = {signs: name for name, signs in DIRECTIONS.items()}
 OFFSETS = {"corner": 1 / 2, "centre": 1 / 4}
 """Side of a predicted block, relative to the side of the image, by kind of visible quarter."""
@@ -50,13 +50,13 @@ _EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
 
 
 class LinearModels(nn.Module):
-    """The matrices (C, C) of one scale: the paper's A, B and C times the offset of the blocks.
+    """The matrices (C, C) of one scale, a key of ``OFFSETS``: the paper's A, B and C times Δx.
 
     Explicit matrices are parameters with the paper's names. All others are computed from them.
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
-        """Takes the width C, the number of explicit matrices (8, 4 or 2), and Δx (of the image)."""
+        """Takes the width C, the number of explicit matrices (8, 4 or 2), and Δx in ``OFFSETS``."""
         super().__init__()
         known = tuple(_EXPLICIT)
         check_value(num_models in known, "QB_HEAT.NUM_MODELS", num_models, f"one of {known}")
@@ -84,12 +84,11 @@ class HeatPredictor(nn.Module):
 
     A visible corner predicts the three remaining quarters, at an offset of half the image. A
     visible centre is split into quarters. Each of them predicts the three adjacent blocks in its
-    corner of the image, at an offset of a quarter of the image. In both cases, a block lies in one
-    corner of an area with twice its side, and predicts the rest of this area.
+    corner of the image, at an offset of a quarter of the image.
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
-        """Takes the width C, the number of explicit matrices per scale, and ``VISIBLE``."""
+        """Takes the width C, the number of explicit matrices per scale, and ``QB_HEAT.VISIBLE``."""
         super().__init__()
         known = *OFFSETS, "both"
         check_value(visible in known, "QB_HEAT.VISIBLE", visible, f"one of {known}")
@@ -162,7 +161,10 @@ class VisibleQuarters:
 
     @classmethod
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
-        """Draws from PyTorch's global generators. With "both", half of the images show corners."""
+        """Draws the visible quarter of each image with PyTorch's global generators.
+
+        With "both", it is at a corner in half of the images, rounded up or down at random.
+        """
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]
         counts = [at_corners // 4] * 4
@@ -173,21 +175,21 @@ class VisibleQuarters:
 
     @classmethod
     def at(cls, quadrants: Sequence[str], *, device: torch.device) -> "VisibleQuarters":
-        """Takes a name of ``QUADRANTS`` for each image."""
+        """Takes the visible quarter of each image, a name of ``QUADRANTS``."""
         indices = [QUADRANTS.index(quadrant) for quadrant in quadrants]
         order = sorted(range(len(indices)), key=indices.__getitem__)
         counts = tuple(indices.count(index) for index in range(len(QUADRANTS)))
         return cls(torch.tensor(order).to(device, non_blocking=True), counts)
 
     def crop(self, images: Tensor) -> Tensor:
-        """Returns the visible quarters (N, C, S / 2, S / 2) of images (N, C, S, S) in ``order``."""
+        """Crops images (N, C, S, S), sorted by ``order``, to quarters (N, C, S / 2, S / 2)."""
         half = images.shape[-1] // 2
         firsts = [*product((0, half), (0, half)), (half // 2, half // 2)]  # row and column
         groups = zip(images.split(self.counts), firsts, strict=True)
         return torch.cat([x[..., i : i + half, j : j + half] for x, (i, j) in groups])
 
     def spread(self, values: Tensor) -> Tensor:
-        """Takes one value per quadrant, (5, ...), and returns one value per image, (N, ...)."""
+        """Takes one value per quadrant, (5, ...). Returns one per image, (N, ...), in ``order``."""
         pairs = zip(values, self.counts, strict=True)
         return torch.cat([value.expand(count, *value.shape) for value, count in pairs])
 
@@ -203,10 +205,10 @@ def visible_positions(size: int) -> Tensor:
 
 @META_ARCH_REGISTRY.register()
 class QBHeat(ReconstructionModel):
-    """Encodes a quarter of the image, predicts the rest linearly, and decodes to pixels.
+    """Encodes a quarter of the image, predicts the other features linearly, and decodes pixels.
 
-    The encoder sees only the visible quarter. The features of the whole image have G x G positions,
-    where G is a multiple of 4. ``predictor.scales["corner"].matrices()`` and
+    The features of the whole image have G x G positions, where G is a multiple of 4.
+    ``predictor.scales["corner"].matrices()`` and
     ``predictor.scales["centre"].matrices()`` return the QB-Heat paper's A, B and C times Δx.
     """
 
@@ -247,8 +249,8 @@ class QBHeat(ReconstructionModel):
         Args:
             batched_inputs: dicts of a dataset mapper with "image" (3, S, S), and in some test sets
                 "place", an element of ``QUADRANTS``.
-            quadrants: the visible quarter of each image, an element of ``QUADRANTS``. By default,
-                random in training. In evaluation, "place" by default, or each quadrant in turn.
+            quadrants: the visible quarter of each image, an element of ``QUADRANTS``. The default
+                is random in training. In evaluation, it is "place", or else each quadrant in turn.
 
         Returns:
             In training, a dict of losses. In evaluation, the results of ``inference`` and "place"
@@ -267,7 +269,7 @@ class QBHeat(ReconstructionModel):
         return self.in_order(quarters, self.inference(z, images, visible))
 
     def choose_quarters(self, num_images: int, quadrants: Sequence[str] | None) -> VisibleQuarters:
-        """Returns the visible quarters. Raises a ``ValueError`` if a quadrant is unknown."""
+        """Returns the visible quarters. Raises a ``ValueError`` if ``quadrants`` are invalid."""
         known = QUADRANTS_OF[self.predictor.visible]
         if quadrants is None and self.training:
             return VisibleQuarters.draw(

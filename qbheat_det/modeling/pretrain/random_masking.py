@@ -1,11 +1,11 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Random masking: pre-training by reconstructing patches that are masked at random.
 
-The two objectives differ in the features of masked positions. These features are a learned [MASK]
-token as in MAE, arXiv:2111.06377, or they are interpolated from visible features under QB-Heat's
-assumption that neighboring features differ by a linear map. Deviation from MAE: the convolutional
-encoder processes the whole image with zeros in masked patches, at its full cost, and its outputs at
-these patches are discarded. Decoder and target are the same as in QB-Heat (``MODEL.QB_HEAT``).
+The features of masked positions are a learned [MASK] token as in MAE, arXiv:2111.06377
+(``MaskTokenMasking``). Or they are interpolated from visible features under QB-Heat's assumption
+that neighboring features differ by a linear map (``InterpolatedMasking``). Deviation from MAE: the
+convolutional encoder processes the whole image with zeros in masked patches, at full cost, and its
+outputs at these patches are discarded. Decoder and target are those of QB-Heat (``MODEL.QB_HEAT``).
 """
 
 import zlib
@@ -24,10 +24,10 @@ from .reconstruction import ReconstructionDecoder, ReconstructionModel
 
 
 class RandomMask:
-    """Draws masks with K visible positions of G x G in each image."""
+    """Draws masks in which K of the G x G positions of each image are visible."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
-        """Takes G and the masked share. Raises a ``ValueError`` if it masks no or all positions."""
+        """Takes G and the masked share. A share that masks none or all raises a ``ValueError``."""
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
         masks_some = 0 < num_visible < positions
@@ -57,9 +57,9 @@ class InterpolatedFeatures(nn.Module):
     """Predicts masked features by a linear map of interpolated visible features along x and y.
 
     Let l and r be the nearest visible columns on the left and right of a masked column j. Then the
-    feature is (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l). If only one exists, its feature is
-    used. Rows are interpolated likewise with M_y. The result is the mean over the axes with a
-    visible neighbor, or without one, the mean of all visible features. M_x and M_y start at 0.
+    feature is (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l), or (I + M_x) z of the only one that
+    exists. Along y, the same is done with rows and M_y. The result is the mean over the axes with a
+    visible neighbor, or the mean of all visible features if there is none. M_x and M_y start at 0.
     """
 
     def __init__(self, *, dim: int) -> None:
@@ -187,7 +187,7 @@ class RandomMasking(ReconstructionModel):
 
 @META_ARCH_REGISTRY.register()
 class InterpolatedMasking(RandomMasking):
-    """Random masking with interpolated features. ``predictor.x`` is M_x, ``predictor.y`` M_y."""
+    """Random masking with ``InterpolatedFeatures``: M_x is ``predictor.x``, M_y ``predictor.y``."""
 
     predictor_class = InterpolatedFeatures
 

@@ -30,13 +30,13 @@ _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
 
 
 class DecoderBlock(Block):
-    """timm's pre-norm block, without dropout and layer scale, for some of the positions.
+    """timm's pre-norm block, without dropout and layer scale, which can update some positions only.
 
-    The last block skips visible patches, as they are not part of the loss.
+    In training, the last block skips visible patches, because they are not part of the loss.
     """
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Takes (N, L, D). Returns updated features at all positions or at ``positions`` (N, K)."""
+        """Takes (N, L, D). Returns updated features, only at ``positions`` (N, K) if given."""
         queries = memory = self.norm1(x)
         if positions is not None:
             x, queries = take(x, positions), take(memory, positions)
@@ -163,7 +163,7 @@ class ReconstructionLoss(nn.Module):
     """Mean squared error over the P = 3 * patch_size ** 2 values of each masked patch."""
 
     def __init__(self, *, normalize_patches: bool = True) -> None:
-        """``normalize_patches`` is whether targets are normalized."""
+        """``normalize_patches`` is whether each target patch has mean 0 and variance 1."""
         super().__init__()
         self.normalize_patches = normalize_patches
 
@@ -189,7 +189,7 @@ class ReconstructionLoss(nn.Module):
         return F.layer_norm(patches, patches.shape[-1:], eps=_EPSILON * share) * share**0.5
 
     def restore(self, predicted: Tensor, patches: Tensor) -> Tensor:
-        """Converts predictions (N, L, P) to pixel values by the statistics of the true patches."""
+        """Rescales normalized predictions (N, L, P) by mean and variance of the true patches."""
         if not self.normalize_patches:
             return predicted.float()
         variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
@@ -209,7 +209,7 @@ class FeaturePredictor(Protocol):
 class ReconstructionModel(PretrainingModel):
     """Encodes the visible part, predicts the features of the rest, and decodes to pixels.
 
-    The features have G x G positions, one per patch. The side of a patch is the stride. In
+    The features have G x G positions, one per patch. The stride is the side of a patch. In
     evaluation, ``forward`` returns the results of ``inference``. If ``views`` lists quarters,
     ``forward`` takes the visible quarters as its second argument.
     """
@@ -220,7 +220,7 @@ class ReconstructionModel(PretrainingModel):
 
     @property
     def views(self) -> Mapping[str, Sequence[str]]:
-        """The kinds of visible parts, each with the names of the quarters that are used in turn."""
+        """The kinds of visible parts, each with the quarters that images use in turn."""
         return {"patches": ()}
 
     def __init__(
@@ -299,7 +299,7 @@ class ReconstructionModel(PretrainingModel):
     def training_losses(
         self, z: Tensor, images: Tensor, visible: Tensor, num_masked: int
     ) -> dict[str, Tensor]:
-        """Returns the mean loss. Decodes only masked patches.
+        """Returns the mean loss over masked patches. Only these patches are decoded.
 
         Takes features (N, G, G, C), normalized images (N, 3, S, S) and the mask ``visible``
         (N, G * G), which is False at ``num_masked`` patches of each image.
@@ -312,8 +312,8 @@ class ReconstructionModel(PretrainingModel):
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
         """Returns "reconstruction" (3, S, S), "visible" (S, S) and the loss for each image.
 
-        For the arguments, see ``training_losses``. Reconstructions have the mapper's pixel values.
-        Normalized patches are rescaled by the mean and standard deviation of the true patches.
+        For the arguments, see ``training_losses``. Reconstructions have the mapper's range of pixel
+        values.
         """
         size, grid = self.decoder.patch_size, self.decoder.grid_size
         predicted, patches = self.decoder(z), patchify(images, size)

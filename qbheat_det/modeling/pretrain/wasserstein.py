@@ -3,11 +3,11 @@
 
 Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al., arXiv:1903.11780,
 in its dual form. Gradient penalty: "Improved Training of Wasserstein GANs", arXiv:1704.00028.
-Deviations: The areas are two quarters at corners of an image, as in QB-Heat. Distances are between
-features of norm ``radius``, not between images, so that the penalty trains only the critic. Encoder
-and critic maximize the same estimate in one step. Slopes are with respect to (x, y) jointly, and
-only slopes above 1 are penalized (arXiv:1709.08894). The critic has a bilinear term. Both
-expectations are over all pairs of a batch, so that terms of f that depend only on x cancel. See
+Deviations: The areas are two quarters at corners of an image, as in QB-Heat. The critic's slope is
+measured between features of norm ``radius``, not between images, so that the penalty trains only
+the critic. Encoder and critic maximize the same estimate in one step. Slopes are with respect to
+(x, y) jointly, and only slopes above 1 are penalized (arXiv:1709.08894). The critic has a bilinear
+term. Each x is paired with all y of a batch, so that terms of f that depend only on x cancel. See
 docs/objectives.md.
 """
 
@@ -97,7 +97,7 @@ def dual_distance(values: Tensor, partners: Tensor) -> Tensor:
 
 
 def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
-    """Crops the quarter (N, C, S / 2, S / 2) of images (N, C, S, S) at ``corners`` (N,)."""
+    """Crops images (N, C, S, S) to the quarters (N, C, S / 2, S / 2) at ``corners`` (N,)."""
     half = images.shape[-1] // 2
     rows = images.unflatten(-1, (2, half)).unflatten(-3, (2, half))  # (N, C, 2, h, 2, h)
     quarters = rows.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)  # (N, 4, C, h, h)
@@ -106,15 +106,15 @@ def crop_areas(images: Tensor, corners: Tensor) -> Tensor:
 
 @META_ARCH_REGISTRY.register()
 class WassersteinDependency(PretrainingModel):
-    """An encoder of two quarters of each image, and a critic of pairs of quarters.
+    """Encodes two quarters of each image, and scores pairs of quarters by a critic.
 
-    The critic compares the first quarter of each image with the second quarters of all images on
-    all processes. With several processes, use a synchronized ``NORM``, because statistics of single
-    processes would reveal the right pairs. For N images, the activations of the critic have
-    N x N x ``CRITIC_DIM`` values.
+    In each process, the critic pairs the first quarters of the process's N images with the second
+    quarters of all M images on all processes. Each hidden layer of the critic has N x M x
+    ``CRITIC_DIM`` values. With several processes, use a synchronized ``NORM``, because BatchNorm
+    statistics would reveal which process encoded a quarter.
 
-    The dual form of the loss maximizes E f(x, y) over the joint distribution minus E f(x, y') over
-    the product of the marginals. The contrastive form, which the paper trains, replaces the second
+    The dual form maximizes the mean of f(x, y) over pairs from the same image, minus the mean over
+    pairs from different images. The contrastive form, which the paper trains, replaces the second
     mean by a log-sum-exp over all y, as in CPC.
     """
 
@@ -171,7 +171,7 @@ class WassersteinDependency(PretrainingModel):
 
         In training, returns scalars "loss_dependency" and "loss_penalty". ``drawn`` are the random
         choices in training. In evaluation, returns one ``{"embedding": (D,)}`` per whole image, of
-        norm ``radius``. Raises a ``UserError`` if a training step has fewer than two images.
+        norm ``radius``. Raises a ``UserError`` if all processes together train on one image.
         """
         images = self.preprocess_image(batched_inputs)
         if not self.training:
@@ -199,7 +199,7 @@ class WassersteinDependency(PretrainingModel):
         return {"loss_dependency": loss, "loss_penalty": penalty}
 
     def draw(self, num_images: int) -> DependencyDraw:
-        """Draws from the device's global generator. Each corner is ``first`` equally often."""
+        """Draws random choices on the device. Each corner is in ``first`` equally often."""
         device = self.device
         turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
         offset = torch.randint(1, 4, (num_images,), device=device)
