@@ -26,11 +26,11 @@ from qbheat_det.config import get_config_path, load_config
 from qbheat_det.config.loading import list_leaves
 from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import to_json
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_folders
 from qbheat_det.probing.features import count_images_seen
 
+from .figures import to_json
 from .run import read_metrics
 
 RANDOM = "random"

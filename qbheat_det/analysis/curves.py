@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure as Chart
 
-from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
-
 from . import plotting
+from .figures import Figure, NotApplicable, Table
 from .run import FigureOptions, Run, run_each
 
 Curve = tuple[list[float], list[float]]
@@ -33,7 +32,6 @@ _EXPLANATION = (
 )
 
 
-@register_figure("curves")
 def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws one panel per logged quantity, with one line per run."""
 

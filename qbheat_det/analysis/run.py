@@ -17,7 +17,6 @@ from torch import nn
 
 from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table
 from qbheat_det.core.text import join_first
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
@@ -30,6 +29,8 @@ from qbheat_det.data import (
 from qbheat_det.engine.data_sources import SpreadEntries, read_spread
 from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
 from qbheat_det.inference.predict import build_predictor
+
+from .figures import Figure, Image, NotApplicable, Table
 
 logger = logging.getLogger(__name__)
 Kind = Literal["pretraining", "detector", "classifier"]
