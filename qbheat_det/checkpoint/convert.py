@@ -185,14 +185,18 @@ def find_size(state: Mapping[str, Tensor]) -> str:
     """Returns the key in ``MOBILE_FORMER_ARCHS`` of the network with these (authors') weights."""
     tokens, expanded = len(state["tokens.weight"]), len(state["classifier.conv.1.weight"])
     sizes = {1440: "508M", 1152: "294M", 960: "214M", 768: "151M" if tokens == 6 else "96M"}
-    return sizes.get(expanded, "52M")
+    return sizes.get(expanded, "52M" if _count_groups(state) == 1 else "26M")
 
 
 def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames the authors' weights to the names of ``MobileFormer``, without the classifier.
 
-    Raises a ``KeyError`` if a tensor that identifies the kind of a block is missing.
+    The smallest network has grouped 1x1 convolutions and channel shuffles. Here they become dense
+    convolutions with reordered channels, without shuffles and with equal outputs. Raises a
+    ``KeyError`` if a tensor that identifies the kind of a block is missing.
     """
+    weights = dict(state)
+    groups = _count_groups(state)
     modules = {"stem.1": "stem.norm", **_MF_HEAD}
     modules |= {k: v.replace("mobile_to_former", "last_bridge") for k, v in _MF_ATTENTION.items()}
     channels, stage, place = len(state["stem.0.weight"]), 0, 0
@@ -205,10 +209,14 @@ def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out = len(state[last[kind]])
         if kind == "down" or (kind == "lite" and out != channels):
             stage, place = stage + 1, 0
+        if groups > 1:
+            _undo_groups(weights, own, kind, channels, groups)
         modules |= {f"{own}{k}": f"stages.{stage}.{place}.{v}" for k, v in _name_modules(kind)}
         channels, place = out, place + 1
-    renamed = {ours: state[theirs] for theirs, ours in _MF_STEM.items()}
-    for name, tensor in state.items():
+    if groups > 1:
+        _make_dense(weights, "classifier.conv.1", groups, shuffled_by=groups)
+    renamed = {ours: weights[theirs] for theirs, ours in _MF_STEM.items()}
+    for name, tensor in weights.items():
         module, _, kind = name.rpartition(".")
         if module in modules:
             renamed[f"{modules[module]}.{kind}"] = tensor
@@ -226,6 +234,46 @@ def _name_modules(kind: str) -> Iterator[tuple[str, str]]:
             yield theirs, ours
             yield f"{stem}.{int(number) + 1}", f"{ours}.norm"
     yield from _MF_ATTENTION.items() if kind != "lite" else ()
+
+
+def _count_groups(state: Mapping[str, Tensor]) -> int:
+    hidden, reduce = state["features.0.conv.0.weight"], state["features.0.conv.4.weight"]
+    return len(hidden) // reduce.shape[1]
+
+
+def _undo_groups(
+    weights: dict[str, Tensor], own: str, kind: str, channels: int, groups: int
+) -> None:
+    """Makes the 1x1 convolutions of a block dense, and reorders channels instead of shuffling."""
+    if kind == "lite":
+        _make_dense(weights, f"{own}conv.4", groups, shuffled_by=channels)
+    elif kind == "down":
+        for first, act, second in (("conv1", "hyper1", "conv2"), ("conv3", "hyper3", "conv4")):
+            inputs = channels if first == "conv1" else len(weights[f"{own}conv2.0.weight"])
+            _make_dense(weights, f"{own}{second}.0", groups, shuffled_by=inputs)
+            for part in ("weight", "bias"):  # both slopes of each channel
+                slopes = weights[f"{own}{act}.hyper.2.{part}"].unflatten(0, (2, -1))
+                order = _shuffle(slopes.shape[1], inputs)
+                weights[f"{own}{act}.hyper.2.{part}"] = slopes[:, order.argsort()].flatten(0, 1)
+    else:
+        for name in ("conv1", "conv3"):
+            _make_dense(weights, f"{own}{name}.0", groups)
+            order = _shuffle(len(weights[f"{own}{name}.0.weight"]), groups)
+            for key in [k for k in weights if k.startswith(f"{own}{name}.") and weights[k].dim()]:
+                weights[key] = weights[key][order]
+
+
+def _make_dense(weights: dict[str, Tensor], name: str, groups: int, shuffled_by: int = 1) -> None:
+    """Makes a grouped 1x1 convolution dense. Its input has the channels before the shuffle."""
+    blocks = weights[f"{name}.weight"][:, :, 0, 0].chunk(groups)
+    dense = torch.block_diag(*blocks)
+    order = _shuffle(dense.shape[1], shuffled_by)
+    weights[f"{name}.weight"] = dense[:, order.argsort(), None, None].contiguous()
+
+
+def _shuffle(channels: int, groups: int) -> Tensor:
+    """Returns (channels,): for each output position, the channel that a shuffle moves there."""
+    return torch.arange(channels).view(groups, -1).t().flatten()
 
 
 FORMATS: dict[str, Callable[[str, Mapping[str, Tensor], str], tuple[_State, _Keys]]] = {

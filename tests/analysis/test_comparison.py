@@ -83,7 +83,7 @@ def test_other_encoders_and_images_are_refused(tmp_path):
     path = tmp_path / "own.yaml"
     for content, key in (
         ("INPUT: {PRETRAIN: {SIZE: 64}}", "INPUT.PRETRAIN.SIZE"),
-        ("MODEL: {MOBILE_FORMER: {VARIANT: 52M}}", "MODEL.MOBILE_FORMER.VARIANT"),
+        ("MODEL: {MOBILE_FORMER: {VARIANT: 26M}}", "MODEL.MOBILE_FORMER.VARIANT"),
         ("INPUT: {DATASET_MAPPER_NAME: detr}", "INPUT.DATASET_MAPPER_NAME"),
     ):
         path.write_text(f"_BASE_: {QB_HEAT}\n{content}\n")

@@ -34,6 +34,7 @@ _ROWS = {
     "52M": "3 12 2 0, 3 12 1 3, 6 24 2 4, 3 24 1 3, 6 48 2 4, 4 48 1 4, 6 64 1 4, 6 96 2 4,"
     "6 96 1 4",
 }
+_ROWS["26M"] = _ROWS["52M"]
 _HEAD_DIMS = {1440: 1920, 1152: 1920, 960: 1600, 768: 1280, 576: 1024}  # by expanded width
 # The first logit, and mean magnitudes of last map and tokens, for ``_images()``: recorded in
 # float64 with github.com/AAboys/MobileFormer at commit f447310.
@@ -44,6 +45,7 @@ _RECORDED = {
     "151M": [-0.3336323244188607, 2.956122172344686, 0.806653469377018],
     "96M": [1.5028173397835767, 1.760529917228169, 0.8492903997745556],
     "52M": [-0.7568906588044152, 1.6908393148730143, 0.8062822246362371],
+    "26M": [-0.6933579467992725, 1.5256246707673637, 0.7829392007822906],
 }
 
 
@@ -53,7 +55,7 @@ class _Shapes(dict[str, tuple[int, ...]]):
     def __init__(self, size):
         super().__init__()
         arch = MOBILE_FORMER_ARCHS[size]
-        self.dim, channels = arch.token_dim, arch.stem
+        self.groups, self.dim, channels = 4 if size == "26M" else 1, arch.token_dim, arch.stem
         self["tokens.weight"] = (arch.num_tokens, arch.token_dim)
         self.convolution("stem", 0, arch.stem, 3, 3)
         for index, row in enumerate(_ROWS[size].split(",")):
@@ -61,7 +63,7 @@ class _Shapes(dict[str, tuple[int, ...]]):
             self.block(f"features.{index}", channels, first, out, stride, second)
             channels = out
         self.to_tokens("local_global", channels)
-        self.convolution("classifier.conv", 1, arch.expanded, channels)
+        self.convolution("classifier.conv", 1, arch.expanded, channels // self.groups)
         hidden = _HEAD_DIMS[arch.expanded]
         self.linear("classifier.fc.0", hidden, arch.expanded + arch.token_dim)
         self.norm("classifier.fc.1", hidden)
@@ -89,22 +91,22 @@ class _Shapes(dict[str, tuple[int, ...]]):
         self.linear(f"{name}.hyper.2", 2 * width, self.dim // 4)
 
     def block(self, own, channels, first, out, stride, second):
-        hidden, dim = channels * first, self.dim
+        hidden, groups, dim = channels * first, self.groups, self.dim
         if not second:
             self.convolution(f"{own}.conv", 0, hidden, 1, 3)
-            self.convolution(f"{own}.conv", 4, out, hidden)
+            self.convolution(f"{own}.conv", 4, out, hidden // groups)
             return
         if stride == 2:
             self.convolution(f"{own}.conv1", 0, hidden, 1, 3)
-            self.convolution(f"{own}.conv2", 0, out, hidden)
+            self.convolution(f"{own}.conv2", 0, out, hidden // groups)
             self.convolution(f"{own}.conv3", 0, out * second, 1, 3)
-            self.convolution(f"{own}.conv4", 0, out, out * second)
+            self.convolution(f"{own}.conv4", 0, out, out * second // groups)
             self.activation(f"{own}.hyper1", hidden)
             self.activation(f"{own}.hyper3", out * second)
         else:
-            self.convolution(f"{own}.conv1", 0, hidden, channels)
+            self.convolution(f"{own}.conv1", 0, hidden, channels // groups)
             self.convolution(f"{own}.conv2", 0, hidden, 1, 3)
-            self.convolution(f"{own}.conv3", 0, out, hidden)
+            self.convolution(f"{own}.conv3", 0, out, hidden // groups)
             self.activation(f"{own}.hyper1", hidden)
             self.activation(f"{own}.hyper2", hidden)
         self.to_tokens(f"{own}.local_global", channels)
@@ -243,7 +245,7 @@ def test_efficientnet_lites_tensors_are_timms_in_their_order(tmp_path):
 def official(tmp_path_factory):
     """The authors' smallest network, in a file."""
     path = tmp_path_factory.mktemp("official") / "theirs.safetensors"
-    save_file(_state("52M"), path)
+    save_file(_state("26M"), path)
     return str(path)
 
 
@@ -268,7 +270,7 @@ def test_the_tool_prints_the_report_and_the_keys(tmp_path, official, capsys):
     TOOL.main(arguments)
     printed = capsys.readouterr().out
     for words in (
-        "MODEL.MOBILE_FORMER.VARIANT 52M",
+        "MODEL.MOBILE_FORMER.VARIANT 26M",
         'MODEL.PIXEL_MEAN "[123.675, 116.28, 103.53]"',
     ):
         assert words in printed

@@ -1,9 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Widths of Mobile-Former: the QB-Heat paper's three sizes and six ImageNet networks.
+"""Widths of Mobile-Former: the QB-Heat paper's three sizes and the seven ImageNet networks.
 
 Papers: "Self-Supervised Learning based on Heat Equation" (QB-Heat), Chen et al., arXiv:2211.13228,
 Table 8; "Mobile-Former: Bridging MobileNet and Transformer", Chen et al., arXiv:2108.05895, whose
-authors published ImageNet weights of "508M" to "52M" (github.com/AAboys/MobileFormer).
+authors published ImageNet weights of "508M" to "26M" (github.com/AAboys/MobileFormer).
 
 Deviations from the printed table: block 7 of MF-1.0G is 576 -> 176. The table repeats the row above
 (288 -> 96), which contradicts the printed parameter count. The table does not print the second
@@ -105,6 +105,15 @@ def arch_of_rows(
 
 
 # fmt: off
+_SMALLEST = arch_of_rows(
+    num_tokens=3, token_dim=128, stem=8, expanded=576, last_bridge=True,
+    blocks=[
+        ("lite_down", 24, 12), ("plain", 36, 12),                                     # 1/4
+        ("down", 72, 24, 96), ("plain", 72, 24),                                      # 1/8
+        ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),               # 1/16
+        ("down", 384, 96, 384), ("plain", 576, 96),                                   # 1/32
+    ],
+)
 MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
     "285M": arch_of_rows(
         num_tokens=6, token_dim=192, stem=16, expanded=720,
@@ -187,15 +196,8 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 528, 128, 512), ("plain", 768, 128),
         ],
     ),
-    "52M": arch_of_rows(
-        num_tokens=3, token_dim=128, stem=8, expanded=576, last_bridge=True,
-        blocks=[
-            ("lite_down", 24, 12), ("plain", 36, 12),                                 # 1/4
-            ("down", 72, 24, 96), ("plain", 72, 24),                                  # 1/8
-            ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),           # 1/16
-            ("down", 384, 96, 384), ("plain", 576, 96),                               # 1/32
-        ],
-    ),
+    # The grouped convolutions and channel shuffles of "26M" are stored as dense weights here.
+    **dict.fromkeys(("52M", "26M"), _SMALLEST),
 }
 # fmt: on
 
