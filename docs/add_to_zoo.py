@@ -107,7 +107,7 @@ def add_entry(
             metrics=tuple(metrics),
             encoder=shared,
         )
-        others = [other for other in index.load_index() if other.name != name]
+        others = [other for other in index.list_entries() if other.name != name]
         total = sum(e.stored.size for e in (*others, entry) if e.distribution is None)
         if total > MAX_SHIPPED:
             raise UserError(f"with '{name}' the weights would have {total / 1e6:.1f} MB")

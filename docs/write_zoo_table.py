@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from qbheat_det.config import get_config_path  # noqa: E402
-from qbheat_det.model_zoo import Metric, ZooEntry, index, load_index, sources  # noqa: E402
+from qbheat_det.model_zoo import Metric, ZooEntry, index, list_entries, sources  # noqa: E402
 
 ZOO_FILE = ROOT / "MODEL_ZOO.md"
 _BEGIN, _END = "<!-- begin: docs/write_zoo_table.py -->", "<!-- end -->"
@@ -32,7 +32,7 @@ def update(text: str) -> str:
     _, end, tail = rest.partition(_END)
     if not (begin and end):
         sys.exit(f"MODEL_ZOO.md has no section between '{_BEGIN}' and '{_END}'")
-    return f"{head}{begin}\n\n{render_entries(load_index())}\n\n{end}{tail}"
+    return f"{head}{begin}\n\n{render_entries(list_entries())}\n\n{end}{tail}"
 
 
 def render_entries(entries: Sequence[ZooEntry]) -> str:

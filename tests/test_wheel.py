@@ -18,7 +18,7 @@ from detectron2.modeling import Backbone, build_model
 import qbheat_det
 from docs.add_to_zoo import MAX_SHIPPED, describe_model
 from qbheat_det.config import get_config_path, load_config
-from qbheat_det.model_zoo import load_index
+from qbheat_det.model_zoo import list_entries
 from qbheat_det.model_zoo.sources import SHIPPED, fetch, open_trained
 from tests.model_zoo import fingerprints
 
@@ -166,7 +166,7 @@ def test_an_archive_alone_says_how_to_get_detectron2_and_then_predicts(
         shutil.rmtree(tmp_path / "venv", ignore_errors=True)  # 6 GB
 
 
-ENTRIES = [entry for entry in load_index() if entry.distribution is None]
+ENTRIES = [entry for entry in list_entries() if entry.distribution is None]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)

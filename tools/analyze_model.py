@@ -14,7 +14,6 @@ buffers in frozen backbones.
 
 import argparse
 import json
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -275,7 +274,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def analyze(args: argparse.Namespace) -> None:
     """Prints one of the two reports. Raises a ``UserError`` if the config is invalid."""
-    warnings.filterwarnings("ignore")  # the tracer warns of Python numbers in every model
     for rule in CountingRule:
         print(f"{rule.name}: {rule.value}")
     if args.all:

@@ -149,11 +149,9 @@ def start_run(output: Path, opts: Sequence[str]) -> "Trainer":
 
 def write_report(paths: dict[str, str], page: Path, device: str, lead: str) -> Path:
     """Writes the page of tools/report.py with ``FIGURES`` of runs by their labels."""
-    from qbheat_det.analysis import load_figures
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, Run
 
-    load_figures()
     runs = [Run.open(path, label=label, device=device) for label, path in paths.items()]
     words = [f"{label}={path}" for label, path in paths.items()]
     command = shlex.join(["qbheat", "report", *words, "--only", *FIGURES])

@@ -106,8 +106,8 @@ def inspect(args: argparse.Namespace) -> int:
         inspect_dataset,
         list_sources,
     )
+    from qbheat_det.analysis.figures import Image
     from qbheat_det.config import load_config
-    from qbheat_det.core.figures import Image
     from qbheat_det.core.files import write_atomically
     from qbheat_det.engine import RunFlags
 

@@ -121,11 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_report(args: argparse.Namespace) -> int:
     """Writes the page. Returns the exit code."""
-    from qbheat_det.analysis import load_figures
     from qbheat_det.analysis.report import build_report
     from qbheat_det.analysis.run import FigureOptions, open_runs
 
-    load_figures()
     keywords = {
         name: {keyword: vars(args)[keyword] for keyword in flags if keyword in args}
         for name, flags in FLAGS.items()

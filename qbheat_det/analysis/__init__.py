@@ -1,21 +1,27 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures of trained models, the cost of a model, and comparisons of runs."""
+"""Figures of trained models, and comparisons of runs."""
 
 from collections.abc import Callable
 
-from qbheat_det.core.figures import FIGURES, Figure
+from .figures import Figure
 
 __all__ = ["load_figures"]
 
 
 def load_figures() -> dict[str, Callable[..., Figure]]:
-    """Imports all modules that register figures, and returns ``FIGURES``."""
-    from . import (  # noqa: F401  imported here, because matplotlib takes a second to import
-        attention,
-        curves,
-        detections,
-        pretraining,
-        spectrum,
-    )
+    """Returns the functions that draw figures, by the names of the figures.
 
-    return FIGURES
+    They are called with runs, ``FigureOptions`` and keyword arguments of the figure.
+    """
+    # Imported here, because matplotlib takes a second to import.
+    from . import attention, curves, detections, pretraining, spectrum
+
+    return {
+        "attention": attention.draw_attention,
+        "classes": detections.draw_classes,
+        "correlation": pretraining.draw_correlation,
+        "curves": curves.draw_curves,
+        "detections": detections.draw_detections,
+        "reconstructions": pretraining.draw_reconstructions,
+        "spectrum": spectrum.draw_spectrum,
+    }

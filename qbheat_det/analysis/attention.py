@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, NotApplicable, register_figure
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
 from qbheat_det.engine.data_sources import read_spread
 from qbheat_det.inference.drawing import RGBImage
@@ -31,6 +30,7 @@ from qbheat_det.modeling.backbone import MobileFormer
 from qbheat_det.modeling.contracts import get_pixel_statistics
 
 from . import plotting
+from .figures import Figure, Image, NotApplicable
 from .run import FigureOptions, Run, run_on_images
 
 Bridge = Literal["to_former", "to_mobile"]
@@ -132,7 +132,6 @@ _Attention = list[tuple[RGBImage, list[BlockAttention]]]
 """For each image of one run: its pixels, and the attention of the blocks to draw."""
 
 
-@register_figure("attention")
 def draw_attention(
     runs: Sequence[Run], options: FigureOptions, *, attention_heads: Heads = "mean"
 ) -> Figure:

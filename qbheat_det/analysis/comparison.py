@@ -26,10 +26,11 @@ from qbheat_det.config import get_config_path, load_config
 from qbheat_det.config.loading import list_leaves
 from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import to_json
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import MAPPERS_OF_IMAGES, fingerprint_records, load_class_folders
+from qbheat_det.probing.features import count_images_seen
 
+from .figures import to_json
 from .run import read_metrics
 
 RANDOM = "random"
@@ -297,9 +298,7 @@ def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
                 found[{"knn": "kNN"}.get(entry["probe"], entry["probe"]) + suffix] = entry["top1"]
     if "pretraining" in done:
         folder = row.folder / "pretraining"
-        info = info_of(str(folder / WEIGHTS))
-        batch = load_config(folder / "config.yaml").SOLVER.IMS_PER_BATCH
-        found["images seen"] = float((info.iteration + 1 if info else 0) * batch)
+        found["images seen"] = float(count_images_seen(info_of(str(folder / WEIGHTS))) or 0)
         seconds, end = 0.0, 0
         for record in read_metrics(folder / "metrics.json"):
             if "time" in record:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
 from matplotlib.figure import Figure as Chart
 
-from qbheat_det.core.figures import Figure, NotApplicable, Table, register_figure
+from qbheat_det.core.errors import UserError
 
 from . import plotting
+from .figures import Figure, NotApplicable, Table
 from .run import FigureOptions, Run, run_each
 
 Curve = tuple[list[float], list[float]]
@@ -33,7 +33,6 @@ _EXPLANATION = (
 )
 
 
-@register_figure("curves")
 def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws one panel per logged quantity, with one line per run."""
 
@@ -50,7 +49,7 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
     for key, (title, label) in quantities.items():
         groups = {"": logged}
         if label == "loss":
-            models = [_read_config(run, "MODEL", "META_ARCHITECTURE") for run in logged]
+            models = [_find_model(run) for run in logged]
             if len(set(models)) > 1:
                 groups = {f", {model}": [run for run, own in zip(logged, models, strict=True)
                                          if own == model] for model in models}  # fmt: skip
@@ -155,9 +154,9 @@ def _last(values: Sequence[float]) -> float:
     return next((value for value in reversed(values) if math.isfinite(value)), math.nan)
 
 
-def _read_config(run: Run, node: str, key: str) -> Any:
-    """Returns a key of a run's ``config.yaml``, or None if the file cannot be read."""
+def _find_model(run: Run) -> str | None:
+    """Returns the name of a run's model, or None if its config cannot be read."""
     try:
-        return yaml.safe_load((run.path / "config.yaml").read_bytes())[node][key]
-    except (OSError, yaml.YAMLError, LookupError, TypeError, RecursionError):
+        return str(run.cfg.MODEL.META_ARCHITECTURE)
+    except UserError:
         return None

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure as MplFigure
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.core.text import join_first
 from qbheat_det.data import merge_images, open_source, register_source
 from qbheat_det.engine.trainer import Trainer
@@ -26,6 +25,7 @@ from qbheat_det.modeling.contracts import TILE
 
 from . import detection_metrics as metrics
 from . import plotting
+from .figures import Figure, Image, NotApplicable, Table
 from .plotting import add_heading, chart_image, crop_box, plot_confusion, tile_images
 from .run import FigureOptions, Run, run_each
 
@@ -63,7 +63,6 @@ class RunDetections:
     weights: Path
 
 
-@register_figure("detections")
 def draw_detections(
     runs: Sequence[Run],
     options: FigureOptions,
@@ -289,7 +288,6 @@ def _collect(dataset: DetectionSet, runs: Sequence[RunDetections]) -> dict[str, 
     }
 
 
-@register_figure("classes")
 def draw_classes(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws the confusion matrix of each classifier's last evaluation."""
     results = run_each(runs, _read_confusions, nothing="no confusion matrix")

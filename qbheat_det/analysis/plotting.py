@@ -17,9 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from qbheat_det.core.figures import Image
 from qbheat_det.evaluation import find_confusions
 from qbheat_det.inference.drawing import BACKGROUND, Color, RGBImage, draw_boxes, get_font
+
+from .figures import Image
 
 Format = Literal["svg", "png", "jpg"]
 

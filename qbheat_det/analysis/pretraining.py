@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import info_of
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.modeling.contracts import FixedSizeModel, get_backbone, get_encoder
 from qbheat_det.modeling.pretrain import ReconstructionModel
@@ -31,6 +30,7 @@ from qbheat_det.probing.features import recalibrate_bn
 
 from . import plotting
 from .attention import Entries, batch_images, crop_squares, find_size
+from .figures import Figure, Image, NotApplicable, Table
 from .run import FigureOptions, Run, run_on_images
 
 _GREY = 128
@@ -94,7 +94,6 @@ def reconstruct_images(
     return Reconstructions(columns, losses, means, note)
 
 
-@register_figure("reconstructions")
 def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws one grid per run: input, visible part and reconstruction of each view."""
 
@@ -167,7 +166,6 @@ class _Correlation:
     is_control: bool
 
 
-@register_figure("correlation")
 def draw_correlation(
     runs: Sequence[Run],
     options: FigureOptions,

@@ -19,8 +19,11 @@ import jinja2
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import (
-    FIGURES,
+from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.text import join_first
+
+from . import load_figures
+from .figures import (
     Figure,
     Image,
     NotApplicable,
@@ -28,9 +31,6 @@ from qbheat_det.core.figures import (
     remove_figure,
     write_figure,
 )
-from qbheat_det.core.files import check_writable, write_atomically
-from qbheat_det.core.text import join_first
-
 from .run import FigureOptions, Run
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def build_report(
     report continues with the next figure.
 
     Args:
-        names: keys of ``FIGURES``, in the order of the page.
+        names: keys of ``load_figures()``, in the order of the page.
         runs: the runs to compare.
         options: options of all figures.
         keywords: arguments of individual figures, by figure name.
@@ -89,7 +89,7 @@ def build_report(
     write = functools.partial(write_page, output, title, lead, describe_runs(runs), command=command)
     check_writable(folder / "curves.json")
     write(list(results.values()))
-    for name in FIGURES:  # left by an earlier report
+    for name in load_figures():  # left by an earlier report
         remove_figure(name, folder)
     with tqdm(names, unit="figure", disable=None) as bar:
         for name in bar:
@@ -105,7 +105,7 @@ def _draw(
     name: str, runs: Sequence[Run], options: FigureOptions, keywords: Mapping[str, Any]
 ) -> FigureResult:
     try:
-        return FigureResult(name, FIGURES[name](runs, options, **keywords))
+        return FigureResult(name, load_figures()[name](runs, options, **keywords))
     except (NotApplicable, UserError) as error:
         return FigureResult(name, reason=str(error), failed=isinstance(error, UserError))
     except Exception as error:  # keep the figures that are already drawn

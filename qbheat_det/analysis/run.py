@@ -17,11 +17,8 @@ from torch import nn
 
 from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table
 from qbheat_det.core.text import join_first
 from qbheat_det.data import (
-    MAPPERS_OF_CLASSES,
-    MAPPERS_OF_IMAGES,
     SPLIT_FILE,
     build_mapper,
     load_image_folders,
@@ -29,13 +26,17 @@ from qbheat_det.data import (
 )
 from qbheat_det.engine.data_sources import SpreadEntries, read_spread
 from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
+from qbheat_det.engine.run_flags import find_job
 from qbheat_det.inference.predict import build_predictor
+
+from .figures import Figure, Image, NotApplicable, Table
 
 logger = logging.getLogger(__name__)
 Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
 Found = TypeVar("Found")
 
+_KINDS: dict[str, Kind] = {"boxes": "detector", "classes": "classifier", "images": "pretraining"}
 _FINAL = ("model_final.safetensors", "model_final.pth")
 _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
 
@@ -114,10 +115,7 @@ class Run:
     @property
     def kind(self) -> Kind:
         """The task of the model. Raises the errors of ``cfg``."""
-        mapper = self.cfg.INPUT.DATASET_MAPPER_NAME
-        if mapper in MAPPERS_OF_CLASSES:
-            return "classifier"
-        return "pretraining" if mapper in MAPPERS_OF_IMAGES else "detector"
+        return _KINDS[find_job(self.cfg)]
 
     def require_kind(self, kind: Kind) -> None:
         """Raises ``NotApplicable`` if the task of the model is not ``kind``."""

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from qbheat_det.checkpoint import read_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import Figure, Image, NotApplicable, Table, register_figure
 from qbheat_det.modeling.pretrain import HeatPredictor
 from qbheat_det.modeling.pretrain.qb_heat import LinearModels
 
+from .figures import Figure, Image, NotApplicable, Table
 from .plotting import COLORS, QUIET, chart_image, start_figure, themed
 from .run import FigureOptions, Run, run_each
 
@@ -195,7 +195,6 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> float:
     return float(numerator / denominator) if float(denominator) > 0 else math.nan
 
 
-@register_figure("spectrum")
 def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
     """Draws the spectra of each run and of the control, and tabulates them as in Table 3."""
 

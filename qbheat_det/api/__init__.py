@@ -3,12 +3,9 @@
 
 from pathlib import Path
 
-import torch
-
-from qbheat_det.checkpoint import find_weights, load_run_config
-from qbheat_det.core.errors import UserError
-from qbheat_det.inference.exported import EXPORTED_SUFFIXES, ExportedModel, ExportedPredictor
-from qbheat_det.inference.files import predict_files
+from qbheat_det.checkpoint import find_weights
+from qbheat_det.inference.exported import ExportedPredictor
+from qbheat_det.inference.files import open_weights, predict_files
 from qbheat_det.inference.predict import (
     build_detector,
     is_encoder,
@@ -48,30 +45,14 @@ def load(
     Raises:
         UserError: the file, name or device does not exist, or the file does not fit its config.
     """
-    _check_device(device)
     name = find_weights(str(weights))
-    if name.lower().endswith(EXPORTED_SUFFIXES):
-        if fast:
-            raise UserError(f"'{name}' is exported: leave out fast, which is for weights")
-        exported = ExportedModel.open(name, device=device)
-        if exported.info.task == "features":
-            return Encoder(exported, exported.load_config())
-        return Detector(ExportedPredictor(exported), exported.load_config())
     if is_timm(name):
         return Encoder(*open_encoder(name, device))
-    opts = ["MODEL.DEPLOY.ENABLED", "True"] if fast else []
-    cfg = load_run_config(name, device=device, opts=opts)
+    exported, cfg = open_weights(name, device=device, fast=fast)
+    if exported:
+        if exported.info.task == "features":
+            return Encoder(exported, cfg)
+        return Detector(ExportedPredictor(exported), cfg)
     if is_encoder(name, cfg):
         return Encoder(*open_encoder(name, device))
     return Detector(build_detector(cfg), cfg)
-
-
-def _check_device(device: str | None) -> None:
-    try:
-        kind = torch.device(device or "cpu").type
-    except RuntimeError:
-        kind = "unknown"
-    if kind not in ("cpu", "cuda"):
-        raise UserError(f"device is '{device}', expected cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device is '{device}', but PyTorch sees no GPU: use device='cpu'")

@@ -10,7 +10,6 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.utils import comm
 
-from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.core.text import format_duration, join_first
@@ -33,7 +32,6 @@ def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) ->
     Returns:
         The results of the last evaluation.
     """
-    load_figures()
     trainer = Trainer(cfg, allow_partial=allow_partial)
     trainer.resume_or_load(resume=resume)
     if not comm.is_main_process():

@@ -18,10 +18,10 @@ from typing import Any
 import PIL.Image
 
 from qbheat_det.analysis import load_figures
+from qbheat_det.analysis.figures import NotApplicable
 from qbheat_det.analysis.run import FigureOptions, Kind, Run
 from qbheat_det.api import Detections, Detector, load
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import NotApplicable
 from qbheat_det.inference.images import Image, UnreadableImage, decode_image
 from qbheat_det.inference.results import Predictions
 from qbheat_det.model_zoo.index import find_entry, get_address, list_entries

@@ -6,6 +6,7 @@ from .convert import TimmWeights
 from .matching import bare_backbone, fit_weights
 from .report import check_exact
 from .run_config import (
+    choose_device,
     holds_backbone_alone,
     holds_encoder,
     load_embedded_config,
@@ -25,7 +26,8 @@ from .weights_file import (
 
 __all__ = [
     "ExactCheckpointer", "SafeCheckpointer", "TimmWeights", "WeightsInfo",
-    "bare_backbone", "check_exact", "check_weights_file", "class_names_of", "find_weights",
-    "fit_weights", "holds_backbone_alone", "holds_encoder", "info_of", "load_embedded_config",
-    "load_run_config", "local_weights", "read_weights", "refuse_encoder", "save_weights",
+    "bare_backbone", "check_exact", "check_weights_file", "choose_device", "class_names_of",
+    "find_weights", "fit_weights", "holds_backbone_alone", "holds_encoder", "info_of",
+    "load_embedded_config", "load_run_config", "local_weights", "read_weights",
+    "refuse_encoder", "save_weights",
 ]  # fmt: skip

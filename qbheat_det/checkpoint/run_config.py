@@ -46,13 +46,26 @@ def load_run_config(
     """
     weights = find_weights(weights)
     cfg = load_config(config_file, opts) if config_file else _load_own_config(weights, opts)
-    if device is None and "MODEL.DEVICE" not in opts[::2]:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    cfg.MODEL.DEVICE = device or cfg.MODEL.DEVICE
-    if cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("device 'cuda' was asked for, but PyTorch sees no GPU: use --device cpu")
+    if device is None and "MODEL.DEVICE" in opts[::2]:
+        device = cfg.MODEL.DEVICE
+    cfg.MODEL.DEVICE = choose_device(device)
     cfg.MODEL.WEIGHTS = weights
     return cfg
+
+
+def choose_device(device: str | None) -> str:
+    """Returns ``device``; if it is None, "cuda" if there is a GPU, and "cpu" otherwise.
+
+    Raises a ``UserError`` if a device is neither "cpu" nor "cuda", or if PyTorch sees no GPU.
+    """
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"device is '{device}', expected cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device is '{device}', but PyTorch sees no GPU: use cpu")
+    return device
 
 
 def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:

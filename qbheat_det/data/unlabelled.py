@@ -24,35 +24,23 @@ from qbheat_det.modeling.contracts import STRONG
 from .checks import DataError, join_messages
 from .images import run_threads
 from .mappers import Mapper
-from .mappers.crops import BLUR_SIGMA, JITTER
+from .mappers.crops import BLUR_SIGMA, JITTER, ColourChange
 
 logger = logging.getLogger(__name__)
 _GREY = 127
 
 
-class StrongColours:
-    """Randomly changes colors, blurs and erases parts of an image (3, H, W), uint8."""
-
-    def __init__(
-        self, *, jitter: Sequence[float], blur_sigma: Sequence[float], pixel_format: str
-    ) -> None:
-        """See ``TwoViewMapper``. ``pixel_format`` is ``INPUT.FORMAT``."""
-        self._is_rgb = pixel_format == "RGB"
-        # The probabilities are from Soft Teacher (arXiv:2106.09018) and Unbiased Teacher.
-        self._change = v2.Compose(
-            [
-                v2.RandomApply([v2.ColorJitter(*jitter)], p=0.8),
-                v2.RandomGrayscale(p=0.2),
-                v2.RandomApply([v2.GaussianBlur(9, sigma=list(blur_sigma))], p=0.5),
-                v2.RandomErasing(p=0.7, scale=(0.05, 0.2), value=_GREY),
-                v2.RandomErasing(p=0.5, scale=(0.02, 0.1), value=_GREY),
-            ]
-        )
-
-    def __call__(self, image: Tensor) -> Tensor:
-        order = [0, 1, 2] if self._is_rgb else [2, 1, 0]
-        changed: Tensor = self._change(image[order])[order]
-        return changed.contiguous()
+def build_strong_colours(pixel_format: str) -> ColourChange:
+    """Returns random changes of colors, blur and erased parts for images in ``INPUT.FORMAT``."""
+    # The probabilities are from Soft Teacher (arXiv:2106.09018) and Unbiased Teacher.
+    changes = [
+        v2.RandomApply([v2.ColorJitter(*JITTER)], p=0.8),
+        v2.RandomGrayscale(p=0.2),
+        v2.RandomApply([v2.GaussianBlur(9, sigma=list(BLUR_SIGMA))], p=0.5),
+        v2.RandomErasing(p=0.7, scale=(0.05, 0.2), value=_GREY),
+        v2.RandomErasing(p=0.5, scale=(0.02, 0.1), value=_GREY),
+    ]
+    return ColourChange(v2.Compose(changes), pixel_format)
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,7 @@ class StrongViews:
     """A mapper that adds a strong view, with key ``STRONG``, to the entry of another mapper."""
 
     mapper: Mapper
-    colours: StrongColours
+    colours: ColourChange
     noise: FeatureNoise
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
@@ -111,7 +99,7 @@ def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
         raise UserError(
             "MODEL.SEMI.RATIO must be at least 1; MODEL.SEMI.WEIGHT and TOP_RATIO must be positive"
         )
-    colours = StrongColours(jitter=JITTER, blur_sigma=BLUR_SIGMA, pixel_format=cfg.INPUT.FORMAT)
+    colours = build_strong_colours(cfg.INPUT.FORMAT)
     return StrongViews(mapper, colours, FeatureNoise(keys.DROP_CHANNELS, keys.ERASE))
 
 

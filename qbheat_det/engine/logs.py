@@ -159,19 +159,13 @@ def describe_model(cfg: CfgNode, model: nn.Module) -> str:
 
 
 def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
-    """Warns if an encoder with random weights is frozen, or if weights need other pixel statistics.
+    """Warns if an encoder with random weights is frozen, or if weights need another pixel format.
 
-    The statistics are ``INPUT.FORMAT``, ``MODEL.PIXEL_MEAN`` and ``MODEL.PIXEL_STD``.
+    The checkpointer warns if they need other pixel statistics.
     """
     weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
-    if weights and (info := info_of(weights)) and info.pixel_mean:
-        used = cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD)
-        if used != (info.pixel_format, info.pixel_mean, info.pixel_std):
-            logger.warning(
-                f"'{weights}' is for {info.pixel_format} pixels of mean {list(info.pixel_mean)} "
-                f"and deviation {list(info.pixel_std)}: set INPUT.FORMAT, MODEL.PIXEL_MEAN and "
-                "MODEL.PIXEL_STD to these"
-            )
+    if weights and (info := info_of(weights)) and info.pixel_format not in ("", cfg.INPUT.FORMAT):
+        logger.warning(f"'{weights}' is for {info.pixel_format} pixels: set INPUT.FORMAT")
     if weights or backbone is None:
         return
     encoder = get_encoder(backbone)

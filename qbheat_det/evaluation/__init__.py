@@ -25,13 +25,13 @@ from .classification import (
     find_confusions,
     measure_ranks,
     rank_true_class,
-    score_neighbours,
+    rank_true_classes,
 )
 
 __all__ = [
     "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "build_evaluator",
     "complete_annotations", "find_confusions", "measure_ranks", "rank_true_class",
-    "score_neighbours",
+    "rank_true_classes",
 ]  # fmt: skip
 
 

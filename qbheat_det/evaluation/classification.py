@@ -177,22 +177,6 @@ def find_confusions(confusion: Counts) -> list[tuple[int, int, int]]:
     return [(int(i), int(j), int(wrong[i, j])) for i, j in pairs[order]]
 
 
-def score_neighbours(
-    train: tuple[Tensor, Tensor],
-    val: tuple[Tensor, Tensor],
-    *,
-    k: int = 20,
-    temperature: float = 0.07,
-) -> dict[str, float]:
-    """Returns the kNN accuracy, see ``measure_ranks``.
-
-    ``train`` are the features (T, D) and labels (T,) of the training images, which vote. ``val``
-    are the features (N, D) and labels (N,) of the images to classify. At most ``k`` neighbors vote.
-    A lower ``temperature`` gives more weight to the nearest neighbors.
-    """
-    return measure_ranks(rank_true_classes(train, val, k=k, temperature=temperature))
-
-
 @torch.no_grad()
 def rank_true_classes(
     train: tuple[Tensor, Tensor],
@@ -202,10 +186,13 @@ def rank_true_classes(
     temperature: float,
     chunk: int = _CHUNK,
 ) -> Tensor:
-    """Returns the zero-based ranks (N,) of the true classes, see ``score_neighbours``.
+    """Returns the zero-based ranks (N,) of the true classes among the votes of neighbors.
 
-    If several training images are equally similar, those with the lower index vote. Among equal
-    votes, the lower label comes first. Classes without votes come last.
+    ``train`` are the features (T, D) and labels (T,) of the training images, which vote. ``val``
+    are the features (N, D) and labels (N,) of the images to classify. At most ``k`` neighbors vote.
+    A lower ``temperature`` gives more weight to the nearest neighbors. If several training images
+    are equally similar, those with the lower index vote. Among equal votes, the lower label comes
+    first. Classes without votes come last.
     """
     (train_features, train_labels), (features, labels) = train, val
     k = min(k, len(train_features))

@@ -20,9 +20,7 @@ from torch.export import ExportedProgram
 from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
-    check_exact,
     find_weights,
-    fit_weights,
     load_run_config,
     read_weights,
     save_weights,
@@ -36,7 +34,12 @@ from qbheat_det.inference.exported import METADATA_KEY, ExportedModel, Images
 from qbheat_det.inference.images import UnreadableImage, find_inputs, read_bgr
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
-from qbheat_det.probing.features import read_whole_images, recalibrate_bn, training_records
+from qbheat_det.probing.features import (
+    load_backbone,
+    read_whole_images,
+    recalibrate_bn,
+    training_records,
+)
 
 from .agreement import ExportReport, build_reference, fit_image, measure_agreement
 from .graph import build_exportable, trace_images
@@ -305,9 +308,7 @@ def export_backbone(
         images = read_whole_images(cfg, records, num_images)
         num_used = len(images)
         backbone = build_bare_backbone(cfg).to(cfg.MODEL.DEVICE)
-        fitting, report = fit_weights(tensors, backbone.state_dict(), file=weights)
-        check_exact(report, "name the config that belongs to these weights")
-        backbone.load_state_dict(fitting, strict=False)
+        load_backbone(backbone, weights)
         means = {"pixel_mean": cfg.MODEL.PIXEL_MEAN, "pixel_std": cfg.MODEL.PIXEL_STD}
         if not recalibrate_bn(backbone, images, **means):
             raise UserError(f"the backbone of '{weights}' has no BatchNorm to recalibrate")

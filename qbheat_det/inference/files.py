@@ -86,7 +86,12 @@ def predict_files(
                 f"'{weights}' is a classifier and finds no boxes: leave out --output and --tile, "
                 "and name --json FILE for the classes"
             )
-        found = classify_images(get_scorer(exported, cfg), files, cfg.MODEL.CLASS_NAMES)
+        score = (
+            build_exported_scorer(exported)
+            if exported
+            else build_scorer(build_detector(cfg).model, cfg)
+        )
+        found = classify_images(score, files, cfg.MODEL.CLASS_NAMES)
         write_atomically(json_file, json.dumps(found.results).encode())
         return found
     predictor = get_predictor(exported, cfg)
@@ -138,15 +143,6 @@ def get_predictor(exported: ExportedModel | None, cfg: CfgNode) -> Predictor:
     if cfg.MODEL.DEPLOY.ENABLED:
         print(predictor.model.report, file=sys.stderr)
     return predictor
-
-
-def get_scorer(exported: ExportedModel | None, cfg: CfgNode) -> Callable[[str | Path], Scores]:
-    """Returns the classifier that ``open_weights`` opened, see ``build_scorer``."""
-    return (
-        build_exported_scorer(exported)
-        if exported
-        else build_scorer(build_detector(cfg).model, cfg)
-    )
 
 
 def predict_images(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from qbheat_det.checkpoint import (
     ExactCheckpointer,
     SafeCheckpointer,
+    choose_device,
     holds_backbone_alone,
     info_of,
     load_run_config,
@@ -229,7 +230,7 @@ def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
     model_name = address.removeprefix(_TIMM).partition(".")[0]
     info = info_of(local_weights(address))
     cfg: CfgNode = get_cfg()
-    cfg.MODEL.DEVICE = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cfg.MODEL.DEVICE = choose_device(device)
     cfg.MODEL.WEIGHTS = address
     cfg.MODEL.BACKBONE.NAME = f"timm:{model_name}"
     cfg.MODEL.TIMM.OUT_FEATURES = list_outputs(model_name)

@@ -16,12 +16,11 @@ from .index import (
     get_address,
     get_config_file,
     list_entries,
-    load_index,
 )
 from .index import list_names as list
 from .sources import ZooWeights, get, get_checkpoint, get_config
 
 __all__ = [
     "Metric", "ZooEntry", "ZooWeights", "find_entry", "get", "get_address", "get_checkpoint",
-    "get_config", "get_config_file", "list", "list_entries", "load_index",
+    "get_config", "get_config_file", "list", "list_entries",
 ]  # fmt: skip

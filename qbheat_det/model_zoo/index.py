@@ -114,11 +114,6 @@ def file_of(name: str) -> str:
     return name.replace("/", "-") + ".safetensors"
 
 
-def load_index() -> tuple[ZooEntry, ...]:
-    """Reads the index of the package. The entries are sorted by name."""
-    return _parse_index(INDEX_FILE.read_text(encoding="utf-8"))
-
-
 @functools.lru_cache(maxsize=4)  # each address is looked up in it
 def _parse_index(text: str) -> tuple[ZooEntry, ...]:
     content = json.loads(text)
@@ -127,7 +122,8 @@ def _parse_index(text: str) -> tuple[ZooEntry, ...]:
 
 def list_entries(pattern: str = "*") -> tuple[ZooEntry, ...]:
     """Returns the entries whose name matches a shell pattern, sorted by name."""
-    return tuple(entry for entry in load_index() if fnmatch.fnmatchcase(entry.name, pattern))
+    entries = _parse_index(INDEX_FILE.read_text(encoding="utf-8"))
+    return tuple(entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))
 
 
 def list_names(pattern: str = "*") -> list[str]:

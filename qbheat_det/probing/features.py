@@ -23,7 +23,6 @@ from qbheat_det.checkpoint import (
     WeightsInfo,
     bare_backbone,
     fit_weights,
-    load_embedded_config,
     read_weights,
 )
 from qbheat_det.core.errors import UserError
@@ -267,10 +266,5 @@ def find_feature(backbone: Backbone, wanted: str = "") -> str:
 
 def count_images_seen(info: WeightsInfo | None) -> int | None:
     """Returns the number of images seen in training. None if unknown, as in converted files."""
-    if info is None or not (info.config and info.iteration):
-        return None
-    try:
-        cfg = load_embedded_config(info.config, "the config inside the weights")
-    except UserError:  # a config of another version of the package
-        return None
-    return (info.iteration + 1) * int(cfg.SOLVER.IMS_PER_BATCH)
+    batch = info and info.value_of("SOLVER.IMS_PER_BATCH")
+    return (info.iteration + 1) * batch if info and isinstance(batch, int) else None

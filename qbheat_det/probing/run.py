@@ -34,7 +34,7 @@ from qbheat_det.data import (
     join_messages,
     load_class_folders,
 )
-from qbheat_det.evaluation import measure_ranks, rank_true_class, score_neighbours
+from qbheat_det.evaluation import measure_ranks, rank_true_class, rank_true_classes
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.modeling.contracts import normalise_pixels
 
@@ -93,8 +93,8 @@ def run_probe(
     """
     if name == "knn":
         parts = [(part.pooled, part.labels) for part in (train, val)]
-        score = score_neighbours(*parts, k=settings.k, temperature=settings.temperature)
-        return score, {}
+        ranks = rank_true_classes(*parts, k=settings.k, temperature=settings.temperature)
+        return measure_ranks(ranks), {}
     classes, seed = settings.num_classes, settings.seed
     if name == "linear":
         linear, chosen = fit_linear_probe(

@@ -3,7 +3,7 @@
 
 import pytest
 
-from qbheat_det.core.figures import write_figure
+from qbheat_det.analysis.figures import write_figure
 
 from .tiny_runs import TinyRuns, make_images
 

@@ -23,6 +23,7 @@ from qbheat_det.analysis.comparison import (
     summarize,
     write_report,
 )
+from qbheat_det.checkpoint import WeightsInfo
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from tests.engine.classifier_cases import make_classes
@@ -189,10 +190,10 @@ def test_measures_of_a_row_are_read_from_its_finished_jobs(ask, monkeypatch):
     content = {"setting": {"tran": {"width": 64}}, "rows": rows}
     (row.folder / "probes" / "rows.json").write_text(json.dumps(content))
     (row.folder / "pretraining").mkdir()
-    ((row.folder / "pretraining") / "config.yaml").write_text(row.objective.cfg.dump())
     log = [{"iteration": 4, "time": 2.0}, {"iteration": 9, "time": 4.0}, {"iteration": 9}]
     ((row.folder / "pretraining") / "metrics.json").write_text("\n".join(map(json.dumps, log)))
-    monkeypatch.setattr(comparison, "info_of", lambda path: type("Info", (), {"iteration": 9}))
+    info = WeightsInfo.from_config(row.objective.cfg, iteration=9, commit="")
+    monkeypatch.setattr(comparison, "info_of", lambda path: info)
     assert measure_row(asked, row) == {}  # nothing has ended
     for stage in ("probes", "pretraining"):
         (row.folder / f"{stage}.json").write_text("{}")

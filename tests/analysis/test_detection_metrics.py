@@ -19,9 +19,9 @@ from qbheat_det.analysis.detection_metrics import (
     find_wrong,
 )
 from qbheat_det.analysis.detections import draw_detections
+from qbheat_det.analysis.figures import NotApplicable, write_figure
 from qbheat_det.analysis.run import FigureOptions, Run, open_runs
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import NotApplicable, write_figure
 from qbheat_det.engine.data_sources import register_source
 from tests.engine.tiny_detectors import make_probe_config
 

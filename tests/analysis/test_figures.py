@@ -11,10 +11,7 @@ import torch
 from detectron2.structures import BitMasks, Boxes, Instances
 
 from qbheat_det.analysis.detections import draw_classes
-from qbheat_det.analysis.plotting import crop_box, overlay_map, plot_confusion
-from qbheat_det.analysis.run import FigureOptions, Run
-from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import (
+from qbheat_det.analysis.figures import (
     Figure,
     Image,
     NotApplicable,
@@ -23,6 +20,9 @@ from qbheat_det.core.figures import (
     to_json,
     write_figure,
 )
+from qbheat_det.analysis.plotting import crop_box, overlay_map, plot_confusion
+from qbheat_det.analysis.run import FigureOptions, Run
+from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import ClassificationEvaluator
 from qbheat_det.inference.drawing import draw_boxes, draw_instances, get_class_color
 

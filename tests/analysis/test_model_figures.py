@@ -19,6 +19,7 @@ from qbheat_det.analysis.attention import (
     list_blocks,
     read_bridges,
 )
+from qbheat_det.analysis.figures import NotApplicable
 from qbheat_det.analysis.plotting import to_rgb
 from qbheat_det.analysis.pretraining import (
     draw_correlation,
@@ -39,7 +40,6 @@ from qbheat_det.analysis.spectrum import (
     rotate_models,
 )
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import NotApplicable
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer
 
 from .conftest import check_files

@@ -13,10 +13,10 @@ import torch
 
 from qbheat_det.analysis import load_figures
 from qbheat_det.analysis.attention import crop_squares, find_size
+from qbheat_det.analysis.figures import Figure, Image, NotApplicable, Table
 from qbheat_det.analysis.report import FigureResult, write_page
 from qbheat_det.analysis.run import FigureOptions, Run, choose_images, open_runs, run_each
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.figures import FIGURES, Figure, Image, NotApplicable, Table
 from tests.tool_modules import load_tool, refuse
 
 from ..engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
@@ -148,14 +148,13 @@ def fail(error):
 @pytest.fixture
 def tool(monkeypatch):
     """tools/report.py with figures that draw, do not apply, fail, and are interrupted."""
-    monkeypatch.setattr("qbheat_det.analysis.load_figures", dict)
-    for name, function in {
+    figures = {
         "curves": make_figure,
         "spectrum": fail(NotApplicable("no <linear> models")),
         "classes": fail(ZeroDivisionError("by zero")),
         "attention": fail(KeyboardInterrupt()),
-    }.items():
-        monkeypatch.setitem(FIGURES, name, function)
+    }
+    monkeypatch.setattr("qbheat_det.analysis.report.load_figures", lambda: figures)
     return load_tool("report")
 
 

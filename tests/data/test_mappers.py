@@ -17,6 +17,7 @@ from qbheat_det.data.mappers import (
     DetectionMapper,
     DetrDatasetMapper,
     TwoViewMapper,
+    crops,
     number_records,
 )
 from tests.data.pictures import draw, save
@@ -210,7 +211,7 @@ def test_a_jpeg_whose_sides_are_no_multiples_is_decoded_whole(tmp_path):
     assert (image - expected).abs().max() <= 2
 
 
-NONE = {"jitter_probability": 0.0, "grey_probability": 0.0, "blur_probability": 0.0}
+PROBABILITIES = ("_JITTERED", "_GREY", "_BLURRED")
 
 
 def mapped(mapper, path, seed=0, **fields):
@@ -218,14 +219,15 @@ def mapped(mapper, path, seed=0, **fields):
     return mapper({"file_name": path, "image_id": 5, **fields})
 
 
-def two_views(settings=NONE, **crop):
-    return TwoViewMapper(crop=PretrainingMapper(**{"size": 32, **crop}), **settings)
+def two_views(**crop):
+    return TwoViewMapper(crop=PretrainingMapper(**{"size": 32, **crop}))
 
 
-def alone(**probability):
+def alone(monkeypatch, **probability):
     """One augmentation, and neither crop nor flip."""
-    whole = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": "none"}
-    return two_views({**NONE, **probability}, **whole)
+    for name in PROBABILITIES:
+        monkeypatch.setattr(crops, name, probability.get(name, 0.0))
+    return two_views(scale=(1.0, 1.0), flip="none")
 
 
 def blur_naively(image, sigma):
@@ -238,8 +240,11 @@ def blur_naively(image, sigma):
     return np.asarray(sum(w * rows[:, i : i + image.shape[1]] for i, w in enumerate(weights)))
 
 
-def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper(tmp_path):
+def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper(
+    tmp_path, monkeypatch
+):
     path = save(tmp_path / "a.png", draw(150, 110))
+    alone(monkeypatch)
     single = PretrainingMapper(size=32)
     for seed in range(4):
         both = mapped(two_views(), path, seed)
@@ -251,29 +256,31 @@ def test_without_augmentation_the_views_are_two_draws_of_the_pre_training_mapper
 
 
 @pytest.mark.parametrize("sigma", [0.1, 0.7, 2.0])
-def test_blur_is_a_gaussian_of_that_width(sigma, tmp_path):
+def test_blur_is_a_gaussian_of_that_width(sigma, tmp_path, monkeypatch):
     pixels = draw(32, 32)
-    mapper = alone(blur_probability=1.0, blur_sigma=(sigma, sigma))
+    monkeypatch.setattr(crops, "BLUR_SIGMA", (sigma, sigma))
+    mapper = alone(monkeypatch, _BLURRED=1.0)
     view = mapped(mapper, save(tmp_path / "a.png", pixels))["image"]
     for channel in range(3):
         expected = torch.from_numpy(blur_naively(pixels[..., channel], sigma))
         torch.testing.assert_close(view[channel].double(), expected, rtol=0, atol=1.0)
 
 
-def test_each_augmentation_has_its_probability(tmp_path):
+def test_each_augmentation_has_its_probability(tmp_path, monkeypatch):
     pixels = draw(32, 32)
     path = save(tmp_path / "a.png", pixels)
-    for name in NONE:
-        views = [mapped(alone(**{name: 0.5}), path, seed)["image_key"] for seed in range(24)]
+    for name in PROBABILITIES:
+        mapper = alone(monkeypatch, **{name: 0.5})
+        views = [mapped(mapper, path, seed)["image_key"] for seed in range(24)]
         same = [torch.equal(view, torch.from_numpy(pixels).permute(2, 0, 1)) for view in views]
         assert 4 <= sum(same) <= 20
         grey = [torch.equal(view[0], view[1]) and torch.equal(view[0], view[2]) for view in views]
-        assert any(grey) == (name == "grey_probability")
+        assert any(grey) == (name == "_GREY")
 
 
 def test_channels_in_reverse_are_augmented_the_same(tmp_path):
     path = save(tmp_path / "a.png", draw(60, 60))
-    rgb, bgr = (two_views({}, pixel_format=order) for order in ("RGB", "BGR"))
+    rgb, bgr = (two_views(pixel_format=order) for order in ("RGB", "BGR"))
     for seed in range(6):
         for key in ("image", "image_key"):
             expected = mapped(rgb, path, seed)[key].flip(0)

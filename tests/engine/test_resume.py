@@ -251,6 +251,6 @@ def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(tmp_
     cfg.MODEL.WEIGHTS = file
     warn_of_weights(model, cfg)
     assert not caplog.messages
-    cfg.MODEL.PIXEL_STD = [128.0, 128.0, 128.0]
+    cfg.INPUT.FORMAT = "BGR" if cfg.INPUT.FORMAT == "RGB" else "RGB"
     warn_of_weights(model, cfg)
-    assert "MODEL.PIXEL_STD" in caplog.text
+    assert "INPUT.FORMAT" in caplog.text

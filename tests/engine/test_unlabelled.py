@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.unlabelled import FeatureNoise, StrongColours
+from qbheat_det.data.unlabelled import FeatureNoise, build_strong_colours
 from qbheat_det.engine import Trainer, build_config
 from qbheat_det.engine.mean_teacher import SemiSupervisedEvalHook
 from qbheat_det.modeling.contracts import STRONG, UNLABELLED
@@ -139,13 +139,11 @@ def test_the_teacher_sees_the_weak_view_and_noise_leaves_the_rest(tmp_path, tiny
     torch.testing.assert_close(noisy["s8"][kept].unique(), torch.tensor([0.0, 1 / 0.75]))
     assert abs(float((noisy["s8"][kept][0] == 0).float().mean()) - 0.2) < 0.05
     assert float(maps["s8"].min()) == 1
-    jitter = {"jitter": (0.4, 0.4, 0.4, 0.1), "blur_sigma": (0.1, 2.0)}
     image = torch.randint(256, (3, 16, 16), dtype=torch.uint8)
     changed = []
     for pixel_format, order in (("RGB", [0, 1, 2]), ("BGR", [2, 1, 0])):
         torch.manual_seed(1)
-        change = StrongColours(pixel_format=pixel_format, **jitter)
-        changed.append(change(image[order])[order])
+        changed.append(build_strong_colours(pixel_format)(image[order])[order])
     assert torch.equal(*changed)
 
 

@@ -16,7 +16,6 @@ from qbheat_det.evaluation import (
     HeldOutLossEvaluator,
     find_confusions,
     measure_ranks,
-    score_neighbours,
 )
 from qbheat_det.evaluation.classification import predict, rank_true_class, rank_true_classes
 
@@ -212,7 +211,7 @@ def test_ranks_are_those_of_a_double_loop_however_the_work_is_cut(k, classes, ch
     expected = naive_ranks(train, val, k=k, temperature=0.07)
     capped = [rank if rank < 99 else classes for rank in expected]
     assert [min(rank, classes) for rank in ranks.tolist()] == capped
-    score = score_neighbours(train, val, k=k)
+    score = measure_ranks(ranks)
     assert (score["top1"], score["top5"]) == pytest.approx(score_of(expected))
 
 

@@ -69,7 +69,7 @@ def ship(shipped):
 
     def put(name=DETECTOR, content=CONTENT, **changes):
         entry = make_entry(name, content, **changes)
-        save_index([*index.load_index(), entry])
+        save_index([*index.list_entries(), entry])
         shipped.mkdir(exist_ok=True)
         (shipped / entry.file).write_bytes(content)
         return entry

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qbheat_det.core.seeding import undisturbed
 from qbheat_det.data import build_mapper
-from qbheat_det.model_zoo import get_checkpoint, load_index
+from qbheat_det.model_zoo import get_checkpoint, list_entries
 from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.modeling.contracts import PretrainingObjective, get_backbone
 
@@ -121,7 +121,7 @@ def _summarise(output):
 def main():
     """Adds the missing statistics of shipped entries to the file."""
     known = json.loads(FILE.read_text())
-    for entry in load_index():
+    for entry in list_entries():
         if entry.distribution is None and entry.name not in known:
             trained = open_trained(get_checkpoint(entry.name), device="cpu")
             known[entry.name] = compute_fingerprint(trained.model, trained.cfg)

@@ -88,7 +88,7 @@ def test_the_file_is_small_and_without_paths_and_the_index_describes_it(add, shi
     metrics = (Metric("kNN top-1", 12.5, "%", "shapes val"),)
     entry = add(metrics=metrics)
     content = (shipped / "qb_heat-tiny.safetensors").read_bytes()
-    assert index.load_index() == (entry,)
+    assert index.list_entries() == (entry,)
     assert entry.metrics == metrics
     assert (entry.sha256, entry.size) == (hashlib.sha256(content).hexdigest(), len(content))
     network = build_bare_backbone(backbone.cfg).eval()
@@ -108,7 +108,7 @@ def test_the_file_is_small_and_without_paths_and_the_index_describes_it(add, shi
         found, {key: state[key].to(tensor.dtype) for key, tensor in found.items()}
     )
     again = add(summary="another")
-    assert index.load_index() == (again,)
+    assert index.list_entries() == (again,)
     assert again.summary == "another"
 
 
@@ -124,7 +124,7 @@ def test_an_error_changes_nothing(add, shipped, tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             add(**change)
-    assert index.load_index() == ()
+    assert index.list_entries() == ()
     assert not shipped.exists()
 
 

@@ -14,7 +14,7 @@ import torch
 from qbheat_det.checkpoint.convert import convert_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import hash_file
-from qbheat_det.model_zoo.index import Distribution, load_index
+from qbheat_det.model_zoo.index import Distribution, list_entries
 from qbheat_det.model_zoo.sources import cache_folder, describe_source, fetch
 
 from ..tool_modules import load_tool, refuse
@@ -133,7 +133,7 @@ main = load_tool("zoo").main
 def _two_entries(ship):
     ship()
     missing = make_entry("mf_detr/tiny", b"x" * 2**20, metrics=())
-    save_index([*load_index(), missing])
+    save_index([*list_entries(), missing])
 
 
 @pytest.mark.usefixtures("_two_entries")

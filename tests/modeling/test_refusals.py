@@ -16,8 +16,8 @@ from qbheat_det.modeling import contracts
 from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, TimmBackbone
 from qbheat_det.modeling.classification import BatchMixing
 from qbheat_det.modeling.detr import SetCriterion
+from qbheat_det.modeling.image_model import check_equal_shares, find_map
 from qbheat_det.modeling.pretrain import HeatPredictor, QBHeat
-from qbheat_det.modeling.pretrain.base import check_equal_shares, find_map
 from qbheat_det.modeling.pretrain.moco import FeatureQueue, check_batch
 from tests.modeling.tiny_pretraining import make_copying_model, make_inputs, make_tiny_config
 

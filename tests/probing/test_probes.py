@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import minimize
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation import score_neighbours
+from qbheat_det.evaluation import measure_ranks, rank_true_classes
 from qbheat_det.probing import FrozenFeatures, cache_features
 from qbheat_det.probing.features import channel_statistics, split_by_class
 from qbheat_det.probing.probes import (
@@ -46,8 +46,9 @@ def test_each_name_gives_its_probe_on_the_same_features():
         name: run_probe(name, train, val, settings=settings)
         for name in ("knn", "linear", "tran-1", "tran-2")
     }
-    neighbours = score_neighbours((train.pooled, train.labels), (val.pooled, val.labels), k=5)
-    assert found["knn"] == (neighbours, {})
+    parts = [(part.pooled, part.labels) for part in (train, val)]
+    ranks = rank_true_classes(*parts, k=5, temperature=0.07)
+    assert found["knn"] == (measure_ranks(ranks), {})
     linear, chosen = fit_linear_probe(train.pooled, train.labels, num_classes=3)
     assert found["linear"][1] == chosen
     correct = (linear(val.pooled).argmax(dim=1) == val.labels).double().mean()

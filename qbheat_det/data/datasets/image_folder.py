@@ -103,8 +103,15 @@ def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Re
     The classes are those of ``train_folder``. Raises a ``UserError`` if there is only one class, or
     ``val_folder`` has a class that ``train_folder`` lacks.
     """
-    names = os.fspath(train_folder), os.fspath(val_folder)
-    return _label_both([_list_labelled(name) for name in names], names)
+    train, val = os.fspath(train_folder), os.fspath(val_folder)
+    pairs = _list_labelled(train)
+    class_names = sorted({class_name for _, class_name in pairs})
+    if len(class_names) < 2:
+        raise UserError(
+            f"'{train}' has images of only one class, '{class_names[0]}': its direct subfolders "
+            "are the classes"
+        )
+    return _label(pairs, class_names, train), _label(_list_labelled(val), class_names, val)
 
 
 def list_images(folder: PathLike) -> list[str]:
@@ -191,18 +198,6 @@ def _load(name: str) -> Pairs:
             "imagenet_train, or pass class folders with --data and --val"
         )
     return [(record["file_name"], class_names[record["label"]]) for record in records]
-
-
-def _label_both(parts: Sequence[Pairs], names: Sequence[str]) -> tuple[Records, Records]:
-    """Returns the records of a training and a validation set. The first one sets the classes."""
-    class_names = sorted({class_name for _, class_name in parts[0]})
-    if len(class_names) < 2:
-        raise UserError(
-            f"'{names[0]}' has images of only one class, '{class_names[0]}': its direct subfolders "
-            "are the classes"
-        )
-    train, val = (_label(part, class_names, name) for part, name in zip(parts, names, strict=True))
-    return train, val
 
 
 def _label(pairs: Pairs, class_names: Sequence[str], name: str) -> Records:

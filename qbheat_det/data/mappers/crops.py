@@ -14,7 +14,8 @@ the QB-Heat paper vary the magnitude of RandAugment randomly, which torchvision 
 import errno
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,11 @@ from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import Box, open_image, resize
 
-JITTER = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation and hue of MoCo v2
-BLUR_SIGMA = (0.1, 2.0)  # [min, max] in pixels, of MoCo v2
+# Of MoCo v2: changes of brightness, contrast, saturation and hue, [min, max] of the blur in pixels,
+# and probabilities.
+JITTER, BLUR_SIGMA = (0.4, 0.4, 0.4, 0.1), (0.1, 2.0)
+_JITTERED, _GREY, _BLURRED = 0.8, 0.2, 0.5
+_RATIO = (3 / 4, 4 / 3)  # [min, max] aspect ratio of a crop, whose logarithm is uniform
 _FLIPS: dict[str, tuple[int, ...]] = {"none": (), "horizontal": (2,), "vertical": (1,)}
 _REACH = 3.0  # radius of a blur's kernel, in standard deviations
 _KEPT = ("file_name", "image_id", "label", "place")
@@ -58,7 +62,6 @@ class PretrainingMapper:
         *,
         size: int,
         scale: Sequence[float] = (0.2, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
         flip: str = "horizontal",
         pixel_format: str = "RGB",
         test_crop: float = 1.0,
@@ -68,8 +71,6 @@ class PretrainingMapper:
         Args:
             size: side S of the output in pixels.
             scale: [min, max] of the area of a crop, relative to the image.
-            ratio: [min, max] of the aspect ratio (width / height) of a crop, whose logarithm is
-                uniformly distributed.
             flip: "none", or the direction of flips with probability 1/2: "horizontal", "vertical".
             pixel_format: channel order, "RGB" or "BGR".
             test_crop: side of the central square in inference, relative to the shorter side.
@@ -88,7 +89,6 @@ class PretrainingMapper:
         )
         self.size = size
         self.scale = scale[0], scale[1]
-        self.ratio = ratio[0], ratio[1]
         self.test_crop = test_crop
         self.is_train = is_train
         self.pixel_format = pixel_format
@@ -132,9 +132,8 @@ class PretrainingMapper:
             left, top = (width - side) // 2, (height - side) // 2
             return left, top, left + side, top + side
         without_pixels = torch.empty(3, height, width, device="meta")
-        top, left, tall, wide = RandomResizedCrop.get_params(
-            without_pixels, list(self.scale), list(self.ratio)
-        )
+        params = RandomResizedCrop.get_params(without_pixels, list(self.scale), list(_RATIO))
+        top, left, tall, wide = params
         return left, top, left + wide, top + tall
 
 
@@ -146,37 +145,15 @@ class TwoViewMapper:
     """
 
     @configurable
-    def __init__(
-        self,
-        *,
-        crop: PretrainingMapper,
-        jitter: Sequence[float] = JITTER,
-        jitter_probability: float = 0.8,
-        grey_probability: float = 0.2,
-        blur_sigma: Sequence[float] = BLUR_SIGMA,
-        blur_probability: float = 0.5,
-    ) -> None:
-        """
-        Args:
-            crop: mapper that crops and flips. If it is for inference, there is only one view.
-            jitter: brightness, contrast, saturation and hue of torchvision's ``ColorJitter``.
-            jitter_probability: probability of color jitter.
-            grey_probability: probability of conversion to grayscale.
-            blur_sigma: [min, max] of the standard deviation of the blur, in pixels.
-            blur_probability: probability of a blur.
-        """
+    def __init__(self, *, crop: PretrainingMapper) -> None:
+        """``crop`` crops and flips. If it is for inference, there is only one view."""
         self._crop = crop
-        self._sigma = blur_sigma[0], blur_sigma[1]
-        brightness, contrast, saturation, hue = jitter
-        self._augment_rgb = v2.Compose(
-            [
-                v2.RandomApply(
-                    [v2.ColorJitter(brightness, contrast, saturation, hue)], p=jitter_probability
-                ),
-                v2.RandomGrayscale(p=grey_probability),
-                v2.RandomApply([self._blur], p=blur_probability),
-            ]
-        )
+        changes = [
+            v2.RandomApply([v2.ColorJitter(*JITTER)], p=_JITTERED),
+            v2.RandomGrayscale(p=_GREY),
+            v2.RandomApply([_blur], p=_BLURRED),
+        ]
+        self._augment = ColourChange(v2.Compose(changes), crop.pixel_format)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
@@ -192,18 +169,30 @@ class TwoViewMapper:
         views = {"image": entry["image"], "image_key": other["image"]}
         return {**entry, **{key: self._augment(view) for key, view in views.items()}}
 
-    def _augment(self, image: Tensor) -> Tensor:
-        """Applies color jitter, grayscale and blur randomly to a view (3, S, S), uint8."""
-        if self._crop.pixel_format == "RGB":
-            augmented: Tensor = self._augment_rgb(image)
-            return augmented.contiguous()
-        return self._augment_rgb(image.flip(0)).flip(0).contiguous()
 
-    def _blur(self, image: Tensor) -> Tensor:
-        sigma = float(torch.empty(()).uniform_(*self._sigma))
-        # The radius is at most the image's side, as the time of a blur grows with its square.
-        radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
-        return F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
+class ColourChange:
+    """Applies a transform of RGB images to images (3, H, W) in ``pixel_format``."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor], pixel_format: str) -> None:
+        self._change, self._is_rgb = change, pixel_format == "RGB"
+
+    def __call__(self, image: Tensor) -> Tensor:
+        changed = self._change(image if self._is_rgb else image.flip(0))
+        return (changed if self._is_rgb else changed.flip(0)).contiguous()
+
+
+def _blur(image: Tensor) -> Tensor:
+    """Blurs an image (3, S, S), uint8, by a random Gaussian."""
+    sigma = float(torch.empty(()).uniform_(*BLUR_SIGMA))
+    # The radius is at most the image's side, as the time of a blur grows with its square.
+    radius = min(math.ceil(_REACH * sigma), image.shape[-1] - 1)
+    return F.gaussian_blur(image, [2 * radius + 1] * 2, [sigma] * 2)
+
+
+def _change_picture(change: Callable[[Image.Image], Image.Image], image: Tensor) -> Tensor:
+    """Applies a transform of Pillow's images to an image (3, S, S), uint8."""
+    picture = change(Image.fromarray(image.permute(1, 2, 0).numpy()))
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 class ClassificationMapper:
@@ -243,18 +232,19 @@ class ClassificationMapper:
             ("CLASSIFY.RANDOM_ERASING", random_erasing, 0 <= random_erasing <= 1, "in [0, 1]"),
         )
         self._crop = crop
-        self._is_bgr = crop.pixel_format == "BGR"
         self._augment = None
         if crop.is_train and rand_augment:
             mean = [round(value) for value in pixel_mean]
-            self._augment = rand_augment_transform(
+            is_bgr = crop.pixel_format == "BGR"
+            change = rand_augment_transform(
                 f"rand-m{int(magnitude)}-mstd{deviation:f}-inc1",
                 {
                     "translate_const": int(_TRANSLATION * crop.size),
                     "magnitude_max": _LARGEST_DRAWN,
-                    "img_mean": tuple(reversed(mean) if self._is_bgr else mean),
+                    "img_mean": tuple(reversed(mean) if is_bgr else mean),
                 },
             )
+            self._augment = ColourChange(partial(_change_picture, change), crop.pixel_format)
         self._erasing = None
         if crop.is_train and random_erasing:
             self._erasing = random_erasing, RandomErasing(1.0, mode="pixel", device="cpu")
@@ -280,19 +270,11 @@ class ClassificationMapper:
         if isinstance(entry, DataError):
             return entry
         if self._augment is not None:
-            entry["image"] = self._rand_augment(entry["image"])
+            entry["image"] = self._augment(entry["image"])
         # timm's probability is 1, and the decision is made here, to normalize only erased images.
         if self._erasing is not None and random.random() < self._erasing[0]:
             entry["image"] = self._erase(entry["image"])
         return entry
-
-    def _rand_augment(self, image: Tensor) -> Tensor:
-        """Applies RandAugment to an image (3, S, S), uint8."""
-        assert self._augment is not None
-        rgb = image.flip(0) if self._is_bgr else image
-        picture = self._augment(Image.fromarray(rgb.permute(1, 2, 0).numpy()))
-        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-        return (pixels.flip(0) if self._is_bgr else pixels).contiguous()
 
     def _erase(self, image: Tensor) -> Tensor:
         """Erases a random rectangle of an image (3, S, S), uint8. Other pixels do not change."""

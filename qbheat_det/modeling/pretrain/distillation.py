@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone.timm_backbone import find_teacher_map
+from qbheat_det.modeling.image_model import PretrainingModel, find_map
 
-from .base import PretrainingModel, find_map
 from .qb_heat import OFFSETS, HeatPredictor, QBHeat, VisibleQuarters
 
 _BETA = 2.0

@@ -23,9 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.image_model import check_value
-
-from .base import PretrainingModel, ProjectionHead, check_equal_shares, embedding_from_config
+from qbheat_det.modeling.image_model import (
+    PretrainingModel,
+    ProjectionHead,
+    check_equal_shares,
+    check_value,
+    embedding_from_config,
+)
 
 
 class MomentumCopy(nn.Module):

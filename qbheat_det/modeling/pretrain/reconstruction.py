@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qbheat_det.layers import Linear, attend, linear, replace_linear_layers
-from qbheat_det.modeling.image_model import check_value
-
-from .base import PretrainingModel, find_map
+from qbheat_det.modeling.image_model import PretrainingModel, check_value, find_map
 
 _EPSILON = 1e-6  # added to the variance of a patch, as in MAE
 

@@ -22,12 +22,11 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.modeling.image_model import check_value
-
-from .base import (
+from qbheat_det.modeling.image_model import (
     PretrainingModel,
     ProjectionHead,
     check_equal_shares,
+    check_value,
     embedding_from_config,
     find_map,
 )

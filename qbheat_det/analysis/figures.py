@@ -1,23 +1,20 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Figures (images, numbers, explanations), and the registry of functions that draw them.
-
-``qbheat_det.analysis.load_figures()`` fills the registry.
-"""
+"""Figures: images, numbers and explanations, and the files that they are written to."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import cv2
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from .files import write_atomically
+from qbheat_det.core.files import write_atomically
 
 _SUFFIXES = {"image/svg+xml": ".svg", "image/jpeg": ".jpg", "image/png": ".png"}
 
@@ -58,8 +55,7 @@ class Figure:
     """A figure about one run, or one that compares several runs.
 
     ``name`` and the keys of ``images`` become parts of file names. ``explanation`` is a list of
-    paragraphs in plain text. ``data`` has the numbers that the images show, and ``scalars`` has
-    numbers for the training log.
+    paragraphs in plain text. ``data`` has the numbers that the images show.
     """
 
     name: str
@@ -68,23 +64,6 @@ class Figure:
     images: Mapping[str, Image] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     table: Table | None = None
-    scalars: Mapping[str, float] = field(default_factory=dict)
-
-
-FIGURES: dict[str, Callable[..., Figure]] = {}
-"""Functions by name; called with runs, ``FigureOptions`` and keyword arguments of the figure."""
-
-_Function = TypeVar("_Function", bound=Callable[..., Figure])
-
-
-def register_figure(name: str) -> Callable[[_Function], _Function]:
-    """Registers the decorated function in ``FIGURES``; replaces an earlier one of the same name."""
-
-    def register(function: _Function) -> _Function:
-        FIGURES[name] = function
-        return function
-
-    return register
 
 
 def write_figure(figure: Figure, folder: Path) -> list[Path]:
