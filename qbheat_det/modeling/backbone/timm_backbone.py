@@ -51,7 +51,8 @@ class TimmBackbone(Backbone):
             out_features: names of the outputs.
             freeze_at: 0 trains everything. k freezes all layers that compute the feature maps of
                 stride 2^k or less (in a ResNet, 2 freezes the stem and the first stage, as in
-                Detectron2). 5 or more freezes the whole network. Frozen BatchNorms keep their statistics.
+                Detectron2). 5 or more freezes the whole network. Frozen BatchNorms keep their
+                statistics.
             in_channels: channels of the image.
 
         Raises:
