@@ -36,7 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "their near-duplicates are not selected")  # fmt: skip
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
-    add("--strategy", choices=["random", "typiclust", "k_center", "balanced"],
+    add("--strategy", choices=["random", "k_center", "balanced"],
         help="default: balanced with --weights, else random")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "
@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="with --simulate: seeds of selection and training (default: 1 2 3)")  # fmt: skip
     add("opts", nargs="*", default=[], metavar="KEY VALUE",
         help="with --simulate: overrides of the training config")  # fmt: skip
-    add("--seed", type=int, default=0, help="seed of random and typiclust (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of random (default: %(default)s)")
     return parser.parse_intermixed_args(argv)
 
 

@@ -1,10 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Finds near-duplicate images, and selects images that cover a pool, from feature vectors only.
 
-- ``typiclust``: "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets",
-  arXiv:2202.02794. Selects the most typical image of each cluster without a labelled image.
-- ``k_center``: "Active Learning for Convolutional Neural Networks: A Core-Set Approach",
-  arXiv:1708.00489. Repeatedly selects the image that is farthest from all selected images.
+``k_center`` follows "Active Learning for Convolutional Neural Networks: A Core-Set Approach",
+arXiv:1708.00489.
 
 Notation: N is the number of images in the pool, and D the number of features. ``vectors`` (N, D)
 have unit norm, so the squared distance of two images is 2 - 2 cos. ``taken`` has the indices of
@@ -24,9 +22,7 @@ from torch.nn.functional import normalize
 _BLOCK = 2**24  # largest number of cosines in memory at a time (64 MiB)
 _DIMENSIONS = 128
 _NO_DIFFERENCE = 0.01  # an image equals the mean if its relative distance is below this
-_NEIGHBOURS = 20  # neighbors that define typicality, as in TypiClust
-_MAX_CLUSTERS = 500  # as in TypiClust
-COVERING = ("random", "typiclust", "k_center")
+COVERING = ("random", "k_center")
 
 
 def unit_vectors(features: Tensor) -> Tensor:
@@ -95,16 +91,11 @@ def _count_rows(vectors: Tensor) -> int:
 def cover(
     strategy: str, vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Selects images with a strategy in ``COVERING``.
-
-    ``seed`` is the seed of "random", and of the clustering of "typiclust".
-    """
+    """Selects images with a strategy in ``COVERING``. ``seed`` is the seed of "random"."""
     if strategy == "random":
         order, known = np.random.default_rng(seed).permutation(len(vectors)), {*taken}
         return [index for index in order.tolist() if index not in known][:budget]
-    if strategy == "k_center":
-        return k_center(vectors, budget, taken)
-    return typiclust(vectors, budget, taken, seed=seed)
+    return k_center(vectors, budget, taken)
 
 
 def _find_nearest(vectors: Tensor, others: Sequence[int]) -> Tensor:
@@ -161,64 +152,3 @@ def choose_balanced(
         totals = totals + counts[index]
         free[index] = 0
     return chosen + k_center(vectors, budget - len(chosen), [*taken, *chosen])
-
-
-def typiclust(
-    vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
-) -> list[int]:
-    """Clusters the pool, and selects the most typical image of the largest unlabelled clusters.
-
-    The number of clusters is the total number of images with labels after this selection, but at
-    most 500.
-    """
-    free = torch.ones(len(vectors), dtype=torch.bool)
-    free[list(taken)] = False
-    count = min(len(set(taken)) + budget, _MAX_CLUSTERS, len(vectors))
-    clusters = k_means(vectors, count, seed=seed)
-    scores = torch.where(free, _typicality(vectors, clusters), -torch.inf)
-    sizes = torch.bincount(clusters, minlength=count)
-    labelled = torch.bincount(clusters[~free], minlength=count)
-    chosen: list[int] = []
-    for _ in range(min(budget, int(free.sum()))):
-        is_open = sizes > labelled
-        candidates = is_open & (labelled == labelled[is_open].min())
-        cluster = int(torch.where(candidates, sizes, -1).argmax())
-        index = int(torch.where(clusters == cluster, scores, -torch.inf).argmax())
-        chosen.append(index)
-        labelled[cluster] += 1
-        scores[index] = -torch.inf
-    return chosen
-
-
-def _typicality(vectors: Tensor, clusters: Tensor) -> Tensor:
-    """Returns the inverse of each image's mean distance (N,) to its neighbors in its cluster."""
-    typical = torch.zeros(len(vectors))
-    for cluster in clusters.unique():
-        members = (clusters == cluster).nonzero().flatten()
-        count = min(_NEIGHBOURS, len(members) - 1)
-        for rows, cosines in _blocks(vectors[members]):
-            best = cosines.topk(count + 1, dim=1).values[:, 1:]  # without the image itself
-            distances = (2 - 2 * best).clamp(min=0).sqrt()
-            typical[members[rows]] = 1 / (distances.mean(1) if count else 1.0)
-    return typical
-
-
-def k_means(vectors: Tensor, count: int, *, seed: int = 0, iterations: int = 30) -> Tensor:
-    """Returns the cluster (N,) of each vector by spherical k-means, initialized by k-means++."""
-    generator = torch.Generator().manual_seed(seed)
-    chosen = [int(torch.randint(len(vectors), (), generator=generator))]
-    distances = 2 - 2 * vectors @ vectors[chosen[0]]
-    for _ in range(count - 1):
-        chosen.append(int(torch.multinomial(distances.clamp(1e-12), 1, generator=generator)))
-        distances = torch.minimum(distances, 2 - 2 * vectors @ vectors[chosen[-1]])
-    means = vectors[chosen]
-    clusters = torch.zeros(len(vectors), dtype=torch.int64)
-    for _ in range(iterations):
-        nearest = (vectors @ means.T).argmax(1)
-        if torch.equal(nearest, clusters):
-            break
-        clusters = nearest
-        sums = torch.zeros_like(means).index_add_(0, clusters, vectors)
-        is_used = torch.bincount(clusters, minlength=count) > 0
-        means[is_used] = normalize(sums[is_used], dim=1)
-    return clusters

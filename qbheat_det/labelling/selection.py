@@ -34,7 +34,7 @@ from .coverage import (
 )
 from .embedding import embed_images
 
-Strategy = Literal["random", "typiclust", "k_center", "balanced"]
+Strategy = Literal["random", "k_center", "balanced"]
 Boxes = dict[str, list[dict[str, Any]]]
 BALANCED: Strategy = "balanced"  # needs a detector
 _SET = "images_with_labels"
@@ -156,7 +156,7 @@ def select(
         encoder: weights of the encoder whose features are compared.
         strategy: by default "balanced" if ``weights`` are given, else "random".
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
-        seed: seed of "random" and "typiclust".
+        seed: seed of "random".
 
     Raises:
         UserError: the budget is below 1 or larger than the pool, ``weights`` are not those of a

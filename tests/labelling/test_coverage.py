@@ -29,37 +29,13 @@ def test_k_center_is_the_greedy_farthest_point():
         have.append(index)
 
 
-def test_typiclust_takes_the_densest_image_of_each_cluster_the_largest_first():
-    vectors, clusters = make_pool([30, 10, 20])
-    chosen = coverage.typiclust(vectors, 3)
-    assert clusters[chosen].tolist() == [0, 2, 1]
-    for index in chosen:
-        members = vectors[clusters == clusters[index]]
-        distances = torch.cdist(members, members).sort(dim=1).values[:, 1:21].mean(1)
-        place = int((clusters[:index] == clusters[index]).sum())
-        assert distances[place] == pytest.approx(float(distances.min()), abs=1e-4)
-
-
-def test_typiclust_passes_over_clusters_with_labels():
-    vectors, clusters = make_pool([30, 10, 20])
-    taken = [int((clusters == 0).nonzero()[0])]
-    assert sorted(clusters[coverage.typiclust(vectors, 2, taken)].tolist()) == [1, 2]
-
-
-@pytest.mark.parametrize("choose", [coverage.k_center, coverage.typiclust])
-def test_choices_are_new_distinct_and_within_the_pool(choose):
+@pytest.mark.parametrize("strategy", coverage.COVERING)
+def test_choices_are_new_distinct_and_within_the_pool(strategy):
     vectors, _ = make_pool([6, 3])
     for budget, taken in itertools.product((1, 4, 20), ([], [0, 8])):
-        chosen = choose(vectors, budget, taken)
+        chosen = coverage.cover(strategy, vectors, budget, taken)
         assert len(chosen) == len(set(chosen)) == min(budget, 9 - len(taken))
         assert not set(chosen) & set(taken)
-
-
-def test_k_means_separates_clear_clusters():
-    vectors, clusters = make_pool([20, 5, 12])
-    found = coverage.k_means(vectors, 3)
-    pairs = set(zip(found.tolist(), clusters.tolist(), strict=True))
-    assert len(pairs) == 3
 
 
 def test_near_duplicates_are_named_by_the_first_image_of_a_connected_group(monkeypatch):

@@ -45,7 +45,7 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
         return {"AP": float("nan"), "AP50": 10.0 * len(names)}
 
     monkeypatch.setattr(simulation, "train_afresh", train)
-    arguments = {"val": str(data), "strategies": ["random", "typiclust"]}
+    arguments = {"val": str(data), "strategies": ["random", "k_center"]}
     points = simulate(str(data), [4, 2], tmp_path / "out", seeds=[1], **arguments)
     assert [len(names) for names in trained] == [2, 4, 2, 4]
     assert trained[0] < trained[1]
