@@ -41,7 +41,6 @@ _PREFIX = "predictor."
 _EQUAL = 1e-6  # relative spread of magnitudes that is considered a rounding error
 _COLUMNS = {
     "correlation": ("correlation of the scales' spectra", ".4f"),
-    "effective_rank": ("effective rank", ".1f"),
     "commutator": ("commutator", ".3f"),
     "inverse_error": ("inverse error", ".3f"),
 }
@@ -82,7 +81,6 @@ def describe_models(models: Models) -> Spectrum:
         one, other = magnitudes
         summary["correlation"] = fmean(magnitude_correlation(one[k], other[k]) for k in NAMES)
     for name, measure, groups in (
-        ("effective_rank", effective_rank, [(name,) for name in NAMES]),
         ("commutator", commutator, list(product(*AXES.values()))),
         ("inverse_error", inverse_error, list(AXES.values())),
     ):
@@ -160,12 +158,6 @@ def _sort_eigenvalues(matrix: Tensor) -> Tensor:
     """Returns the complex eigenvalues (C,) of a matrix (C, C), sorted by descending magnitude."""
     eigenvalues = torch.linalg.eigvals(matrix)
     return eigenvalues[eigenvalues.abs().argsort(descending=True, stable=True)]
-
-
-def effective_rank(matrix: Tensor) -> float:
-    """Returns the exponential of the entropy of the normalized singular values, in [1, C]."""
-    singular = torch.linalg.svdvals(matrix)
-    return float(torch.special.entr(singular / singular.sum()).sum().exp())
 
 
 def commutator(a: Tensor, b: Tensor) -> float:

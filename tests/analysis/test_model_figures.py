@@ -33,7 +33,6 @@ from qbheat_det.analysis.spectrum import (
     commutator,
     describe_models,
     draw_spectrum,
-    effective_rank,
     inverse_error,
     magnitude_correlation,
     read_linear_models,
@@ -115,7 +114,7 @@ def test_linear_models_are_read_from_a_checkpoint(tmp_path):
         read_linear_models(path, "run")
 
 
-def test_commutator_correlation_and_rank_equal_hand_computed_values():
+def test_commutator_and_correlation_equal_hand_computed_values():
     a, b = with_eigenvalues([1.0, 2, 3, 4]), with_eigenvalues([0.5, -1, 2, 7])
     assert commutator(a, b) == pytest.approx(0.0, abs=1e-12)  # of one basis
     up = torch.tensor([[0.0, 1.0], [0.0, 0.0]])  # AB - BA = diag(1, -1), of norms 1
@@ -124,9 +123,6 @@ def test_commutator_correlation_and_rank_equal_hand_computed_values():
     # Deviations (1.5, .5, -.5, -1.5) and (6, -2, -2, -2): 12 / (sqrt(5) sqrt(48)).
     assert magnitude_correlation(falling, steep) == pytest.approx(12 / math.sqrt(240))
     assert math.isnan(magnitude_correlation(falling, torch.ones(4)))
-    # Shares 1/2, 1/4, 1/4: an entropy of 3/2 log 2.
-    assert effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)
-    assert math.isnan(effective_rank(torch.zeros(3, 3)))
 
 
 def test_checkpoints_and_their_controls_have_rows(tiny, tmp_path):
