@@ -169,8 +169,8 @@ class MapAttention(nn.MultiheadAttention):
                 watch(cast(Tensor, weights))
             return found
         masked = None if key_padding_mask is None else key_padding_mask[:, None, None]
-        if exported_form.get() and not is_half_program() and not self.fused:
-            return self._attend_in_graph(query, key, value, masked)
+        if exported_form.get() == "int8" and not self.fused:
+            return self._attend_in_int8(query, key, value, masked)
         assert self.in_proj_weight is not None, "keys and values are as wide as the queries"
         layers = zip(self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3), strict=True)
         heads = (
@@ -181,10 +181,10 @@ class MapAttention(nn.MultiheadAttention):
         attended = attend(*heads, masked=masked, dropout=dropout, fused=self.fused)
         return linear(attended, self.out_proj.weight, self.out_proj.bias)
 
-    def _attend_in_graph(
+    def _attend_in_int8(
         self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None
     ) -> Tensor:
-        """Attention for ONNX graphs. Keys and values (N, C, L) are split without a copy."""
+        """Attention for INT8 files. Convolutions, which are quantized, project keys and values."""
         weights = self.in_proj_weight.chunk(3)
         query_bias, _, value_bias = self.in_proj_bias.chunk(3)
         heads = self.num_heads, -1
@@ -203,11 +203,8 @@ class MapAttention(nn.MultiheadAttention):
 
 
 def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
-    """Projects (N, L, C) to (N, C, L). For int8, uses a convolution, which runtimes quantize."""
-    x = x.transpose(1, 2)
-    if exported_form.get() == "int8":
-        return F.conv2d(x[..., None], weight[:, :, None, None]).squeeze(3)
-    return weight @ x
+    """Projects (N, L, C) to (N, C, L)."""
+    return F.conv2d(x.transpose(1, 2)[..., None], weight[:, :, None, None]).squeeze(3)
 
 
 AttentionRecord = dict[str, list[Tensor]]
