@@ -4,26 +4,30 @@
 The selection is intended for training on a few hundred images. It follows the two-stage queries of
 "Deformable DETR", arXiv:2010.04159, Sec. 4.2. Positions beside one with a higher score are not
 selected, similar to "Dense Distinct Query", arXiv:2303.12776. The decoder refines the boxes and
-classes of the selected positions. The dense head is trained one-to-many: each box is assigned to
-several positions, those with the least matching costs.
+classes of the selected positions. The dense head is trained one-to-many: as in our RetinaNet, ATSS
+(arXiv:1912.02424) assigns each box to several positions.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
+from detectron2.structures import Boxes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.ops import box_convert
 
 from qbheat_det.layers import SinePositionEncoding, depthwise, pointwise, zero_padding
 from qbheat_det.layers.padded_maps import valid_sizes
+from qbheat_det.modeling.retinanet import AtssAssigner
 
 from .criterion import Matches, SetCriterion, Targets
 
 _BASE_SIZE = 4  # side of the anchor of a position, in strides of its level
 _MAX_LOG_SCALE = 4.0
 _NEVER = -1e4  # logit of a position outside the image
-_OUTSIDE_COST = 1e3  # cost of a position whose center is outside the box
+_FAR = 1e6  # distance of anchors that no box may have
+_POSITIONS_PER_BOX = 6  # divisor of the losses, about the number that ATSS assigns
 
 
 class Proposals(NamedTuple):
@@ -31,9 +35,10 @@ class Proposals(NamedTuple):
 
     logits: Tensor  # (N, P, K + 1)
     boxes: Tensor  # (N, P, 4), cxcywh in [0, 1] of the unpadded image
-    centers: Tensor  # (N, P, 2), centers of the positions, (x, y) in [0, 1]
+    anchors: Tensor  # (N, P, 4), cxcywh in [0, 1] of the unpadded image
     features: Tensor  # (N, P, C)
     distinct: Tensor  # (N, P), True if no neighbor has a higher score
+    num_positions: tuple[int, ...]  # of each level; their sum is P
 
 
 class SelectedQueries(NamedTuple):
@@ -62,18 +67,18 @@ class QuerySelection(nn.Module):
         num_classes: int,
         num_queries: int,
         dim: int,
-        positions_per_box: int = 6,
+        assigner: AtssAssigner | None = None,
     ) -> None:
         """
         Args:
             num_classes: K, without the no-object class.
             num_queries: Q, the number of positions to select.
             dim: C, the width of feature maps and queries.
-            positions_per_box: number of positions that each box is assigned to in training.
+            assigner: assigns the anchors of the positions to boxes in training.
         """
         super().__init__()
         self.num_queries = num_queries
-        self.positions_per_box = positions_per_box
+        self.assigner = assigner or AtssAssigner()
         self.tower = nn.ModuleList(
             nn.ModuleList([depthwise(dim, dim, ""), pointwise(dim, dim, ""), nn.LayerNorm(dim)])
             for _ in range(2)
@@ -93,7 +98,8 @@ class QuerySelection(nn.Module):
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
         """Takes the feature maps (N, C, H, W) and padding masks (N, 1, H, W) of all levels."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
-        return Proposals(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
+        *fields, counts = zip(*parts, strict=True)
+        return Proposals(*(torch.cat(field, dim=1) for field in fields), sum(counts, ()))
 
     def select(self, proposals: Proposals) -> SelectedQueries:
         """Returns the Q distinct proposals with the highest scores as queries."""
@@ -126,41 +132,30 @@ class QuerySelection(nn.Module):
         ``normalizers`` (2,) are the divisors of the decoder's own losses.
         """
         logits, boxes = (x.float()[None] for x in (proposals.logits, proposals.boxes))
-        matches = self.assign(proposals, targets, criterion)
+        matches = self.assign(proposals, targets)
         losses = criterion.block_losses(
-            logits, boxes, targets, normalizers * self.positions_per_box, matches
+            logits, boxes, targets, normalizers * _POSITIONS_PER_BOX, matches
         )
         return {
             name.replace("loss_", "loss_proposal_"): loss.sum() for name, loss in losses.items()
         }
 
     @torch.no_grad()
-    def assign(self, proposals: Proposals, targets: Targets, criterion: SetCriterion) -> Matches:
-        """Assigns each box to the positions with the least cost.
-
-        A position that is assigned to several boxes keeps the box with the least cost.
-        """
-        logits, boxes = (x.detach().float()[None] for x in (proposals.logits, proposals.boxes))
-        cost = criterion.matching_cost(logits, boxes, targets)[0]  # (N, P, T)
-        low, high = targets.boxes[:, None].chunk(2, dim=-1)
-        distance = (proposals.centers[:, :, None] - low).abs() - high / 2  # (N, P, T, 2)
-        outside = distance.amax(dim=-1)
-        cost = cost + torch.where(outside > 0, _OUTSIDE_COST * (1 + outside), 0)
-        cost = cost + (proposals.logits[..., :1] <= _NEVER / 2) * _OUTSIDE_COST**2
-        count = min(self.positions_per_box, cost.shape[1])
-        chosen = torch.zeros_like(cost, dtype=torch.bool)
-        chosen.scatter_(1, cost.topk(count, dim=1, largest=False).indices, True)
-        counts = torch.tensor(targets.counts).to(cost.device, non_blocking=True)
-        chosen &= torch.arange(cost.shape[2], device=cost.device) < counts[:, None, None]
-        none = cost.new_full((*cost.shape[:2], 1), torch.inf)  # needed for a batch without boxes
-        best = torch.cat([torch.where(chosen, cost, torch.inf), none], dim=2).min(dim=2)  # (N, P)
-        image, query = best.values.isfinite().nonzero(as_tuple=True)
-        return Matches(
-            block=torch.zeros_like(image),
-            image=image,
-            query=query,
-            target=best.indices[image, query],
-        )
+    def assign(self, proposals: Proposals, targets: Targets) -> Matches:
+        """Assigns each box to several positions. Positions outside the images have no box."""
+        # In units of the finest anchors' side, squares of the image are squares.
+        unit = proposals.anchors[:, -1:, 2:].repeat(1, 1, 2)
+        anchors = box_convert(proposals.anchors / unit, "cxcywh", "xyxy")
+        anchors = torch.where(proposals.logits[..., :1] <= _NEVER / 2, -_FAR, anchors)
+        boxes = box_convert(targets.boxes / unit, "cxcywh", "xyxy")
+        rows = []
+        for image, count in enumerate(targets.counts):
+            levels = [Boxes(level) for level in anchors[image].split(proposals.num_positions)]
+            index = self.assigner(levels, Boxes(boxes[image, :count]))
+            query = (index >= 0).nonzero()[:, 0]
+            rows.append(torch.stack([torch.full_like(query, image), query, index[query]]))
+        images, query, target = torch.cat(rows, dim=1)
+        return Matches(block=torch.zeros_like(query), image=images, query=query, target=target)
 
     def _propose(self, x: Tensor, padding: Tensor | None) -> Proposals:
         """Returns the P = H * W proposals of one level."""
@@ -175,20 +170,18 @@ class QuerySelection(nn.Module):
         height, width = x.shape[-2:]
         scores = logits[..., :-1].amax(dim=-1).detach()
         around = F.max_pool2d(scores.view(-1, 1, height, width), 3, stride=1, padding=1)
-        centers, sizes = self._anchors((height, width), padding, logits)
-        anchors = torch.cat([centers, sizes], dim=-1)
+        anchors = self._anchors((height, width), padding, logits)
         return Proposals(
             logits=logits,
             boxes=refine_boxes(anchors, self.bbox_embed(features).float()),
-            centers=centers,
+            anchors=anchors,
             features=features,
             distinct=scores >= around.flatten(1),
+            num_positions=(height * width,),
         )
 
-    def _anchors(
-        self, size: tuple[int, int], padding: Tensor | None, like: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the centers (x, y) and sizes (w, h) of the anchors, (N, P, 2) each."""
+    def _anchors(self, size: tuple[int, int], padding: Tensor | None, like: Tensor) -> Tensor:
+        """Returns the anchors (N, P, 4), cxcywh in [0, 1] of the unpadded image."""
         height, width = size
         if padding is None:
             # The exporter does not support new_tensor, and len() would fix the batch size.
@@ -202,4 +195,4 @@ class QuerySelection(nn.Module):
         y = (rows / extent[:, :1])[:, :, None].expand(-1, -1, width)
         centers = torch.stack([x, y], dim=-1).flatten(1, 2)
         sizes = (_BASE_SIZE / extent.flip(1))[:, None].expand_as(centers)
-        return centers, sizes.clamp(max=1)
+        return torch.cat([centers, sizes.clamp(max=1)], dim=-1)

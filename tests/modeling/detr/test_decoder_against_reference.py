@@ -6,12 +6,15 @@ import math
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
+from detectron2.structures import Boxes
 from torch.testing import assert_close
+from torchvision.ops import box_convert
 
-from qbheat_det.modeling.detr import MFDecoder, SetCriterion
-from qbheat_det.modeling.detr.criterion import FocalClassification, Targets
+from qbheat_det.modeling.detr import MFDecoder
+from qbheat_det.modeling.detr.criterion import Targets
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
 from qbheat_det.modeling.detr.query_selection import QuerySelection, refine_boxes
+from qbheat_det.modeling.retinanet import AtssAssigner
 
 from ..reference_mf_decoder import mf_decoder
 from ..reference_mobile_former import Weights, randomise_
@@ -109,9 +112,7 @@ SHAPES = [ShapeSpec(channels=c, stride=s) for c, s in ((16, 8), (24, 16), (40, 3
 
 def build_decoder(shapes=SHAPES):
     torch.manual_seed(0)
-    selection = QuerySelection(
-        num_classes=CLASSES, num_queries=QUERIES, dim=DIM, positions_per_box=2
-    )
+    selection = QuerySelection(num_classes=CLASSES, num_queries=QUERIES, dim=DIM)
     widths = DecoderWidths(dim=DIM, num_heads=4, hidden=32, expansion=2, dropout=0.0)
     return MFDecoder(
         input_shape=shapes,
@@ -121,10 +122,6 @@ def build_decoder(shapes=SHAPES):
         widths=widths,
         selection=selection,
     )
-
-
-def build_criterion():
-    return SetCriterion(num_classes=CLASSES, classification=FocalClassification(), class_weight=2.0)
 
 
 def features(height, width, images=2):
@@ -174,39 +171,32 @@ def test_boxes_are_moved_by_shares_of_their_sides():
 
 
 @pytest.mark.parametrize("counts", [[2, 0], [3, 1], [0, 0]], ids=str)
-def test_assignment_equals_loops(counts):
-    decoder, criterion = build_decoder(), build_criterion()
+def test_positions_get_the_boxes_that_retinanets_anchors_get_in_pixels(counts):
+    """Images of 96 x 64 and 64 x 64 pixels in one batch; the assignment is that of each alone."""
     torch.manual_seed(1)
+    decoder, sizes = build_decoder(), [(64, 96), (64, 64)]
+    padding = torch.zeros(2, 1, 8, 12, dtype=torch.bool)
+    padding[1, ..., 8:] = True
     with torch.no_grad():
-        proposals = decoder([x.float() for x in features(64, 96)])["proposals"]
+        proposals = decoder([x.float() for x in features(64, 96)], padding)["proposals"]
     boxes = [torch.rand(n, 4) * 0.4 + 0.2 for n in counts]
     targets = Targets.stack([torch.arange(n) % CLASSES for n in counts], boxes)
-    matches = decoder.selection.assign(proposals, targets, criterion)
-    found = set(
-        zip(matches.image.tolist(), matches.query.tolist(), matches.target.tolist(), strict=True)
-    )
-    expected = set()
-    for image, count in enumerate(counts):
-        wanted = {}
-        for target in range(count):
-            one = Targets.stack(
-                [targets.labels[image, target : target + 1]], [boxes[image][target : target + 1]]
-            )
-            cost = criterion.matching_cost(
-                proposals.logits[None, image : image + 1],
-                proposals.boxes[None, image : image + 1],
-                one,
-            )[0, 0, :, 0]
-            x, y, width, height = boxes[image][target].tolist()
-            for place, (u, v) in enumerate(proposals.centers[image].tolist()):
-                out = max(abs(u - x) - width / 2, abs(v - y) - height / 2)
-                cost[place] += 1000 * (1 + out) if out > 0 else 0
-            for place in cost.argsort()[:2].tolist():
-                wanted[place] = min(
-                    wanted.get(place, (torch.inf, -1)), (float(cost[place]), target)
-                )
-        expected |= {(image, place, target) for place, (_, target) in wanted.items()}
-    assert found == expected
+    matches = decoder.selection.assign(proposals, targets)
+    found = torch.full(proposals.distinct.shape, -1)
+    found[matches.image, matches.query] = matches.target
+    for image, (height, width) in enumerate(sizes):
+        levels, columns = [], []
+        for stride in (32, 16, 8):
+            rows = [y + stride / 2 for y in range(0, height, stride)]
+            grid = [(x + stride / 2, y) for y in rows for x in range(0, width, stride)]
+            centers, side = torch.tensor(grid), torch.tensor([width, height]).clamp(max=4 * stride)
+            levels.append(Boxes(torch.cat([centers - side / 2, centers + side / 2], dim=1)))
+            columns += [x < width for _ in rows for x in range(0, 96, stride)]
+        scale = torch.tensor([width, height] * 2)
+        truth = Boxes(box_convert(boxes[image], "cxcywh", "xyxy") * scale)
+        expected = torch.full_like(found[image], -1)
+        expected[torch.tensor(columns)] = AtssAssigner()(levels, truth)
+        assert torch.equal(found[image], expected)
 
 
 def test_boxes_start_as_squares_of_four_strides_and_at_most_the_image():
