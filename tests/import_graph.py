@@ -26,8 +26,10 @@ ALLOWED = {
     "solver": BASE,
     "evaluation": BASE | {"data"},
     "modeling.image_model": BASE,
+    "modeling.atss": BASE,
     **dict.fromkeys(MODELING, BASE | {"modeling.backbone", "modeling.image_model"}),
-    "modeling.retinanet": BASE | {"modeling.backbone", "modeling.image_model", "modeling.dense"},
+    "modeling.detr": BASE | {"modeling.image_model", "modeling.atss"},
+    "modeling.retinanet": BASE | {"modeling.image_model", "modeling.atss", "modeling.dense"},
     "feature_cache": MIDDLE | {"modeling.backbone", "modeling.image_model"},
     # Names no model class.
     "engine": MIDDLE | CACHE,

@@ -86,18 +86,15 @@ def predict_files(
                 f"'{weights}' is a classifier and finds no boxes: leave out --output and --tile, "
                 "and name --json FILE for the classes"
             )
-        score = (
-            build_exported_scorer(exported)
-            if exported
-            else build_scorer(build_detector(cfg).model, cfg)
-        )
+        if exported:
+            score = build_exported_scorer(exported)
+        else:
+            score = build_scorer(build_detector(cfg).model, cfg)
         found = classify_images(score, files, cfg.MODEL.CLASS_NAMES)
         write_atomically(json_file, json.dumps(found.results).encode())
         return found
-    predictor = get_predictor(exported, cfg)
-    found = predict_images(
-        predictor, files, cfg, score_threshold=score_threshold, output_dir=output, tile=tile
-    )
+    options: dict[str, Any] = {"score_threshold": score_threshold, "tile": tile}
+    found = predict_images(get_predictor(exported, cfg), files, cfg, output_dir=output, **options)
     if json_file:
         _write_boxes(found, cfg, json_file, json_format)
     return found

@@ -2,77 +2,25 @@
 """RetinaNet with losses normalized over all processes, and ATSS as an option.
 
 RetinaNet (arXiv:1708.02002) assigns anchors by fixed IoU thresholds, which few anchors reach for a
-small box. Adaptive training sample selection, ATSS (arXiv:1912.02424), computes a threshold for
-each box from the anchors near its center. With ATSS, one anchor per position is enough.
+small box. With ATSS, see ``atss.py``, one anchor per position is enough.
 
-In shapes, M is the number of boxes of an image, and R the number of anchors of all levels.
+In shapes, R is the number of anchors of all levels.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.modeling.meta_arch import RetinaNet
-from detectron2.structures import Boxes, Instances, pairwise_iou
+from detectron2.structures import Boxes, Instances
 from detectron2.structures.boxes import matched_pairwise_iou
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import generalized_box_iou_loss
 
+from .atss import AtssAssigner
 from .dense import COUNT, DenseTeacherLoss, SyncNormalizer, quality_focal_loss
-
-
-@dataclass(frozen=True)
-class AtssAssigner:
-    """Assigns anchors to the boxes of one image.
-
-    Candidates of a box are the ``top_k`` anchors of each level whose centers are nearest to the
-    center of the box. Positives are the candidates whose IoU is at least the mean plus the standard
-    deviation of the candidates' IoUs, and whose center is in the box. In contrast to the paper, a
-    box without positives gets its best candidate. An anchor that is positive for several boxes is
-    assigned to the box with the highest IoU.
-
-    Attributes:
-        top_k: number of candidates per box and level (9 in the paper).
-    """
-
-    top_k: int = 9
-
-    def __call__(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
-        """Returns the index (R,) of each anchor's box, or -1 for background.
-
-        Args:
-            anchors: anchors of each level, XYXY, in pixels of the padded batch.
-            boxes: the M boxes of the image, in the same frame.
-        """
-        if not len(boxes):
-            return torch.full((sum(map(len, anchors)),), -1, device=boxes.device)
-        every = Boxes.cat(anchors)
-        candidates = self._nearest(anchors, boxes)
-        overlaps = pairwise_iou(boxes, every)
-        near = overlaps.gather(1, candidates)
-        threshold = near.mean(1, keepdim=True) + near.std(1, correction=0, keepdim=True)
-        centers, corners = every.get_centers()[candidates], boxes.tensor[:, None]
-        inside = (centers > corners[..., :2]) & (centers < corners[..., 2:])
-        positive = (near >= threshold) & inside.all(-1)
-        best = torch.zeros_like(positive).scatter_(1, near.argmax(1, keepdim=True), True)
-        positive |= best & ~positive.any(1, keepdim=True)
-        quality = torch.full_like(overlaps, -1.0)
-        quality.scatter_(1, candidates, near.where(positive, -1.0))
-        value, index = quality.max(0)
-        return index.where(value >= 0, -1)
-
-    def _nearest(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
-        """Returns the indices (M, candidates) of candidates in the anchors of all levels."""
-        rows, start = [], 0
-        for level in anchors:
-            distances = torch.cdist(boxes.get_centers(), level.get_centers())
-            count = min(self.top_k, len(level))
-            rows.append(distances.topk(count, largest=False).indices + start)
-            start += len(level)
-        return torch.cat(rows, dim=1)
 
 
 @META_ARCH_REGISTRY.register()

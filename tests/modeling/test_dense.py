@@ -14,6 +14,7 @@ from detectron2.utils.events import EventStorage
 from torch.testing import assert_close
 from torchvision.ops import box_iou, generalized_box_iou, sigmoid_focal_loss
 
+from qbheat_det.modeling.atss import AtssAssigner
 from qbheat_det.modeling.contracts import PSEUDO_LABELS, STRONG, UNLABELLED
 from qbheat_det.modeling.dense import (
     COUNT,
@@ -22,7 +23,6 @@ from qbheat_det.modeling.dense import (
     DenseTeacherLoss,
     quality_focal_loss,
 )
-from qbheat_det.modeling.retinanet import AtssAssigner
 from tests.engine.gradient_cases import NUM_BOXES, make_image
 from tests.modeling.tiny_pretraining import make_tiny_config
 

@@ -19,7 +19,7 @@ from torchvision.ops import box_convert
 
 from qbheat_det.layers import SinePositionEncoding, depthwise, pointwise, zero_padding
 from qbheat_det.layers.padded_maps import valid_sizes
-from qbheat_det.modeling.retinanet import AtssAssigner
+from qbheat_det.modeling.atss import AtssAssigner
 
 from .criterion import Matches, SetCriterion, Targets
 

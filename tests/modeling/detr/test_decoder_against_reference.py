@@ -10,11 +10,11 @@ from detectron2.structures import Boxes
 from torch.testing import assert_close
 from torchvision.ops import box_convert
 
+from qbheat_det.modeling.atss import AtssAssigner
 from qbheat_det.modeling.detr import MFDecoder
 from qbheat_det.modeling.detr.criterion import Targets
 from qbheat_det.modeling.detr.decoder_block import DecoderWidths
 from qbheat_det.modeling.detr.query_selection import QuerySelection, refine_boxes
-from qbheat_det.modeling.retinanet import AtssAssigner
 
 from ..reference_mf_decoder import mf_decoder
 from ..reference_mobile_former import Weights, randomise_

@@ -1,0 +1,64 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Adaptive training sample selection, ATSS (arXiv:1912.02424), for RetinaNet and MF-DETR.
+
+ATSS computes an IoU threshold for each box from the anchors near its center.
+
+In shapes, M is the number of boxes of an image, and R the number of anchors of all levels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from detectron2.structures import Boxes, pairwise_iou
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AtssAssigner:
+    """Assigns anchors to the boxes of one image.
+
+    Candidates of a box are the ``top_k`` anchors of each level whose centers are nearest to the
+    center of the box. Positives are the candidates whose IoU is at least the mean plus the standard
+    deviation of the candidates' IoUs, and whose center is in the box. In contrast to the paper, a
+    box without positives gets its best candidate. An anchor that is positive for several boxes is
+    assigned to the box with the highest IoU.
+
+    Attributes:
+        top_k: number of candidates per box and level (9 in the paper).
+    """
+
+    top_k: int = 9
+
+    def __call__(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
+        """Returns the index (R,) of each anchor's box, or -1 for background.
+
+        Args:
+            anchors: anchors of each level, XYXY, in pixels of the padded batch.
+            boxes: the M boxes of the image, in the same frame.
+        """
+        if not len(boxes):
+            return torch.full((sum(map(len, anchors)),), -1, device=boxes.device)
+        every = Boxes.cat(anchors)
+        candidates = self._nearest(anchors, boxes)
+        overlaps = pairwise_iou(boxes, every)
+        near = overlaps.gather(1, candidates)
+        threshold = near.mean(1, keepdim=True) + near.std(1, correction=0, keepdim=True)
+        centers, corners = every.get_centers()[candidates], boxes.tensor[:, None]
+        inside = (centers > corners[..., :2]) & (centers < corners[..., 2:])
+        positive = (near >= threshold) & inside.all(-1)
+        best = torch.zeros_like(positive).scatter_(1, near.argmax(1, keepdim=True), True)
+        positive |= best & ~positive.any(1, keepdim=True)
+        quality = torch.full_like(overlaps, -1.0)
+        quality.scatter_(1, candidates, near.where(positive, -1.0))
+        value, index = quality.max(0)
+        return index.where(value >= 0, -1)
+
+    def _nearest(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
+        """Returns the indices (M, candidates) of candidates in the anchors of all levels."""
+        rows, start = [], 0
+        for level in anchors:
+            distances = torch.cdist(boxes.get_centers(), level.get_centers())
+            count = min(self.top_k, len(level))
+            rows.append(distances.topk(count, largest=False).indices + start)
+            start += len(level)
+        return torch.cat(rows, dim=1)
