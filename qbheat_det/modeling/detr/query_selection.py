@@ -9,7 +9,7 @@ classes of the selected positions. The dense head is trained one-to-many: as in 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from detectron2.structures import Boxes
@@ -99,8 +99,8 @@ class QuerySelection(nn.Module):
         """Takes the feature maps (N, C, H, W) and padding masks (N, 1, H, W) of all levels."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
         *fields, counts = zip(*parts, strict=True)
-        tensors: list[Any] = [torch.cat(field, dim=1) for field in fields]
-        return Proposals(*tensors, num_positions=sum(counts, ()))
+        joined = [torch.cat(field, dim=1) for field in fields]
+        return Proposals._make([*joined, sum(counts, ())])
 
     def select(self, proposals: Proposals) -> SelectedQueries:
         """Returns the Q distinct proposals with the highest scores as queries."""
