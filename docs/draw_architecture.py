@@ -23,7 +23,7 @@ ROWS = (
     ("engine", "inference"),
     ("feature_cache", "probing", "labelling", "deployment", "model_zoo"),
     ("modeling.retinanet", "modeling.detr", "modeling.pretrain", "modeling.classification"),
-    ("modeling.dense", "evaluation"),
+    ("modeling.dense", "modeling.atss", "evaluation"),
     ("data", "checkpoint", "solver", "modeling.backbone", "modeling.image_model"),
     ("layers", "config", "core", "modeling.contracts"),
 )
