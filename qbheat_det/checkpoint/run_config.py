@@ -56,12 +56,15 @@ def load_run_config(
 def choose_device(device: str | None) -> str:
     """Returns ``device``; if it is None, "cuda" if there is a GPU, and "cpu" otherwise.
 
-    Raises a ``UserError`` if a device is neither "cpu" nor "cuda", or if PyTorch sees no GPU.
+    Raises a ``UserError`` if PyTorch cannot compute on the device.
     """
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind in ("", "meta"):  # tensors of "meta" have no values
         raise UserError(f"device is '{device}', expected cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is '{device}', but PyTorch sees no GPU: use cpu")
