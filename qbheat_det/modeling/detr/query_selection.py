@@ -27,7 +27,7 @@ _BASE_SIZE = 4  # side of the anchor of a position, in strides of its level
 _MAX_LOG_SCALE = 4.0
 _NEVER = -1e4  # logit of a position outside the image
 _FAR = 1e6  # distance of anchors that no box may have
-_POSITIONS_PER_BOX = 6  # divisor of the losses, about the number that ATSS assigns
+_DIVISOR = 6  # of the losses per box; ATSS assigns 4.3 positions to a box of the aquarium set
 
 
 class Proposals(NamedTuple):
@@ -134,9 +134,7 @@ class QuerySelection(nn.Module):
         """
         logits, boxes = (x.float()[None] for x in (proposals.logits, proposals.boxes))
         matches = self.assign(proposals, targets)
-        losses = criterion.block_losses(
-            logits, boxes, targets, normalizers * _POSITIONS_PER_BOX, matches
-        )
+        losses = criterion.block_losses(logits, boxes, targets, normalizers * _DIVISOR, matches)
         return {
             name.replace("loss_", "loss_proposal_"): loss.sum() for name, loss in losses.items()
         }
