@@ -65,9 +65,9 @@ def choose_device(device: str | None) -> str:
     except RuntimeError:
         kind = ""
     if kind in ("", "meta"):  # tensors of "meta" have no values
-        raise UserError(f"device is '{device}', expected cpu or cuda")
+        raise UserError(f"MODEL.DEVICE (device) is '{device}', expected cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device is '{device}', but PyTorch sees no GPU: use cpu")
+        raise UserError(f"MODEL.DEVICE (device) is '{device}', but PyTorch sees no GPU: use cpu")
     return device
 
 

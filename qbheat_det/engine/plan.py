@@ -45,7 +45,7 @@ _SHARED = ("DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "INPUT.FORMAT", "INP
            "SEED", "SOLVER.AMP.")  # fmt: skip
 _OWN = ("DATASETS.UNLABELLED", "MODEL.BACKBONE.FREEZE_AT", "MODEL.CACHE_FEATURES.ENABLED",
         "MODEL.SEMI.")  # fmt: skip
-_WHOLE_BACKBONE = 5  # FREEZE_AT of recipes with a frozen backbone
+_FROZEN = 5  # lowest FREEZE_AT of recipes with a frozen backbone
 # Keys that must be equal in both stages, so that the weights fit.
 _EQUAL = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP",
           "MODEL.FPN.OUT_CHANNELS")  # fmt: skip
@@ -78,7 +78,7 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
     if weights is not None and not (weights and holds_encoder(weights)):
         return None
     folder = Path(cfg.OUTPUT_DIR)
-    if cfg.MODEL.BACKBONE.FREEZE_AT >= _WHOLE_BACKBONE or name_last_checkpoint(folder):
+    if cfg.MODEL.BACKBONE.FREEZE_AT >= _FROZEN or name_last_checkpoint(folder):
         return None
     shared = {
         k: v for k, v in overrides.items() if k.startswith(_SHARED) and not k.startswith(_OWN)

@@ -14,7 +14,7 @@ from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
 
-from qbheat_det.checkpoint import check_weights_file
+from qbheat_det.checkpoint import check_weights_file, choose_device
 from qbheat_det.config import Rules, at_least, check_values, dump_config, one_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable
@@ -173,15 +173,8 @@ def _check_num_classes(cfg: CfgNode, given: dict[str, str]) -> None:
 
 
 def _choose_device(cfg: CfgNode, *, is_given: bool) -> None:
-    try:
-        torch.device(cfg.MODEL.DEVICE)
-    except RuntimeError:
-        raise UserError(f"MODEL.DEVICE is '{cfg.MODEL.DEVICE}', but must be cpu or cuda") from None
-    if torch.cuda.is_available() or not cfg.MODEL.DEVICE.startswith("cuda"):
-        return
-    if is_given:
-        raise UserError(f"MODEL.DEVICE is '{cfg.MODEL.DEVICE}', but PyTorch finds no GPU: use cpu")
-    cfg.MODEL.DEVICE = "cpu"
+    needs_gpu = cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available()
+    cfg.MODEL.DEVICE = "cpu" if needs_gpu and not is_given else choose_device(cfg.MODEL.DEVICE)
 
 
 def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:

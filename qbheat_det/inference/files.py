@@ -55,6 +55,8 @@ def predict_files(
 ) -> Predictions:
     """Predicts boxes or classes on files and folders, and optionally draws and writes them.
 
+    Returns the results and the files that were skipped.
+
     Args:
         weights: trained weights (.safetensors, .pth, qbheat://NAME) or an exported file.
         inputs: images, videos, and folders, which are searched recursively.
@@ -67,9 +69,6 @@ def predict_files(
         fast: use the deployed form of the model, see ``MODEL.DEPLOY``.
         tile: side of overlapping tiles in pixels; 0 for whole images only, None as in training.
         opts: config overrides, a flat list of keys and values.
-
-    Returns:
-        The results, and the files that were skipped.
 
     Raises:
         UserError: weights, inputs or arguments are invalid or do not match.
@@ -93,8 +92,10 @@ def predict_files(
         found = classify_images(score, files, cfg.MODEL.CLASS_NAMES)
         write_atomically(json_file, json.dumps(found.results).encode())
         return found
-    options: dict[str, Any] = {"score_threshold": score_threshold, "tile": tile}
-    found = predict_images(get_predictor(exported, cfg), files, cfg, output_dir=output, **options)
+    predictor = get_predictor(exported, cfg)
+    found = predict_images(
+        predictor, files, cfg, score_threshold=score_threshold, output_dir=output, tile=tile
+    )
     if json_file:
         _write_boxes(found, cfg, json_file, json_format)
     return found
