@@ -127,7 +127,7 @@ class PretrainingObjective(FixedSizeModel, Protocol):
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
     """Returns ``views_from_config(cfg)``: for each kind of view, the visible quarters.
 
-    Images use these quarters in turn. If there are none, the whole image is visible.
+    Images use these quarters in turn. If a view has none, the model gets whole images.
     """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
@@ -178,7 +178,7 @@ def get_timm_name(model: nn.Module) -> str:
 
 
 def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters, also of children, that modules of a model name in ``token_path``."""
+    """Returns the parameters that modules name in ``token_path``, directly or by a child module."""
     return [
         parameter
         for module in model.modules()

@@ -173,8 +173,8 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """Same as in the base class. In training, ``normalizers`` (1,) divides the losses.
-        By default, it is computed from the batches of all processes."""
+        """Same as in the base class. In training, ``normalizers`` (1,) divides the losses. By
+        default, it is computed from the batches of all processes."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs

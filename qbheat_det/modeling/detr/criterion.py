@@ -261,8 +261,7 @@ class SetCriterion(nn.Module):
     ) -> dict[str, Tensor]:
         """Returns weighted losses (L,) per block: "loss_ce", "loss_bbox" and "loss_giou".
 
-        ``logits`` and ``boxes`` are in float32, see ``forward``. By default, ``match`` computes the
-        ``matches``.
+        ``logits`` and ``boxes`` are in float32, see ``forward``. For ``matches``, see ``match``.
         """
         if matches is None:
             matches = self.match(logits, boxes, targets)
@@ -295,7 +294,7 @@ class SetCriterion(nn.Module):
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Takes ``normalizers`` (…, 2) summed over ``parts`` batches. Returns the divisors of each."""
+        """Takes sums (…, 2) of ``normalizers`` over ``parts`` batches. Returns one batch's."""
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
 

@@ -156,7 +156,7 @@ class MFDETR(nn.Module):
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Takes ``loss_counts`` summed over ``parts`` micro-batches. Returns the divisors of each."""
+        """Takes ``loss_counts`` summed over all micro-batches. Returns each one's divisors (2,)."""
         return self.criterion.mean_normalizers(counts, parts)
 
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:

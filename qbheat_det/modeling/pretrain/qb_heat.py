@@ -88,7 +88,7 @@ class HeatPredictor(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
-        """Takes C and ``num_models`` of ``LinearModels``, and the value of ``MODEL.QB_HEAT.VISIBLE``."""
+        """Takes C and ``num_models`` of ``LinearModels``, and ``MODEL.QB_HEAT.VISIBLE``."""
         super().__init__()
         known = *OFFSETS, "both"
         check_value(visible in known, "QB_HEAT.VISIBLE", visible, f"one of {known}")
