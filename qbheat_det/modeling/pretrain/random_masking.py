@@ -57,11 +57,11 @@ class InterpolatedFeatures(nn.Module):
     """Predicts masked features by a linear map of interpolated visible features along x and y.
 
     In each row, let l and r be the nearest visible columns on the left and right of a masked column
-    j, and z_l and z_r their features. The prediction along x is I + M_x times the interpolated
+    j, and z_l and z_r their features. The prediction along x is (I + M_x) times the interpolated
     feature, ((r - j) z_l + (j - l) z_r) / (r - l). If only one of the two columns exists, its
     feature is used instead. The prediction along y is computed in the same way, with M_y. The
     result is the mean over the axes with a visible neighbor. Without any, it is the mean of all
-    visible features. M_x and M_y start at 0.
+    visible features. The matrices M_x and M_y are learned, and start at 0.
     """
 
     def __init__(self, *, dim: int) -> None:
