@@ -78,7 +78,8 @@ class PartPrograms:
     has no program run through the uncompiled part. Copies have no programs.
 
     Attributes:
-        seen: inputs by shape, for ``build_programs``; None stops the recording.
+        seen: inputs of calls, by shape, for which ``build_programs`` compiles. None if calls are
+            not recorded.
     """
 
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
@@ -98,14 +99,14 @@ class PartPrograms:
         return self._part._call_impl(*args, **kwargs)
 
     def path_of(self, key: tuple[str, ...]) -> Path:
-        """Returns the path of the file of a program, whether or not it exists."""
+        """Returns the path of the program for the shape ``key``, whether or not the file exists."""
         return _make_folder() / f"{self._fingerprint(key)}.pt2"
 
     def load_or_build(self, args: tuple[Any, ...], key: tuple[str, ...], path: Path) -> None:
         """Loads the program for a shape; builds it if the file is missing, damaged or inaccurate.
 
-        A program is inaccurate if its outputs differ from the part's outputs. Raises a
-        ``RuntimeError`` if the new program is damaged or inaccurate, and errors of the compiler.
+        A program is inaccurate if its outputs differ from the part's by more than rounding. Raises
+        a ``RuntimeError`` if the new program is damaged or inaccurate, and errors of the compiler.
         """
         lock = file_lock(path.with_suffix(".lock"), waiting=f"Another process compiles '{path}'")
         with quiet("torch"), arithmetic(self._dtype):

@@ -29,7 +29,7 @@ _DYNAMIC_SIZE = (512, 640)  # size of the example image if code is compiled for 
 
 
 class DeployReport(dict[str, str]):
-    """The result of each step by name. The text starts with "no: " if a step was not applied."""
+    """The result of each step of ``deploy``. It starts with "no: " if the step was not applied."""
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<14}{detail}" for name, detail in self.items())
@@ -117,7 +117,7 @@ def deploy(
         image_sizes: image sizes (height, width) in pixels for which code is compiled. On the CPU,
             images of all other sizes run uncompiled. On CUDA, code for these sizes is recorded as
             CUDA graphs. If empty, CUDA code is compiled for all sizes.
-        keep_memory: keep freed memory for the next image (CPU with glibc), in the whole process.
+        keep_memory: whether this process keeps freed memory for the next image (CPU with glibc).
 
     Raises:
         UserError: an argument is invalid, the model is already deployed or has no backbone, or it

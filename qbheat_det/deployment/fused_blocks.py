@@ -3,7 +3,7 @@
 
 Fused blocks make fewer passes over wide feature maps, and equal the plain blocks up to rounding:
 
-* A dynamic ReLU, max(a1 u, a2 u), is a PReLU times the larger slope. The PReLU is one pass over the
+* A dynamic ReLU, max(a1 x, a2 x), is a PReLU times the larger slope. The PReLU is one pass over the
   feature map. The larger slope, one number per channel, is multiplied into the weights of the next
   convolution.
 * In oneDNN, depthwise convolutions are fast with one output per input channel, and slow with
@@ -49,8 +49,8 @@ def fold_batch_norms(model: nn.Module) -> tuple[int, int]:
     """Folds, in place, each BatchNorm that directly follows a convolution.
 
     The BatchNorm is the ``norm`` of a Detectron2 convolution, or the module after a convolution in
-    an ``nn.Sequential``. Each of the two modules must be used only once in the model. Returns the
-    number of norms that are folded, and the number of those that are not.
+    an ``nn.Sequential`` if both modules are used only once in the model. Returns the number of
+    norms that are folded, and the number of those that are not.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     folded = 0
@@ -314,7 +314,7 @@ def convolve_by_turns(
 
 
 def interleaved_order(convolution: NormedConv2d) -> Tensor:
-    """Returns (C k,): first the first output channel of each input channel, then the second, …"""
+    """Returns output channels (C k,): the first one of each input channel, the second ones, …"""
     channels = np.arange(convolution.out_channels).reshape(convolution.groups, -1)
     return torch.from_numpy(channels.T.ravel()).to(convolution.weight.device)  # not in a graph
 

@@ -57,7 +57,7 @@ class Agreement:
 
 @dataclass
 class ExportReport:
-    """Differences of an exported file from PyTorch, one row per batch size; ``str`` is a table.
+    """Differences of an exported file from PyTorch, one row per batch size. ``str`` gives a table.
 
     If ``is_held``, the tolerance is a limit, and the table marks rows that exceed it.
     """
@@ -82,7 +82,7 @@ class ExportReport:
         return "\n".join([*lines, f"{held}; {self.source}"])
 
     def check(self) -> None:
-        """Raises a ``UserError`` if the results differ, or if neither detects anything."""
+        """Raises a ``UserError`` unless ``Agreement.holds`` for every row."""
         if all(row.is_empty for row in self.rows):
             raise UserError(
                 "nothing is written: the model detects nothing on these images, so there is "
@@ -208,7 +208,8 @@ def compare_detections(
 ) -> None:
     """Matches the detections in an image of ``size`` (H, W) one-to-one, and updates ``row``.
 
-    A detection may stay unmatched if its score is within ``tolerance`` of ``threshold``.
+    A detection may stay unmatched if its score is within ``tolerance`` of ``threshold``, or of the
+    lowest score that the other result lists if that result has no free rows.
     """
     mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
     boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]

@@ -80,8 +80,9 @@ def export_model(
         overwrite: whether to replace ``output`` if it exists.
         image_size: (H, W) in pixels; the file then accepts only single images of this size. By
             default, it accepts any number of images of any size.
-        int8_images: files and folders of images to calibrate 8-bit integers. The file must agree
-            with PyTorch before it is quantized. The report shows the differences after that.
+        int8_images: files and folders of images. If given, the file is quantized to 8-bit integers
+            whose ranges come from these images. The file must agree with PyTorch before it is
+            quantized. The report shows the differences after that.
 
     Raises:
         UserError: the model or the weights cannot be exported, or the file does not agree with
@@ -276,7 +277,7 @@ def export_backbone(
     image_folders: Sequence[str] = (),
     opts: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Writes only the backbone of ``weights``, under names without prefix, with its metadata.
+    """Writes only the backbone of ``weights``, with their metadata and under names without prefix.
 
     Args:
         weights: weights of any model with a child ``backbone``, as for ``find_weights``. If the

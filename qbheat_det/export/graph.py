@@ -186,7 +186,7 @@ def _divide(dividend: Any, divisor: Any) -> Any:
 
 
 class ExportableModel(nn.Module):
-    """Preprocessing, backbone and head of a model in one module, with a description ``info``."""
+    """Preprocessing, backbone and head of a model. ``info`` is the exported file's metadata."""
 
     def __init__(
         self, preprocessing: Preprocessing, backbone: Backbone, head: Head, info: ExportInfo
@@ -208,8 +208,8 @@ def build_exportable(
 ) -> ExportableModel:
     """Builds the module to export, in eval mode, from a copy of ``model``.
 
-    ``image_size`` (H, W) is stored in the description. Raises a ``UserError`` if the model cannot
-    be exported.
+    ``image_size`` (H, W) is only written to the metadata of the exported file. Raises a
+    ``UserError`` if the model cannot be exported.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
     fold_batch_norms(model)

@@ -27,10 +27,10 @@ EMPTY = -1.0
 
 
 class Head(nn.Module):
-    """Computes the ``outputs`` of ``ExportInfo`` from the backbone's outputs ``in_features``.
+    """Computes the outputs of an exported file from the backbone's outputs ``self.in_features``.
 
-    ``forward`` takes these outputs by name, and sizes (4,): H, W, H', W' before and after the
-    resize.
+    ``forward`` takes the backbone's outputs by name, and sizes (4,): H, W before the resize, and
+    H', W' after it.
     """
 
     task: Task

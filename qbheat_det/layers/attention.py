@@ -140,7 +140,7 @@ def _empty_by_rows(like: Tensor) -> Tensor:
 
 
 class MapAttention(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` on (N, length, C) through ``attend``, without copies."""
+    """``torch.nn.MultiheadAttention`` for inputs (N, length, C), which calls ``attend``."""
 
     def __init__(
         self, *, dim: int, num_heads: int, dropout: float = 0.0, fused: bool = False

@@ -174,7 +174,7 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 class DynamicReLU(nn.Module):
-    """max(a1 * u, a2 * u) per channel. A token determines a1 in [0, 2] and a2 in [-1, 1]."""
+    """Computes max(a1 * x, a2 * x). Per channel, a token determines a1 in [0, 2], a2 in [-1, 1]."""
 
     def __init__(self, *, token_dim: int, channels: int) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class DynamicReLU(nn.Module):
 
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
         """Takes a feature map (N, C, H, W) and a token (N, D). Returns (N, C, H, W)."""
-        # max(a1 u, a2 u) = lo u + (hi - lo) relu(u) stores one feature map for the backward pass.
+        # max(a1 x, a2 x) = lo x + (hi - lo) relu(x) stores one feature map for the backward pass.
         theta = self._theta(token)
         if is_recorded() or x.dtype != theta.dtype:
             low, high = _bounds(theta)

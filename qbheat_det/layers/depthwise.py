@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Trains depthwise convolutions only with the fast kernels of oneDNN.
+"""Trains depthwise convolutions without the slow kernels of oneDNN.
 
 On CPUs, oneDNN lacks fast kernels in three cases (docs/performance.md): several outputs per input
 channel, the gradient of weights with more than three columns, and in bfloat16 the gradient of the
@@ -119,7 +119,7 @@ def _gradient_of_weight(
 
 
 def _gradient(gradient: Tensor, x: Tensor, weight: Tensor, *places: Any, of_input: bool) -> Tensor:
-    """Returns the gradient of the input, or else of the weight, for that of the output."""
+    """Returns the gradient of the input if ``of_input``, and else that of the weight."""
     *where, groups = places
     wanted = of_input, not of_input, False
     found = torch.ops.aten.convolution_backward(

@@ -93,7 +93,7 @@ class FormerToMobile(nn.Module):
 
 
 class Former(nn.Module):
-    """Transformer layer on tokens: self-attention that projects queries only, and an MLP."""
+    """Transformer layer on tokens: self-attention with unprojected keys and values, and an MLP."""
 
     def __init__(self, *, token_dim: int, num_heads: int = 4, drop_path: float = 0.0) -> None:
         """Takes the tokens' width D, divisible by ``num_heads``, and the stochastic depth rate."""
@@ -261,7 +261,7 @@ class MobileFormerBlock(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tensor, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Takes and returns a map, (N, C, H, W) to (N, C', H', W'), and tokens (N, M, D)."""
+        """Takes a map (N, C, H, W) and tokens (N, M, D). Returns (N, C', H', W') and new tokens."""
         tokens = self.former(self.mobile_to_former(tokens, x, padding))
         x = self.mobile(x, tokens[:, 0], padding)
         return self.former_to_mobile(x, tokens), tokens

@@ -33,8 +33,8 @@ class AtssAssigner:
         """Returns the index (R,) of each anchor's box, or -1 for background.
 
         Args:
-            anchors: anchors of each level, XYXY, in pixels of the padded batch.
-            boxes: the M boxes of the image, in the same frame.
+            anchors: anchors of each level, XYXY.
+            boxes: the M boxes of the image, in the same coordinates.
         """
         if not len(boxes):
             return torch.full((sum(map(len, anchors)),), -1, device=boxes.device)
@@ -54,7 +54,7 @@ class AtssAssigner:
         return index.where(value >= 0, -1)
 
     def _nearest(self, anchors: list[Boxes], boxes: Boxes) -> Tensor:
-        """Returns the indices (M, candidates) of candidates in the anchors of all levels."""
+        """Returns the indices (M, …) of each box's candidates among the anchors of all levels."""
         rows, start = [], 0
         for level in anchors:
             distances = torch.cdist(boxes.get_centers(), level.get_centers())

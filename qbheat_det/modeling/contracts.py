@@ -127,7 +127,7 @@ class PretrainingObjective(FixedSizeModel, Protocol):
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
     """Returns ``views_from_config(cfg)``: for each kind of view, the visible quarters.
 
-    Images use these quarters in turn. If there are none, the whole image is visible.
+    Images use these quarters in turn. If a view has none, the model gets whole images.
     """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
@@ -153,7 +153,7 @@ def masks_padding(model: object) -> bool:
 
 
 def needs_teacher(model: nn.Module) -> bool:
-    """Returns ``needs_teacher``: whether inputs need "targets", the teacher's outputs by name."""
+    """Returns ``needs_teacher``: whether inputs need "targets", a dict of the teacher's outputs."""
     return bool(getattr(model, "needs_teacher", False))
 
 
@@ -178,7 +178,7 @@ def get_timm_name(model: nn.Module) -> str:
 
 
 def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters and children that modules of a model list in ``token_path``."""
+    """Returns the parameters that modules name in ``token_path``, directly or by a child module."""
     return [
         parameter
         for module in model.modules()
@@ -208,7 +208,10 @@ def get_in_features(module: nn.Module) -> list[str] | None:
 
 
 def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[ShapeSpec]:
-    """Returns the shapes of named outputs. A ``ValueError`` for unknown names states ``key``."""
+    """Returns the shapes of the outputs ``names``. Raises a ``ValueError`` if one is unknown.
+
+    ``key`` is the config key that the error message names.
+    """
     shapes = backbone.output_shape()
     if not names or set(names) - set(shapes):
         known = list(shapes)

@@ -149,13 +149,14 @@ class DenseTeacherLoss:
 
 
 def quality_focal_loss(logits: Tensor, targets: Tensor, gamma: float) -> Tensor:
-    """Returns the loss (arXiv:2006.04388) of each logit, for targets in [0, 1] of its shape."""
+    """Returns the loss (arXiv:2006.04388) of each logit. Targets in [0, 1] have the same shape."""
     bce = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     return (targets - logits.sigmoid()).abs() ** gamma * bce
 
 
 class SyncNormalizer(DenseDetector):
-    """Mixin that divides the losses of RetinaNet or FCOS by a running mean over all processes."""
+    """Mixin that divides the losses of RetinaNet or FCOS by a running mean of the number of
+    positive anchors in all processes together."""
 
     first_normalizer: float
     """Initial value of the running mean, as in Detectron2."""
@@ -172,7 +173,8 @@ class SyncNormalizer(DenseDetector):
     def forward(
         self, batched_inputs: list[dict[str, Any]], normalizers: Tensor | None = None
     ) -> Any:
-        """As the base class. ``normalizers`` (1,) are by default computed over all processes."""
+        """Same as in the base class. In training, ``normalizers`` (1,) divides the losses. By
+        default, it is computed from the batches of all processes."""
         outputs = super().forward(batched_inputs)
         if not self.training:
             return outputs
@@ -187,7 +189,7 @@ class SyncNormalizer(DenseDetector):
 
     @torch.no_grad()
     def pseudo_labels(self, batches: Sequence[list[dict[str, Any]]]) -> list[DenseTargets]:
-        """See ``SupportsUnlabelled``."""
+        """See ``SupportsUnlabelled`` in ``modeling/contracts.py``."""
         predictions = [self._predict_densely(batch) for batch in batches]
         return self.teacher_loss.select(predictions, float(self.loss_normalizer))
 
@@ -210,7 +212,7 @@ class SyncNormalizer(DenseDetector):
         return DensePredictions(logits, torch.stack(boxes), *(each.squeeze(2) for each in quality))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
-        """As the base class, but cached "features" of the inputs become ``CachedImages``."""
+        """Same as in the base class. Inputs with the key "features" become ``CachedImages``."""
         cached = find_cached_images(batched_inputs, self.backbone.size_divisibility, self.device)
         return super().preprocess_image(batched_inputs) if cached is None else cached
 
@@ -258,7 +260,8 @@ class SyncNormalizer(DenseDetector):
 class SyncFCOS(SyncNormalizer, FCOS):
     """FCOS whose losses are normalized over the effective batch.
 
-    With one process and one micro-batch, the losses equal Detectron2's, except for the fixes above.
+    With one process and one micro-batch, the losses equal Detectron2's, except for the two fixes in
+    the module's docstring.
     """
 
     first_normalizer = 300.0
@@ -303,7 +306,7 @@ def _group_norm(channels: int) -> nn.GroupNorm:
 
 
 def _or_empty_box(instances: Instances) -> Instances:
-    """Returns the instances, or an empty box, which matches no location, if there are none."""
+    """Returns the instances. If there are none, returns an empty box, which matches no location."""
     if len(instances):
         return instances
     return Instances(

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_value(is_allowed: bool, key: str, value: object, allowed: str) -> None:
-    """Raises a ``ValueError`` that states ``MODEL.{key}`` and its value, unless ``is_allowed``."""
+    """Raises a ``ValueError`` about ``MODEL.{key}`` and its value, unless ``is_allowed``."""
     if not is_allowed:
         raise ValueError(f"MODEL.{key} is {value}, but must be {allowed}")
 
@@ -83,7 +83,7 @@ def find_cached_images(
 ) -> ImageList | None:
     """Returns an ``ImageList`` with the cached "features" of a batch in place of pixels.
 
-    Returns None if an input has no "features". Only the size of "image" (3, H, W) is used, and
+    Returns None if an input has no "features". Of "image" (3, H, W), only the size is used. It is
     padded to multiples of ``size_divisibility``.
     """
     if not batched_inputs or not all("features" in entry for entry in batched_inputs):
@@ -195,7 +195,7 @@ class PooledFeatures(nn.Module):
 
 
 class PretrainingModel(ImageModel):
-    """A backbone to pre-train, and the name of its feature map that the objective learns from."""
+    """Base class of pre-training objectives, which learn from one feature map of a backbone."""
 
     pretrain_only_modules: tuple[str, ...] = ()
     mapper_name = "pretrain"

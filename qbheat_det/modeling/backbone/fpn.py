@@ -107,9 +107,10 @@ def build_bare_backbone(cfg: CfgNode) -> Backbone:
 
 
 def accept_prefixes(backbone: Backbone) -> None:
-    """Lets ``load_state_dict`` find weights of a backbone or bottom-up network under any prefix.
+    """Lets ``load_state_dict`` find the weights of a backbone under other common prefixes.
 
-    Loading raises a ``UserError`` if the file contains only a part of the encoder, or none of it.
+    The prefixes are "", "backbone.", "bottom_up." and "backbone.bottom_up.". Loading raises a
+    ``UserError`` if the file contains only a part of the encoder, or other tensors instead of it.
     """
     backbone.register_load_state_dict_pre_hook(_find_own)
 

@@ -46,9 +46,9 @@ class MobileFormer(Backbone):
 
     Outputs are named by stride: "s8" is the feature map after the last block at stride 8, and
     "s16_expanded" ("s32_expanded" in the ImageNet networks) the output of the final 1x1
-    convolution, which the paper's classifiers and decoders read. "tokens" is (N, M, D). Images may
-    have any size: a feature map at stride s has ceil(H / s) x ceil(W / s) positions. Layers that no
-    output needs are not built.
+    convolution, which the paper's classifiers and decoders read. "tokens" are the M global tokens,
+    (N, M, D). Images may have any size: a feature map at stride s has ceil(H / s) x ceil(W / s)
+    positions. Layers that no output needs are not built.
     """
 
     token_path = ("tokens", "last_bridge")
@@ -145,8 +145,8 @@ class MobileFormer(Backbone):
         return {name: outputs[name] for name in self._out_features}
 
     def reset_parameters(self) -> None:
-        """Initializes as the authors' code: convolutions by Kaiming fan-out, and linear layers with
-        standard deviation 0.01."""
+        """Initializes weights as in the authors' code: convolutions by Kaiming fan-out, and linear
+        layers with standard deviation 0.01."""
         nn.init.normal_(self.tokens)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -170,12 +170,12 @@ class MobileFormer(Backbone):
 
     @property
     def freeze_all(self) -> int:
-        """See ``modeling/contracts.py``."""
+        """See ``get_freeze_all`` in ``modeling/contracts.py``."""
         return len(self._stage_names) + 1
 
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
-        """Returns timm's layer groups: stem and tokens, each block (or stage), and last layers."""
+        """Returns timm's layer groups: stem and tokens, blocks (``coarse``: stages), the rest."""
         blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
         return {
             "stem": r"^(?:stem\.|tokens$)",

@@ -26,7 +26,7 @@ BlockKind = Literal["lite", "lite_down", "down", "plain"]
 class BlockSpec:
     """Kind and widths of a block. Only "down" blocks have a second hidden width.
 
-    "down" and "plain" are Mobile-Former blocks, "lite" and "lite_down" blocks without tokens.
+    "down" and "plain" are Mobile-Former blocks. "lite" and "lite_down" are blocks without tokens.
     "down" and "lite_down" blocks halve the feature map's sides and start a stage.
     """
 
@@ -99,7 +99,7 @@ def arch_of_rows(
     expanded: int,
     last_bridge: bool = False,
 ) -> MobileFormerArch:
-    """Builds an arch from rows [kind, hidden, out, second hidden], or raises a ``ValueError``."""
+    """Builds an arch from rows of ``BlockSpec`` fields, or raises a ``ValueError``."""
     specs = tuple(BlockSpec(*row) for row in blocks)
     return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, last_bridge)
 

@@ -97,7 +97,7 @@ class TimmBackbone(Backbone):
         }
 
     freeze_all = _FREEZE_ALL
-    """See ``modeling/contracts.py``."""
+    """See ``get_freeze_all`` in ``modeling/contracts.py``."""
 
     @property
     def size_divisibility(self) -> int:
@@ -116,7 +116,7 @@ class TimmBackbone(Backbone):
     def _trace(
         self, name: str, infos: Mapping[str, dict[str, Any]], in_channels: int
     ) -> dict[str, set[str]]:
-        """Runs the network once. Returns the names of the parameters behind each feature map."""
+        """Runs the network once. Returns the names of the parameters that each map depends on."""
         built = {k: info for k, info in infos.items() if info["index"] <= max(self._indices)}
         named = dict(self.net.named_parameters())
         device = next(iter(named.values())).device
@@ -155,14 +155,14 @@ class TimmBackbone(Backbone):
 
 
 def list_outputs(name: str) -> list[str]:
-    """Returns a timm model's map names, finest first. Raises a ``UserError`` if it has none."""
+    """Lists a timm model's feature maps, finest first. Raises a ``UserError`` if it has none."""
     check_timm_name(name)
     with torch.device("meta"):
         return list(_list_maps(timm.create_model(name, pretrained=False), name))
 
 
 def _list_maps(net: nn.Module, name: str) -> dict[str, dict[str, Any]]:
-    """Returns timm's ``feature_info`` of the last feature map at each stride, such as "s8"."""
+    """Returns timm's ``feature_info`` of the last map at each stride, by name such as "s8"."""
     infos = getattr(net, "feature_info", None)
     if not infos or not hasattr(net, "prune_intermediate_layers"):
         raise _refusal(name, "(timm lists none)")
@@ -202,7 +202,7 @@ class Teacher(ImageModel):
 
     @configurable
     def __init__(self, **parts: Any) -> None:
-        """Takes the arguments of ``ImageModel``. ``backbone`` is frozen."""
+        """Takes the arguments of ``ImageModel``. ``backbone`` must already be frozen."""
         super().__init__(**parts)
         self.eval()
 

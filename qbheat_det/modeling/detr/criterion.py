@@ -40,7 +40,7 @@ class Targets:
 
     @classmethod
     def stack(cls, labels: list[Tensor], boxes: list[Tensor]) -> "Targets":
-        """Pads per-image labels (T_i,) and boxes (T_i, 4)."""
+        """Pads and stacks the labels (T_i,) and boxes (T_i, 4) of each image."""
         return cls(
             labels=pad_sequence(labels, batch_first=True),
             # Padding boxes are not empty, so that no union is 0. They are never matched.
@@ -61,9 +61,9 @@ class Matches(NamedTuple):
 class SoftmaxClassification:
     """DETR's softmax over K + 1 classes, with a smaller weight for unmatched queries.
 
-    The last class is "no object". ``initial_bias`` is the initial bias of the logits, and
-    ``least_normalizer`` the smallest divisor of a sum over an effective batch. ``reads_quality``
-    tells whether ``loss`` uses the IoU.
+    The last class is "no object". ``initial_bias`` is the initial bias of the logits. The loss of
+    an effective batch is divided by at least ``least_normalizer``. ``reads_quality`` tells whether
+    ``loss`` uses ``quality``.
     """
 
     initial_bias = 0.0
@@ -96,7 +96,7 @@ class SoftmaxClassification:
         return logits.softmax(dim=-1)[..., :-1]
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Takes logits (…, K + 1) and classes (…, T). Returns the costs (…, T), -p as in DETR."""
+        """Takes logits (…, K + 1) and classes (…, T). Returns minus the probabilities (…, T)."""
         return -self.scores(logits).gather(-1, labels)
 
 
@@ -156,7 +156,7 @@ class FocalClassification:
         return logits[..., :-1].sigmoid()
 
     def matching_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the focal loss if the class is the true class, minus the loss if it is not."""
+        """Returns (focal loss if the class is true) - (focal loss if it is false) as the cost."""
         logits = logits.gather(-1, labels)
         p = logits.sigmoid()
         wanted = -self.alpha * (1 - p).pow(self.gamma) * F.logsigmoid(logits)
@@ -207,7 +207,7 @@ class SetCriterion(nn.Module):
             outputs: predictions of L blocks: "pred_logits" (L, N, Q, K + 1) and "pred_boxes" (L, N,
                 Q, 4), cxcywh in [0, 1] of the unpadded image.
             targets: ground truth of the N images.
-            normalizers: (2,), from ``mean_normalizers`` of the effective batch.
+            normalizers: (2,), divisors from ``mean_normalizers`` for the effective batch.
         """
         logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
         losses = self.block_losses(logits, boxes, targets, normalizers)
@@ -261,7 +261,7 @@ class SetCriterion(nn.Module):
     ) -> dict[str, Tensor]:
         """Returns weighted losses (L,) per block: "loss_ce", "loss_bbox" and "loss_giou".
 
-        For the arguments, in float32, see ``forward`` and ``match``.
+        ``logits`` and ``boxes`` are in float32, see ``forward``. For ``matches``, see ``match``.
         """
         if matches is None:
             matches = self.match(logits, boxes, targets)
@@ -294,7 +294,7 @@ class SetCriterion(nn.Module):
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Takes ``normalizers`` (…, 2), summed over ``parts`` batches. Returns their divisors."""
+        """Returns the mean of ``normalizers`` over ``parts`` batches from their sums (…, 2)."""
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
 

@@ -73,7 +73,7 @@ def feed_forward(widths: DecoderWidths) -> nn.Sequential:
 
 
 def attention(widths: DecoderWidths, *, fused: bool = False) -> MapAttention:
-    """Builds multi-head attention on (N, length, C), with four projections (see the module)."""
+    """Builds multi-head attention on (N, length, C). For ``fused``, see ``attend``."""
     sizes = {"dim": widths.dim, "num_heads": widths.num_heads}
     return MapAttention(**sizes, dropout=widths.dropout, fused=fused)
 
@@ -151,7 +151,7 @@ class QueryLayer(nn.Module):
 
 
 class TransformerMobile(nn.Module):
-    """The feature-map update of M-F+: a transformer encoder layer over all positions."""
+    """The feature-map update of M-F+ blocks (stride 32): a transformer encoder layer."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class TransformerMobile(nn.Module):
 
 
 class LiteMobile(nn.Module):
-    """The feature-map update of M-F-: a lite bottleneck with dynamic ReLU, without norms."""
+    """The feature-map update of M-F- blocks (strides 16, 8): a lite bottleneck without norms."""
 
     def __init__(self, widths: DecoderWidths) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ from .query_selection import QuerySelection, refine_boxes
 
 
 class BoxHead(nn.Module):
-    """An MLP of three linear layers, then a sigmoid."""
+    """Predicts the boxes of queries by an MLP of three linear layers and a sigmoid."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

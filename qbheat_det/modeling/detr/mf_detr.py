@@ -156,7 +156,7 @@ class MFDETR(nn.Module):
         return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Takes the sum of ``loss_counts`` over all parts. Returns each part's divisors (2,)."""
+        """Takes ``loss_counts`` summed over all micro-batches. Returns each one's divisors (2,)."""
         return self.criterion.mean_normalizers(counts, parts)
 
     def _loss_counts(self, counts: Sequence[int]) -> Tensor:
@@ -175,7 +175,8 @@ class MFDETR(nn.Module):
         return ImageList.from_tensors(images, divisibility)
 
     def extract_features(self, images: ImageList) -> tuple[list[Tensor], Tensor | None]:
-        """Returns the outputs ``in_features``, and the padding mask (N, 1, H, W) at stride 8."""
+        """Returns the backbone's outputs named in ``self.in_features``, and the padding mask
+        (N, 1, H, W) at stride 8, which is None if no image is padded."""
         size = tuple(images.tensor.shape[-2:])
         sizes = padding = None
         if any(tuple(each) != size for each in images.image_sizes):

@@ -96,7 +96,7 @@ class QuerySelection(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def propose(self, levels: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Proposals:
-        """Takes the feature maps (N, C, H, W) and padding masks (N, 1, H, W) of all levels."""
+        """Predicts from feature maps (N, C, H, W) and padding masks (N, 1, H, W) of all levels."""
         parts = [self._propose(x, mask) for x, mask in zip(levels, masks, strict=True)]
         *fields, counts = zip(*parts, strict=True)
         joined = [torch.cat(field, dim=1) for field in fields]

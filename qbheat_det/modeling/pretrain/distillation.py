@@ -30,8 +30,8 @@ class FeatureDistillation(PretrainingModel):
     """Encodes a part of an image, and predicts the teacher's features of the whole image.
 
     The feature maps of encoder and teacher must have the same number of positions, G x G.
-    ``MODEL.QB_HEAT`` configures the visible part, the linear models and the projection.
-    ``MODEL.TEACHER`` configures the teacher.
+    ``MODEL.QB_HEAT`` configures the visible part, the projection, and the linear maps that predict
+    the features of the masked part. ``MODEL.TEACHER`` configures the teacher.
     """
 
     pretrain_only_modules = ("projection", "predictor", "head")
@@ -101,15 +101,15 @@ class FeatureDistillation(PretrainingModel):
 
     @classmethod
     def views_from_config(cls, cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-        """Returns the views of ``QBHeat``, or the whole image. See ``get_views``."""
+        """Same as in ``QBHeat``. If the whole image is visible, returns ``{"image": ()}``."""
         return QBHeat.views_from_config(cfg) or {"image": ()}
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
         """Takes dicts with "image" (3, S, S) and "targets", the teacher's map (T, G, G) by name.
 
         Returns ``{"loss_feature": scalar}`` in training, and one such dict per image in evaluation.
-        If the model sees quarters, inputs and results of evaluation have the visible one as
-        "place". Without "targets", evaluation returns ``{"target": (T, G, G)}`` per image: the
+        If the model sees quarters, "place" is the visible quarter in inputs and results of
+        evaluation. Without "targets", evaluation returns ``{"target": (T, G, G)}`` per image: the
         prediction of the teacher's normalized features from the whole image.
         """
         images = self.preprocess_image(batched_inputs)
@@ -141,7 +141,7 @@ class FeatureDistillation(PretrainingModel):
         return stacked.to(self.device, non_blocking=True).permute(0, 2, 3, 1)
 
     def _choose_quarters(self, batched_inputs: list[dict[str, Any]]) -> VisibleQuarters | None:
-        """Returns the visible quarters, at random in training, or None for the whole image."""
+        """Returns the visible quarters (random in training), or None for whole images."""
         if self.predictor is None:
             return None
         if not self.training:

@@ -50,13 +50,13 @@ _EXPLICIT = {8: tuple(DIRECTIONS), 4: ("A1", "A2", "B1", "B2"), 2: ("A1", "B1")}
 
 
 class LinearModels(nn.Module):
-    """The matrices (C, C) of one scale, a key of ``OFFSETS``: the paper's A, B and C times Δx.
+    """The matrices (C, C) that predict at one distance Δx: the paper's A, B and C times Δx.
 
     Explicit matrices are parameters with the paper's names. All others are computed from them.
     """
 
     def __init__(self, *, dim: int, num_models: int, offset: float) -> None:
-        """Takes the width C, the number of explicit matrices (8, 4 or 2), and Δx in ``OFFSETS``."""
+        """Takes the width C, the number of explicit matrices (8, 4 or 2), and Δx (``OFFSETS``)."""
         super().__init__()
         known = tuple(_EXPLICIT)
         check_value(num_models in known, "QB_HEAT.NUM_MODELS", num_models, f"one of {known}")
@@ -88,7 +88,7 @@ class HeatPredictor(nn.Module):
     """
 
     def __init__(self, *, dim: int, num_models: int = 8, visible: str = "both") -> None:
-        """Takes the width C, the number of explicit matrices per scale, and ``QB_HEAT.VISIBLE``."""
+        """Takes C and ``num_models`` of ``LinearModels``, and ``MODEL.QB_HEAT.VISIBLE``."""
         super().__init__()
         known = *OFFSETS, "both"
         check_value(visible in known, "QB_HEAT.VISIBLE", visible, f"one of {known}")

@@ -56,10 +56,12 @@ class RandomMask:
 class InterpolatedFeatures(nn.Module):
     """Predicts masked features by a linear map of interpolated visible features along x and y.
 
-    Let l and r be the nearest visible columns on the left and right of a masked column j. Then the
-    feature is (I + M_x) ((r - j) z_l + (j - l) z_r) / (r - l), or (I + M_x) z of the only one that
-    exists. Along y, the same is done with rows and M_y. The result is the mean over the axes with a
-    visible neighbor, or the mean of all visible features if there is none. M_x and M_y start at 0.
+    In each row, let l and r be the nearest visible columns on the left and right of a masked column
+    j, and z_l and z_r their features. The prediction along x is (I + M_x) times the interpolated
+    feature, ((r - j) z_l + (j - l) z_r) / (r - l). If only one of the two columns exists, its
+    feature is used instead. The prediction along y is computed in the same way, with M_y. The
+    result is the mean over the axes with a visible neighbor. Without any, it is the mean of all
+    visible features. The matrices M_x and M_y are learned, and start at 0.
     """
 
     def __init__(self, *, dim: int) -> None:

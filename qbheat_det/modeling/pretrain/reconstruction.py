@@ -161,7 +161,7 @@ class ReconstructionLoss(nn.Module):
     """Mean squared error over the P = 3 * patch_size ** 2 values of each masked patch."""
 
     def __init__(self, *, normalize_patches: bool = True) -> None:
-        """``normalize_patches`` is whether each target patch has mean 0 and variance 1."""
+        """If ``normalize_patches``, each target patch is scaled to mean 0 and variance 1."""
         super().__init__()
         self.normalize_patches = normalize_patches
 
@@ -207,7 +207,7 @@ class FeaturePredictor(Protocol):
 class ReconstructionModel(PretrainingModel):
     """Encodes the visible part, predicts the features of the rest, and decodes to pixels.
 
-    The features have G x G positions, one per patch. The stride is the side of a patch. In
+    The features have G x G positions, one per patch. Their stride is the side of a patch. In
     evaluation, ``forward`` returns the results of ``inference``. If ``views`` lists quarters,
     ``forward`` takes the visible quarters as its second argument.
     """
@@ -308,7 +308,7 @@ class ReconstructionModel(PretrainingModel):
         return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
-        """Returns "reconstruction" (3, S, S), "visible" (S, S) and the loss for each image.
+        """Returns "reconstruction" (3, S, S), "visible" (S, S) and "loss_reconstruction" per image.
 
         For the arguments, see ``training_losses``. Reconstructions have the mapper's range of pixel
         values.

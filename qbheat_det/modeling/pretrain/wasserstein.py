@@ -3,12 +3,12 @@
 
 Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al., arXiv:1903.11780,
 in its dual form. Gradient penalty: "Improved Training of Wasserstein GANs", arXiv:1704.00028.
-Deviations: The areas are two quarters at corners of an image, as in QB-Heat. The critic's slope is
-measured between features of norm ``radius``, not between images, so that the penalty trains only
-the critic. Encoder and critic maximize the same estimate in one step. Slopes are with respect to
-(x, y) jointly, and only slopes above 1 are penalized (arXiv:1709.08894). The critic has a bilinear
-term. Each x is paired with all y of a batch, so that terms of f that depend only on x cancel. See
-docs/objectives.md.
+Deviations: The areas are two quarters at corners of an image, as in QB-Heat. Let x and y be their
+features, of norm ``radius``, and f(x, y) the critic. Its slope is measured between features, not
+between images, so that the penalty trains only the critic. Encoder and critic maximize the same
+estimate in one step. Slopes are with respect to (x, y) jointly, and only slopes above 1 are
+penalized (arXiv:1709.08894). The critic has a bilinear term. Each x is paired with all y of a
+batch, so that terms of f that depend only on x cancel. See docs/objectives.md.
 """
 
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class LipschitzCritic(nn.Module):
             return values + ((x @ self.interaction) * y).sum(dim=-1)
 
     def slopes(self, joint: Pairs, others: Pairs, mixing: Tensor) -> Tensor:
-        """Returns the norm (N,) of the critic's gradient between ``joint`` and ``others``.
+        """Returns the norm (N,) of the critic's gradient at points between two kinds of pairs.
 
         ``joint`` are pairs from the same image, and ``others`` from different images. ``mixing``
         (N,) in [0, 1] is the weight of ``joint`` in the point at which the gradient is computed.
