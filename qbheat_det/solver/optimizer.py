@@ -205,7 +205,7 @@ def build_fused(
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Clips the norm of all gradients before each step. ``gradient_norm`` is the unclipped norm."""
+    """Clips all gradients before each step. ``optimizer.gradient_norm`` is their unclipped norm."""
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]
