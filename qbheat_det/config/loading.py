@@ -148,7 +148,7 @@ def read_values(text: str) -> dict[str, object]:
 
 
 def without_retired(values: Mapping[str, object], source: str) -> dict[str, object]:
-    """Returns values by dotted key without the keys that earlier versions had.
+    """Returns values by dotted key without the keys that this package no longer has.
 
     If such a key has a value that is no longer supported, logs a warning that names ``source``. If
     the key changes the model, raises a ``UserError`` instead. Any value of ``VIS`` is accepted,

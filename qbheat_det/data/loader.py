@@ -143,7 +143,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             yield from self.unlabelled
 
     def batches(self) -> Iterator[list[Entry]]:
-        """Yields the ``Entry`` of every image of a step of all processes, from ``start`` on."""
+        """Yields the list of ``Entry`` of each step, for all processes, from step ``start`` on."""
         # ``__iter__`` of Detectron2's sampler would yield only this process's indices.
         sampler = TrainingSampler(len(self.dataset), seed=self.seed)
         entries = enumerate(sampler._infinite_indices())

@@ -228,7 +228,7 @@ class _Timer(HookBase):
         return found
 
     def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
-        """Forecasts the seconds to evaluate ``num_images`` images, of which ``num_tried`` were."""
+        """Forecasts the seconds for ``num_images`` images from those for ``num_tried`` images."""
         starts = self._image_starts
         gaps = [after - before for before, after in itertools.pairwise(starts)]
         if not gaps:  # one batch: includes its start-up time

@@ -52,7 +52,7 @@ def use_mean_teacher(cfg: CfgNode, given: dict[str, str]) -> None:
 
 
 class MeanTeacher:
-    """Adds predictions, with key ``PSEUDO_LABELS``, to the dicts of unlabelled images in place."""
+    """Adds its predictions, with key ``PSEUDO_LABELS``, to the dicts of unlabelled images."""
 
     def __init__(self, model: nn.Module, *, precision: torch.dtype | None) -> None:
         """

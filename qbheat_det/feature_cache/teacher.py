@@ -108,7 +108,7 @@ class TeacherFeatures:
         vars(self).pop("_teacher", None)  # frees memory for training
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
-        """Returns a loader of this process's share of a data set's images, see ``TargetViews``."""
+        """Returns this process's share of a test set, with "targets" as in ``TargetViews``."""
         self._prepare_test_set(dataset_name)
         return build_image_batches(cfg, dataset_name, mapper=self._tests[dataset_name])
 
@@ -150,7 +150,7 @@ class TargetViews:
     def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
         """With ``flips``, the image and the targets are flipped with probability 1/2.
 
-        The teacher's features of a flipped image differ slightly, see docs/objectives.md.
+        Features of a flipped image differ slightly from flipped features, see docs/objectives.md.
         """
         self.views = views
         self.store = store

@@ -119,7 +119,8 @@ def parameter_groups(
         bias_lr_factor: factor on the learning rate of biases.
 
     Raises:
-        UserError: ``layer_decay`` is not 1, and the backbone has no ``group_matcher``.
+        UserError: ``layer_decay`` is not 1, and the backbone has no ``group_matcher``. Or the model
+            has no backbone, and ``layer_decay`` or ``backbone_multiplier`` is not 1.
     """
     overrides = {name: {"weight_decay": 0.0} for name in ("tokens", "token")}
     # Detectron2 recognizes biases only by the name "bias".

@@ -125,7 +125,7 @@ def _exact(epochs: float) -> Fraction:
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
-    """Describes the schedule in the log. ``resolved`` is the result of ``resolve_schedule``."""
+    """Returns a description of ``resolved``, the result of ``resolve_schedule``, for the log."""
     solver, period = resolved.SOLVER, resolved.TEST.EVAL_PERIOD
     per_epoch = num_images / solver.IMS_PER_BATCH
 
