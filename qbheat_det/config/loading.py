@@ -31,7 +31,7 @@ _MAX_DEPTH = 100  # largest depth of nested values in YAML
 _CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
 _COMMAND_LINE = "command line"  # the source of overrides in messages
 
-# Maps keys in epochs to Detectron2's keys in iterations, which are computed from them.
+# Maps keys whose unit is epochs to Detectron2's keys in iterations, which are computed from them.
 EPOCH_KEYS = {
     "SOLVER.EPOCHS": "SOLVER.MAX_ITER",
     "SOLVER.STEP_EPOCHS": "SOLVER.STEPS",
@@ -148,11 +148,11 @@ def read_values(text: str) -> dict[str, object]:
 
 
 def without_retired(values: Mapping[str, object], source: str) -> dict[str, object]:
-    """Returns values by dotted key without the keys of earlier versions.
+    """Returns values by dotted key without the keys that this package no longer has.
 
-    If such a key has a value that is no longer supported, a warning mentions ``source``, or a
-    ``UserError`` is raised if the key changes the model. Any value of ``VIS`` is accepted, because
-    weights of earlier versions have this key. It only drew figures in training.
+    If such a key has a value that is no longer supported, logs a warning that names ``source``. If
+    the key changes the model, raises a ``UserError`` instead. Any value of ``VIS`` is accepted,
+    because weights of earlier versions have this key. It only drew figures in training.
     """
     figures = [key for key in values if key.startswith("VIS.")]
     if figures and source == _COMMAND_LINE:
@@ -242,7 +242,7 @@ def _read_layers(
 
 
 def switch_off_overruled_epochs(cfg: CfgNode, layers: Sequence[Mapping[str, object]]) -> None:
-    """Switches off, in place, each key in epochs that a later layer replaces by iterations.
+    """Disables, in place, each setting given in epochs if a later layer gives it in iterations.
 
     For example, ``SOLVER.MAX_ITER 100`` on the command line overrides ``SOLVER.EPOCHS`` in a file.
 

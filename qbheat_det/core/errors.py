@@ -22,7 +22,7 @@ class UserError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a run ends because of a signal. ``code`` is the exit code."""
+    """Raised when a run ends because of the signal ``number``. ``code`` is the exit code."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)

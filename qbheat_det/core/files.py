@@ -204,7 +204,7 @@ def hash_file(path: str | os.PathLike[str]) -> str:
 
 
 def hash_tensors(tensors: Mapping[str, "Tensor"]) -> str:
-    """Returns the SHA-256 of names, dtypes, shapes and values; ignores device and order."""
+    """Returns the SHA-256 of tensors: names, dtypes, shapes, values. Ignores device and order."""
     import torch
 
     digest = hashlib.sha256()

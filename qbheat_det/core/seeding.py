@@ -57,7 +57,7 @@ def preserved_randomness() -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context with a model in eval mode, and without gradients.
+    """Context manager that sets a model to eval mode, and disables gradients.
 
     On exit, restores the mode of each module and the random generators.
     """

@@ -1,7 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Batches of images for evaluation, with one or several views per image.
 
-A view is given by its "place", which is the quarter of the image that stays visible.
+The key "place" of a record selects its view: it names the quarter of the image that stays visible.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +44,8 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
         """
         Args:
             records: inputs of the mapper.
-            mapper: maps a record to an entry of a batch, or to a ``DataError`` if the image cannot
-                be read.
+            mapper: maps a record to a dict of a batch, or to a ``DataError`` if the image cannot be
+                read.
             batch_size: number of images per batch. The last batch may be smaller.
             num_workers: number of worker processes.
             shared: split the images among the processes of a distributed run. If False, each
@@ -74,7 +74,7 @@ class ImageBatches(Iterable[list[dict[str, Any]]]):
 def build_image_batches(
     cfg: CfgNode, dataset_name: str, *, mapper: Mapper | None = None
 ) -> ImageBatches:
-    """Builds the batches of a registered set, with one entry per image and view of the model."""
+    """Builds the batches of a registered set, with one dict per image and view (``get_views``)."""
     records = number_records(DatasetCatalog.get(dataset_name))
     return _build(cfg, with_views(records, get_views(cfg).values()), mapper)
 
@@ -87,10 +87,10 @@ def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
 def with_views(
     records: Sequence[dict[str, Any]], views: Iterable[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Repeats each record once per view, and adds "place", the visible quadrant.
+    """Returns each record once per view, with the key "place": the visible quarter of the image.
 
-    Each element of ``views`` lists the quadrants that may be visible. The images take them in turn.
-    If a view lists no quadrant, "place" is not added. The views of an image are adjacent.
+    Each element of ``views`` lists the quarters of one view, which the images use in turn. If it
+    lists none, "place" is not added. The views of an image are adjacent.
     """
     kinds = list(views)
     return [

@@ -153,7 +153,7 @@ def run_threads(
 
 
 def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError]:
-    """Returns an error for each file that is missing or broken, or has another annotated size."""
+    """Returns an error for each file that training cannot use, such as a missing or damaged one."""
     found = run_threads(_find_image_error, dataset_dicts, "Checking image files")
     return [error for error in found if error is not None]
 

@@ -50,7 +50,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         skipped: maps each image that this process skipped to its error.
         num_images: number of labelled and unlabelled images, from which the length of an epoch is
             computed.
-        unlabelled: stream of unlabelled images, which are added to entries as ``UNLABELLED``.
+        unlabelled: stream of unlabelled images. Each labelled image's dict gets some of them, as a
+            list with the key ``UNLABELLED``.
         burn_in: first step with unlabelled images.
     """
 
@@ -69,8 +70,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
         """
         Args:
             dataset: records in Detectron2's format.
-            mapper: maps a record to an entry of a batch. If it returns None or an error, the image
-                is replaced by a random one.
+            mapper: maps a record to a dict of a batch. If it returns None or an error, the image is
+                replaced by a random one.
             batch_size: total number of images per step. The parts of processes may differ by one.
             aspect_ratio_grouping: form batches of only wide or only tall images, which need less
                 padding. Every record then needs "width" and "height".
@@ -142,7 +143,7 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             yield from self.unlabelled
 
     def batches(self) -> Iterator[list[Entry]]:
-        """Yields the entries of the whole batch of all processes, from step ``start`` on."""
+        """Yields the list of ``Entry`` of each step, for all processes, from step ``start`` on."""
         # ``__iter__`` of Detectron2's sampler would yield only this process's indices.
         sampler = TrainingSampler(len(self.dataset), seed=self.seed)
         entries = enumerate(sampler._infinite_indices())
@@ -199,7 +200,7 @@ def cut(items: Sequence[T], parts: int) -> list[list[T]]:
 def build_train_stream(cfg: CfgNode) -> TrainStream:
     """Builds the stream of ``DATASETS.TRAIN``.
 
-    With ``INPUT.FIXED_VIEWS``, the mapper of the stream is a ``FixedViews``. Raises a ``UserError``
+    With ``INPUT.FIXED_VIEWS.COUNT`` above 0, its mapper is a ``FixedViews``. Raises a ``UserError``
     if there are no training images or the sampler is not Detectron2's default.
     """
     if cfg.DATALOADER.SAMPLER_TRAIN != "TrainingSampler":
@@ -247,7 +248,7 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
 
 
 def load_test_set(cfg: CfgNode, dataset_name: str) -> list[dict[str, Any]]:
-    """Returns the images of a detector's test set; with ``INPUT.TILE``, also their tiles."""
+    """Returns the records of a detector's test set; with ``INPUT.TILE``, also of their tiles."""
     records = get_detection_dataset_dicts(
         dataset_name,
         filter_empty=False,

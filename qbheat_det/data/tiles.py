@@ -186,7 +186,7 @@ class TiledEvaluator(DatasetEvaluator):
         self._found: list[Found] = []
 
     def reset(self) -> None:
-        """Removes all images."""
+        """Removes all predictions."""
         self._evaluator.reset()
         self._found = []
 

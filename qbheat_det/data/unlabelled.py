@@ -31,7 +31,7 @@ _GREY = 127
 
 
 def build_strong_colours(pixel_format: str) -> ColourChange:
-    """Returns random changes of colors, blur and erased parts for images in ``INPUT.FORMAT``."""
+    """Returns a transform that randomly changes the colors of an image, blurs and erases it."""
     # The probabilities are from Soft Teacher (arXiv:2106.09018) and Unbiased Teacher.
     changes = [
         v2.RandomApply([v2.ColorJitter(*JITTER)], p=0.8),
@@ -75,7 +75,7 @@ class FeatureNoise:
 
 @dataclass(frozen=True)
 class StrongViews:
-    """A mapper that adds a strong view, with key ``STRONG``, to the entry of another mapper."""
+    """A mapper that adds a strong view, with key ``STRONG``, to the dict of another mapper."""
 
     mapper: Mapper
     colours: ColourChange
@@ -90,7 +90,7 @@ class StrongViews:
 
 
 def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
-    """Builds a ``StrongViews`` from ``MODEL.SEMI``, and checks the keys."""
+    """Builds a ``StrongViews`` from ``MODEL.SEMI``, whose values are checked."""
     keys = cfg.MODEL.SEMI
     for name in ("DROP_CHANNELS", "ERASE", "BURN_IN"):
         if not 0 <= keys[name] < 1:

@@ -159,7 +159,7 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
     --val-images). Each is None if its flags are not given.
 
     Raises:
-        UserError: a path contains no data for this ``job``, or images are missing.
+        UserError: a path has no data for ``job`` (see ``find_job``), or images are missing.
     """
     opened: list[DataSource | None] = []
     pairs = ((flags.data, list(flags.images)), (flags.val, list(flags.val_images)))

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Forecasts the time, memory and disk space of a run from a few steps with temporary files."""
+"""Forecasts the time, memory and disk space of a run: tries a few steps with temporary files."""
 
 import contextlib
 import itertools
@@ -52,8 +52,8 @@ class DryRunReport:
         model: name, device and size of the model.
         costs: maps each part of the run to seconds per call and number of calls.
         memory: peak of this process and its workers in bytes, and the peak of tensors on the GPU.
-        disks: the bytes that are needed and available. "Disk" is for the largest sum of checkpoints
-            and weights, and "Cache" is for the features that are not cached yet.
+        disks: maps "Disk" (all checkpoints and weights that exist at the same time) and "Cache"
+            (features that are not cached yet) to the bytes that are needed and available.
     """
 
     model: str
@@ -145,10 +145,10 @@ class _FewViews(FeatureStore):
 
 
 class _Rehearsal:
-    """Replaces the building of caches, and adds up the cost of the whole caches.
+    """Caches only a few views of each data set, and adds up the forecast cost of all views.
 
     Attributes:
-        num_views: views of the run that are not cached yet.
+        num_views: number of views of the run that are not cached yet.
         seconds: time to encode these views with all processes.
         disk: size of these views in bytes, and free bytes on the disk of the cache.
         spent: seconds that the rehearsal itself took.
@@ -169,7 +169,7 @@ class _Rehearsal:
     def encode(
         self, store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
     ) -> FeatureStore:
-        """Returns a store with a few of the views. For the arguments, see ``fill``."""
+        """Returns a store with a few of the views. The arguments are those of ``store.fill``."""
         begin = time.perf_counter()
         number = min(VIEWS_PER_FILE, len(views))
         encode([views[0]])  # warm-up
@@ -228,7 +228,7 @@ class _Timer(HookBase):
         return found
 
     def forecast_evaluation(self, num_images: int, num_tried: int) -> float:
-        """Returns the seconds to evaluate ``num_images``, divided among all processes."""
+        """Forecasts the seconds for ``num_images`` images from those for ``num_tried`` images."""
         starts = self._image_starts
         gaps = [after - before for before, after in itertools.pairwise(starts)]
         if not gaps:  # one batch: includes its start-up time

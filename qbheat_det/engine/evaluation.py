@@ -61,9 +61,10 @@ class Evaluation:
         self._warned: set[str] = set()
 
     def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """Returns results by task, such as ``{"bbox": {"AP": …}}``, on the main process.
+        """Evaluates a model, and returns results by task, such as ``{"bbox": {"AP": …}}``.
 
-        With several test sets, returns such a dict for each, by name. Empty on other processes.
+        With several test sets, maps the name of each set to such a dict. On all processes except
+        the main one, the dict is empty.
         """
         results = {name: self._evaluate(name, model) for name in self._cfg.DATASETS.TEST}
         if not comm.is_main_process():

@@ -73,7 +73,7 @@ def save_checkpoint(run: TrainingRun) -> None:
 
 @contextmanager
 def step_before(run: TrainingRun) -> Iterator[None]:
-    """Context in which the run's iteration is that of the last completed step (one lower)."""
+    """Context manager that lowers ``run.iter`` by one, to that of the last completed step."""
     run.iter -= 1
     try:
         yield
@@ -94,7 +94,7 @@ class EvalHook(HookBase):
     up to its iteration. If an evaluation fails, the hook saves a checkpoint and raises the error.
 
     Attributes:
-        best: ``value`` and ``iteration`` of the best evaluation so far; empty at first.
+        best: dict with "value" and "iteration" of the best evaluation so far; empty at first.
         is_owed: whether the evaluation at the last checkpoint was skipped or failed.
         is_evaluating: whether an evaluation is in progress.
         value: value of ``best_metric`` in the last evaluation (main process only); None if it is
@@ -122,11 +122,11 @@ class EvalHook(HookBase):
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best evaluation so far, its metric, and ``is_owed``."""
+        """Returns the best evaluation so far, the name of its metric, and ``self.is_owed``."""
         return {"metric": self._best_metric, "is_owed": self.is_owed, **self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``; drops the best value if it is of another metric."""
+        """Restores ``state_dict``, without the best evaluation if it is for another metric."""
         best = dict(state_dict)
         self.is_owed = best.pop("is_owed")
         self.best = best if best.pop("metric") == self._best_metric else {}

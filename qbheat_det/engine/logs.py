@@ -64,7 +64,7 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def removes_empty_run(folder: Path) -> Iterator[None]:
-    """Removes a run's folder after a ``UserError`` if it has only the log and the split."""
+    """Context manager: a ``UserError`` removes a folder that has only the log and the split."""
     try:
         yield
     except UserError:
@@ -159,9 +159,9 @@ def describe_model(cfg: CfgNode, model: nn.Module) -> str:
 
 
 def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
-    """Warns if an encoder with random weights is frozen, or if weights need another pixel format.
+    """Warns if a frozen encoder has random weights, or ``INPUT.FORMAT`` does not fit the weights.
 
-    The checkpointer warns if they need other pixel statistics.
+    If the weights need other pixel statistics, the checkpointer warns.
     """
     weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
     if weights and (info := info_of(weights)) and info.pixel_format not in ("", cfg.INPUT.FORMAT):

@@ -3,8 +3,8 @@
 
 The model first trains on labelled images only (burn-in). Then the teacher predicts on weak views of
 unlabelled images, and the model learns these predictions on strong views (``modeling/dense.py``).
-A checkpoint contains the teacher, and its iteration determines the position in the stream of
-unlabelled images, so runs resume exactly.
+A checkpoint contains the teacher. The iteration determines the position in the stream of unlabelled
+images, so runs resume exactly.
 """
 
 import contextlib
@@ -34,11 +34,12 @@ _CERTAIN = 0.5  # minimum score of the teacher's boxes that are counted
 
 
 def use_mean_teacher(cfg: CfgNode, given: dict[str, str]) -> None:
-    """Switches ``SOLVER.EMA`` on, in place, if ``DATASETS.UNLABELLED`` names images.
+    """Enables ``SOLVER.EMA`` in a config, in place, if ``DATASETS.UNLABELLED`` names images.
+
+    ``given`` has the values that the user has set, by config key.
 
     Raises:
-        UserError: the model cannot learn from unlabelled images, or an override disables the
-            average.
+        UserError: the model cannot learn from unlabelled images, or the user disables the average.
     """
     if not cfg.DATASETS.UNLABELLED:
         return
@@ -51,7 +52,7 @@ def use_mean_teacher(cfg: CfgNode, given: dict[str, str]) -> None:
 
 
 class MeanTeacher:
-    """Adds ``PSEUDO_LABELS`` to the unlabelled images of all micro-batches, in place."""
+    """Adds its predictions, with key ``PSEUDO_LABELS``, to the dicts of unlabelled images."""
 
     def __init__(self, model: nn.Module, *, precision: torch.dtype | None) -> None:
         """
@@ -77,10 +78,10 @@ class MeanTeacher:
 
     @torch.no_grad()
     def count_boxes(self) -> float | None:
-        """Returns the teacher's boxes per unlabelled image of the last micro-batch, or None.
+        """Returns the mean number of the teacher's boxes per unlabelled image.
 
-        Counts boxes that inference returns with a score of at least 0.5. Training does not use
-        them. Returns None if the micro-batch has no unlabelled images.
+        Counts boxes that inference returns with a score of at least 0.5 for the last micro-batch.
+        Training does not use them. Returns None if this batch has no unlabelled images.
         """
         if not self._last:
             return None
@@ -89,7 +90,7 @@ class MeanTeacher:
 
 
 def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int) -> list[HookBase]:
-    """Returns the evaluation hook; with a teacher, also the hook that counts its boxes."""
+    """Returns the evaluation hook; with a teacher, also the hook that logs its number of boxes."""
     period, metric = cfg.TEST.EVAL_PERIOD, cfg.TEST.BEST_METRIC
     if teacher is None:
         return [EvalHook(period=period, best_metric=metric)]
@@ -100,7 +101,7 @@ def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int)
 
 
 class PseudoBoxes(HookBase):
-    """Logs ``pseudo_boxes``, the teacher's boxes per image with a score of at least 0.5."""
+    """Logs ``pseudo_boxes``, the number of boxes that ``MeanTeacher.count_boxes`` returns."""
 
     trainer: TrainingRun
 
@@ -117,9 +118,9 @@ class PseudoBoxes(HookBase):
 
 
 class SemiSupervisedEvalHook(EvalHook):
-    """``EvalHook`` that also evaluates after the burn-in, and warns if later results are worse.
+    """``EvalHook`` that also evaluates at the end of the burn-in.
 
-    Later results are compared with the result after the burn-in.
+    It warns about each later evaluation whose result is worse than the result at that time.
     """
 
     def __init__(self, *, burn_in: int, **settings: Any) -> None:

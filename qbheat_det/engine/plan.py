@@ -68,7 +68,7 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
     resumed under the same conditions as other runs. All processes must call this function.
 
     Raises:
-        UserError: the config cannot be read, is for another model, or has a first stage itself.
+        UserError: the first stage's config is invalid, is for another model, or has a first stage.
     """
     cfg = flags.load_config()
     overrides = flags.overrides
@@ -155,9 +155,11 @@ class Pace:
 
 
 def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, str]:
-    """Returns flags whose epochs, image size and stages fit ``minutes``, and a summary.
+    """Returns flags whose epochs, image size and stages fit ``flags.minutes``, and a summary.
 
-    Flags given by the user do not change. A resumed run keeps the plan in its ``config.yaml``.
+    Flags given by the user do not change, except that ``config_file`` becomes the config of the
+    first stage if there is no time for a second one. A resumed run keeps the plan in its
+    ``config.yaml``.
 
     Raises:
         UserError: the recipe has no ``SOLVER.EPOCHS``, the user also sets the epochs, or the time

@@ -56,9 +56,9 @@ _END = ("SOLVER.EPOCHS", "SOLVER.MAX_ITER", "SOLVER.MIN_ITER")
 def decide_to_resume(args: argparse.Namespace | RunFlags) -> bool:
     """Returns whether to resume the run in ``OUTPUT_DIR``; equal on all processes.
 
-    True with ``--resume``. Also true after a restart by torchrun or a job queue: the folder has a
-    checkpoint, and the last start of the run had the same ``--rdzv-id`` of torchrun. A run without
-    a checkpoint starts from the beginning.
+    Returns True with ``--resume``, or after a restart by torchrun or a job queue. A restart is
+    detected if the folder has a checkpoint, and the last start in ``run.json`` had the same
+    ``--rdzv-id`` of torchrun as this one.
 
     Raises:
         UserError: the processes find different checkpoints.
@@ -212,7 +212,7 @@ def _write_run_record(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def find_duration(folder: Path) -> float | None:
-    """Returns the seconds that a run and its first stage took; None if a start was killed."""
+    """Returns the seconds of all starts of a run and its first stage; None if one was killed."""
     files = (folder / FIRST_STAGE_WEIGHTS.parent / RUN_FILE, folder / RUN_FILE)
     starts = [start for file in files for start in read_run_record(file)]
     return sum(s["seconds"] for s in starts) if all("seconds" in s for s in starts) else None

@@ -47,7 +47,7 @@ class StepTrainer(SimpleTrainer):
     ``modeling/contracts.py`` lists optional methods of models, such as ``get_metrics``.
 
     Attributes:
-        asked_to_stop: whether this process received a signal.
+        asked_to_stop: whether this process received a signal to end the run.
         stops: whether the run ends after this step; equal on all processes.
     """
 
@@ -73,7 +73,8 @@ class StepTrainer(SimpleTrainer):
             accumulate: number of micro-batches per step and process.
             precision: dtype of autocast; None disables autocast.
             seed: seed for randomness in the model, such as dropout.
-            log_period: iterations between two logs of values that need a device synchronization.
+            log_period: iterations between two logs of the model's metrics and the gradient norm,
+                which need a device synchronization.
             teacher: adds targets to the micro-batches of a step; see ``MeanTeacher``.
         """
         super().__init__(model, data_loader, optimizer)
@@ -95,6 +96,7 @@ class StepTrainer(SimpleTrainer):
 
         Raises:
             UserError: a loss is not finite on at least one process; all processes raise the error.
+                Or a process has fewer images than micro-batches.
         """
         share, data_time = self._source.take()
         if len(share) < self.accumulate:

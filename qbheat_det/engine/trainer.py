@@ -70,15 +70,12 @@ class Trainer(DefaultTrainer):
         cfg: resolved config, with the iterations and learning rate computed from the data.
         bare_model: the model without the distributed wrapper.
         cached_features: the feature cache; None unless ``MODEL.CACHE_FEATURES`` is enabled.
-        teacher: cached features of the teacher of distillation; None for other models.
+        teacher: cached features of the teacher in distillation; None for other models.
         resumed_from: checkpoint that the run was resumed from; None for a new run.
     """
 
     def __init__(self, cfg: CfgNode, *, allow_partial: bool = False) -> None:
-        """Builds all parts.
-
-        ``allow_partial`` accepts weights that lack tensors of the model or have extra ones.
-        """
+        """``allow_partial`` accepts weights that lack tensors of the model or have extra ones."""
         TrainerBase.__init__(self)  # DefaultTrainer's would build parts that are replaced here
         stream = build_train_stream(cfg)
         self.cfg = resolve_schedule(cfg, num_images=stream.num_images)
@@ -125,7 +122,7 @@ class Trainer(DefaultTrainer):
 
     @property
     def evaluated_model(self) -> nn.Module:
-        """The moving average if there is one, else the model itself."""
+        """The model with the moving average of the weights if there is one, else ``bare_model``."""
         return self._average.module if self._average else self.bare_model
 
     @property
@@ -221,7 +218,7 @@ class Trainer(DefaultTrainer):
         """Evaluates ``evaluated_model``; only the main process returns results.
 
         With unlabelled images, ``evaluated_model`` is the teacher, and the results of the trained
-        model are under "student".
+        model are under the key "student".
         """
         student = self._evaluation(self.bare_model) if self._mean_teacher else {}
         results = self._evaluation(self.evaluated_model)  # last, so OUTPUT_DIR has their files

@@ -76,28 +76,29 @@ class CachedBackbone(Backbone):
         return dict(self._shapes)
 
     def train(self, mode: bool = True) -> "CachedBackbone":
-        """Also sets the mode of the encoder."""
+        """Sets the mode of this module and of the encoder."""
         super().train(mode)
         self.encoder.train(mode)
         return self
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the features belong to the encoder's current weights."""
+        """Whether the cached features were computed with the encoder's current weights."""
         return self._shared.trusted
 
     def trust(self) -> None:
-        """Declares that the features belong to the encoder's current weights."""
+        """Declares that the cached features were computed with the encoder's current weights."""
         self._shared.trusted = True
 
     def forward(
         self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns the outputs by name, for images with features. In ``encode``, ``x`` is pixels.
+        """Returns the cached outputs of a batch by name. Only in ``encode``, ``x`` is pixels.
 
-        Feature maps are (N, C, ceil(H / s), ceil(W / s)), and "tokens" are (N, M, D), float32.
-        ``image_sizes`` (N, 2) is for encoders that mask padding. Raises a ``UserError`` if the
-        images have no features, or if the features were computed with other weights.
+        For images (N, 3, H, W), a feature map with stride s is (N, C, ceil(H / s), ceil(W / s)).
+        "tokens" are (N, M, D). Both are float32. ``image_sizes`` (N, 2) is for encoders that mask
+        padding. Raises a ``UserError`` if the images have no features, or if the encoder's weights
+        have changed since the features were computed.
         """
         if self._is_encoding:
             raise _Encoded(self.encoder(x) if image_sizes is None else self.encoder(x, image_sizes))
@@ -195,7 +196,7 @@ def encode_images(
     at_once: int = VIEWS_PER_FILE,
     is_exact: bool = False,
 ) -> list[Stored]:
-    """Encodes the entries of a mapper to views, in batches of images of equal size.
+    """Encodes outputs of a mapper to views, in batches of images of equal size.
 
     Args:
         entries: outputs of a mapper. Errors and None are returned unchanged.
@@ -222,7 +223,7 @@ def encode_images(
 
 
 def make_view(entry: Mapping[str, Any], features: dict[str, Tensor]) -> View:
-    """Builds the view of a mapper's entry from the encoder's outputs for this entry."""
+    """Builds a view from an output of a mapper, and the encoder's outputs for this image."""
     height, width = entry["image"].shape[-2:]
     truth: dict[str, Tensor] = {}
     if "instances" in entry:

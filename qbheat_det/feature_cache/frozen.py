@@ -98,7 +98,7 @@ class CachedFeatures:
     """Builds the caches of a run, from which the training stream and the test loaders read.
 
     Attributes:
-        fill: function that completes the store of a cache. A dry run sets another function.
+        fill: function that encodes missing views, see ``store.fill``. A dry run replaces it.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:
@@ -131,9 +131,9 @@ class CachedFeatures:
         return self._make(title, AllViews(stream.dataset, self._views[title]), is_train=True)
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> Any:
-        """Like ``Trainer.build_test_loader``, with features instead of images.
+        """Returns a loader of this process's share of a test set, with features instead of pixels.
 
-        If ``prepare`` was not called, only the test sets are encoded.
+        If ``prepare`` was not called for the current weights, encodes the test sets first.
         """
         if not (self._backbone.is_trusted and dataset_name in self._tests):
             with self._backbone.encoding(self._device):

@@ -68,11 +68,11 @@ class View:
 
 
 Stored = View | DataError | None
-"""A view, or what the mapper returned instead."""
+"""A view, or the error or None that the mapper returned instead."""
 Mapped = dict[str, Any] | DataError | None
-"""An entry of a mapper, or what it returned instead."""
+"""A dict that a mapper returned, or the error or None that it returned instead."""
 Encode = Callable[[list[Mapped]], list[Stored]]
-"""Maps entries of a mapper to views, see ``encode_images``."""
+"""Maps outputs of a mapper to views, see ``encode_images``."""
 
 
 class AllViews(Dataset[Mapped]):
@@ -101,10 +101,10 @@ class FeatureStore:
         dtype: torch.dtype = torch.float16,
         key: Mapping[str, Any] | None = None,
     ) -> None:
-        """Opens a folder with ``num_views`` views. Each file contains the name of the folder.
+        """Opens a folder of ``num_views`` views. It may be missing or incomplete, see ``fill``.
 
         ``dtype`` is the type of the stored features. ``key``, on which the features depend, is
-        written into the folder.
+        written to ``meta.json`` by ``fill``.
         """
         self.folder = Path(folder)
         self.num_views = num_views
@@ -136,7 +136,7 @@ class FeatureStore:
         return missing
 
     def read(self, view_index: int) -> Stored:
-        """Returns a copy of a view, or the mapper's ``DataError`` or None.
+        """Returns a copy of a view. If the mapper returned an error or None for it, returns that.
 
         Raises:
             UserError: the file is missing, damaged or from another cache.
@@ -265,7 +265,7 @@ def fill(
     Args:
         store: the store to fill.
         views: the views to encode, with the same indices as in the store.
-        encode: maps entries of a mapper to views.
+        encode: maps outputs of a mapper to views.
         title: the data set, in progress bars and logs.
         num_workers: number of worker processes that load views.
 

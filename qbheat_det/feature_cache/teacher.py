@@ -56,7 +56,7 @@ class TeacherFeatures:
     """Builds the caches of the teacher's features, which are the targets of a run.
 
     Attributes:
-        fill: function that completes the store of a cache. A dry run sets another function.
+        fill: function that encodes missing views, see ``store.fill``. A dry run replaces it.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
@@ -108,7 +108,7 @@ class TeacherFeatures:
         vars(self).pop("_teacher", None)  # frees memory for training
 
     def build_test_loader(self, cfg: CfgNode, dataset_name: str) -> ImageBatches:
-        """Like ``Trainer.build_test_loader``, but adds the teacher's features to each entry."""
+        """Returns this process's share of a test set, with "targets" as in ``TargetViews``."""
         self._prepare_test_set(dataset_name)
         return build_image_batches(cfg, dataset_name, mapper=self._tests[dataset_name])
 
@@ -145,12 +145,12 @@ class TeacherFeatures:
 
 
 class TargetViews:
-    """A mapper that adds the teacher's feature maps (C, h, w), as "targets", to fixed views."""
+    """A mapper that returns fixed views and, as "targets", the teacher's maps (C, h, w) by name."""
 
     def __init__(self, views: FixedViews, store: FeatureStore, *, flips: bool) -> None:
         """With ``flips``, the image and the targets are flipped with probability 1/2.
 
-        Features of the flipped image would differ slightly, see docs/objectives.md.
+        Features of a flipped image differ slightly from flipped features, see docs/objectives.md.
         """
         self.views = views
         self.store = store

@@ -119,7 +119,8 @@ def parameter_groups(
         bias_lr_factor: factor on the learning rate of biases.
 
     Raises:
-        UserError: ``layer_decay`` is not 1, and the backbone has no ``group_matcher``.
+        UserError: ``layer_decay`` is not 1, and the backbone has no ``group_matcher``. Or the model
+            has no backbone, and ``layer_decay`` or ``backbone_multiplier`` is not 1.
     """
     overrides = {name: {"weight_decay": 0.0} for name in ("tokens", "token")}
     # Detectron2 recognizes biases only by the name "bias".
@@ -205,7 +206,7 @@ def build_fused(
 
 
 def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float) -> None:
-    """Clips the norm of all gradients before each step. ``gradient_norm`` is the unclipped norm."""
+    """Clips all gradients before each step. ``optimizer.gradient_norm`` is their unclipped norm."""
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]

@@ -114,7 +114,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
 
 def count_epochs(cfg: CfgNode, num_images: int) -> Fraction:
-    """Returns ``SOLVER.EPOCHS``, or the epochs in ``SOLVER.MIN_ITER`` iterations if more."""
+    """Returns ``SOLVER.EPOCHS``, or the length of ``SOLVER.MIN_ITER`` in epochs if it is longer."""
     least = Fraction(cfg.SOLVER.MIN_ITER * cfg.SOLVER.IMS_PER_BATCH, num_images)
     return max(_exact(cfg.SOLVER.EPOCHS), least)
 
@@ -125,7 +125,7 @@ def _exact(epochs: float) -> Fraction:
 
 
 def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
-    """Returns a description for the log. ``resolved`` is the result of ``resolve_schedule``."""
+    """Returns a description of ``resolved``, the result of ``resolve_schedule``, for the log."""
     solver, period = resolved.SOLVER, resolved.TEST.EVAL_PERIOD
     per_epoch = num_images / solver.IMS_PER_BATCH
 

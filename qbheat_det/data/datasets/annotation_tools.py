@@ -133,7 +133,7 @@ def _choose_name(attributes: Mapping[str, Any]) -> object:
 def read_label_studio(file: Path) -> Iterator[LabelledImage]:
     """Reads Label Studio's JSON or JSON-MIN export.
 
-    The images of tasks without a finished annotation have ``is_skipped``, and are left out later.
+    Images of tasks without a finished annotation get ``is_skipped=True``, and are left out later.
     """
     for number, task in enumerate(json.loads(file.read_text(encoding="utf-8")), start=1):
         with reading_record(f"{file}, task {number}"):

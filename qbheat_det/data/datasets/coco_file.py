@@ -202,7 +202,7 @@ class CocoFile:
             logger.warning(warning)
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
-        """Returns the valid entries in COCO's format, optionally only of images with some names."""
+        """Returns the valid entries in COCO's format; with ``file_names``, of these images."""
         images = [
             one for one in self.images if file_names is None or one["file_name"] in file_names
         ]
@@ -234,7 +234,10 @@ def has_area(entry: Entry) -> bool:
 
 
 def has_polygon(entry: Entry) -> bool:
-    """Returns whether an annotation has a polygon of at least three points, RLE or no mask."""
+    """Returns False only if an annotation has polygons, but none has three or more points.
+
+    Annotations with RLE and without a mask count as True.
+    """
     segmentation = entry.get("segmentation")
     if not segmentation or isinstance(segmentation, dict):
         return True

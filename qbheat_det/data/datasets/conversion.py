@@ -32,7 +32,8 @@ class Converted:
     Attributes:
         lists: COCO's lists "images", "annotations" and "categories". Ids of images and annotations
             start from 1.
-        places: maps (list, index) of each entry to its location in the source, for messages.
+        places: maps (name of the list, id) of images and annotations to their location in the
+            source, for messages.
         errors: content that could not be converted.
         warnings: content that may be a mistake.
     """
@@ -51,7 +52,7 @@ class Converted:
 
 
 class Box(NamedTuple):
-    """A box and its class. ``xywh`` is in pixels, or in fractions of the image's sides."""
+    """A box and its class. ``xywh`` is in pixels, or in shares of the sides if ``is_relative``."""
 
     place: str
     name: str
@@ -100,9 +101,10 @@ class LabelledImage:
         is_box: bool = False,
         is_crowd: bool = False,
     ) -> None:
-        """Adds the bounding box of points (n, 2). Raises a ``ValueError`` if they are invalid.
+        """Adds an object of class ``name`` with the bounding box of points (n, 2), see ``Box``.
 
-        With ``is_box``, the points must be the top left and the bottom right corner.
+        With ``is_box``, the points must be the top left and the bottom right corner. Raises a
+        ``ValueError`` if the points are invalid or the class is missing.
         """
         points = [list(point) for point in points]
         try:
@@ -191,7 +193,7 @@ def parse_xml(file: Path) -> ElementTree.Element:
 
 
 def read_lines(file: Path) -> list[tuple[str, str]]:
-    """Returns (location, text) of each line of a file that is not blank."""
+    """Returns (location, text) of each line that is not blank."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:

@@ -55,7 +55,7 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class DataSource:
-    """The format of a path, the training source, and the validation source (None without one)."""
+    """The format of a path, its training source, and its validation source or None."""
 
     kind: Kind
     train: Source
@@ -197,7 +197,7 @@ def _read_first_name(json_file: Path) -> str:
 def with_classes(source: Source, classes: Sequence[str]) -> Source:
     """Returns a source with its classes set, if the files of its format do not list the classes.
 
-    Otherwise the classes would be those that occur in the part of the source.
+    Without the key "classes", such a source has the classes that occur in its own files.
     """
     takes = classes and not source.keys().isdisjoint(("voc_folder", "labels_path"))
     return {**source, "classes": list(classes)} if takes else source

@@ -69,7 +69,7 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
 
 def read_annotations(source: Source) -> CocoFile:
-    """Reads and checks the boxes of a source. A "split" is ignored, so all images are read."""
+    """Reads and checks the boxes of all images of a source. Its key "split" has no effect."""
     return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
 
 
@@ -92,11 +92,12 @@ def forget_annotations() -> None:
 def register_source(
     name: str, source: Source, *, split: Mapping[str, Any] | None = None
 ) -> CocoFile | None:
-    """Checks and registers a source as a data set, and returns its annotations (None if no boxes).
+    """Checks a source, registers it as a data set, and returns its annotations.
 
-    A data set with the same name is replaced. The metadata contain ``source``. ``split`` is the
-    content of the file ``source["split"]``; None reads the file. Raises a ``UserError`` if a file
-    or folder is missing or broken.
+    Returns None if the source has no boxes, or if they are not used (``source["labelled"]``). A
+    data set with the same name is replaced. The metadata contain ``source``. ``split`` is the
+    content of the split file that ``source["split"]`` names; None reads the file. Raises a
+    ``UserError`` if a file or folder is missing or broken.
     """
     forget_source(name)
     keep = annotations = None
@@ -149,7 +150,7 @@ def forget_source(name: str) -> None:
 
 
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
-    """Divides the images of a source into training and validation, see ``split_names``."""
+    """Divides the images of a source, and returns the content of ``split.json``."""
     groups: list[Hashable]
     if "image_folders" in source:
         folders = source["image_folders"]
@@ -221,9 +222,10 @@ def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
 def split_names(
     names: Sequence[str], groups: Sequence[Hashable], *, fraction: float, seed: int
 ) -> dict[str, Any]:
-    """Returns the content of ``split.json``: "seed", "fraction", and image names by part.
+    """Divides images, and returns the content of ``split.json``.
 
-    The parts are "train" and "val". Raises a ``UserError`` if there are too few images.
+    The keys are "seed", "fraction", "train" and "val". The last two list names of images. For the
+    arguments, see ``choose_val``. Raises a ``UserError`` if there are too few images.
     """
     chosen = choose_val(groups, fraction=fraction, seed=seed)
     if not chosen or len(chosen) == len(names):

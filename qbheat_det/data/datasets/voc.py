@@ -31,7 +31,7 @@ class VocPart(NamedTuple):
 
 
 def find_voc_parts(folder: str | Path) -> dict[str, VocPart]:
-    """Returns the part "all", or "train" and optionally "val", from folders or ``ImageSets``."""
+    """Returns the parts that subfolders or ``ImageSets`` define: "all", or "train" (and "val")."""
     root = Path(folder)
     if whole := _pair_folders(root):
         lists = {

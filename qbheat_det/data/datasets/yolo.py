@@ -32,7 +32,7 @@ _LARGEST = 10_000_000  # largest size of a data.yaml in bytes
 
 @dataclass(frozen=True)
 class YoloConfig:
-    """The content of a ``data.yaml``. ``subsets`` has folders and list files of images."""
+    """A ``data.yaml``. ``subsets`` maps "train" and "val" to image folders, or lists of images."""
 
     file: Path
     names: list[str]

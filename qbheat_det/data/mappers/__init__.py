@@ -30,10 +30,10 @@ __all__ = [
 ]  # fmt: skip
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
-"""Maps a record to an entry of a batch. None and errors skip the image. Errors are reported."""
+"""Maps a record to a dict of a batch. None and errors skip the image. Errors are reported."""
 
 VIEW_ROW = "view_row"
-"""Record key of the index in the data set, from which the seeds of views are derived."""
+"""Key of a record. Its value is the index in the data set, which determines seeds of views."""
 
 
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
@@ -57,10 +57,10 @@ MAPPERS_OF_CLASSES = {"classify"}
 
 
 def build_mapper(cfg: CfgNode, is_train: bool) -> "NamingMapper":
-    """Builds the mapper ``INPUT.DATASET_MAPPER_NAME``. Raises a ``UserError`` if it is unknown.
+    """Builds the mapper that ``INPUT.DATASET_MAPPER_NAME`` names.
 
-    The returned mapper raises a ``UserError`` if an image cannot be read, or if its size differs
-    from the annotated size.
+    Raises a ``UserError`` if the name is unknown. The mapper itself raises a ``UserError`` if an
+    image cannot be read, or if its size differs from the annotated size.
     """
     name = cfg.INPUT.DATASET_MAPPER_NAME
     if name not in DATASET_MAPPERS:
@@ -130,5 +130,5 @@ def choose_view(count: int) -> int:
 
 
 def number_records(dataset: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the records with their index in the data set as ``VIEW_ROW``."""
+    """Returns the records with their index in the data set under the key ``VIEW_ROW``."""
     return [{**record, VIEW_ROW: row} for row, record in enumerate(dataset)]

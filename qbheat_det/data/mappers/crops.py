@@ -140,13 +140,13 @@ class PretrainingMapper:
 class TwoViewMapper:
     """Maps a record with ``file_name`` to two views of the image.
 
-    Returns the same entry as ``PretrainingMapper``. In training, ``image`` is augmented, and the
-    entry also has ``image_key`` (3, S, S), uint8. It is a second view, drawn independently.
+    Returns the same dict as ``PretrainingMapper``. In training, ``image`` is augmented, and the
+    dict also has ``image_key`` (3, S, S), uint8. It is a second view, drawn independently.
     """
 
     @configurable
     def __init__(self, *, crop: PretrainingMapper) -> None:
-        """``crop`` crops and flips. If it is for inference, there is only one view."""
+        """``crop`` crops and flips images. If it is for inference, there is only one view."""
         self._crop = crop
         changes = [
             v2.RandomApply([v2.ColorJitter(*JITTER)], p=_JITTERED),
@@ -198,7 +198,7 @@ def _change_picture(change: Callable[[Image.Image], Image.Image], image: Tensor)
 class ClassificationMapper:
     """Maps a record with ``file_name`` and ``label`` to a square image.
 
-    Returns the same entry as ``PretrainingMapper``, or a ``DataError`` if the image cannot be read.
+    Returns the same dict as ``PretrainingMapper``, or a ``DataError`` if the image cannot be read.
     In training, RandAugment and random erasing are applied after the random crop and flip.
     """
 

@@ -127,9 +127,9 @@ def build_detr_crop(*, resize_to: Sequence[int], crop_range: Sequence[int]) -> T
 
 @dataclass(frozen=True)
 class TileMapper:
-    """Crops the ``TILE`` of a record out of the decoded image, before all augmentations.
+    """Wraps a mapper to crop a tile out of the decoded image before all augmentations.
 
-    "height" and "width" of the entry are the size of the tile.
+    If a record has the key ``TILE``, "height" and "width" of the result are the tile's size.
     """
 
     mapper: DatasetMapper
