@@ -165,7 +165,10 @@ def choose_threshold(errors: DetectionErrors) -> float:
 
 
 def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
-    """Counts "correct" and "wrong" detections scored at least ``threshold``, and "missed" boxes."""
+    """Counts "correct" and "wrong" detections scored at least ``threshold``, and "missed" boxes.
+
+    A missed box is a ground-truth box without a correct detection scored at least ``threshold``.
+    """
     kept = errors.scores >= threshold
     return {
         "correct": int(errors.correct[kept].sum()),
@@ -175,7 +178,7 @@ def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
 
 
 def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns indices of boxes with no correct detection from score ``threshold``, largest first."""
+    """Returns the indices of missed boxes (see ``count_errors``), largest boxes first."""
     detected = errors.matches >= 0
     detected[detected] = errors.scores[errors.matches[detected]] >= threshold
     missed = np.flatnonzero(~detected)

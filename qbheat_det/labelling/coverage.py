@@ -91,7 +91,7 @@ def _count_rows(vectors: Tensor) -> int:
 def cover(
     strategy: str, vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Selects images with a strategy in ``COVERING``. ``seed`` is the seed of "random"."""
+    """Selects images with the strategy "random", which uses ``seed``, or "k_center"."""
     if strategy == "random":
         order, known = np.random.default_rng(seed).permutation(len(vectors)), {*taken}
         return [index for index in order.tolist() if index not in known][:budget]
