@@ -240,7 +240,7 @@ def find_size(runs: Sequence[Run], default: int) -> int:
 
 
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
-    """Yields normalized batches (n, 3, S, S) on the model's device. ``label`` describes the work."""
+    """Yields normalized batches (n, 3, S, S) on the model's device, and shows progress."""
     statistics = get_pixel_statistics(model)
     mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
     starts = range(0, len(entries), _BATCH_SIZE)

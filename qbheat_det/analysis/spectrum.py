@@ -3,8 +3,8 @@
 
 Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. A linear model predicts
 the feature z at an offset Δx: z(x + Δx) = (I + M) z(x). The model learns M = Δx A, but the figure
-shows eigenvalues and energies of A. For two opposite directions, let A1 and A2 be these matrices.
-The energy E(A1) is the sum of the magnitudes of the eigenvalues of A1, and E(A) = E(A1) + E(A2).
+shows eigenvalues and energies of A. Let A1 and A2 be the matrices A of two opposite directions. The
+energy E(A1) is the sum of the magnitudes of the eigenvalues of A1, and E(A) = E(A1) + E(A2).
 
 The control has "rotated" matrices: the learned singular values with random singular vectors.
 Properties that learned and rotated matrices share do not depend on singular vectors. Undefined

@@ -94,8 +94,8 @@ class SafeCheckpointer(DetectionCheckpointer):
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path loads nothing.
 
-        ``checkpointables`` are the names of the other objects to load, such as "optimizer"; None
-        loads all. Returns the unused keys of the file, such as "iteration" and "info". If the file
+        ``checkpointables`` are the names of the other objects to load, such as "trainer"; None
+        loads all. Returns the other keys of the file, such as "iteration" and "info". If the file
         cannot be read or does not fit, raises a ``UserError`` and does not change the model.
         """
         return self._load_file_into_model(path, checkpointables, resuming=False)
