@@ -9,9 +9,9 @@ __all__ = ["load_figures"]
 
 
 def load_figures() -> dict[str, Callable[..., Figure]]:
-    """Returns the functions that draw figures, by the names of the figures.
+    """Returns a dict from the name of each figure to the function that draws it.
 
-    They are called with runs, ``FigureOptions`` and keyword arguments of the figure.
+    The arguments of a function are a list of ``Run``, ``FigureOptions``, and keywords of its own.
     """
     # Imported here, because matplotlib takes a second to import.
     from . import attention, curves, detections, pretraining, spectrum

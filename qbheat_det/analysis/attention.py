@@ -53,7 +53,7 @@ Entries = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The attention of the two bridges of a block, whose number starts from 1 as in Table 8.
+    """Attention of the two bridges of block ``number`` (from 1, as in Table 8) for N images.
 
     ``to_former`` (N, heads, M, H, W), of Mobile→Former, sums to 1 over pixels. ``to_mobile``
     (N, heads, M, H', W'), of Mobile←Former, sums to 1 over the M tokens.
@@ -72,7 +72,7 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Returns (name, input stride, output stride) of each block with tokens, by number from 1."""
+    """Maps the number (from 1) of each block with tokens to (name, input stride, output stride)."""
     found = {}
     stride, number = 2, 0  # the stem's stride
     for i, stage in enumerate(backbone.stages):
@@ -97,7 +97,7 @@ def choose_blocks(backbone: MobileFormer) -> list[int]:
 
 @torch.no_grad()
 def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]:
-    """Returns the attention of each block with tokens, on the CPU, for images (N, 3, H, W)."""
+    """Runs a network on images (N, 3, H, W). Returns the attention of its blocks, on the CPU."""
     blocks = list_blocks(backbone)
     bridges = [
         f"{name}.{bridge}"
@@ -119,7 +119,7 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
 
 
 def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
-    """Returns the end of the color scale, above which each map has at most 5 % of its attention."""
+    """Returns a value above which each map has at most 5 % of its attention, for the colors."""
     tops = []
     for values in maps:
         falling = np.sort(values, axis=None)[::-1]
@@ -216,9 +216,10 @@ def _list_maps(
 
 
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
-    """Returns entries with "image" (3, S, S), cropped by the run's mapper.
+    """Returns one dict per readable file. Its key "image" has the central square (3, S, S).
 
-    If the run's mapper does not crop squares, the mapper of pre-training is used.
+    The evaluation mapper of ``cfg`` crops it, or that of pre-training if ``cfg`` is of a detector.
+    S is ``size``, by default ``INPUT.PRETRAIN.SIZE``.
     """
     cfg = with_values(cfg)
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
@@ -230,7 +231,7 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
 
 
 def find_size(runs: Sequence[Run], default: int) -> int:
-    """Returns the image side, in pixels, of the first run whose model takes square images."""
+    """Returns the image side in pixels of the first run without boxes, or ``default``."""
     for run in runs:
         with contextlib.suppress(NotApplicable, UserError):  # reported when the run is used
             if run.kind != "detector":
@@ -239,7 +240,7 @@ def find_size(runs: Sequence[Run], default: int) -> int:
 
 
 def batch_images(model: nn.Module, entries: Entries, label: str) -> Iterator[Tensor]:
-    """Yields normalized batches (n, 3, S, S) on the model's device, with a progress bar."""
+    """Yields normalized batches (n, 3, S, S) on the model's device, and shows progress."""
     statistics = get_pixel_statistics(model)
     mean, std = (statistics[name].view(-1, 1, 1) for name in ("pixel_mean", "pixel_std"))
     starts = range(0, len(entries), _BATCH_SIZE)

@@ -39,7 +39,7 @@ _LOG_LINES = 12  # number of log lines that are shown for a failed job
 _COSTS = ("images seen", "minutes")
 
 Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By objective and measure: "mean", "deviation" (unbiased; nan for one seed), "values" by seed."""
+"""By objective and measure: the "mean" and "deviation" over seeds, and the "values" by seed."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Job:
-    """A command that can resume. ``settings`` are the settings that affect its result.
+    """A command that can resume. ``settings`` affect its result.
 
     ``folder/<stage>.json`` is written when the command has succeeded.
     """
@@ -99,7 +99,7 @@ class Job:
         return self.folder / f"{self.stage}.json"
 
     def is_done(self) -> bool:
-        """Whether the command succeeded. Raises a ``UserError`` if it had other settings."""
+        """Whether the job is done. Raises a ``UserError`` if it was done with other settings."""
         if not self.record_file.is_file():
             return False
         try:
@@ -222,9 +222,9 @@ def _plan_probes(comparison: Comparison, row: Row) -> Job:
 
 
 def compare(comparison: Comparison) -> tuple[str, dict[str, str]]:
-    """Runs the missing jobs. If a job fails, the later jobs of its row are skipped.
+    """Runs the jobs that are not done. If pre-training fails, its probes are skipped.
 
-    Returns the tables, and the error messages of failed jobs by title.
+    Returns the tables in Markdown, and the error messages of failed or skipped jobs by title.
 
     Raises:
         UserError: data or a config is invalid, or the folder has results of different settings.
@@ -288,7 +288,7 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns, by title, top-1 of the probes (%), images seen and minutes of a row's done jobs."""
+    """Returns, by title: top-1 of the probes (%), and images seen and minutes of pre-training."""
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}
     if "probes" in done:
@@ -309,7 +309,7 @@ def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
 
 
 def summarize(measured: Sequence[tuple[Row, Mapping[str, float]]]) -> Summary:
-    """Returns mean and standard deviation over seeds, for each objective and measure."""
+    """Returns mean and unbiased standard deviation (nan for one seed) by objective and measure."""
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for row, own in measured:
         for title, value in own.items():

@@ -34,7 +34,7 @@ _EXPLANATION = (
 
 
 def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws one panel per logged quantity, with one line per run."""
+    """Draws a panel per logged quantity, with a line per run. Models have separate loss panels."""
 
     def check(run: Run) -> Run:
         if not read_series(run.metrics, "epoch")[0]:
@@ -79,7 +79,7 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
 def plot_curves(
     panels: Mapping[str, tuple[str, Mapping[str, Curve]]], names: Sequence[str]
 ) -> Chart:
-    """Draws one panel per entry of ``panels``, with one line per run.
+    """Draws panels with one line per run.
 
     Args:
         panels: maps the title of each panel to its y label, and to the curves by run.
@@ -126,7 +126,7 @@ def read_series(records: Sequence[Mapping[str, Any]], key: str) -> Curve:
 
 
 def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Returns (chart title, axis label) of each logged key, except for AP of single classes."""
+    """Returns (chart title, axis label) of the logged keys to draw, such as losses and AP."""
     keys = dict.fromkeys(key for record in records for key in record)
     found: dict[str, tuple[str, str]] = {}
     for pattern, (title, label) in _QUANTITIES.items():
@@ -137,7 +137,7 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
 
 
 def select_curve(run: Run, key: str) -> Curve:
-    """Returns the curve of a key over epochs. It is empty if the epochs are unknown."""
+    """Returns the values of a logged key over epochs; empty if the epochs are unknown."""
     epochs = dict(zip(*read_series(run.metrics, "epoch"), strict=True))
     known = [(epochs[i], value) for i, value in zip(*read_series(run.metrics, key), strict=True)
              if i in epochs]  # fmt: skip

@@ -43,23 +43,23 @@ _COCO_SIZES = (32.0, 96.0)  # square root of the area that separates small, medi
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A registered dataset in COCO format, or annotated images (``source``), and its role."""
+    """A dataset to inspect, for training or for evaluation."""
 
     name: str
     role: Role
-    source: Source | None = None
+    source: Source | None = None  # its annotations and images; None if ``name`` is registered
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Result of the checks of one dataset. ``records`` has the records of all valid entries."""
+    """Result of the checks of one dataset."""
 
     source: DatasetSource
-    records: list[dict[str, Any]]
+    records: list[dict[str, Any]]  # Detectron2's dicts, without invalid images and annotations
     class_names: Sequence[str]
     errors: list[DataError]
     warnings: list[str] = field(default_factory=list)
-    summary: CocoFile | None = None
+    summary: CocoFile | None = None  # the annotation file; None if it cannot be used
 
     @cached_property
     def boxes_per_class(self) -> dict[str, int]:
@@ -241,7 +241,7 @@ def format_report(
 
 
 def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
-    """Returns statistics of a dataset by name. Crowds are not counted as boxes."""
+    """Returns statistics of a dataset as text, by title. Crowds are not counted as boxes."""
     records = inspection.records
     rows = [(*BoxMode.convert(list(one["bbox"]), one["bbox_mode"], BoxMode.XYWH_ABS), index)
             for index, record in enumerate(records) for one in list_objects(record)]  # fmt: skip

@@ -49,10 +49,10 @@ class Boxes:
 
 @dataclass(frozen=True)
 class DetectionErrors:
-    """D correct or wrong detections, and B ground-truth boxes without crowds.
+    """D detections (``found``), B ground-truth boxes without crowds (``truth``), and their matches.
 
-    ``correct`` and ``wrong`` (D,) are both False for detections that COCO ignores. These overlap a
-    crowd of their class, or are not among the 100 highest scores of their image and class.
+    COCO ignores a detection that overlaps a crowd of its class, or is not among the 100 highest
+    scores of its image and class. For such a detection, ``correct`` and ``wrong`` (D,) are False.
     ``matches`` (B,) is the index of the correct detection of each box (with any score), or -1.
     """
 
@@ -65,7 +65,7 @@ class DetectionErrors:
 
 
 def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
-    """Matches detections with ground truth in COCO format. "iscrowd" and "area" are optional.
+    """Matches detections with ground truth in COCO format ("iscrowd" and "area" are optional).
 
     Returns an accumulated ``COCOeval``. Annotations and detections are renumbered from 1, because
     pycocotools uses id 0 for "unmatched".
@@ -91,7 +91,7 @@ def _index(content: Entry) -> COCO:
 
 
 def score_detections(evaluator: Any) -> DetectionScores:
-    """Computes metrics from ``evaluate_boxes``. Classes without detections have AP 0."""
+    """Computes metrics from ``evaluate_boxes``'s result. Classes without detections have AP 0."""
     # (T, R, K, A, M): IoU thresholds, recalls, classes, area ranges (the first is "all"), and
     # maximum numbers of detections (the last is 100).
     precision = np.array(evaluator.eval["precision"], dtype=np.float64)[..., -1]
@@ -165,7 +165,10 @@ def choose_threshold(errors: DetectionErrors) -> float:
 
 
 def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
-    """Counts missed boxes, and correct and wrong detections scored at least ``threshold``."""
+    """Counts "correct" and "wrong" detections scored at least ``threshold``, and "missed" boxes.
+
+    A missed box is a ground-truth box without a correct detection scored at least ``threshold``.
+    """
     kept = errors.scores >= threshold
     return {
         "correct": int(errors.correct[kept].sum()),
@@ -175,7 +178,7 @@ def count_errors(errors: DetectionErrors, threshold: float) -> dict[str, int]:
 
 
 def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns boxes without a correct detection scored at least ``threshold``, largest first."""
+    """Returns the indices of missed boxes (see ``count_errors``), largest boxes first."""
     detected = errors.matches >= 0
     detected[detected] = errors.scores[errors.matches[detected]] >= threshold
     missed = np.flatnonzero(~detected)
@@ -184,13 +187,13 @@ def find_missed_boxes(errors: DetectionErrors, threshold: float) -> Indices:
 
 
 def find_wrong(errors: DetectionErrors, threshold: float) -> Indices:
-    """Returns wrong detections with scores of at least ``threshold``, highest scores first."""
+    """Returns the indices of wrong detections scored at least ``threshold``, highest first."""
     wrong = np.flatnonzero(errors.wrong & (errors.scores >= threshold))
     return wrong[np.argsort(-errors.scores[wrong], kind="stable")]
 
 
 def count_confusions(errors: DetectionErrors, threshold: float, num_classes: int) -> Indices:
-    """Returns the confusion matrix (K + 1, K + 1) of true (rows) and detected classes.
+    """Returns the confusion matrix (K + 1, K + 1) of true (rows) and detected (columns) classes.
 
     The last class is background. Only detections with scores of at least ``threshold`` are counted.
     Detections that match no box of their class are assigned, highest score first, to the unmatched

@@ -47,14 +47,14 @@ class DetectionSet:
     name: str
     json_file: Path
     image_root: Path
-    content: dict[str, Any]
+    content: dict[str, Any]  # content of ``json_file``
     class_names: tuple[str, ...]
     category_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class RunDetections:
-    """The detections of a run. Errors and images use scores of at least ``threshold``."""
+    """Metrics and errors of a run. Drawings and counts leave out scores below ``threshold``."""
 
     label: str
     scores: metrics.DetectionScores
@@ -70,11 +70,11 @@ def draw_detections(
     data: str | None = None,
     threshold: float | None = None,
 ) -> Figure:
-    """Evaluates detectors on the test set of the first detector, or on ``data`` (see ``--data``).
+    """Draws AP, boxes and errors of detectors on the first detector's test set, or on ``data``.
 
-    If ``data`` has a validation part, only this part is used. ``options.images`` is the image
-    folder of a COCO json. ``threshold`` is the lowest score in images and error counts. None uses
-    the threshold that maximizes F1.
+    ``data`` is in any format of ``--data``. If it has a validation part, only this part is used.
+    ``options.images`` is the image folder of a COCO json. ``threshold`` is the lowest score in
+    images and error counts. None uses the threshold that maximizes F1.
 
     Raises:
         NotApplicable: no detector's test set is on this machine.

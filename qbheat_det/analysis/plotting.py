@@ -57,7 +57,7 @@ def start_chart(*, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
 
 
 def list_styles(number: int) -> list[dict[str, Any]]:
-    """Returns the color, dash and marker of each line. The first 24 combinations are unique."""
+    """Returns the color, dash and marker of ``number`` lines. The first 24 are different."""
     return [
         {
             "color": COLORS[index % len(COLORS)],

@@ -2,8 +2,8 @@
 """The figures "reconstructions" and "correlation".
 
 Paper: QB-Heat, arXiv:2211.13228. Reconstructions use the masks of Fig. 2 and 4. Spatial correlation
-is defined in Appendix D and Fig. 12, following "Barlow Twins", arXiv:2103.03230. Here the mean over
-channels is subtracted.
+is defined in Appendix D and Fig. 12, following "Barlow Twins", arXiv:2103.03230. This module first
+subtracts the mean over channels from each feature vector.
 """
 
 import copy
@@ -57,9 +57,9 @@ class Reconstructions:
     """Reconstructions of N images, and their losses.
 
     Attributes:
-        columns: the N images (S, S, 3) of each column, by title.
-        losses: the loss of each image, by kind of view.
-        mean_losses: the mean loss, by kind of view.
+        columns: the N images (S, S, 3) of each column of the figure, by the column's title.
+        losses: for each kind of view, one dict per image with "loss" and optionally "place".
+        mean_losses: the mean loss of each kind of view.
         note: a remark on the reconstructions, or "".
     """
 
@@ -72,7 +72,7 @@ class Reconstructions:
 def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
-    """Reconstructs images from every view. The quadrants of a view are used in turn."""
+    """Reconstructs images from each kind of view. Images use its quadrants in turn."""
     inputs = [plotting.to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
     losses: dict[str, list[dict[str, Any]]] = {}

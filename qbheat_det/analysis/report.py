@@ -114,7 +114,7 @@ def _draw(
 
 
 def describe_runs(runs: Iterable[Run]) -> Table:
-    """Returns a table with model, weights and length of each run, or "unknown" in their place."""
+    """Returns a table of the model, weights, steps and epochs of runs ("unknown" if missing)."""
     rows = []
     for run in runs:
         last = max(run.metrics, key=lambda record: record["iteration"], default={})

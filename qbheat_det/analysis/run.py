@@ -89,7 +89,7 @@ class Run:
 
     @cached_property
     def cfg(self) -> CfgNode:
-        """The config, with the current paths of weights and folder."""
+        """The config. ``MODEL.WEIGHTS`` and ``OUTPUT_DIR`` are set to the current paths."""
         weights, file = str(self.checkpoint or ""), (self.folder or Path()) / "config.yaml"
         config_file = str(file) if self.folder and file.is_file() else None
         if not (weights or config_file):
@@ -123,7 +123,7 @@ class Run:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
     def find_set(self, split: Split = "test") -> str:
-        """Registers the run's first dataset of a split from ``run.json``, and returns its name.
+        """Registers the run's first dataset of a split (see ``run.json``), and returns its name.
 
         Raises ``NotApplicable`` if the run has no such dataset, or if it cannot be read.
         """
@@ -149,7 +149,10 @@ class Run:
         return name
 
     def find_detections(self, name: str) -> Path | None:
-        """Returns the file of the last evaluation's detections; None if other weights made them."""
+        """Returns the file with the detections of the last evaluation on the dataset ``name``.
+
+        Returns None if there is none, or if it may not belong to the run's final weights.
+        """
         if self.folder is None or self.checkpoint is None:
             return None
         name = name.removesuffix(f" of {self.folder.resolve()}")
@@ -160,7 +163,7 @@ class Run:
         return path if is_own else None
 
     def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
-        """Returns mapped images, spread evenly over the folder ``images`` or the run's dataset.
+        """Returns ``number`` images, spaced evenly over the folder ``images`` or the run's dataset.
 
         Without ``images``, uses the run's test set, or else its training set. Raises
         ``NotApplicable`` if there is no dataset, and a ``UserError`` if no image can be read.
@@ -218,7 +221,7 @@ def _find_checkpoint(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """Options of every figure. If ``images`` (a folder) is None, the run's data are used."""
+    """The folder of the images in a figure (None: a run's dataset), and the number of images."""
 
     images: Path | None = None
     num_images: int = 6
@@ -226,12 +229,12 @@ class FigureOptions:
 
 @dataclass(frozen=True)
 class RunResults(Generic[Found]):
-    """Results by label, the reasons why runs are left out, and the files of the images."""
+    """Results of several runs, and what was left out."""
 
-    found: dict[str, Found]
-    left_out: list[str]
-    files: Sequence[str] = ()
-    unreadable: Sequence[str] = ()
+    found: dict[str, Found]  # by label of the run
+    left_out: list[str]  # why other runs have no result
+    files: Sequence[str] = ()  # the images of all runs
+    unreadable: Sequence[str] = ()  # images that were replaced by others
 
     def draw(
         self,
@@ -243,7 +246,7 @@ class RunResults(Generic[Found]):
         /,
         **data: Any,
     ) -> Figure:
-        """Returns a figure. Its text lists the images and runs that are left out."""
+        """Returns a figure, whose explanation also lists the images and runs that are left out."""
         text = list(explanation)
         if self.unreadable:
             names = join_first(Path(name).name for name in self.unreadable)
@@ -295,7 +298,7 @@ def run_on_images(
 
 
 def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> SpreadEntries:
-    """Returns images of a folder. Without a folder, uses the first run whose data can be read.
+    """Calls ``Run.load_images`` of one run after the other until one succeeds.
 
     Raises:
         NotApplicable: no run has data on this machine.

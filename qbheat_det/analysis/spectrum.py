@@ -1,12 +1,14 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The figure "spectrum": eigenvalues of the linear models of QB-Heat, compared with a control.
 
-Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. The model learns
-M = Δx A, but the figure shows eigenvalues and energies of A. The energy E(A1) is the sum of the
-eigenvalue magnitudes of A1, and E(A) = E(A1) + E(A2). Undefined values are nan.
+Paper: QB-Heat, arXiv:2211.13228, Eq. 6 to 8, Sec. 6.2, Table 3 and Fig. 7. A linear model predicts
+the feature z at an offset Δx: z(x + Δx) = (I + M) z(x). The model learns M = Δx A, but the figure
+shows eigenvalues and energies of A. Let A1 and A2 be the matrices A of two opposite directions. The
+energy E(A1) is the sum of the magnitudes of the eigenvalues of A1, and E(A) = E(A1) + E(A2).
 
 The control has "rotated" matrices: the learned singular values with random singular vectors.
-Properties that learned and rotated matrices share do not depend on singular vectors.
+Properties that learned and rotated matrices share do not depend on singular vectors. Undefined
+values are nan.
 """
 
 import math
@@ -32,7 +34,7 @@ from .plotting import COLORS, QUIET, chart_image, start_figure, themed
 from .run import FigureOptions, Run, run_each
 
 Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
-"""By scale ("corner" or "centre"): the offset Δx, and the matrices M = Δx A (C, C) by name."""
+"""Maps a scale ("corner" or "centre") to its offset Δx, and to M = Δx A (C, C) by name."""
 
 AXES = {"A": ("A1", "A2"), "B": ("B1", "B2")}
 """The two opposite directions of each axis. A is horizontal, and B is vertical."""
@@ -56,11 +58,11 @@ _EXPLANATION = (
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Offsets Δx by scale, sorted eigenvalues (C,) of A by scale and matrix, and a table row."""
+    """The spectra of the linear models of one or two scales."""
 
-    offsets: Mapping[str, float]
-    eigenvalues: Mapping[str, Mapping[str, Tensor]]
-    summary: Mapping[str, float]
+    offsets: Mapping[str, float]  # Δx by scale
+    eigenvalues: Mapping[str, Mapping[str, Tensor]]  # (C,) of A, sorted, by scale and matrix
+    summary: Mapping[str, float]  # the numbers in the figure's table
 
 
 def describe_models(models: Models) -> Spectrum:
@@ -90,7 +92,7 @@ def describe_models(models: Models) -> Spectrum:
 
 
 def list_linear_models(predictor: HeatPredictor) -> Models:
-    """Returns the linear models of ``HeatPredictor.scales``, on the CPU."""
+    """Returns the linear models of a predictor, on the CPU."""
     scales = cast(Mapping[str, LinearModels], predictor.scales)
     return {
         scale: (
@@ -102,7 +104,7 @@ def list_linear_models(predictor: HeatPredictor) -> Models:
 
 
 def read_linear_models(path: Path, label: str) -> Models:
-    """Reads the linear models of a checkpoint.
+    """Reads the linear models of QB-Heat from a checkpoint. ``label`` names the run in messages.
 
     Raises:
         NotApplicable: the checkpoint has no linear models.
@@ -130,7 +132,7 @@ def read_linear_models(path: Path, label: str) -> Models:
 
 
 def rotate_models(models: Models) -> Models:
-    """Returns matrices with the same singular values and random singular vectors.
+    """Returns the control: matrices with the same singular values and random singular vectors.
 
     If A2 = -A1 (Eq. 9), this also holds for the rotated matrices.
     """

@@ -155,7 +155,7 @@ class Encoder(Trained):
     def embed(self, images: Picture | Sequence[Picture]) -> Tensor:
         """Returns one vector per image (N, D), which is the mean of the coarsest feature map.
 
-        Images are not padded, so a vector does not depend on the other images.
+        Images are processed one by one, so a vector does not depend on the other images.
 
         Args:
             images: as in ``Detector.predict``, except videos.

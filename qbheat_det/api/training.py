@@ -26,7 +26,7 @@ def train(cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False) ->
 
     Args:
         cfg: config returned by ``build_config``.
-        resume: continue the run in ``OUTPUT_DIR``.
+        resume: continue the run in ``OUTPUT_DIR`` if it has a checkpoint.
         allow_partial: allow ``MODEL.WEIGHTS`` to lack tensors of the model, or to have extra ones.
 
     Returns:

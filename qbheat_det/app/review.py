@@ -34,7 +34,7 @@ class Pools:
         Args:
             folder: one of ``folders``.
             budget: number of images.
-            weights: detector whose predictions decide; None in the first round.
+            weights: detector whose predictions decide which images are selected, or None.
 
         Raises:
             UserError: the folder is not offered, or ``select`` cannot select from it.
@@ -46,7 +46,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Review:
-    """A selection, and the number of accepted images, which come first in its files."""
+    """A selection, and how many of its images are accepted: the first ones in ``files``."""
 
     selection: Selection
     accepted: int = 0
@@ -86,11 +86,7 @@ class Review:
         return None if self.is_done else draw_image(self.selection, self.current, side=1024)
 
     def write(self, parent: Path) -> str:
-        """Writes the accepted images as ``qbheat select`` does into an archive.
-
-        Returns:
-            The path of the archive.
-        """
+        """Writes the files of ``qbheat select`` for the accepted images. Returns their archive."""
         if not self.accepted:
             raise UserError("accept an image first")
         folder = Path(tempfile.mkdtemp(dir=parent))

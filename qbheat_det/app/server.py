@@ -93,7 +93,7 @@ class ModelInfo(BaseModel):
 
 
 class BatchQueue:
-    """Runs ``predict`` in ``thread``, on batches of up to ``size`` waiting images."""
+    """Queues images, and runs ``predict`` in ``thread`` on batches of up to ``size`` of them."""
 
     def __init__(
         self,

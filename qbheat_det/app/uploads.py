@@ -64,7 +64,7 @@ def detect(detector: Detector, paths: Sequence[Path]) -> tuple[list[Detections],
 def render(
     found: Sequence[Detections], folder: Path, *, threshold: float, classes: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[list[Any]], str]:
-    """Draws the boxes whose score is at least ``threshold``, and writes them into a folder.
+    """Draws the boxes whose score is at least ``threshold``, and writes the images into a folder.
 
     ``classes`` selects the classes to draw. If it is empty, all classes are drawn.
 
@@ -154,11 +154,11 @@ class Models:
         self.open_run = functools.lru_cache(maxsize=2)(self._open_run)
 
     def list_detectors(self) -> list[str]:
-        """Returns the labels of the detectors."""
+        """Returns the display names of the detectors."""
         return [label for label, kind in self.kinds.items() if kind == "detector"]
 
     def get_weights(self, label: str) -> str:
-        """Returns the path or address of a model's weights."""
+        """Returns the path or address of a model's weights. ``label`` is its display name."""
         return self._places[label]
 
     def _add_entry(self, name: str) -> None:

@@ -39,7 +39,8 @@ from .weights_file import (
 class SafeCheckpointer(DetectionCheckpointer):
     """Saves checkpoints atomically, resumes from them, and starts new runs from other weights.
 
-    ``report`` and ``info`` describe the last file that was loaded. Before that, both are None.
+    After a file is loaded, ``report`` lists which tensors fit, and ``info`` is the file's metadata
+    (None if it has none). Before that, both are None.
     """
 
     def __init__(
@@ -86,16 +87,16 @@ class SafeCheckpointer(DetectionCheckpointer):
         self.tag_last_checkpoint(path.name)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Sets the file from which ``resume_or_load`` resumes."""
+        """Sets the name of the checkpoint from which ``resume_or_load`` resumes."""
         tag = Path(self.save_dir) / "last_checkpoint"
         write_atomically(tag, last_filename_basename.encode())
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path loads nothing.
 
-        ``checkpointables`` names the checkpointables to load; None loads all. Returns the rest of
-        the file, such as "iteration" and "info"; see fvcore's ``Checkpointer``. If the file cannot
-        be read or does not fit, raises a ``UserError`` and does not change the model.
+        ``checkpointables`` are the names of the other objects to load, such as "trainer"; None
+        loads all. Returns the other keys of the file, such as "iteration" and "info". If the file
+        cannot be read or does not fit, raises a ``UserError`` and does not change the model.
         """
         return self._load_file_into_model(path, checkpointables, resuming=False)
 

@@ -1,8 +1,8 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Converts weights of other projects for this package's encoders, and downloads timm's weights.
 
-``FORMATS`` lists a function for each encoder, which renames the tensors, and refuses weights of a
-different network. Importing this module lets Detectron2's path manager resolve
+``FORMATS`` has a function for each encoder. It renames the tensors of another project, and refuses
+weights of a different network. Importing this module lets Detectron2's path manager resolve
 addresses such as ``timm://resnet18.a1_in1k``. docs/architecture.md lists all sources of weights.
 """
 
@@ -182,18 +182,18 @@ def _convert_efficientnet_lite(
 
 
 def find_size(state: Mapping[str, Tensor]) -> str:
-    """Returns the key in ``MOBILE_FORMER_ARCHS`` of the network with these (authors') weights."""
+    """Returns the size ("26M" to "508M") of the network with weights of Mobile-Former's authors."""
     tokens, expanded = len(state["tokens.weight"]), len(state["classifier.conv.1.weight"])
     sizes = {1440: "508M", 1152: "294M", 960: "214M", 768: "151M" if tokens == 6 else "96M"}
     return sizes.get(expanded, "52M" if _count_groups(state) == 1 else "26M")
 
 
 def convert_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the authors' weights to the names of ``MobileFormer``, without the classifier.
+    """Renames weights of Mobile-Former's authors for ``MobileFormer``, without the classifier.
 
-    The smallest network has grouped 1x1 convolutions and channel shuffles. Here they become dense
-    convolutions with reordered channels, without shuffles and with equal outputs. Raises a
-    ``KeyError`` if a tensor that identifies the kind of a block is missing.
+    The smallest network has grouped 1x1 convolutions and channel shuffles. They are replaced by
+    dense convolutions with reordered channels, which have equal outputs. Raises a ``KeyError`` if a
+    tensor that identifies the kind of a block is missing.
     """
     weights = dict(state)
     groups = _count_groups(state)

@@ -74,7 +74,7 @@ def fit_weights(
         old_classes: class names in the file, in contiguous order; empty if unknown.
         classes: class names of the model, in contiguous order; empty if unknown.
         optional_modules: paths of modules that the model's config disables.
-        skip: children of the file's model that are not loaded.
+        skip: names of child modules whose tensors in the file are not loaded.
         private: see ``match_names``.
 
     Returns:
@@ -114,9 +114,9 @@ def match_names(
 ) -> dict[str, str]:
     """Maps each tensor name in a file to a name that the model may have.
 
-    A prefix such as "backbone." is added or removed if the names then match. Children of the model
-    in ``private``, such as a copy of the backbone, are never matched in this way. Raises a
-    ``UserError`` if a file fits two parts of the model.
+    A prefix such as "backbone." is added or removed if the names then match. The names of the child
+    modules in ``private``, such as a copy of the backbone, are never added. Raises a ``UserError``
+    if a file fits two parts of the model.
     """
     model = set(model_names)
     short = strip_wrappers(model, [name for name in file_names if name != _AVERAGED_MODEL_COUNTER])
@@ -246,10 +246,10 @@ def _num_matched(change: tuple[str, str], model: Collection[str], names: Collect
 
 
 def compare_classes(old: Sequence[str], now: Sequence[str], *, file: str) -> ClassChange | None:
-    """Returns how the classes of a file and a model differ; None if equal or if one is unknown.
+    """Returns how the classes of a file (``old``) and a model (``now``) differ.
 
-    Names are in the order of rows. Raises a ``UserError`` if the classes differ and one of the
-    lists has a duplicate name.
+    Returns None if they are equal, or if one of the lists is empty (unknown). Raises a
+    ``UserError`` if they differ and one of the lists has a duplicate name.
     """
     if not old or not now or list(old) == list(now):
         return None
@@ -295,7 +295,7 @@ def _find_layout(name: str) -> _Layout | None:
 
 
 def _split_by_class(layout: _Layout, tensor: Tensor, num_classes: int) -> Tensor | None:
-    """Returns a view (A, K, per_class, …) of the rows that belong to classes."""
+    """Returns a view (A, K, per_class, …) of the rows that belong to classes; None if wrong."""
     num_rows = len(tensor) - layout.trailing
     num_anchors, rest = divmod(num_rows, num_classes * layout.per_class)
     if rest or num_anchors < 1 or (num_anchors > 1 and not layout.has_anchors):

@@ -108,7 +108,7 @@ class LoadReport:
 
 
 def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
-    """Raises a ``UserError`` if a file has some, but not all tensors of a part of the model.
+    """Raises a ``UserError`` if a file has unexpected tensors, or only some of a part's tensors.
 
     With ``allow_partial``, raises it only if so few tensors fit that the file must be of a
     different architecture.

@@ -114,7 +114,8 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
 def holds_backbone_alone(weights: str) -> bool:
     """Whether a file has only a backbone, such as the output of ``qbheat convert``.
 
-    Such a file has no tensor names with the prefix "backbone.", or a config without a model.
+    This is so if no tensor name has the prefix "backbone.", or if the config in the file does not
+    set ``MODEL.META_ARCHITECTURE``.
     """
     state, info = read_weights(weights)
     converted = bool(info and info.config and info.value_of("MODEL.META_ARCHITECTURE") is None)
@@ -122,13 +123,13 @@ def holds_backbone_alone(weights: str) -> bool:
 
 
 def holds_encoder(weights: str) -> bool:
-    """Whether a file has no head for boxes or classes: a backbone alone, or a pre-training."""
+    """Whether a file has only a backbone, or a pre-training model, which has no class names."""
     info = info_of(weights)
     return holds_backbone_alone(weights) or bool(info and not info.class_names)
 
 
 def refuse_encoder(weights: str) -> None:
-    """Raises a ``UserError`` if the weights are only an encoder, without a head and classes."""
+    """Raises a ``UserError`` if a file has only a backbone, without a head and class names."""
     info = info_of(weights)
     if info and not (info.class_names or bare_backbone(read_weights(weights)[0])):
         raise UserError(

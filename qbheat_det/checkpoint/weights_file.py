@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads weights (``.safetensors`` or PyTorch files) and writes them, with their description.
+"""Reads weights (``.safetensors`` or PyTorch files) and writes them, with metadata.
 
 Reading never runs code from a file. All paths may also be addresses that Detectron2's path manager
 resolves, such as ``qbheat://retinanet/285M_bccd``.
@@ -46,11 +46,11 @@ _STATE_KEYS = (
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """The description that is stored in a file of weights.
+    """The metadata that are stored in a file of weights.
 
     ``class_names`` and ``category_ids`` are in contiguous order. ``pixel_mean`` and ``pixel_std``
-    are in the channel order of ``pixel_format``. ``config`` is the whole config as YAML. Children
-    in ``pretrain_only_modules`` are loaded only into a model of the same architecture.
+    are in the channel order of ``pixel_format``. ``config`` is the whole config as YAML. The child
+    modules in ``pretrain_only_modules`` are loaded only into a model of the same architecture.
     """
 
     class_names: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class WeightsInfo:
     def from_config(
         cls, cfg: CfgNode, *, iteration: int, commit: str, pretrain_only_modules: Sequence[str] = ()
     ) -> "WeightsInfo":
-        """Builds a description from the arguments and the resolved config of a run."""
+        """Builds the metadata of a run from its resolved config and the arguments."""
         return cls(
             class_names=tuple(map(str, cfg.MODEL.CLASS_NAMES)),
             category_ids=tuple(map(int, cfg.MODEL.CATEGORY_IDS)),
@@ -128,7 +128,7 @@ def _parse_config(text: str) -> object:
 
 @dataclass
 class WeightsFile:
-    """Content of a file: tensors by name, the rest of the checkpoint, and the description."""
+    """Content of a file: tensors by name, the other keys of a checkpoint, and the metadata."""
 
     state: dict[str, Tensor]
     rest: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class WeightsFile:
 
 
 def read_weights(path: str) -> tuple[dict[str, Tensor], WeightsInfo | None]:
-    """Returns the tensors (their moving average if the file has one), and the description."""
+    """Returns a file's tensors (their moving average if the file has one) and its metadata."""
     file = read_weights_file(path)
     return file.evaluated, file.info
 
@@ -161,9 +161,9 @@ def read_weights_file(path: str) -> WeightsFile:
 
 
 def local_weights(path: str) -> str:
-    """Returns the local path of an address, and downloads the file if necessary.
+    """Downloads the file at an address if necessary, and returns its local path.
 
-    A path is returned unchanged.
+    If ``path`` is not an address, returns it unchanged.
     """
     if "://" not in path:
         return path
@@ -197,9 +197,9 @@ def find_weights(name: str | os.PathLike[str]) -> str:
 
 
 def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo) -> None:
-    """Writes weights and their description to a ``.safetensors`` file, atomically.
+    """Writes weights and their metadata (as JSON) to a ``.safetensors`` file, atomically.
 
-    Tensors may be on any device, and may share memory. The description is JSON in the metadata.
+    Tensors may be on any device, and may share memory.
     """
     # Clones, because safetensors refuses tensors that share memory, such as tied weights.
     tensors = {
@@ -211,7 +211,7 @@ def save_weights(path: str, state_dict: Mapping[str, Tensor], info: WeightsInfo)
 
 
 def info_of(path: str) -> WeightsInfo | None:
-    """Returns the description in a file (None if it has none), without reading tensors."""
+    """Returns the metadata of a file (None if it has none), without reading tensors."""
     path = check_weights_file(path)
     if _is_safetensors(path):
         with _open_safetensors(path) as opened:
@@ -221,7 +221,7 @@ def info_of(path: str) -> WeightsInfo | None:
 
 
 def class_names_of(path: str) -> tuple[str, ...]:
-    """Returns the class names in a file's description; empty if there are none."""
+    """Returns the class names in a file's metadata; empty if there are none."""
     info = info_of(path)
     return () if info is None else info.class_names
 

@@ -40,7 +40,7 @@ def build_evaluator(
 ) -> DatasetEvaluator:
     """Builds the evaluator of a registered dataset. Raises a ``UserError`` if there is none.
 
-    For class folders, ``classifies`` selects classification instead of the held-out loss.
+    If the dataset has no boxes, ``classifies`` selects accuracy instead of the held-out loss.
     """
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
@@ -61,15 +61,16 @@ def build_evaluator(
 class CocoEvaluator(COCOEvaluator):
     """Detectron2's ``COCOEvaluator`` with faster-coco-eval if installed, or else pycocotools.
 
-    The two libraries give the same results. If there are no predictions, AP is 0. If there is no
+    Both libraries give the same results. If there are no predictions, AP is 0. If there is no
     ground truth, AP is nan. In these cases, a warning is logged. Detectron2's own fast evaluation
     is not used, because it needs a compiled op that a pure-Python build lacks.
     """
 
     def __init__(self, dataset_name: str, **arguments: Any) -> None:
-        """Takes a registered dataset with ``json_file``, and arguments of Detectron2's evaluator.
+        """Builds the evaluator of a registered dataset with ``json_file`` in its metadata.
 
-        Of these, ``use_fast_impl`` selects faster-coco-eval (True) or pycocotools (False).
+        ``arguments`` are those of Detectron2's evaluator. Here, ``use_fast_impl`` selects
+        faster-coco-eval (True) or pycocotools (False).
         """
         installed = importlib.util.find_spec("faster_coco_eval") is not None
         super().__init__(dataset_name, **{"use_fast_impl": installed, **arguments})
@@ -140,7 +141,7 @@ class HeldOutLossEvaluator(DatasetEvaluator):
     If the model returns "loss_reconstruction", the results are ``{"reconstruction": {"loss_corner",
     "loss_centre", "loss", "loss_standard_error"}}``. The first two are the means over corner views
     and over center views, if there are any. "loss" is the mean over images, where the loss of an
-    image is the mean over its views. With "loss_feature", the outer key is "feature".
+    image is the mean over its views. If it returns "loss_feature", the outer key is "feature".
     """
 
     def __init__(self, dataset_name: str) -> None:

@@ -51,8 +51,8 @@ def measure_ranks(ranks: Tensor) -> dict[str, float]:
 class ClassificationEvaluator(DatasetEvaluator):
     """Top-1, top-5 and balanced accuracy (the mean over all classes that have images).
 
-    Results are ``{"classification": {"top1", "top5", "balanced"}}`` and their standard errors
-    (suffix "_standard_error"), in percent, or nan if there are no images. Among equal scores, the
+    Results are ``{"classification": {"top1", "top5", "balanced"}}``, and standard errors under keys
+    with "_standard_error", in percent, or nan if there are no images. Among equal scores, the
     first class wins. An image with a nan score is counted as wrong. ``classification.json`` in
     ``output_dir`` also has the accuracy of each class and the confusions. After ``evaluate``,
     ``confusion[i, j]`` on the main process is the number of images of class i that were classified

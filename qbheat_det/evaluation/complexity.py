@@ -55,7 +55,7 @@ _NOT_CORE: dict[Any, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class MAdds:
-    """Counts of one forward pass, by module name ("" for the whole model) and operator."""
+    """Multiply-adds of one forward pass, by module name ("" for the model) and by operator."""
 
     by_module: Mapping[str, Mapping[Any, int]]
 
@@ -69,7 +69,7 @@ class MAdds:
 
 
 def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
-    """Counts ``model(*inputs)`` in evaluation mode, on the CPU."""
+    """Counts the multiply-adds of ``model(*inputs)`` in evaluation mode, on the CPU."""
     model = copy.deepcopy(model).eval().requires_grad_(False)
     for module in model.modules():  # frozen norms with hooks are not folded into convolutions
         module.register_forward_hook(lambda *_: None)
@@ -88,7 +88,7 @@ def count_madds(model: nn.Module, *inputs: Any) -> MAdds:
 
 
 def count_detector_madds(model: nn.Module, height: int, width: int) -> MAdds:
-    """Counts the inference of a Detectron2 model on an (H, W) image on the CPU, with padding."""
+    """Counts the multiply-adds of a detector on an (H, W) image, including padding, on the CPU."""
     entry = {"image": torch.zeros(3, height, width), "height": height, "width": width}
     return count_madds(model, [entry])
 

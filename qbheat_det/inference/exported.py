@@ -30,20 +30,20 @@ HEAD_PREFIX = "head_"
 _PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 Task = Literal["detection", "classification", "features"]
 METADATA_KEY = "qbheat_det"
-"""Key of the description (``ExportInfo`` as JSON) in ONNX's ``metadata_props``."""
+"""Key of ``ExportInfo`` (as JSON) in ONNX's ``metadata_props``."""
 SHARED_ENCODER_KEY = f"{METADATA_KEY}_shared_encoder"
 """Key of the encoder's hash in ``metadata_props``, in the files of a shared-encoder export."""
 TASK_OUTPUTS: dict[Task, tuple[str, ...]] = {
     "detection": ("boxes", "scores", "labels", "counts"),
     "classification": ("scores",),
 }
-"""Output names of each task. The outputs of "features" are named by the backbone."""
+"""Output names of each task. For "features", these are the names of the backbone's outputs."""
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class ExportInfo:
-    """The description of an exported file.
+    """Describes the inputs and outputs of an exported file. The file stores it as metadata.
 
     The input "images" is (N, H, W, 3), uint8, with channels in the order of ``pixel_format``. N, H
     and W are free, unless ``image_size`` is set. If ``image_size`` is set, the input is a single
@@ -69,12 +69,12 @@ class ExportInfo:
     version: str = ""  # version of the package at export
 
     def to_json(self) -> str:
-        """Returns the description as JSON, for ``from_json``."""
+        """Returns the fields as JSON, for ``from_json``."""
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "ExportInfo":
-        """Parses an untrusted description. Raises a ``UserError`` that names the file ``where``."""
+        """Parses untrusted JSON of ``to_json``. Errors (``UserError``) name the file ``where``."""
         try:
             content = json.loads(text)
             if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
@@ -157,7 +157,7 @@ class ExportedModel:
             ) from error
 
     def load_config(self) -> CfgNode:
-        """Returns the config in the file, with the file's class names and its path as weights."""
+        """Returns the config in the file, with its classes, and its path as ``MODEL.WEIGHTS``."""
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
         cfg.MODEL.WEIGHTS = str(self.path)
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)
@@ -169,8 +169,8 @@ class SharedEncoderModel:
     """The models of a shared-encoder export. The encoder runs once per batch, then each head.
 
     Attributes:
-        info: description of the encoder.
-        heads: maps each head's name to a model of the encoder and this head.
+        info: inputs and outputs of the encoder.
+        heads: maps each head's name to a model that runs the encoder and this head.
     """
 
     def __init__(self, folder: str | Path, *, device: str | None = None) -> None:

@@ -55,13 +55,11 @@ def predict_files(
 ) -> Predictions:
     """Predicts boxes or classes on files and folders, and optionally draws and writes them.
 
-    Returns the results and the files that were skipped.
-
     Args:
         weights: trained weights (.safetensors, .pth, qbheat://NAME) or an exported file.
         inputs: images, videos, and folders, which are searched recursively.
         output: folder for the drawn images and videos.
-        json_file: JSON file to write, with all boxes or with the classes of each image.
+        json_file: JSON file to write, with all boxes or, for a classifier, each image's classes.
         json_format: format of the boxes in ``json_file``, see ``render_annotations``.
         score_threshold: boxes with a lower score, in [0, 1], are left out.
         config_file: config of the model (YAML); by default the one inside or next to the weights.
@@ -134,7 +132,7 @@ def open_weights(
 
 
 def get_predictor(exported: ExportedModel | None, cfg: CfgNode) -> Predictor:
-    """Returns the detector that ``open_weights`` opened, or raises a ``UserError``."""
+    """Builds a predictor from the results of ``open_weights``, or raises a ``UserError``."""
     if exported:
         return ExportedPredictor(exported)
     predictor = build_detector(cfg)
@@ -216,7 +214,7 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
 def classify_images(
     score: Callable[[str | Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
 ) -> Predictions:
-    """Classifies images. Unreadable files are skipped."""
+    """Classifies images with a function from paths to scores (K,). Skips unreadable files."""
     found = Predictions()
     for file in tqdm(files, unit="image", desc="classifying", disable=None):
         with _skip_unreadable(found, file):

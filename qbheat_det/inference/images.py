@@ -48,12 +48,12 @@ class UnreadableImage(UserError):
 
 
 class NamedImage(NamedTuple):
-    """An image, its local file if it can be read again, its name, and its number in a video."""
+    """An image, and the local file from which it can be read again, if there is one."""
 
     image: Image
     file: Path | None
     name: str  # the path, or a text such as "image 3"
-    frame: int | None = None  # from 0
+    frame: int | None = None  # index in a video, from 0
 
 
 class InputFile(NamedTuple):
@@ -179,7 +179,10 @@ def read_bgr(path: str | Path) -> Image:
 def run_by_shape(
     items: Sequence[T], run: Callable[[list[T]], Sequence[R]], key: Callable[[T], Sequence[int]]
 ) -> list[R]:
-    """Runs a function on groups of items with equal ``key``. Results are in the items' order."""
+    """Runs a function on each group of items with an equal ``key``, such as the image size.
+
+    Returns one result per item, in the order of the items.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, item in enumerate(items):
         groups.setdefault(tuple(key(item)), []).append(index)

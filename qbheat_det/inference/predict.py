@@ -121,8 +121,8 @@ def find_boxes(
     """Yields the boxes of each image whose score is at least ``threshold``.
 
     Images are read and predicted in batches of ``batch_size``. ``tile`` is the side of tiles in
-    pixels, 0 for whole images only; None uses ``INPUT.TILE``. ``cfg`` also provides the class names
-    and ids. Raises ``UnreadableImage`` if an image is too elongated.
+    pixels, or 0 for whole images only. None uses ``INPUT.TILE`` of ``cfg``, which also has the
+    names and ids of the classes. Raises ``UnreadableImage`` if an image is too elongated.
     """
     names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
     tile = cfg.INPUT.TILE if tile is None else tile
@@ -152,7 +152,7 @@ def is_classifier(cfg: CfgNode) -> bool:
 
 
 def build_scorer(model: nn.Module, cfg: CfgNode) -> Callable[[str | Path], Scores]:
-    """Returns a function that maps an image path to class scores (K,), as in evaluation."""
+    """Returns a function that maps an image path to class scores (K,), using ``cfg``'s mapper."""
     mapper = build_mapper(cfg, is_train=False)
 
     @torch.no_grad()
@@ -246,8 +246,7 @@ def _open_timm(address: str, device: str | None) -> tuple[nn.Module, CfgNode]:
 def encode(model: Any, cfg: CfgNode, images: Sequence[Image]) -> dict[str, Tensor]:
     """Normalizes RGB images (H, W, 3), uint8, pads them, and runs a backbone on them.
 
-    Returns:
-        The backbone's outputs by name: feature maps (N, C, H', W') and tokens (N, M, D).
+    Returns the backbone's outputs by name: feature maps (N, C, H', W') and tokens (N, M, D).
     """
     node, is_bgr = cfg.MODEL, cfg.INPUT.FORMAT == "BGR"
     tensors = []

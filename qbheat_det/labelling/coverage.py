@@ -48,7 +48,7 @@ def find_duplicates(vectors: Tensor, *, cosine: float = 0.98) -> Tensor:
     """Returns, for each image, the index (N,) of the first image in its group of near-duplicates.
 
     An image without near-duplicates gets its own index. Two images are near-duplicates if their
-    cosine is at least ``cosine``, which is typical for frames of one video. Groups are the
+    cosine is at least ``cosine``, as is typical of frames of one video. Groups are the
     connected components of near-duplicate pairs.
     """
     first = torch.arange(len(vectors))
@@ -91,7 +91,7 @@ def _count_rows(vectors: Tensor) -> int:
 def cover(
     strategy: str, vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Selects images with a strategy in ``COVERING``. ``seed`` is the seed of "random"."""
+    """Selects images with the strategy "random", which uses ``seed``, or "k_center"."""
     if strategy == "random":
         order, known = np.random.default_rng(seed).permutation(len(vectors)), {*taken}
         return [index for index in order.tolist() if index not in known][:budget]

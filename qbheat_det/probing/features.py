@@ -77,12 +77,12 @@ def cache_features(
     keep_maps: bool = False,
     memory_gb: float = 8.0,
 ) -> FrozenFeatures:
-    """Returns the features of ``batches``, which contain at most ``num_images`` dicts with "label".
+    """Runs a backbone on batches of dicts with "label", and returns its features.
 
     ``describe`` runs the backbone on a batch and returns its outputs by name: the feature map
-    ``feature`` (N, C, H, W), and "tokens" (N, M, D) if it has tokens. ``keep_maps`` also keeps
-    feature maps, clipped to the range of float16. Raises a ``UserError`` if they need more than
-    ``memory_gb``.
+    ``feature`` (N, C, H, W), and "tokens" (N, M, D) if it has tokens. ``num_images`` is the largest
+    number of images in all batches. ``keep_maps`` also keeps feature maps, clipped to the range of
+    float16. Raises a ``UserError`` if they need more than ``memory_gb``.
     """
     pooled, tokens = [torch.empty(0, 0)], []
     labels: list[int] = []
@@ -118,9 +118,10 @@ def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
 
 
 def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Splits images. Returns sorted indices of training images and of held-out images.
+    """Splits images with ``labels`` (N,) into training and held-out images.
 
-    A fifth of each class is held out.
+    Returns sorted indices of both. A fifth of each class is held out, but at least one image if the
+    class has two or more.
     """
     draw = random.Random(seed)
     is_held_out = torch.zeros(len(labels), dtype=torch.bool)
@@ -162,8 +163,8 @@ def recalibrate_bn(
     """Recomputes the statistics of a backbone's BatchNorms over all positions of ``images``.
 
     Images are (3, H, W), as returned by a dataset mapper. During recalibration, BatchNorms use
-    batch statistics, as in training. Images of different sizes are in different batches, so that no
-    image is padded. Frozen BatchNorms do not change. Returns the number of recalibrated BatchNorms.
+    batch statistics, as in training. A batch has images of one size. Frozen BatchNorms do not
+    change. Returns the number of changed BatchNorms. Raises a ``UserError`` without images.
     """
     if not images:
         raise UserError("BatchNorm is recalibrated on images, but there are none")
@@ -185,7 +186,10 @@ def recalibrate_bn(
 
 
 def training_records(cfg: CfgNode) -> list[dict[str, Any]]:
-    """Returns the records of ``DATASETS.TRAIN``. No or unknown names raise a ``UserError``."""
+    """Returns the records of ``DATASETS.TRAIN``.
+
+    Raises a ``UserError`` if the key is empty or names an unregistered dataset.
+    """
     names = list(cfg.DATASETS.TRAIN)
     unknown = [name for name in names if name not in DatasetCatalog]
     if unknown or not names:
@@ -202,10 +206,7 @@ def read_whole_images(
     """Returns images (3, H, W), as the config's evaluation mapper returns them.
 
     The images are a random but fixed sample of ``records``. Unreadable images are skipped with a
-    warning.
-
-    Raises:
-        UserError: no image can be read.
+    warning. Raises a ``UserError`` if no image can be read.
     """
     chosen = random.Random(0).sample(list(records), min(num_images, len(records)))
     mapper = build_mapper(cfg, is_train=False)
@@ -231,10 +232,10 @@ def _batches_of_one_size(images: Sequence[Tensor], batch_size: int) -> Iterator[
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:
-    """Loads a backbone from weights of a whole model or of a backbone alone.
+    """Loads the tensors of ``backbone`` from weights of a whole model or of a backbone alone.
 
-    Returns the metadata of the file. Raises a ``UserError`` if the tensors of the file's backbone
-    are not exactly the tensors of ``backbone``.
+    Returns the metadata of the file. Raises a ``UserError`` if the file's backbone has other
+    tensors.
     """
     state, info = read_weights(weights)
     names = bare_backbone(state)

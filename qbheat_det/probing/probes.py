@@ -63,7 +63,7 @@ class LinearProbe:
 def fit_linear_probe(
     features: Tensor, labels: Tensor, *, num_classes: int, seed: int = 0
 ) -> tuple[LinearProbe, dict[str, Any]]:
-    """Selects the penalty on held-out images, then fits the features (N, D) of all images.
+    """Selects the penalty on held-out images, then fits a classifier to all features (N, D).
 
     Returns the classifier, and a dict with "l2", "gradient" (see ``LinearProbe``) and "trials"
     (held-out accuracy in percent, by penalty as a string).
@@ -105,9 +105,9 @@ def fit_penalised(
     Preconditioning by the principal components and the initial curvature reduces the steps of
     L-BFGS from thousands to tens, and does not change the optimum.
 
-    Takes features (N, D), which are standardized here, and labels (N,) of K classes. ``start`` are
-    initial weights (K, D + 1), by default zeros. ``tolerance`` is the largest absolute entry of the
-    preconditioned gradient at which L-BFGS stops. The computation is in ``dtype``.
+    Takes features (N, D), which it standardizes, and labels (N,) of K classes. ``start`` are the
+    initial weights (K, D + 1), by default zeros. L-BFGS stops if no absolute entry of the
+    preconditioned gradient is above ``tolerance``. The computation is in ``dtype``.
     """
     mean, factor = channel_statistics(features)
     inputs = (features.double() - mean) * factor
@@ -152,7 +152,10 @@ def _with_one(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Whitening:
-    """Whitens C channels. A principal component of variance s gets the variance s / (s + 0.01)."""
+    """Standardizes and whitens C channels.
+
+    After whitening, a principal component of variance s has the variance s / (s + 0.01).
+    """
 
     mean: Tensor  # (C,)
     matrix: Tensor  # (C, C), applied after the mean is subtracted
@@ -207,7 +210,7 @@ class TransformerProbe:
         settings: TransformerSettings,
         device: str | torch.device = "cpu",
     ) -> None:
-        """``features`` are those of the training images, with whitened feature maps."""
+        """``features`` are the features of the training images. Their maps must be whitened."""
         assert features.maps is not None
         self._features, self._settings, self._device = features, settings, device
         shapes = {_MAP: ShapeSpec(channels=features.maps.shape[1])}
@@ -255,7 +258,7 @@ class TransformerProbe:
 
     @torch.no_grad()
     def __call__(self, features: FrozenFeatures) -> Tensor:
-        """Returns logits (N, K) on the CPU, from features with whitened feature maps."""
+        """Returns logits (N, K) on the CPU. The feature maps of ``features`` must be whitened."""
         self.average.eval()
         parts = torch.arange(len(features)).split(_CHUNK)
         return torch.cat([self.average(self._inputs(features, part)).cpu() for part in parts])

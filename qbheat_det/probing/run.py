@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 PROBES = ("knn", "linear", "tran-1", "tran-4")
-"""kNN and the paper's probes. In "tran-k", k can be any number."""
+"""kNN and the paper's probes. Other "tran-k" are also possible, with k from 1 to 99."""
 
 _TRANSFORMER = re.compile(r"tran-([1-9]\d?)")
 _DELAY = 2.0  # seconds before a progress bar appears
@@ -111,7 +111,7 @@ def run_probe(
 
 
 def check_probes(names: Sequence[str]) -> None:
-    """Raises a ``UserError`` if a name is not a probe."""
+    """Raises a ``UserError`` if there is no name, or if a name is not a probe."""
     unknown = [n for n in names if n not in ("knn", "linear") and not find_depth(n)]
     if unknown or not names:
         given = ", ".join(map(repr, unknown)) or "none"
@@ -119,7 +119,7 @@ def check_probes(names: Sequence[str]) -> None:
 
 
 def find_depth(name: str) -> int:
-    """Returns k of "tran-k", and 0 of all other probes."""
+    """Returns k for "tran-k", and 0 for all other names."""
     found = _TRANSFORMER.fullmatch(name)
     return int(found[1]) if found else 0
 
@@ -132,11 +132,17 @@ class BackboneProbe:
     Attributes:
         results: the content of the JSON file. "setting" are the settings that affect results.
             "skipped_images" is the number of unreadable images. "rows" has one dict per backbone
-            and probe: the "backbone" (a file, or "random, seed 1"), the "digest" of its tensors,
-            and the number of "images_seen" in training (None if unknown). "recalibrated" is the
-            number of images for BatchNorm (0: none). "top1" and "top5" of the "probe" have standard
-            errors (suffix "_standard_error"). "num_images" is the number of classified images,
-            "seconds" the time of fitting and classifying, and "chosen" the hyperparameters.
+            and probe, with these keys:
+
+            - "backbone": a file of weights, or text such as "random, seed 1".
+            - "digest": a hash of the backbone's tensors.
+            - "images_seen": number of images seen in its training; None if unknown.
+            - "recalibrated": number of images that BatchNorm was recalibrated on, or 0.
+            - "probe": name of the probe.
+            - "top1", "top5": accuracy in percent, and "top1_standard_error", "top5_standard_error".
+            - "num_images": number of classified images.
+            - "seconds": time of fitting and classifying.
+            - "chosen": hyperparameters of the probe, see ``run_probe``.
     """
 
     def __init__(
@@ -205,7 +211,7 @@ class BackboneProbe:
         self._probe(backbone, weights, count_images_seen(info))
 
     def probe_random(self, seed: int) -> None:
-        """Probes a backbone that is randomly initialized by a seed."""
+        """Probes a backbone with random weights, which ``seed`` determines."""
         with preserved_randomness():
             torch.manual_seed(seed)
             backbone = self._build()
