@@ -218,11 +218,11 @@ def make_errors(
     changed, errors = [], []
     for boxes, labels, scores in truth:
         own = generator.random(len(boxes)) < _SHARE
+        own &= kind != "class" or len(classes) > 1
         boxes, labels = boxes.clone(), labels.clone()
         for index in np.flatnonzero(own):
-            others = classes[classes != int(labels[index])]
-            if kind == "class" and len(others):
-                labels[index] = int(generator.choice(others))
+            if kind == "class":
+                labels[index] = int(generator.choice(classes[classes != int(labels[index])]))
             elif kind == "location":
                 sides = boxes[index, 2:] - boxes[index, :2]
                 signs = torch.from_numpy(generator.choice([-1.0, 1.0], 2))

@@ -110,6 +110,8 @@ def test_made_errors_are_those_that_are_returned():
             found = moved if kind == "location" else renamed
             assert set(found.nonzero()[:, 0].tolist()) == own
             assert not (renamed if kind == "location" else moved).any()
+    of_one_class = [ImageBoxes(boxes, torch.zeros(50).long(), torch.ones(50))]
+    assert make_errors("class", of_one_class, np.random.default_rng(0))[1] == [set()]
 
 
 def test_scores_that_errors_do_not_raise_mean_nothing():
