@@ -68,7 +68,7 @@ class Review:
         return replace(self, accepted=self.accepted + bool(self.current))
 
     def skip(self) -> "Review":
-        """Skips the current image. The next choice of the strategy is added at the end."""
+        """Skips the current image. The image that the strategy ranks next is added at the end."""
         return replace(self, selection=self.selection.skip(self.current))
 
     def back(self) -> "Review":
@@ -86,7 +86,10 @@ class Review:
         return None if self.is_done else draw_image(self.selection, self.current, side=1024)
 
     def write(self, parent: Path) -> str:
-        """Writes the files of ``qbheat select`` for the accepted images. Returns their archive."""
+        """Writes the files of ``qbheat select`` for the accepted images into a zip in ``parent``.
+
+        Returns the path of the zip.
+        """
         if not self.accepted:
             raise UserError("accept an image first")
         folder = Path(tempfile.mkdtemp(dir=parent))

@@ -277,7 +277,7 @@ def export_backbone(
     image_folders: Sequence[str] = (),
     opts: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Writes only the backbone of ``weights``, with their metadata and under names without prefix.
+    """Writes the tensors of a backbone without the prefix "backbone.", and the metadata.
 
     Args:
         weights: weights of any model with a child ``backbone``, as for ``find_weights``. If the

@@ -83,7 +83,7 @@ def keeps_backbone_in_eval(model: nn.Module) -> bool:
 
 
 def has_held_out_loss(model: type | object) -> bool:
-    """Returns ``held_out_loss`` of a model or class: whether evaluation returns losses."""
+    """Returns whether a model or class returns losses in evaluation (its ``held_out_loss``)."""
     return bool(getattr(model, "held_out_loss", True))
 
 

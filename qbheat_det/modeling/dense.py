@@ -57,8 +57,8 @@ class DenseTargets:
     Attributes:
         scores: (N, R, K), the teacher's class scores at the selected locations; zero elsewhere.
         boxes: (N, R, 4), the teacher's boxes, XYXY, in pixels of the padded batch.
-        total: (N,), the same value for each image. It is the sum over all selected locations of the
-            highest class score, divided by the number of micro-batches of all processes.
+        total: (N,), one value, repeated. It is the sum of the highest class scores of all selected
+            locations, divided by the number of micro-batches, both over all processes.
         quality: (N, R), the teacher's centerness; None for RetinaNet.
     """
 

@@ -80,8 +80,8 @@ def cache_features(
     """Runs a backbone on batches of dicts with "label", and returns its features.
 
     ``describe`` runs the backbone on a batch and returns its outputs by name: the feature map
-    ``feature`` (N, C, H, W), and "tokens" (N, M, D) if it has tokens. ``num_images`` is the largest
-    number of images in all batches. ``keep_maps`` also keeps feature maps, clipped to the range of
+    ``feature`` (N, C, H, W), and "tokens" (N, M, D) if it has tokens. All batches together have
+    at most ``num_images`` images. ``keep_maps`` also keeps feature maps, clipped to the range of
     float16. Raises a ``UserError`` if they need more than ``memory_gb``.
     """
     pooled, tokens = [torch.empty(0, 0)], []

@@ -113,7 +113,7 @@ def find_kind(path: str) -> Kind:
 
 
 def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
-    """Returns the sources of a file, a folder or a zip, or raises a ``UserError``.
+    """Finds the format of a file, a folder or a zip. Raises a ``UserError`` if it is unknown.
 
     ``image_root`` is the image folder of a label file, such as a COCO json. If it is empty, the
     images are looked for in ``likely_root``, and then next to the label file.

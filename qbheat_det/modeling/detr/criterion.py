@@ -285,9 +285,9 @@ class SetCriterion(nn.Module):
         }
 
     def normalizers(self, counts: Sequence[int], num_queries: int) -> tuple[float, float]:
-        """Returns the divisors of the class loss and of the box losses, equal for all blocks.
+        """Returns the divisor of the class loss and the divisor of the box losses.
 
-        ``counts`` are the numbers of boxes per image.
+        All decoder blocks use the same two. ``counts`` are the numbers of boxes per image.
         """
         matched = sum(min(count, num_queries) for count in counts)
         unmatched = len(counts) * num_queries - matched
