@@ -182,13 +182,16 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
         first = _measure(build_config(stage), build_trainer)
         before = first.fixed + first.epoch * first.usual
     usual = flags
-    if find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED:
+    is_boxes = find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED
+    resizes = is_boxes and not (flags.image_size or _sets_size(given))
+    twice = _describe_twice(cfg, pace, 2 * _SHARE * seconds - before, resizes=resizes)
+    if is_boxes:
         size, is_enough = _choose(cfg, pace, _SHARE * seconds - before)
         if stage and not is_enough:  # only the first stage
             output = "" if "OUTPUT_DIR" in flags.opts else cfg.OUTPUT_DIR
             flags = dataclasses.replace(flags, config_file=stage.config_file, output=output)
             before = 0.0
-        elif not (flags.image_size or _sets_size(given)):
+        elif resizes:
             flags = dataclasses.replace(flags, image_size=size)
     if flags != usual:
         cfg = build_config(flags)
@@ -200,7 +203,7 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
         needed = format_duration(least / _SHARE)
         raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {needed}")
     chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * pace.usual):.3g}"))
-    return chosen, _explain(cfg, chosen, pace, seconds, before)
+    return chosen, _explain(cfg, chosen, pace, seconds, before) + twice
 
 
 def _measure(cfg: CfgNode, build_trainer: BuildTrainer) -> Pace:
@@ -228,6 +231,16 @@ def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]
     affordable = {size: pace.count_epochs(seconds, (size / usual) ** 2) for size in sizes}
     size = max((s for s in sizes if affordable[s] >= _ENOUGH * epochs), default=sizes[0])
     return None if size == usual else size, affordable[size] >= _FEWEST * epochs
+
+
+def _describe_twice(cfg: CfgNode, pace: Pace, seconds: float, *, resizes: bool) -> str:
+    """Describes the epochs and image size that twice the time allows; "" if these are too few."""
+    usual = max(cfg.INPUT.MIN_SIZE_TRAIN)
+    size = (resizes and _choose(cfg, pace, seconds)[0]) or usual
+    epochs = min(pace.count_epochs(seconds, (size / usual) ** 2), _MOST * pace.usual)
+    if epochs < _FEWEST * pace.usual:
+        return ""
+    return f". Twice the time allows --epochs {epochs:.2g}" + f" --image-size {size}" * resizes
 
 
 def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:
