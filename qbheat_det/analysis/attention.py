@@ -55,8 +55,8 @@ Entries = list[dict[str, Any]]
 class BlockAttention:
     """Attention of the two bridges of block ``number`` (from 1, as in Table 8) for N images.
 
-    ``to_former`` (N, heads, M, H, W), of Mobile→Former, sums to 1 over pixels. ``to_mobile``
-    (N, heads, M, H', W'), of Mobile←Former, sums to 1 over the M tokens.
+    ``to_former`` (N, heads, M, H, W), for Mobile→Former, sums to 1 over the H x W positions.
+    ``to_mobile`` (N, heads, M, H', W'), for Mobile←Former, sums to 1 over the M tokens.
     """
 
     number: int
@@ -72,7 +72,7 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Maps the number (from 1) of each block with tokens to (name, input stride, output stride)."""
+    """Returns (name, input stride, output stride) of blocks with tokens, by number (from 1)."""
     found = {}
     stride, number = 2, 0  # the stem's stride
     for i, stage in enumerate(backbone.stages):
@@ -119,7 +119,7 @@ def read_bridges(backbone: MobileFormer, images: Tensor) -> list[BlockAttention]
 
 
 def find_top(maps: Sequence[npt.NDArray[np.float32]]) -> float:
-    """Returns a value above which each map has at most 5 % of its attention, for the colors."""
+    """Returns the top of the color scale. At most 5 % of each map's sum is from higher values."""
     tops = []
     for values in maps:
         falling = np.sort(values, axis=None)[::-1]
@@ -218,8 +218,8 @@ def _list_maps(
 def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) -> Entries:
     """Returns one dict per readable file. Its key "image" has the central square (3, S, S).
 
-    The evaluation mapper of ``cfg`` crops it, or that of pre-training if ``cfg`` is of a detector.
-    S is ``size``, by default ``INPUT.PRETRAIN.SIZE``.
+    The evaluation mapper of ``cfg`` crops the square. If ``cfg`` is the config of a detector, the
+    mapper of pre-training is used instead. S is ``size``, by default ``INPUT.PRETRAIN.SIZE``.
     """
     cfg = with_values(cfg)
     if cfg.INPUT.DATASET_MAPPER_NAME not in MAPPERS_OF_IMAGES:
@@ -231,7 +231,7 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
 
 
 def find_size(runs: Sequence[Run], default: int) -> int:
-    """Returns the image side in pixels of the first run without boxes, or ``default``."""
+    """Returns the image side in pixels of the first run that is no detector, or ``default``."""
     for run in runs:
         with contextlib.suppress(NotApplicable, UserError):  # reported when the run is used
             if run.kind != "detector":

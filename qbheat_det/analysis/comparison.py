@@ -39,7 +39,7 @@ _LOG_LINES = 12  # number of log lines that are shown for a failed job
 _COSTS = ("images seen", "minutes")
 
 Summary = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By objective and measure: the "mean" and "deviation" over seeds, and the "values" by seed."""
+"""Summary[objective][measure] has "mean" and "deviation" over seeds, and "values" by seed."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class Comparison:
 
     @cached_property
     def contents(self) -> list[int]:
-        """Checksums of the training and validation images."""
+        """A checksum of the training images, and one of the validation images."""
         return [fingerprint_records(records) for records in self.images]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command that can resume. ``settings`` affect its result.
+    """A command that can resume. ``settings`` are the values that determine its result.
 
-    ``folder/<stage>.json`` is written when the command has succeeded.
+    When the command has succeeded, ``folder/<stage>.json`` is written.
     """
 
     title: str
@@ -99,7 +99,7 @@ class Job:
         return self.folder / f"{self.stage}.json"
 
     def is_done(self) -> bool:
-        """Whether the job is done. Raises a ``UserError`` if it was done with other settings."""
+        """Whether the command has succeeded. Raises a ``UserError`` if it had other settings."""
         if not self.record_file.is_file():
             return False
         try:
@@ -224,7 +224,7 @@ def _plan_probes(comparison: Comparison, row: Row) -> Job:
 def compare(comparison: Comparison) -> tuple[str, dict[str, str]]:
     """Runs the jobs that are not done. If pre-training fails, its probes are skipped.
 
-    Returns the tables in Markdown, and the error messages of failed or skipped jobs by title.
+    Returns the tables in Markdown, and error messages by the titles of failed or skipped jobs.
 
     Raises:
         UserError: data or a config is invalid, or the folder has results of different settings.
@@ -288,7 +288,7 @@ def write_report(comparison: Comparison, rows: Sequence[Row], failed: Mapping[st
 
 
 def measure_row(comparison: Comparison, row: Row) -> dict[str, float]:
-    """Returns, by title: top-1 of the probes (%), and images seen and minutes of pre-training."""
+    """Returns the top-1 (%) of each probe, and "images seen" and "minutes" of pre-training."""
     done = {job.stage for job in row.jobs if job.record_file.is_file()}
     found: dict[str, float] = {}
     if "probes" in done:

@@ -34,7 +34,7 @@ _EXPLANATION = (
 
 
 def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws a panel per logged quantity, with a line per run. Models have separate loss panels."""
+    """Draws a panel per logged quantity, with a line per run. Losses have a panel per model."""
 
     def check(run: Run) -> Run:
         if not read_series(run.metrics, "epoch")[0]:
@@ -82,7 +82,7 @@ def plot_curves(
     """Draws panels with one line per run.
 
     Args:
-        panels: maps the title of each panel to its y label, and to the curves by run.
+        panels: maps the title of each panel to a tuple: its y label, and its curves by run.
         names: the names of all runs.
     """
     columns, rows = min(2, len(panels)), math.ceil(len(panels) / 2)
@@ -137,7 +137,7 @@ def find_quantities(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str
 
 
 def select_curve(run: Run, key: str) -> Curve:
-    """Returns the values of a logged key over epochs; empty if the epochs are unknown."""
+    """Returns epochs and values of a logged key. If the epochs are unknown, both are empty."""
     epochs = dict(zip(*read_series(run.metrics, "epoch"), strict=True))
     known = [(epochs[i], value) for i, value in zip(*read_series(run.metrics, key), strict=True)
              if i in epochs]  # fmt: skip

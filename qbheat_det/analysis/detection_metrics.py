@@ -53,7 +53,7 @@ class DetectionErrors:
 
     COCO ignores a detection that overlaps a crowd of its class, or is not among the 100 highest
     scores of its image and class. For such a detection, ``correct`` and ``wrong`` (D,) are False.
-    ``matches`` (B,) is the index of the correct detection of each box (with any score), or -1.
+    ``matches`` (B,) has, for each box, the index of its correct detection (with any score), or -1.
     """
 
     found: Boxes

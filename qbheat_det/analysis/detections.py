@@ -54,7 +54,7 @@ class DetectionSet:
 
 @dataclass(frozen=True)
 class RunDetections:
-    """Metrics and errors of a run. Drawings and counts leave out scores below ``threshold``."""
+    """Metrics and errors of a run. Detections below ``threshold`` are not drawn or counted."""
 
     label: str
     scores: metrics.DetectionScores
@@ -73,8 +73,8 @@ def draw_detections(
     """Draws AP, boxes and errors of detectors on the first detector's test set, or on ``data``.
 
     ``data`` is in any format of ``--data``. If it has a validation part, only this part is used.
-    ``options.images`` is the image folder of a COCO json. ``threshold`` is the lowest score in
-    images and error counts. None uses the threshold that maximizes F1.
+    ``options.images`` is the image folder of a COCO json. Detections with scores below
+    ``threshold`` are not drawn or counted. If it is None, the threshold that maximizes F1 is used.
 
     Raises:
         NotApplicable: no detector's test set is on this machine.
@@ -160,7 +160,10 @@ def _detect(run: Run, dataset: DetectionSet) -> list[dict[str, Any]]:
 
 @plotting.themed
 def plot_ap(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFigure:
-    """Draws the mean AP and the AP of each class that has boxes, best first, one bar per run."""
+    """Draws the mean AP, and the AP of each class that has boxes, with one bar per run.
+
+    If more than 40 classes have boxes, draws only the 20 best and the 20 worst of them.
+    """
     num_boxes = runs[0].scores.num_boxes
     total = np.sum([run.scores.class_ap for run in runs], axis=0)
     order = [int(k) for k in np.argsort(-total, kind="stable") if num_boxes[k]]

@@ -58,7 +58,8 @@ class Reconstructions:
 
     Attributes:
         columns: the N images (S, S, 3) of each column of the figure, by the column's title.
-        losses: for each kind of view, one dict per image with "loss" and optionally "place".
+        losses: for each kind of view, one dict per image with "loss". If the view is a quarter of
+            the image, "place" names the quarter.
         mean_losses: the mean loss of each kind of view.
         note: a remark on the reconstructions, or "".
     """
@@ -72,7 +73,7 @@ class Reconstructions:
 def reconstruct_images(
     model: ReconstructionModel, entries: Entries, *, pixel_format: str
 ) -> Reconstructions:
-    """Reconstructs images from each kind of view. Images use its quadrants in turn."""
+    """Reconstructs images from each kind of view. Successive images show different quarters."""
     inputs = [plotting.to_rgb(entry["image"], pixel_format).astype(np.uint8) for entry in entries]
     columns: dict[str, list[RGBImage]] = {"input": inputs}
     losses: dict[str, list[dict[str, Any]]] = {}
@@ -127,7 +128,7 @@ def _require_reconstruction(model: nn.Module) -> ReconstructionModel:
 
 
 def _draw_grid(label: str, made: Reconstructions) -> Image:
-    """Draws one row per image and one column per entry of ``columns``."""
+    """Draws one row per image, with the columns of ``made.columns``."""
     rows = [
         list(map(plotting.enlarge, images)) for images in zip(*made.columns.values(), strict=True)
     ]
@@ -175,7 +176,8 @@ def draw_correlation(
 ) -> Figure:
     """Draws histograms of spatial correlation, one chart per feature map and one line per run.
 
-    ``map`` is the name of the feature map. None uses the feature map that each model reads.
+    ``map`` is the name of the feature map. None uses the coarsest map of a detector's encoder, and
+    the map ``in_feature`` of other models.
     """
     side = find_size(runs, _PAPER_SIZE)
     results = run_on_images(
@@ -223,7 +225,7 @@ def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
 
 
 def _find_encoder(model: nn.Module) -> Backbone:
-    """Returns a model's encoder, without the feature pyramid. ``NotApplicable`` if it has none."""
+    """Returns a model's encoder, without the feature pyramid, or raises ``NotApplicable``."""
     backbone = get_backbone(model)
     if backbone is None:
         raise NotApplicable(f"{type(model).__name__} has no backbone")

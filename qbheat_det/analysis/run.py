@@ -125,7 +125,7 @@ class Run:
     def find_set(self, split: Split = "test") -> str:
         """Registers the run's first dataset of a split (see ``run.json``), and returns its name.
 
-        Raises ``NotApplicable`` if the run has no such dataset, or if it cannot be read.
+        Raises ``NotApplicable`` if the run has no such dataset, or the dataset cannot be read.
         """
         names = self.cfg.DATASETS.TEST if split == "test" else self.cfg.DATASETS.TRAIN
         if not names:
@@ -151,7 +151,7 @@ class Run:
     def find_detections(self, name: str) -> Path | None:
         """Returns the file with the detections of the last evaluation on the dataset ``name``.
 
-        Returns None if there is none, or if it may not belong to the run's final weights.
+        Returns None if there is no file, or if weights other than the final ones may have made it.
         """
         if self.folder is None or self.checkpoint is None:
             return None
@@ -246,7 +246,7 @@ class RunResults(Generic[Found]):
         /,
         **data: Any,
     ) -> Figure:
-        """Returns a figure, whose explanation also lists the images and runs that are left out."""
+        """Returns a figure. Its explanation also lists the runs and images that are left out."""
         text = list(explanation)
         if self.unreadable:
             names = join_first(Path(name).name for name in self.unreadable)
@@ -290,7 +290,7 @@ def run_on_images(
     *,
     nothing: str,
 ) -> RunResults[Found]:
-    """Calls ``run_each`` with the same ``options.num_images`` image files for all runs."""
+    """Like ``run_each``, but ``compute`` also gets the paths of images, the same for all runs."""
     entries = choose_images(runs, options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
     results = run_each(runs, lambda run: compute(run, files), nothing=nothing)

@@ -34,7 +34,7 @@ from .plotting import COLORS, QUIET, chart_image, start_figure, themed
 from .run import FigureOptions, Run, run_each
 
 Models = Mapping[str, tuple[float, Mapping[str, Tensor]]]
-"""Maps a scale ("corner" or "centre") to its offset Δx, and to M = Δx A (C, C) by name."""
+"""Maps a scale ("corner", "centre") to a tuple: Δx, and the matrices M = Δx A (C, C) by name."""
 
 AXES = {"A": ("A1", "A2"), "B": ("B1", "B2")}
 """The two opposite directions of each axis. A is horizontal, and B is vertical."""
@@ -179,7 +179,7 @@ def inverse_error(forth: Tensor, back: Tensor) -> float:
 
 
 def magnitude_correlation(a: Tensor, b: Tensor) -> float:
-    """Returns Pearson's correlation of sorted magnitudes (C,), or nan if one is constant."""
+    """Returns Pearson's correlation of two sorted vectors (C,), or nan if one is constant."""
     if any(float(x.std()) <= _EQUAL * float(x.norm()) for x in (a, b)):
         return math.nan
     return float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])

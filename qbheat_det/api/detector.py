@@ -185,7 +185,7 @@ class Detector(Trained):
             data: data set with boxes, in any format of ``--data``. If it has a validation part,
                 only this part is used.
             images: folder of the images, if they are not in the folder of a COCO json.
-            tile: see ``predict``. AP is computed on whole images.
+            tile: see ``predict``. Boxes of an image's tiles are merged before AP is computed.
 
         Raises:
             UserError: the data are invalid, their classes differ from the detector's classes, or

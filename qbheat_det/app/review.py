@@ -46,7 +46,7 @@ class Pools:
 
 @dataclass(frozen=True)
 class Review:
-    """A selection, and how many of its images are accepted: the first ones in ``files``."""
+    """A selection. The first ``accepted`` of ``selection.files`` are accepted."""
 
     selection: Selection
     accepted: int = 0

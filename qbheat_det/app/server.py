@@ -93,7 +93,7 @@ class ModelInfo(BaseModel):
 
 
 class BatchQueue:
-    """Queues images, and runs ``predict`` in ``thread`` on batches of up to ``size`` of them."""
+    """Queues images, and runs ``predict`` in ``thread`` on batches of up to ``size`` images."""
 
     def __init__(
         self,

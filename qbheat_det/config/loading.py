@@ -301,7 +301,7 @@ def check_timm_name(name: str) -> None:
 
 
 def find_memory_format(cfg: CfgNode) -> torch.memory_format:
-    """Returns the memory format for ``MODEL.CHANNELS_LAST``; None is channels-last on CPUs only."""
+    """Returns the memory format. With ``MODEL.CHANNELS_LAST`` None, only CPUs use channels-last."""
     asked = cfg.MODEL.CHANNELS_LAST
     if asked not in (None, True, False):  # yacs accepts any type in place of None
         raise UserError(f"MODEL.CHANNELS_LAST must be True, False or None, but is '{asked}'")

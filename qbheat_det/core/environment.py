@@ -36,7 +36,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def require_detectron2() -> None:
-    """Raises an ``ImportError`` that explains how to install Detectron2 if it is not installed."""
+    """If Detectron2 is missing, raises an ``ImportError`` that explains how to install it."""
     spec = importlib.util.find_spec("detectron2")
     # A mere folder named detectron2, such as a checkout next to the script, has no origin.
     if spec is None or spec.origin is None:

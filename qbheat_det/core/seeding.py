@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Seeds for steps, images and views, computed from the run's seed and their position.
+"""Seeds for steps, images and views, computed from the run's seed and a position.
 
 Therefore a resumed run needs no saved generator states. The seed of a step depends on its number
 and the process. The seed of an augmented image depends on its position in the data stream. The seed

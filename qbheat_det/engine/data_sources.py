@@ -231,8 +231,8 @@ def _check_flags(flags: RunFlags, job: str) -> None:
 def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> None:
     """Sets the number and names of classes in place, and checks that all test sets have them.
 
-    Training uses the classes of the training images. Evaluation uses the classes in the weights,
-    or else in the config, or else of the test images.
+    Training uses the classes of the training images. Evaluation uses the classes that the weights
+    record, or else those of the config, or else those of the test images.
 
     Raises:
         UserError: a set has no labels, or has different classes.

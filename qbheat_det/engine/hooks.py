@@ -239,10 +239,7 @@ class SkippedImages(HookBase):
     trainer: TrainingRun
 
     def __init__(self, *, period: int) -> None:
-        """``period`` is the number of iterations between two exchanges of errors among processes.
-
-        With period 0, they are exchanged only at the end.
-        """
+        """Processes exchange errors every ``period`` iterations; with 0, only at the end."""
         self._period = period
         self.errors: dict[str, DataError] = {}
 
@@ -319,7 +316,7 @@ def average_batch_statistics(run: TrainingRun) -> None:
 
 
 def average_over_processes(own: Tensor) -> None:
-    """Averages a tensor over all processes, in place; equal tensors stay bit-identical."""
+    """Averages a tensor over all processes, in place. If all are equal, they stay bit-identical."""
     # A plain mean of n equal numbers is rounded, which would make frozen statistics drift.
     first = own.clone()
     torch.distributed.broadcast(first, src=0)

@@ -64,7 +64,7 @@ def open_log(folder: Path, *, rank: int = 0) -> None:
 
 @contextlib.contextmanager
 def removes_empty_run(folder: Path) -> Iterator[None]:
-    """Context manager: a ``UserError`` removes a folder that has only the log and the split."""
+    """Context that removes ``folder`` after a ``UserError`` if it has only a log and a split."""
     try:
         yield
     except UserError:
@@ -83,7 +83,7 @@ def _close_log() -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that ignores errors such as a full disk, which the next checkpoint reports."""
+    """A log file that ignores errors of writing. The next checkpoint reports a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -161,7 +161,7 @@ def describe_model(cfg: CfgNode, model: nn.Module) -> str:
 def warn_of_weights(model: nn.Module, cfg: CfgNode) -> None:
     """Warns if a frozen encoder has random weights, or ``INPUT.FORMAT`` does not fit the weights.
 
-    If the weights need other pixel statistics, the checkpointer warns.
+    If the config's pixel statistics do not fit the weights, the checkpointer warns.
     """
     weights, backbone = cfg.MODEL.WEIGHTS, get_backbone(model)
     if weights and (info := info_of(weights)) and info.pixel_format not in ("", cfg.INPUT.FORMAT):

@@ -80,8 +80,8 @@ class MeanTeacher:
     def count_boxes(self) -> float | None:
         """Returns the mean number of the teacher's boxes per unlabelled image.
 
-        Counts boxes that inference returns with a score of at least 0.5 for the last micro-batch.
-        Training does not use them. Returns None if this batch has no unlabelled images.
+        The teacher predicts on the last micro-batch, as in inference. Only boxes with a score of at
+        least 0.5 are counted. Returns None if this batch has no unlabelled images.
         """
         if not self._last:
             return None
@@ -90,7 +90,7 @@ class MeanTeacher:
 
 
 def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int) -> list[HookBase]:
-    """Returns the evaluation hook; with a teacher, also the hook that logs its number of boxes."""
+    """Returns the evaluation hook. If there is a teacher, ``PseudoBoxes`` comes before it."""
     period, metric = cfg.TEST.EVAL_PERIOD, cfg.TEST.BEST_METRIC
     if teacher is None:
         return [EvalHook(period=period, best_metric=metric)]
@@ -101,7 +101,7 @@ def build_eval_hooks(cfg: CfgNode, teacher: MeanTeacher | None, *, burn_in: int)
 
 
 class PseudoBoxes(HookBase):
-    """Logs ``pseudo_boxes``, the number of boxes that ``MeanTeacher.count_boxes`` returns."""
+    """Logs the result of ``MeanTeacher.count_boxes`` as ``pseudo_boxes``."""
 
     trainer: TrainingRun
 
@@ -120,7 +120,7 @@ class PseudoBoxes(HookBase):
 class SemiSupervisedEvalHook(EvalHook):
     """``EvalHook`` that also evaluates at the end of the burn-in.
 
-    It warns about each later evaluation whose result is worse than the result at that time.
+    It warns about each later evaluation whose result is worse than at the end of the burn-in.
     """
 
     def __init__(self, *, burn_in: int, **settings: Any) -> None:

@@ -62,10 +62,10 @@ BuildTrainer = Callable[[CfgNode], Trainer]
 def find_first_stage(flags: RunFlags) -> RunFlags | None:
     """Returns the flags of the first stage, or None if the run has none.
 
-    The first stage has the same data, device and model, and the same encoder if the command names
-    one with ``--weights``. There is no first stage if the command evaluates, names weights of a
-    detector or freezes the backbone, or if the second stage has a checkpoint. The first stage is
-    resumed under the same conditions as other runs. All processes must call this function.
+    Both stages have the same data, device and model. If ``--weights`` names an encoder, both use
+    it. There is no first stage if the command evaluates, freezes the backbone or names weights of a
+    detector. There is none either if the second stage has a checkpoint. The first stage is resumed
+    under the same conditions as other runs. All processes must call this function.
 
     Raises:
         UserError: the first stage's config is invalid, is for another model, or has a first stage.
@@ -260,7 +260,7 @@ def _sets_size(overrides: Mapping[str, str]) -> bool:
 
 
 def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float, before: float) -> str:
-    """Returns a summary of the chosen flags and their speed; ``before`` is for the first stage."""
+    """Returns a summary of the plan. ``before`` is the duration of the first stage in seconds."""
     words = f"--config-file {chosen.config_file} " if cfg.MODEL.CACHE_FEATURES.ENABLED else ""
     words += f"--epochs {chosen.epochs:g}"
     words += f" --image-size {chosen.image_size}" if chosen.image_size else ""

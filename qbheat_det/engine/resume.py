@@ -212,7 +212,7 @@ def _write_run_record(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def find_duration(folder: Path) -> float | None:
-    """Returns the seconds of all starts of a run and its first stage; None if one was killed."""
+    """Returns the total seconds of a run and its first stage; None if a start was killed."""
     files = (folder / FIRST_STAGE_WEIGHTS.parent / RUN_FILE, folder / RUN_FILE)
     starts = [start for file in files for start in read_run_record(file)]
     return sum(s["seconds"] for s in starts) if all("seconds" in s for s in starts) else None
@@ -247,7 +247,7 @@ def read_run_record(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def name_last_checkpoint(folder: Path) -> str:
-    """Returns the file that ``last_checkpoint`` names, else the newest checkpoint, else ""."""
+    """Returns the name in the file ``last_checkpoint``, else the newest checkpoint, else ""."""
     try:
         return (folder / "last_checkpoint").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -63,9 +63,9 @@ class RunFlags:
         eval_only: evaluate ``weights`` without training.
         minutes: duration for which ``plan_run`` chooses ``epochs``, ``image_size`` and stages.
         batch: ``SOLVER.IMS_PER_BATCH``, images per step over all processes.
-        image_size: size in pixels. For detectors, the largest of the shorter sides in training, or
-            with ``eval_only`` the shorter side in evaluation; the other sizes keep their ratios.
-            For all other models, the side of the square images.
+        image_size: size in pixels. For detectors, it replaces the largest of
+            ``INPUT.MIN_SIZE_TRAIN``, or ``INPUT.MIN_SIZE_TEST`` with ``eval_only``. All other sizes
+            are scaled by the same factor. For other models, it is the side of the square images.
         tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
         freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``).
         opts: config overrides, as alternating keys and values.
@@ -177,9 +177,9 @@ def _set_image_size(
 ) -> None:
     """Sets the image size in place.
 
-    For detectors, ``size`` becomes the largest training size, or the test size if the command only
-    evaluates (shorter sides). The other sizes keep their ratios. For other models, ``size`` becomes
-    ``INPUT.PRETRAIN.SIZE``.
+    For detectors, ``size`` replaces the largest of ``INPUT.MIN_SIZE_TRAIN``, or with ``eval_only``
+    ``INPUT.MIN_SIZE_TEST``. All other sizes are scaled by the same factor. For other models,
+    ``size`` replaces ``INPUT.PRETRAIN.SIZE``.
 
     Raises:
         UserError: the size is below 32, or an override also sets an image size.

@@ -157,7 +157,7 @@ class StepTrainer(SimpleTrainer):
         return {"loss": losses} if isinstance(losses, Tensor) else dict(losses)
 
     def _loss_normalizers(self, batches: list[BatchedInputs]) -> tuple[Tensor, ...]:
-        """Returns the divisors of the losses in a 1-tuple; empty if the model computes its own."""
+        """Returns (divisors of the losses,), or () if ``forward`` computes the divisors itself."""
         if len(batches) == 1 or not isinstance(self._bare, SupportsLossNormalizers):
             return ()
         counts = torch.stack([self._bare.loss_counts(batch) for batch in batches]).sum(dim=0)
@@ -217,7 +217,7 @@ class LossReading:
     """Copies the losses of a micro-batch to the CPU in the background.
 
     Attributes:
-        stops: whether any process was asked to stop; valid after ``values``.
+        stops: whether any process was asked to stop; valid after ``values`` was called.
     """
 
     def __init__(self, losses: Mapping[str, Tensor], *, asked_to_stop: bool = False) -> None:

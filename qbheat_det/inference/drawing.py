@@ -27,7 +27,7 @@ _GOLDEN_ANGLE = 0.618034  # step between hues, so that adjacent classes differ c
 
 
 def get_class_color(index: int) -> Color:
-    """Returns the RGB color of a class, which is the same in every image."""
+    """Returns the RGB color of a class. A class has the same color in every image."""
     red, green, blue = colorsys.hls_to_rgb((0.12 + _GOLDEN_ANGLE * index) % 1, 0.6, 0.9)
     return round(255 * red), round(255 * green), round(255 * blue)
 

@@ -157,7 +157,7 @@ class ExportedModel:
             ) from error
 
     def load_config(self) -> CfgNode:
-        """Returns the config in the file, with its classes, and its path as ``MODEL.WEIGHTS``."""
+        """Returns the config in the file. ``MODEL.WEIGHTS`` is set to the path of the file."""
         cfg = load_embedded_config(self.info.config, f"the config inside '{self.path}'")
         cfg.MODEL.WEIGHTS = str(self.path)
         cfg.MODEL.CLASS_NAMES = list(self.info.class_names)

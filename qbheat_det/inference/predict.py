@@ -118,11 +118,11 @@ def find_boxes(
     batch_size: int = 1,
     tile: int | None = None,
 ) -> Iterator[Detections]:
-    """Yields the boxes of each image whose score is at least ``threshold``.
+    """Yields, for each image, the boxes whose score is at least ``threshold``.
 
-    Images are read and predicted in batches of ``batch_size``. ``tile`` is the side of tiles in
-    pixels, or 0 for whole images only. None uses ``INPUT.TILE`` of ``cfg``, which also has the
-    names and ids of the classes. Raises ``UnreadableImage`` if an image is too elongated.
+    Images are read and predicted in batches of ``batch_size``. ``cfg`` has the names and ids of the
+    classes. ``tile`` is the side of tiles in pixels; 0 uses whole images only, and None uses
+    ``INPUT.TILE``. Raises ``UnreadableImage`` if an image is too elongated.
     """
     names, ids = list(cfg.MODEL.CLASS_NAMES), list(cfg.MODEL.CATEGORY_IDS)
     tile = cfg.INPUT.TILE if tile is None else tile

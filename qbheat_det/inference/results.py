@@ -1,8 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Detections of one image or of many files.
-
-They can be drawn, and converted for COCO, Label Studio and CVAT.
-"""
+"""Detections, which can be drawn, and converted for COCO, Label Studio and CVAT."""
 
 import json
 from collections import Counter
@@ -100,7 +97,7 @@ class Detections:
 
     @property
     def label_ids(self) -> list[int]:
-        """The category id of each box's class: ``category_ids``, or index + 1 if unknown."""
+        """The category id of each box. If ``category_ids`` is empty, it is the class index + 1."""
         ids, indices = self.category_ids, self.instances.pred_classes.tolist()
         return [ids[index] if ids else index + 1 for index in indices]
 
@@ -112,10 +109,7 @@ class Detections:
         return replace(self, instances=self.instances[keep])
 
     def draw(self) -> Image:
-        """Draws the boxes on the image, and returns it as (H, W, 3), uint8, RGB.
-
-        Small images are enlarged.
-        """
+        """Returns the image with boxes, RGB (H, W, 3), uint8. Small images are enlarged."""
         return draw_instances(self.image, self.instances, self.class_names)
 
     def show(self) -> None:

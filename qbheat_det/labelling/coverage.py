@@ -26,8 +26,7 @@ COVERING = ("random", "k_center")
 
 
 def unit_vectors(features: Tensor) -> Tensor:
-    """Centers features (N, D), projects them onto their principal components and normalizes them
-    to unit length.
+    """Centers features (N, D), projects them on principal components and scales them to norm 1.
 
     At most 128 components are kept. The dropped components are mostly noise, and the functions in
     this file are faster without them. All images whose features differ from the mean by less than
@@ -91,7 +90,7 @@ def _count_rows(vectors: Tensor) -> int:
 def cover(
     strategy: str, vectors: Tensor, budget: int, taken: Sequence[int] = (), *, seed: int = 0
 ) -> list[int]:
-    """Selects images with the strategy "random", which uses ``seed``, or "k_center"."""
+    """Selects images with the strategy "random" or "k_center". Only "random" uses ``seed``."""
     if strategy == "random":
         order, known = np.random.default_rng(seed).permutation(len(vectors)), {*taken}
         return [index for index in order.tolist() if index not in known][:budget]

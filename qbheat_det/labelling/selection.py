@@ -89,10 +89,9 @@ class Selection:
     _chooser: "_Chooser | None" = field(default=None, repr=False)
 
     def skip(self, path: str) -> "Selection":
-        """Returns a selection without ``path``, and with the strategy's next image at the end.
+        """Returns a selection without ``path``. The strategy's next image is added at the end.
 
-        The next image differs from all images seen so far. If none is left, the result has one
-        image less.
+        The next image was neither selected nor skipped before. If none is left, none is added.
         """
         assert self._chooser
         new = self._chooser.choose(1, {*self.files, *self.skipped})
@@ -266,7 +265,7 @@ def predict_boxes(files: Sequence[str], detector: Detector) -> Boxes:
 def count_objects(files: Sequence[str], boxes: Boxes) -> Tensor:
     """Estimates the number of objects (N, K) of each image and each of the K classes in ``boxes``.
 
-    The estimate is the sum of squared scores, because boxes with low scores are many.
+    The estimate is the sum of the squared scores of the boxes, because many have low scores.
     """
     ids = sorted({box["category_id"] for own in boxes.values() for box in own})
     counts = torch.zeros(len(files), len(ids), dtype=torch.float64)

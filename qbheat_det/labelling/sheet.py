@@ -111,7 +111,7 @@ def write_suspects(
 
 
 def draw_suspect(path: str, suspect: LabelSuspect) -> str:
-    """Draws the annotated box (blue) and the corrected box (orange) on a crop, as a data URI."""
+    """Draws annotated (blue) and corrected boxes (orange) on a crop. Returns it as a data URI."""
     drawn: Drawn = [(suspect.annotated_bbox, _BLUE)] if suspect.annotated_bbox else []
     if suspect.kind != "class":
         drawn.append((suspect.bbox, _ORANGE))

@@ -48,9 +48,9 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
     """Builds ``SOLVER.OPTIMIZER`` over the trainable parameters, see ``parameter_groups``.
 
     In addition to Detectron2's types, ``SOLVER.CLIP_GRADIENTS.CLIP_TYPE`` can be "full_model",
-    which clips the norm over all parameters together, as in DETR. The optimizer's attribute
-    ``gradient_norm`` is then a 0-d tensor, the norm before clipping in the last step. It is None
-    before the first step and for all other types.
+    which clips the norm over all parameters together, as in DETR. After each step, the optimizer's
+    attribute ``gradient_norm`` is then the norm before clipping, a 0-d tensor. For all other types,
+    and before the first step, it is None.
 
     Raises:
         UserError: a setting is invalid, or no parameter is trainable.

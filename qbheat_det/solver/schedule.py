@@ -114,7 +114,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
 
 
 def count_epochs(cfg: CfgNode, num_images: int) -> Fraction:
-    """Returns ``SOLVER.EPOCHS``, or the length of ``SOLVER.MIN_ITER`` in epochs if it is longer."""
+    """Returns the larger of ``SOLVER.EPOCHS`` and the epochs in ``SOLVER.MIN_ITER`` iterations."""
     least = Fraction(cfg.SOLVER.MIN_ITER * cfg.SOLVER.IMS_PER_BATCH, num_images)
     return max(_exact(cfg.SOLVER.EPOCHS), least)
 
