@@ -92,7 +92,7 @@ def dry_run(
     Args:
         cfg: config of the whole run.
         build_trainer: builds a trainer from a config.
-        num_steps: number of steps; the first third is a warm-up.
+        num_steps: number of steps; the first half is a warm-up.
 
     Raises:
         UserError: the whole run would fail at its start.
@@ -214,11 +214,12 @@ class _Timer(HookBase):
 
     @property
     def step_seconds(self) -> float:
-        """Mean duration of the last two thirds of the steps; the first third is a warm-up.
+        """Mean duration of the second half of the steps.
 
-        The median would ignore the few steps with large images.
+        The first steps with images of a new size are slow. The median would ignore the few steps
+        with large images.
         """
-        return statistics.fmean(self._steps[len(self._steps) // 3 :])
+        return statistics.fmean(self._steps[len(self._steps) // 2 :])
 
     def get_memory(self) -> dict[str, int]:
         """Returns the peak bytes of main memory and, if present, of GPU memory."""

@@ -54,7 +54,7 @@ _SIZES = (2 / 3, 7 / 9, 1, 4 / 3, 16 / 9)  # factors on the recipe's shorter sid
 _STRIDE = 32
 _ENOUGH = 2 / 3  # share of the recipe's epochs that an image size must allow to be chosen
 _FEWEST, _MOST = 1 / 3, 3  # times the recipe's epochs; below _FEWEST, only the first stage trains
-_NUM_STEPS = 12  # steps that are timed
+_NUM_STEPS = 24  # steps of a dry run, which times the second half
 _SHARE = 0.95  # planned share of the time, as the duration of steps varies
 BuildTrainer = Callable[[CfgNode], Trainer]
 
