@@ -72,7 +72,10 @@ def find_mobile_former(model: nn.Module) -> MobileFormer | None:
 
 
 def list_blocks(backbone: MobileFormer) -> dict[int, tuple[str, int, int]]:
-    """Returns (name, input stride, output stride) of blocks with tokens, by number (from 1)."""
+    """Maps the numbers of the blocks with tokens to (name, input stride, output stride).
+
+    All blocks are counted, from 1.
+    """
     found = {}
     stride, number = 2, 0  # the stem's stride
     for i, stage in enumerate(backbone.stages):

@@ -206,10 +206,10 @@ def crop_box(image: RGBImage, box: npt.NDArray[Any], color: Color, longest: int)
 
 
 def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: float) -> RGBImage:
-    """Overlays a gray image with an interpolated feature map (h, w), in colors from 0 to ``high``.
+    """Converts an image to gray, and draws an interpolated feature map (h, w) over it.
 
-    Positions of the feature map are ``stride`` pixels apart, which may be fractional. The first
-    position is half a stride away from the corner.
+    The color scale goes from 0 to ``high``. Positions of the feature map are ``stride`` pixels
+    apart, which may be fractional. The first position is half a stride away from the corner.
     """
     x, y = (
         (np.arange(length, dtype=np.float32) + 0.5) / np.float32(stride) - np.float32(0.5)

@@ -190,7 +190,10 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> float:
 
 
 def draw_spectrum(runs: Sequence[Run], options: FigureOptions) -> Figure:
-    """Draws the spectra of each run and of the control, and tabulates them as in Table 3."""
+    """Draws the eigenvalues and singular values of the linear models of each QB-Heat run.
+
+    Rotated models are the control. The table has the rows of the paper's Table 3.
+    """
 
     def compute(run: Run) -> dict[str, Spectrum]:
         models = read_linear_models(run.weights, run.label)

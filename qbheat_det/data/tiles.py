@@ -64,9 +64,9 @@ def cut_records(
 ) -> list[dict[str, Any]]:
     """Returns each record, followed by the records of its tiles; ``tile`` 0 adds no tiles.
 
-    In training, a tile has the boxes of which it contains at least the share ``MIN_VISIBLE``. The
-    mapper clips them. Tiles without boxes are dropped at even spacing, until there are at most
-    ``EMPTY_SHARE`` times as many as tiles with boxes. In evaluation, all tiles are kept.
+    In training, a box belongs to a tile if at least the share ``MIN_VISIBLE`` of its area is inside
+    the tile. The mapper clips it. The number of tiles without boxes is at most ``EMPTY_SHARE``
+    times the number of tiles with boxes; others are dropped evenly. Evaluation keeps all tiles.
 
     Raises:
         UserError: an image has no "width" and "height", or no training image is larger than a tile.

@@ -229,8 +229,8 @@ class PeriodicCheckpointer(HookBase):
 class SkippedImages(HookBase):
     """Collects the images that the data streams of all processes skipped, with the reasons.
 
-    After each period, the log names the newly skipped images. ``OUTPUT_DIR/skipped_images.txt``
-    lists all of them. This hook must come before ``PeriodicCheckpointer``, which stores its state.
+    Every ``period`` iterations, the log names the newly skipped images. All of them are listed in
+    ``skipped_images.txt``. This hook must come before ``PeriodicCheckpointer``, which stores its state.
 
     Attributes:
         errors: the error of each image, by file name; equal on all processes.

@@ -93,7 +93,7 @@ class CachedBackbone(Backbone):
     def forward(
         self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns the cached outputs of a batch by name. Only in ``encode``, ``x`` is pixels.
+        """Returns the cached outputs of ``x`` by name. While ``encode`` runs, ``x`` is pixels.
 
         For images (N, 3, H, W), a feature map with stride s is (N, C, ceil(H / s), ceil(W / s)).
         "tokens" are (N, M, D). Both are float32. ``image_sizes`` (N, 2) is for encoders that mask

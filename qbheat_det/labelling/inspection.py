@@ -82,9 +82,12 @@ def inspect_labels(
 ) -> tuple[Labels, list[LabelSuspect], list[float]]:
     """Finds probable errors in the labels of a data set.
 
+    Trains a detector on each half of the images, and compares its predictions with the labels of
+    the other half.
+
     Args:
         data: data set with boxes, in any format of ``--data``. Its training part is inspected.
-        output: folder for the runs of both detectors.
+        output: folder for the runs of the two detectors.
         images: folder of the images, if they are not in the folder of a COCO json.
         encoder: weights or run whose encoder both detectors use; by default EfficientNet-Lite0 with
             ImageNet weights.

@@ -121,7 +121,8 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
     and all other entries do not change. Masks of moved boxes are dropped.
 
     Args:
-        corrections: ``corrections.json`` from the page of suspects, or ``suspects.json``.
+        corrections: ``corrections.json``, saved from ``suspects.html``; or ``suspects.json``, which
+            applies the corrections of all suspects.
         data: the inspected data set, which does not change.
         output: the COCO file to write.
         images: folder of the images, if they are not in the folder of a COCO json.

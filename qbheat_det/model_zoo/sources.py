@@ -116,8 +116,8 @@ def cache_folder(entry: ZooEntry) -> Path:
 def fetch(entry: ZooEntry) -> Path:
     """Returns the local path of an entry's file, and checks its hash.
 
-    If necessary, downloads the file or joins it from its parts. Raises a ``UserError`` if no source
-    has the file, or if a file with this name has a different hash.
+    A missing file is downloaded, or joined from a head and its encoder. Raises a ``UserError`` if
+    no source has the file, or if a file with this name has a different hash.
     """
     found = find_local(entry)
     if found is not None:

@@ -205,7 +205,10 @@ class BackboneProbe:
         self.results = _read_results(json_file, setting)
 
     def probe_weights(self, weights: str) -> None:
-        """Probes the backbone of a file, which must fit the config, or raises a ``UserError``."""
+        """Trains and evaluates the probes on the backbone in a weights file.
+
+        Raises a ``UserError`` if this backbone does not fit the config.
+        """
         backbone = self._build()
         info = load_backbone(backbone, weights)
         self._probe(backbone, weights, count_images_seen(info))

@@ -133,7 +133,7 @@ class MFDETR(nn.Module):
         targets: Targets,
         normalizers: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Returns the losses of the decoder's queries and, with a selection, of its proposals.
+        """Returns the losses of the decoder and, if it selects queries, of the dense head.
 
         ``features`` and ``padding`` are results of ``extract_features``. For ``normalizers``, see
         ``forward``.
