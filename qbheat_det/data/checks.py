@@ -41,7 +41,7 @@ class DataError:
 
 
 def raise_first(errors: Sequence[DataError]) -> None:
-    """Raises a ``UserError`` with the first error and the number of further errors, if any exist."""
+    """Raises a ``UserError`` with the first error and the number of further errors, if any."""
     if errors:
         others = f" (and {len(errors) - 1} more: qbheat inspect lists them all)"
         raise UserError(errors[0].message + (others if len(errors) > 1 else ""))

@@ -230,7 +230,8 @@ class SkippedImages(HookBase):
     """Collects the images that the data streams of all processes skipped, with the reasons.
 
     Every ``period`` iterations, the log names the newly skipped images. All of them are listed in
-    ``skipped_images.txt``. This hook must come before ``PeriodicCheckpointer``, which stores its state.
+    ``skipped_images.txt``. This hook must come before ``PeriodicCheckpointer``, which stores its
+    state.
 
     Attributes:
         errors: the error of each image, by file name; equal on all processes.

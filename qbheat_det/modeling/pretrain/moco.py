@@ -80,7 +80,7 @@ class FeatureQueue(nn.Module):
         self._held: list[Tensor] = []
 
     def hold(self, keys: Tensor) -> None:
-        """Stores keys (M, D) until ``push_held``; raises a ``RuntimeError`` if it stores more than K."""
+        """Stores keys (M, D) until ``push_held``. More than K keys are a ``RuntimeError``."""
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(
