@@ -39,7 +39,7 @@ _MAX_VIEWS = 1000
 
 
 class CachedBackbone(Backbone):
-    """A backbone that batches the cached features of images instead of running its encoder.
+    """A backbone that returns the cached features of images instead of running its encoder.
 
     The encoder stays on the CPU and is not a child module, so optimizers, ``to`` and data-parallel
     wrappers ignore it. Its weights are loaded and saved under their usual names. Copies of the
@@ -93,7 +93,7 @@ class CachedBackbone(Backbone):
     def forward(
         self, x: CachedImages | Tensor, image_sizes: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns the cached outputs of a batch by name. Only in ``encode``, ``x`` is pixels.
+        """Returns the cached outputs of a batch by name. ``x`` has pixels only during ``encode``.
 
         For images (N, 3, H, W), a feature map with stride s is (N, C, ceil(H / s), ceil(W / s)).
         "tokens" are (N, M, D). Both are float32. ``image_sizes`` (N, 2) is for encoders that mask

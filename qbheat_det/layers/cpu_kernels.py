@@ -202,7 +202,7 @@ class DynamicReLU(nn.Module):
     def bounds(self, token: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Takes tokens (N, D). Returns the smaller and larger slope per channel, (N, C, 1, 1) each.
 
-        ``order`` (C,) are the indices of the channels in the result.
+        If given, ``order`` (C,) lists the channels in the order of the result.
         """
         return _bounds(self._theta(token, order))
 
