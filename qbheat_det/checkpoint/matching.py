@@ -114,7 +114,7 @@ def match_names(
 ) -> dict[str, str]:
     """Maps each tensor name in a file to a name that the model may have.
 
-    A prefix such as "backbone." is added or removed if the names then match. The names of the child
+    A prefix such as "backbone." is added or removed if the names then match. Prefixes of the child
     modules in ``private``, such as a copy of the backbone, are never added. Raises a ``UserError``
     if a file fits two parts of the model.
     """
@@ -143,7 +143,7 @@ def match_names(
 def bare_backbone(names: Collection[str]) -> dict[str, str]:
     """Maps the names of a backbone's tensors in a file to names without the backbone's prefix.
 
-    From a feature pyramid, the bottom-up backbone is used. Empty if there is no backbone.
+    Of a feature pyramid, only the bottom-up network is used. Returns {} if there is no backbone.
     """
     short = strip_wrappers((), names)
     for prefix in (BELOW_FPN, BACKBONE):

@@ -87,7 +87,7 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
 
 
 def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> CfgNode:
-    """Reads an untrusted config inside another file. Error messages call the config ``where``.
+    """Reads an untrusted config inside another file, which messages refer to as ``where``.
 
     Raises a ``UserError`` if the text is not a valid config, has aliases or a ``_BASE_``, or names
     files that Detectron2 would unpickle. ``opts`` are overrides, as alternating keys and values.

@@ -2,7 +2,7 @@
 """Compiles parts of a model for one input shape on the CPU (torch.export, AOTInductor).
 
 The compiled programs are files in ``$QBHEAT_CACHE/programs``, which later processes load. On CPUs,
-``torch.compile`` is 10 % slower, and traces the model again in every process.
+programs of ``torch.compile`` are 10 % slower, and every process traces the model again.
 """
 
 import contextlib

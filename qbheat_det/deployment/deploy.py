@@ -79,7 +79,7 @@ class DeployedModel(nn.Module):
         return int(self.model.size_divisibility)  # type: ignore[arg-type]
 
     def train(self, mode: bool = True) -> "DeployedModel":
-        """Stays in eval mode. Raises a ``UserError`` if ``mode`` is True: weights are folded."""
+        """Stays in eval mode. Raises a ``UserError`` if ``mode`` is True, as weights are folded."""
         if mode:
             raise UserError("a deployed model does not train: train the original and deploy it")
         return super().train(False)

@@ -11,9 +11,9 @@ Fused blocks make fewer passes over wide feature maps, and equal the plain block
   the second output, and so on. The next convolution reads the channels in this order ("by turns").
 * Position encodings are cached for the last few sizes of feature maps.
 
-For batches, for padded images, in training, under compilers, and in exported files for more than
-one image, a fused block calls the plain block. In bfloat16 programs, fused blocks only split the
-depthwise convolutions, because the compiler packs weights only if they are constant.
+Fused forms are used for one unpadded image without gradients, also in exported float files for one
+image. Otherwise, a fused block calls the plain block. In bfloat16 programs, fused blocks only split
+the depthwise convolutions, because the compiler packs weights only if they are constant.
 """
 
 from collections import Counter
@@ -281,8 +281,8 @@ def convolve(
 ) -> Tensor:
     """Applies a pointwise or depthwise convolution and its norm to a map (1, C, H, W).
 
-    ``factor`` (C,) scales the channels of ``x``. ``order[i]`` is the input channel of the
-    convolution that reads channel ``i`` of ``x``.
+    ``factor`` (C,) scales the channels of ``x``. If ``order`` (C,) is given, channel ``i`` of ``x``
+    is multiplied with the weights of input channel ``order[i]``.
     """
     weight = convolution.weight
     if order is not None:
@@ -314,7 +314,7 @@ def convolve_by_turns(
 
 
 def interleaved_order(convolution: NormedConv2d) -> Tensor:
-    """Returns output channels (C k,): the first one of each input channel, the second ones, …"""
+    """Returns output channels (C k,): the first of every input channel, then the second, …"""
     channels = np.arange(convolution.out_channels).reshape(convolution.groups, -1)
     return torch.from_numpy(channels.T.ravel()).to(convolution.weight.device)  # not in a graph
 

@@ -141,7 +141,7 @@ class HeldOutLossEvaluator(DatasetEvaluator):
     If the model returns "loss_reconstruction", the results are ``{"reconstruction": {"loss_corner",
     "loss_centre", "loss", "loss_standard_error"}}``. The first two are the means over corner views
     and over center views, if there are any. "loss" is the mean over images, where the loss of an
-    image is the mean over its views. If it returns "loss_feature", the outer key is "feature".
+    image is the mean over its views. With "loss_feature", the outer key is "feature".
     """
 
     def __init__(self, dataset_name: str) -> None:

@@ -51,12 +51,12 @@ def measure_ranks(ranks: Tensor) -> dict[str, float]:
 class ClassificationEvaluator(DatasetEvaluator):
     """Top-1, top-5 and balanced accuracy (the mean over all classes that have images).
 
-    Results are ``{"classification": {"top1", "top5", "balanced"}}``, and standard errors under keys
-    with "_standard_error", in percent, or nan if there are no images. Among equal scores, the
-    first class wins. An image with a nan score is counted as wrong. ``classification.json`` in
-    ``output_dir`` also has the accuracy of each class and the confusions. After ``evaluate``,
-    ``confusion[i, j]`` on the main process is the number of images of class i that were classified
-    as class j.
+    Results are ``{"classification": {"top1", "top5", "balanced"}}``. The standard error of "top1"
+    has the key "top1_standard_error", and so on. All values are in percent, or nan if there are no
+    images. Among equal scores, the first class wins. An image with a nan score is counted as wrong.
+    ``classification.json`` in ``output_dir`` also has the accuracy of each class and the
+    confusions. On the main process, ``confusion[i, j]`` is the number of images of class i that
+    ``evaluate`` found to be classified as class j.
     """
 
     confusion: Counts
@@ -150,7 +150,7 @@ class ClassificationEvaluator(DatasetEvaluator):
 
 
 def predict(scores: Tensor) -> Tensor:
-    """Returns the class (N,) with the highest score (N, K), the first if equal, or -1 for nan."""
+    """Takes scores (N, K). Returns the first class (N,) with the highest one, -1 if one is nan."""
     # argmax does not specify which of several equal scores it returns.
     first = (scores == scores.amax(dim=1, keepdim=True)).int().argmax(dim=1)
     return torch.where(scores.isnan().any(dim=1), -1, first)

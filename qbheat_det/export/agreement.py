@@ -109,7 +109,7 @@ def measure_agreement(
         model: the exported file.
         reference: computes the outputs of one image in PyTorch.
         images: (H, W, 3), uint8, in the file's pixel format. The images of a batch are cropped or
-            tiled to the image size of the file, or to their median height and width if it has none.
+            tiled to the file's image size, or else to the median height and width of the batch.
         tolerance: see ``Agreement.holds``.
         source: description of the images, for the report.
     """
@@ -208,8 +208,8 @@ def compare_detections(
 ) -> None:
     """Matches the detections in an image of ``size`` (H, W) one-to-one, and updates ``row``.
 
-    A detection may stay unmatched if its score is within ``tolerance`` of ``threshold``, or of the
-    lowest score that the other result lists if that result has no free rows.
+    A detection may stay unmatched if its score is at most ``tolerance`` above ``threshold``. If the
+    table of the other result is full, its lowest score replaces a lower ``threshold``.
     """
     mine, theirs = (to_instances(outputs, (size[0], size[1]))[0] for outputs in (got, expected))
     boxes = [found.pred_boxes.tensor.double().numpy() for found in (mine, theirs)]

@@ -39,7 +39,7 @@ _MAX_VIEWS = 1000
 
 
 class CachedBackbone(Backbone):
-    """A backbone that batches the cached features of images instead of running its encoder.
+    """A backbone that returns the cached features of images instead of running its encoder.
 
     The encoder stays on the CPU and is not a child module, so optimizers, ``to`` and data-parallel
     wrappers ignore it. Its weights are loaded and saved under their usual names. Copies of the

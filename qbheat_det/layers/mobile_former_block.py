@@ -268,11 +268,11 @@ class MobileFormerBlock(nn.Module):
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether the attention between map and tokens reads a channels-last map (HW, C) as it is.
+    """Returns whether attention multiplies tokens with a channels-last map without splitting it.
 
-    Splitting such a map into heads would copy it. Instead, each token is copied once per head, with
-    zeros in the channels of all other heads, and multiplied with the pixels. This is faster for
-    batches of several images without a compiler, and in exported bfloat16 programs.
+    Splitting such a map into heads would copy the map. Instead, each token is copied once per head,
+    with zeros in the channels of all other heads. This is faster for batches of several images
+    without a compiler, and in exported bfloat16 programs.
     """
     if not is_half_program() and (is_recorded() or len(x) == 1):
         return False

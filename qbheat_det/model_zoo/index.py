@@ -99,7 +99,7 @@ class ZooEntry:
 
     @property
     def stored(self) -> "ZooEntry":
-        """An entry that describes the stored file, without the encoder if another entry has it."""
+        """A copy with the name, hash and size of the stored file, which may lack the encoder."""
         if self.encoder is None:
             return self
         file = self.file.replace(".safetensors", ".part.safetensors")

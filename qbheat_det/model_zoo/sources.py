@@ -80,7 +80,7 @@ def get(name: str, *, trained: bool = True, device: str | None = None) -> nn.Mod
 def get_config(name: str, *, trained: bool = True) -> CfgNode:
     """Returns the config inside an entry's weights, with ``MODEL.WEIGHTS`` set to these weights.
 
-    If not ``trained``, returns the shipped recipe, without the overrides in the entry's command.
+    If not ``trained``, reads the entry's config file, without the overrides of its training run.
     Raises a ``UserError`` if there is no such entry, or its weights cannot be downloaded.
     """
     return load_run_config(get_address(name)) if trained else load_config(get_config_file(name))
@@ -224,7 +224,7 @@ def check_hash(path: Path, entry: ZooEntry) -> Path:
 class ZooWeights(PathHandler):
     """Resolves ``qbheat://NAME`` to a ``.pth`` file, as Detectron2 cannot read ``.safetensors``.
 
-    ``qbheat://NAME.safetensors`` is the file in the model zoo.
+    Resolves ``qbheat://NAME.safetensors`` to the ``.safetensors`` file of the model zoo.
     """
 
     def _get_supported_prefixes(self) -> list[str]:
@@ -273,7 +273,7 @@ def write_whole(part: Path, encoder: Path, whole: Path) -> None:
 
 
 def read_encoder(path: Path) -> Mapping[str, Tensor]:
-    """Returns the tensors of an encoder, by name without the prefix of a backbone."""
+    """Reads the tensors of an encoder's file. Their names have no prefix of a backbone."""
     state, _ = read_weights(str(path))
     return {short: state[name] for name, short in bare_backbone(state).items()} or state
 

@@ -36,7 +36,7 @@ class SupportsLossNormalizers(Protocol):
         """Returns the counts of a batch. The trainer sums them over all micro-batches of a step."""
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
-        """Takes the counts summed over all ``parts`` micro-batches. Returns each one's divisors."""
+        """Takes the counts, summed over ``parts`` micro-batches. Returns the divisors for one."""
 
 
 @runtime_checkable
@@ -73,12 +73,12 @@ class SupportsUnlabelled(Protocol):
 
 
 def get_metrics(model: nn.Module) -> Mapping[str, Tensor]:
-    """Returns ``metrics``: scalar tensors of the last batch by name, logged with the losses."""
+    """Returns scalar tensors by name, which are logged with the losses (``model.metrics``)."""
     return getattr(model, "metrics", {})
 
 
 def keeps_backbone_in_eval(model: nn.Module) -> bool:
-    """Returns ``backbone_is_frozen``: whether the backbone stays in evaluation mode in training."""
+    """Returns whether training leaves the backbone in evaluation mode (``backbone_is_frozen``)."""
     return bool(getattr(model, "backbone_is_frozen", False))
 
 
@@ -88,7 +88,7 @@ def has_held_out_loss(model: type | object) -> bool:
 
 
 def pretrain_only_modules(model: nn.Module) -> tuple[str, ...]:
-    """Returns ``pretrain_only_modules``: names of children that downstream models do not load."""
+    """Returns the names of child modules that only models of the same architecture load."""
     return tuple(getattr(model, "pretrain_only_modules", ()))
 
 
@@ -125,9 +125,9 @@ class PretrainingObjective(FixedSizeModel, Protocol):
 
 
 def get_views(cfg: CfgNode) -> Mapping[str, Sequence[str]]:
-    """Returns ``views_from_config(cfg)``: for each kind of view, the visible quarters.
+    """Returns the visible quarters of each kind of view that the config's model evaluates.
 
-    Images use these quarters in turn. If a view has none, the model gets whole images.
+    Images use the quarters of a view in turn. In a view without quarters, images are whole.
     """
     model_class = META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)
     if not hasattr(model_class, "views_from_config"):
@@ -148,12 +148,12 @@ def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]
 
 
 def masks_padding(model: object) -> bool:
-    """Returns ``masks_padding``: whether results of an image do not depend on the padding."""
+    """Returns True if the results of an image do not depend on its padding."""
     return bool(getattr(model, "masks_padding", False))
 
 
 def needs_teacher(model: nn.Module) -> bool:
-    """Returns ``needs_teacher``: whether inputs need "targets", a dict of the teacher's outputs."""
+    """Returns whether inputs need the key "targets" with a dict of the teacher's outputs."""
     return bool(getattr(model, "needs_teacher", False))
 
 
@@ -166,19 +166,19 @@ class SupportsLayerGroups(Protocol):
 
 
 def get_backbone(model: nn.Module) -> Backbone | None:
-    """Returns ``backbone``, or None if it is missing or not a ``detectron2.modeling.Backbone``."""
+    """Returns ``model.backbone``. None if it is missing or not a Detectron2 ``Backbone``."""
     backbone = getattr(model, "backbone", None)
     return backbone if isinstance(backbone, Backbone) else None
 
 
 def get_timm_name(model: nn.Module) -> str:
-    """Returns ``timm_name`` of a model's backbone, or "" if the backbone is not a timm model."""
+    """Returns timm's name of a model's backbone. "" if the backbone is not a timm model."""
     names = (getattr(module, "timm_name", "") for module in model.modules())
     return next(filter(None, names), "")
 
 
 def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters that modules name in ``token_path``, directly or by a child module."""
+    """Returns the parameters whose name, or child module, a module lists in ``token_path``."""
     return [
         parameter
         for module in model.modules()
@@ -189,7 +189,7 @@ def get_token_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def get_body_name(backbone: nn.Module) -> str:
-    """Returns the attribute name of the network in a pyramid or wrapper, "" for other backbones."""
+    """Returns "bottom_up" or "net" if a backbone wraps a network in such an attribute, else ""."""
     children = dict(backbone.named_children())
     return next((name for name in ("bottom_up", "net") if name in children), "")
 
@@ -220,5 +220,5 @@ def pick_outputs(backbone: Backbone, names: Sequence[str], key: str) -> list[Sha
 
 
 def get_freeze_all(backbone: Backbone) -> int:
-    """Returns ``freeze_all``: the lowest ``MODEL.BACKBONE.FREEZE_AT`` that freezes all layers."""
+    """Returns the lowest ``MODEL.BACKBONE.FREEZE_AT`` that freezes all layers (``freeze_all``)."""
     return int(getattr(backbone, "freeze_all", 5))

@@ -58,7 +58,7 @@ class DenseTargets:
         scores: (N, R, K), the teacher's class scores at the selected locations; zero elsewhere.
         boxes: (N, R, 4), the teacher's boxes, XYXY, in pixels of the padded batch.
         total: (N,), one value, repeated. It is the sum of the highest class scores of all selected
-            locations, divided by the number of micro-batches, both over all processes.
+            locations of all processes, divided by the number of their micro-batches.
         quality: (N, R), the teacher's centerness; None for RetinaNet.
     """
 
@@ -237,7 +237,7 @@ class SyncNormalizer(DenseDetector):
     def losses(
         self, anchors: Any, pred_logits: list[Tensor], gt_labels: list[Tensor], *others: Any
     ) -> dict[str, Tensor]:
-        """Returns the detector's summed losses, not normalized, and the number of positives."""
+        """Returns the sums of the detector's losses and, as ``COUNT``, the number of positives."""
         sums = super().losses(anchors, pred_logits, gt_labels, *others)
         return {**sums, COUNT: self._count_positives(gt_labels)}
 

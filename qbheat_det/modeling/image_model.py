@@ -37,7 +37,7 @@ def check_value(is_allowed: bool, key: str, value: object, allowed: str) -> None
 
 @dataclass(frozen=True)
 class CachedImages:
-    """Cached outputs of an encoder, which a model passes to its encoder in place of pixels."""
+    """Cached outputs for a batch, which a model passes to a ``CachedBackbone`` as its images."""
 
     features: Sequence[Mapping[str, Tensor]]  # per image, outputs (C, h, w) or (M, D) by name
     shape: torch.Size  # shape of the padded pixels
@@ -48,7 +48,7 @@ class CachedImages:
 
         Tokens (stride None) are (N, M, D). Feature maps are (N, C, ceil(H / stride), ceil(W /
         stride)), zero-padded on the right and bottom. Raises a ``UserError`` if a cached map is
-        larger.
+        larger than this.
         """
         maps = [outputs[name] for outputs in self.features]
         if stride is None:
@@ -83,8 +83,8 @@ def find_cached_images(
 ) -> ImageList | None:
     """Returns an ``ImageList`` with the cached "features" of a batch in place of pixels.
 
-    Returns None if an input has no "features". Of "image" (3, H, W), only the size is used. It is
-    padded to multiples of ``size_divisibility``.
+    Returns None if an input has no "features". Each input's "image" (3, H, W) only gives the size,
+    which is padded to multiples of ``size_divisibility``.
     """
     if not batched_inputs or not all("features" in entry for entry in batched_inputs):
         return None

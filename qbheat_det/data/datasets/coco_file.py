@@ -202,7 +202,7 @@ class CocoFile:
             logger.warning(warning)
 
     def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
-        """Returns the valid entries in COCO's format; with ``file_names``, of these images."""
+        """Returns COCO's lists of the valid entries, only of the images ``file_names`` if given."""
         images = [
             one for one in self.images if file_names is None or one["file_name"] in file_names
         ]

@@ -8,10 +8,10 @@ annotation tool, add a reader to ``label_files``. ``_TAKEN`` and ``SOURCES`` in
 ``tools/arguments.py`` name all formats for users.
 
 A source is a dict that describes a training or validation set, and is saved as JSON with each run.
-It has one of these keys: ``json_file`` (with ``image_root``), ``image_folders``, or, together with
-``subset``, ``yolo_file``, ``voc_folder`` (also for LabelImg) or ``labels_path``. ``labelled`` is
-whether to read the boxes or classes. ``classes`` sets the classes of formats that do not list them.
-``split`` selects a part of the images, see ``split.json``.
+It has one of the keys ``json_file`` (with ``image_root``), ``image_folders``, ``yolo_file``,
+``voc_folder`` (also for LabelImg) and ``labels_path``. The last three also need ``subset``.
+``labelled`` is whether to read the boxes or classes. ``classes`` sets the classes of formats that
+do not list them. ``split`` names a ``split.json`` and the part of the images to use.
 """
 
 import hashlib

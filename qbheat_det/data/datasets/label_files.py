@@ -35,7 +35,7 @@ class LabelFile(NamedTuple):
 
 
 def find_label_files(path: Path) -> dict[str, LabelFile]:
-    """Maps "train" and optionally "val", or "all", to a label file. Empty if there is none."""
+    """Maps "train" and optionally "val", or else "all", to label files. Returns {} for none."""
     if path.is_file():
         kind = _find_kind(path)
         return {"all": LabelFile(kind, path)} if kind else {}

@@ -69,7 +69,7 @@ def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str
 
 
 def read_annotations(source: Source) -> CocoFile:
-    """Reads and checks the boxes of all images of a source. Its key "split" has no effect."""
+    """Reads and checks the boxes of all images of a source, also those that its split omits."""
     return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
 
 
@@ -205,8 +205,8 @@ def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set
 def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
     """Returns, for each image, which of its classes occurs in the fewest images.
 
-    None for an image without boxes. Crowd boxes do not count. Of equally rare classes, the one with
-    the lower id is returned.
+    An image without boxes gets None. Crowd boxes do not count. Of equally rare classes, the one
+    with the lower id is returned.
     """
     classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
     for entry in annotations.annotations:

@@ -44,11 +44,11 @@ from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, name
 class MobileFormer(Backbone):
     """A convolutional network and a few global tokens that exchange information.
 
-    Outputs are named by stride: "s8" is the feature map after the last block at stride 8, and
-    "s16_expanded" ("s32_expanded" in the ImageNet networks) the output of the final 1x1
-    convolution, which the paper's classifiers and decoders read. "tokens" are the M global tokens,
-    (N, M, D). Images may have any size: a feature map at stride s has ceil(H / s) x ceil(W / s)
-    positions. Layers that no output needs are not built.
+    Outputs are named by stride: "s8" is the feature map after the last block at stride 8. The
+    output of the final 1x1 convolution is "s16_expanded", or "s32_expanded" in the ImageNet
+    networks. The paper's classifiers and decoders read this output. "tokens" are the M global
+    tokens, (N, M, D). A feature map at stride s has ceil(H / s) x ceil(W / s) positions, for any
+    image size. Layers that no output needs are not built.
     """
 
     token_path = ("tokens", "last_bridge")
@@ -175,7 +175,7 @@ class MobileFormer(Backbone):
 
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
-        """Returns timm's layer groups: stem and tokens, blocks (``coarse``: stages), the rest."""
+        """Returns patterns of the stem, each block (or each stage if ``coarse``), and the rest."""
         blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
         return {
             "stem": r"^(?:stem\.|tokens$)",

@@ -294,7 +294,7 @@ class SetCriterion(nn.Module):
         return self.classification.normalizer(matched, unmatched), float(sum(counts))
 
     def mean_normalizers(self, totals: Tensor, parts: int) -> Tensor:
-        """Returns the mean of ``normalizers`` over ``parts`` batches from their sums (…, 2)."""
+        """Takes the sums (…, 2) of ``normalizers`` over ``parts`` batches. Returns their means."""
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
 

@@ -222,7 +222,7 @@ class DecoderMaps:
         return resize_bilinear(x, size, self.masks[scale - 1], self.masks[scale])
 
     def merged(self) -> list[Tensor]:
-        """Returns each level's feature map plus the upsampled coarser feature maps."""
+        """Returns a feature map per level, to which the upsampled coarser levels are added."""
         x, *finer = self.levels
         maps = [x]
         for scale, level in enumerate(finer, start=1):

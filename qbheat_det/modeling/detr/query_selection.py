@@ -2,7 +2,7 @@
 """Selects the feature-map positions with the highest scores of a dense head as object queries.
 
 The selection is intended for training on a few hundred images. It follows the two-stage queries of
-"Deformable DETR", arXiv:2010.04159, Sec. 4.2. Positions beside one with a higher score are not
+"Deformable DETR", arXiv:2010.04159, Sec. 4.2. Positions with a neighbor of a higher score are not
 selected, similar to "Dense Distinct Query", arXiv:2303.12776. The decoder refines the boxes and
 classes of the selected positions. The dense head is trained one-to-many: as in our RetinaNet, ATSS
 (arXiv:1912.02424) assigns each box to several positions.

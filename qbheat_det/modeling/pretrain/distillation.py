@@ -108,9 +108,9 @@ class FeatureDistillation(PretrainingModel):
         """Takes dicts with "image" (3, S, S) and "targets", the teacher's map (T, G, G) by name.
 
         Returns ``{"loss_feature": scalar}`` in training, and one such dict per image in evaluation.
-        If the model sees quarters, "place" is the visible quarter in inputs and results of
-        evaluation. Without "targets", evaluation returns ``{"target": (T, G, G)}`` per image: the
-        prediction of the teacher's normalized features from the whole image.
+        If the model sees quarters, inputs and results of evaluation have the visible quarter under
+        the key "place". Without "targets", evaluation returns ``{"target": (T, G, G)}`` per image.
+        This is the teacher's normalized map as predicted from the whole image.
         """
         images = self.preprocess_image(batched_inputs)
         if not (self.training or "targets" in batched_inputs[0]):

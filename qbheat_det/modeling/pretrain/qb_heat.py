@@ -163,7 +163,7 @@ class VisibleQuarters:
     def draw(cls, num_images: int, *, visible: str, device: torch.device) -> "VisibleQuarters":
         """Draws the visible quarter of each image with PyTorch's global generators.
 
-        With "both", it is at a corner in half of the images, rounded up or down at random.
+        With "both", half of the images (rounded up or down at random) have a visible corner.
         """
         half = (num_images + int(torch.randint(2, (), device="cpu"))) // 2
         at_corners = {"corner": num_images, "centre": 0, "both": half}[visible]

@@ -27,7 +27,7 @@ class RandomMask:
     """Draws masks in which K of the G x G positions of each image are visible."""
 
     def __init__(self, *, grid_size: int, mask_ratio: float = 0.75) -> None:
-        """Takes G and the masked share. A share that masks none or all raises a ``ValueError``."""
+        """Takes G and the masked share. Raises a ``ValueError`` if K is 0 or G * G."""
         positions = grid_size**2
         num_visible = round((1 - mask_ratio) * positions) if 0 < mask_ratio < 1 else 0
         masks_some = 0 < num_visible < positions

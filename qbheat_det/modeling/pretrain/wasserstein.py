@@ -4,11 +4,11 @@
 Paper: "Wasserstein Dependency Measure for Representation Learning", Ozair et al., arXiv:1903.11780,
 in its dual form. Gradient penalty: "Improved Training of Wasserstein GANs", arXiv:1704.00028.
 Deviations: The areas are two quarters at corners of an image, as in QB-Heat. Let x and y be their
-features, of norm ``radius``, and f(x, y) the critic. Its slope is measured between features, not
-between images, so that the penalty trains only the critic. Encoder and critic maximize the same
-estimate in one step. Slopes are with respect to (x, y) jointly, and only slopes above 1 are
-penalized (arXiv:1709.08894). The critic has a bilinear term. Each x is paired with all y of a
-batch, so that terms of f that depend only on x cancel. See docs/objectives.md.
+features, of norm ``radius``, and f(x, y) the critic. Its slope is the norm of the gradient of f
+with respect to the features (x, y), not to the images, so that the penalty trains only the critic.
+Only slopes above 1 are penalized (arXiv:1709.08894). Encoder and critic maximize the same estimate
+in one step. The critic has a bilinear term. Each x is paired with all y of a batch, so that terms
+of f that depend only on x cancel. See docs/objectives.md.
 """
 
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ class WassersteinDependency(PretrainingModel):
         """See ``PretrainingModel``. ``head`` projects to embeddings (N, D).
 
         ``form`` is "dual" or "contrastive". ``penalty_weight`` multiplies the squared excess of
-        slopes above 1. At the optimum of the dual form for a distance W, the slope is
+        slopes above 1. If W is the distance, the slope at the optimum of the dual form is
         1 + W / (2 * penalty_weight). ``radius`` is the norm of embeddings.
         """
         super().__init__(backbone=backbone, head_in_features=head.in_features, **others)
@@ -198,7 +198,7 @@ class WassersteinDependency(PretrainingModel):
         return {"loss_dependency": loss, "loss_penalty": penalty}
 
     def draw(self, num_images: int) -> DependencyDraw:
-        """Draws random choices on the device. Each corner is in ``first`` equally often."""
+        """Draws random choices on the device. First quarters are at all corners equally often."""
         device = self.device
         turns = torch.randperm(num_images, device=device) + torch.randint(4, (), device=device)
         offset = torch.randint(1, 4, (num_images,), device=device)
