@@ -81,7 +81,7 @@ def _load_own_config(weights: str, opts: Sequence[str]) -> CfgNode:
     beside = Path(local_weights(weights)).parent / "config.yaml"
     if not beside.is_file():
         raise UserError(f"no config inside '{weights}' or beside it: name one with --config-file")
-    cfg = load_config(beside, opts, strict=False)
+    cfg = load_config(beside, opts)
     _refuse_pickles(cfg, f"'{beside}'", opts)
     return cfg
 
@@ -103,7 +103,7 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
         unpacked = Path(folder) / "config.yaml"
         unpacked.write_text(text, encoding="utf-8", errors="replace")
         try:
-            cfg = load_config(unpacked, opts, strict=False)
+            cfg = load_config(unpacked, opts)
         except (UserError, RecursionError) as error:
             message = str(error).replace(str(unpacked), where)
             raise UserError(message if where in message else f"{where}: {message}") from error

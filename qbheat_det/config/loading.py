@@ -5,6 +5,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +15,20 @@ from typing import Any
 import torch
 import yaml
 from detectron2.config import CfgNode
+from detectron2.utils.logger import log_first_n
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 
-from .defaults import get_cfg
+from .defaults import RETIRED, get_cfg
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The loader of libyaml is ten times as fast.
 Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_DEPTH = 100  # largest depth of nested values in YAML
+# Groups whose removed keys change the tensors or the losses of a model.
+_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
 _COMMAND_LINE = "command line"  # the source of overrides in messages
 
 # Maps keys whose unit is epochs to Detectron2's keys in iterations, which are computed from them.
@@ -77,9 +81,7 @@ def find_config(path: str | os.PathLike[str]) -> str:
         raise UserError(f"config file '{path}' does not exist, and {error}") from None
 
 
-def load_config(
-    path: str | os.PathLike[str] | None = None, opts: Sequence[str] = (), *, strict: bool = True
-) -> CfgNode:
+def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
     """Merges a YAML file and ``KEY VALUE`` pairs into the package's default config.
 
     If one source sets a schedule in epochs, and another one sets it in iterations, the later source
@@ -89,23 +91,19 @@ def load_config(
         path: YAML file or name of a shipped config, see ``find_config``; None for the defaults.
             Python tags in the file are refused.
         opts: alternating keys and values, as after the flags of ``tools/train_net.py``.
-        strict: whether unknown keys in the file are errors. False ignores them, for the configs of
-            trained weights, which another version may have written.
 
     Raises:
         UserError: the file is missing, is not YAML or would run code; a key is unknown or its value
             has the wrong type; or a timm model does not exist.
     """
     cfg = get_cfg()
-    known = {key for key, _ in list_leaves(cfg)}
     layers = [] if path is None else _read_layers(Path(find_config(path)))
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
     layers.append((_COMMAND_LINE, dict(zip(opts[::2], opts[1::2], strict=True))))
     for source, values in layers:
-        for key, value in values.items():
-            if strict or source == _COMMAND_LINE or key in known:
-                _set(cfg, key, value, source)
+        for key, value in without_retired(values, source).items():
+            _set(cfg, key, value, source)
     switch_off_overruled_epochs(cfg, [values for _, values in layers])
     for key in ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"):
         name = _get(cfg, key)
@@ -147,6 +145,30 @@ def load_yaml(text: str) -> Any:
 def read_values(text: str) -> dict[str, object]:
     """Parses a config in YAML; returns its values by dotted key."""
     return dict(list_leaves(load_yaml(text) or {}))
+
+
+def without_retired(values: Mapping[str, object], source: str) -> dict[str, object]:
+    """Returns values by dotted key without the keys that this package no longer has.
+
+    If such a key has a value that is no longer supported, logs a warning that names ``source``. If
+    the key changes the model, raises a ``UserError`` instead. Any value of ``VIS`` is accepted,
+    because weights of earlier versions have this key. It only drew figures in training.
+    """
+    figures = [key for key in values if key.startswith("VIS.")]
+    if figures and source == _COMMAND_LINE:
+        _warn_once(f"{source}: {figures[0]} was removed: qbheat report draws the figures")
+    for key, only in RETIRED.items():
+        if str(value := values.get(key, only)) != str(only):
+            message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"
+            if key.startswith(_CHANGE_MODEL):
+                raise UserError(f"{message}: leave the key out, or use --config-file")
+            _warn_once(message)
+    return {k: v for k, v in values.items() if k not in RETIRED and k not in figures}
+
+
+def _warn_once(message: str) -> None:
+    """Logs a warning once per process: a command reads its config several times."""
+    log_first_n(logging.WARNING, message, key="message", name=__name__)
 
 
 def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> CfgNode:

@@ -245,7 +245,7 @@ def _describe_twice(cfg: CfgNode, pace: Pace, seconds: float, *, resizes: bool) 
 
 def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:
     """Returns flags with the plan that the ``config.yaml`` in ``OUTPUT_DIR`` records."""
-    saved = load_config(Path(cfg.OUTPUT_DIR) / "config.yaml", strict=False)
+    saved = load_config(Path(cfg.OUTPUT_DIR) / "config.yaml")
     flags = dataclasses.replace(flags, epochs=saved.SOLVER.EPOCHS)
     if saved.MODEL.CACHE_FEATURES.ENABLED:  # the plan had only the first stage
         config = cfg.SOLVER.FIRST_STAGE or flags.config_file

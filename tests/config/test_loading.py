@@ -14,6 +14,7 @@ from qbheat_det.config import (
 )
 from qbheat_det.config.loading import EPOCH_KEYS, switch_off_overruled_epochs
 from qbheat_det.core.errors import UserError
+from qbheat_det.engine.resume import check_same_config
 
 
 def _write(path, text):
@@ -66,14 +67,22 @@ def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, message):
         load_config(_write(tmp_path / "bad.yaml", text))
 
 
-def test_keys_of_another_version_are_ignored_only_in_the_configs_of_weights(tmp_path):
-    other = _write(tmp_path / "other.yaml", "MODEL: {NEW_PART: {SIZE: 1}}\nVIS: {PERIOD: 5}")
-    assert load_config(other, strict=False) == load_config()
-    for key in ("MODEL.NEW_PART.SIZE", "VIS.PERIOD"):
-        with pytest.raises(UserError, match=f"command line: unknown config key '{key}'"):
-            load_config(other, [key, "1"], strict=False)
-    with pytest.raises(UserError, match=r"other\.yaml: unknown config key 'MODEL\.NEW_PART"):
-        load_config(other)
+def test_retired_keys_are_left_out_and_other_values_are_refused_if_they_change_the_model(
+    tmp_path, caplog
+):
+    key = "MODEL.MF_DETR.QUERY_GROUPS.COUNT"
+    old = _write(tmp_path / "old.yaml", "MODEL: {MF_DETR: {QUERY_GROUPS: {COUNT: 1, WEIGHT: 1.0}}}")
+    assert load_config(old, [key, "1"]) == load_config()
+    assert not caplog.records
+    assert load_config(old, ["SOLVER.WANDB_PROJECT", "mine"]) == load_config()
+    assert load_config(old, ["SOLVER.WANDB_PROJECT", "mine", "VIS.PERIOD", "5"]) == load_config()
+    assert load_config(old, ["MODEL.ACTIVATION_CHECKPOINTING", "True"]) == load_config()
+    assert caplog.text.count("command line: SOLVER.WANDB_PROJECT was removed") == 1
+    assert "command line: VIS.PERIOD was removed" in caplog.text
+    with pytest.raises(UserError, match=rf"command line: {key} was removed"):
+        load_config(old, [key, "3"])
+    with pytest.raises(UserError, match=rf"checkpoint's config: {key} was removed"):
+        check_same_config("MODEL: {MF_DETR: {QUERY_GROUPS: {COUNT: 3}}}", get_cfg())
 
 
 def test_files_that_inherit_each_other_are_refused(tmp_path):
