@@ -96,8 +96,8 @@ def load_embedded_config(text: str, where: str, opts: Sequence[str] = ()) -> Cfg
         events = list(yaml.parse(text, Loader=Loader))
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not plain YAML") from error
-    # A small file with nested aliases could fill the memory.
-    if "_BASE_" in text or any(isinstance(event, yaml.AliasEvent) for event in events):
+    # A small file with nested aliases could fill the memory. Escapes can hide "_BASE_" in the text.
+    if any(isinstance(e, yaml.AliasEvent) or getattr(e, "value", "") == "_BASE_" for e in events):
         raise UserError(f"{where} is refused: it refers to other files or to itself")
     with tempfile.TemporaryDirectory() as folder:
         unpacked = Path(folder) / "config.yaml"

@@ -240,7 +240,8 @@ def _describe_twice(cfg: CfgNode, pace: Pace, seconds: float, *, resizes: bool) 
     epochs = min(pace.count_epochs(seconds, (size / usual) ** 2), _MOST * pace.usual)
     if epochs < _FEWEST * pace.usual:
         return ""
-    return f". Twice the time allows --epochs {epochs:.2g}" + f" --image-size {size}" * resizes
+    words = f". Twice the time allows --epochs {float(f'{epochs:.2g}'):g}"
+    return words + (f" --image-size {size}" if resizes else "")
 
 
 def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:

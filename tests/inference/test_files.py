@@ -136,6 +136,7 @@ def test_safetensors_alone_are_enough_to_predict_and_unknown_ids_count_from_one(
         ("MODEL: {CLASS_NAME: [a]}", "MODEL.CLASS_NAMES"),
         ("a: !!python/object/apply:os.system [touch ran]", ""),
         ("_BASE_: /etc/hostname", ""),
+        (r'"\x5fBASE_": /etc/hostname', "refers to other files"),
         ("[" * 1000, ""),
         ("MODEL: {LOAD_PROPOSALS: true}", "MODEL.LOAD_PROPOSALS"),
         ("DATASETS: {PROPOSAL_FILES_TEST: ['http://a/p.pkl']}", "DATASETS.PROPOSAL_FILES_TEST"),
