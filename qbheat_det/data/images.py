@@ -107,8 +107,8 @@ def open_image(path: str) -> Iterator[ImageFile]:
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     """Resizes an image (h, w, 3) to (3, height, width), uint8, bilinear with antialiasing."""
-    # PyTorch's uint8 kernel takes half the time of Pillow's, and a sixth if the batch is
-    # channels-last, as here. The results differ by rounding.
+    # PyTorch's uint8 kernel takes half the time of Pillow's or less, and is fastest if it sees a
+    # channels-last batch, as here. The results differ by rounding.
     planes = pixels[None].permute(0, 3, 1, 2)
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0]
 

@@ -184,10 +184,10 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
     usual = flags
     is_boxes = find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED
     resizes = is_boxes and not (flags.image_size or _sets_size(given))
-    twice = _describe_twice(cfg, pace, 2 * _SHARE * seconds - before, resizes=resizes)
+    twice = _choose(cfg, pace, 2 * _SHARE * seconds - before, resizes=resizes)
     if is_boxes:
-        size, is_enough = _choose(cfg, pace, _SHARE * seconds - before)
-        if stage and not is_enough:  # only the first stage
+        size, most = _choose(cfg, pace, _SHARE * seconds - before, resizes=resizes)
+        if stage and most < _FEWEST * pace.usual:  # only the first stage
             output = "" if "OUTPUT_DIR" in flags.opts else cfg.OUTPUT_DIR
             flags = dataclasses.replace(flags, config_file=stage.config_file, output=output)
             before = 0.0
@@ -203,7 +203,7 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
         needed = format_duration(least / _SHARE)
         raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {needed}")
     chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * pace.usual):.3g}"))
-    return chosen, _explain(cfg, chosen, pace, seconds, before) + twice
+    return chosen, _explain(cfg, chosen, pace, seconds, before) + _explain_twice(*twice, pace)
 
 
 def _measure(cfg: CfgNode, build_trainer: BuildTrainer) -> Pace:
@@ -220,28 +220,26 @@ def _measure(cfg: CfgNode, build_trainer: BuildTrainer) -> Pace:
     return Pace(fixed, epoch, usual)
 
 
-def _choose(cfg: CfgNode, pace: Pace, seconds: float) -> tuple[int | None, bool]:
-    """Returns the image size (None for the recipe's size), and whether it allows enough epochs.
+def _choose(cfg: CfgNode, pace: Pace, seconds: float, *, resizes: bool) -> tuple[int | None, float]:
+    """Returns an image size (None for the recipe's size), and the epochs that it allows.
 
     Chooses the largest size that allows the share ``_ENOUGH`` of the recipe's epochs, or else the
-    smallest size. The second value is whether this size allows the share ``_FEWEST``.
+    smallest size. Without ``resizes``, keeps the recipe's size.
     """
-    usual, epochs = max(cfg.INPUT.MIN_SIZE_TRAIN), pace.usual
-    sizes = [round(share * usual / _STRIDE) * _STRIDE for share in _SIZES]
-    affordable = {size: pace.count_epochs(seconds, (size / usual) ** 2) for size in sizes}
-    size = max((s for s in sizes if affordable[s] >= _ENOUGH * epochs), default=sizes[0])
-    return None if size == usual else size, affordable[size] >= _FEWEST * epochs
-
-
-def _describe_twice(cfg: CfgNode, pace: Pace, seconds: float, *, resizes: bool) -> str:
-    """Describes the epochs and image size that twice the time allows; "" if these are too few."""
     usual = max(cfg.INPUT.MIN_SIZE_TRAIN)
-    size = (resizes and _choose(cfg, pace, seconds)[0]) or usual
-    epochs = min(pace.count_epochs(seconds, (size / usual) ** 2), _MOST * pace.usual)
+    sizes = [round(share * usual / _STRIDE) * _STRIDE for share in _SIZES] if resizes else [usual]
+    affordable = {size: pace.count_epochs(seconds, (size / usual) ** 2) for size in sizes}
+    enough = (s for s in sizes if affordable[s] >= _ENOUGH * pace.usual)
+    size = max(enough, default=sizes[0])
+    return None if size == usual else size, affordable[size]
+
+
+def _explain_twice(size: int | None, epochs: float, pace: Pace) -> str:
+    """Describes the second stage that twice the time allows; "" if it is too short."""
     if epochs < _FEWEST * pace.usual:
         return ""
-    words = f". Twice the time allows --epochs {float(f'{epochs:.2g}'):g}"
-    return words + (f" --image-size {size}" if resizes else "")
+    words = f". Twice the time allows --epochs {min(epochs, _MOST * pace.usual):.0f}"
+    return words + (f" --image-size {size}" if size else "")
 
 
 def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:

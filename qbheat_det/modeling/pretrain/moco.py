@@ -80,7 +80,7 @@ class FeatureQueue(nn.Module):
         self._held: list[Tensor] = []
 
     def hold(self, keys: Tensor) -> None:
-        """Stores keys (M, D) until ``push_held``. More than K keys are a ``RuntimeError``."""
+        """Stores keys (M, D) until ``push_held``. Raises a ``RuntimeError`` for more than K."""
         self._held.append(keys.detach())
         if sum(map(len, self._held)) > len(self.keys):
             raise RuntimeError(
