@@ -207,6 +207,8 @@ def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
     if isinstance(present, float) and str(value).lstrip("+-").isdecimal():
         value = float(str(value))  # yacs takes no integer for a float
     try:
+        if present is not None and str(value) == "None":  # yacs accepts None for any type
+            raise ValueError(f"there is no value, expected {type(present).__name__}")
         cfg.merge_from_list([key, value])
     except (ValueError, KeyError, AssertionError) as error:
         raise UserError(f"{source}, {key}: {one_line(error)}") from error

@@ -200,7 +200,7 @@ def record_start(
     _write_run_record(path, [*earlier, start])
 
     def add_duration(seconds: float) -> None:
-        starts = read_run_record(path)
+        starts = read_run_record(path) or [*earlier, start]  # the folder may have been deleted
         starts[len(earlier)]["seconds"] = round(seconds, 1)
         _write_run_record(path, starts)
 

@@ -60,6 +60,7 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path):
         ("", "top level"),
         ("_BASE_: nowhere.yaml\n", r"nowhere\.yaml.*does not exist"),
         ("1: 2\n", "unknown config key '1'"),
+        ("MODEL: {BACKBONE: {NAME: null}}\n", r"bad\.yaml, MODEL\.BACKBONE\.NAME: .* str"),
     ],
 )
 def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, message):
@@ -98,6 +99,7 @@ def test_files_that_inherit_each_other_are_refused(tmp_path):
         (["SOLVER.MAXITER", "3"], r"did you mean 'SOLVER\.MAX_ITER'"),
         (["SOLVER.MAX_ITER", "many"], "MAX_ITER"),
         (["SOLVER", "3"], "group of keys"),
+        (["SOLVER.BASE_LR", "None"], r"SOLVER\.BASE_LR: .* float"),
     ],
 )
 def test_bad_overrides_are_refused_with_a_sentence(opts, message):
