@@ -3,7 +3,7 @@
 
 Therefore a resumed run needs no saved generator states. The seed of a step depends on its number
 and the process. The seed of an augmented image depends on its position in the data stream. The seed
-of a fixed view depends on the index of the image and the number of the view.
+of a fixed view depends on the name of the image and the number of the view.
 """
 
 import random

@@ -28,6 +28,7 @@ from torch import nn
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.text import format_bytes, format_duration
+from qbheat_det.feature_cache.filling import find_known_views
 from qbheat_det.feature_cache.store import VIEWS_PER_FILE, AllViews, Encode, FeatureStore, Stored
 
 from .hooks import EvalHook, PeriodicCheckpointer, TrainingRun
@@ -169,7 +170,7 @@ class _Rehearsal:
     def encode(
         self, store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
     ) -> FeatureStore:
-        """Returns a store with a few of the views. The arguments are those of ``store.fill``."""
+        """Returns a store with a few of the views. The arguments are those of ``fill``."""
         begin = time.perf_counter()
         number = min(VIEWS_PER_FILE, len(views))
         encode([views[0]])  # warm-up
@@ -180,7 +181,8 @@ class _Rehearsal:
         encoding = time.perf_counter() - start - loading
         few = _FewViews(self._folder / store.folder.name, number, dtype=store.dtype)
         few.write(0, encoded)
-        missing = sum(len(store.views_of(file)) for file in store.missing())
+        known = find_known_views(store)
+        missing = sum(i not in known for file in store.missing() for i in store.views_of(file))
         missing = round(missing * (1.0 if (store.key or {})["is_train"] else self._test_scale))
         seconds = max(loading / num_workers, encoding) if num_workers else loading + encoding
         self.num_views += missing

@@ -36,6 +36,7 @@ from .store import FORMAT_VERSION, VIEWS_PER_FILE, AllViews, FeatureStore, Mappe
 OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_VIEWS = 1000
+_NOT_IN_VIEWS = (VIEW_ROW, "file_name", "image_id")
 
 
 class CachedBackbone(Backbone):
@@ -269,8 +270,8 @@ def make_key(
 
     The key contains the encoder's weights and structure, the normalization and padding of images,
     all of ``INPUT``, the views, the precision, the memory format, the device, and the versions of
-    this package and PyTorch. For each record, it contains the annotations, and the relative path,
-    size and modification time of the file.
+    this package and PyTorch. "records" has a hash for each record: of the annotations, and of the
+    relative path, size and modification time of the file.
 
     The key does not contain the root folder of the files, so that caches can be moved and shared.
     Other pixels in a file of the same size and modification time are not detected. The number of
@@ -306,7 +307,6 @@ def make_key(
         "device": device.type,
         "float32_precision": str(cfg.get("FLOAT32_PRECISION", "")),  # missing in Detectron2 0.6
         "channels_last": find_memory_format(cfg) == torch.channels_last,
-        "num_images": len(every.records),
         "records": _hash_records(every.records),
     }
 
@@ -316,20 +316,21 @@ def hash_key(key: Mapping[str, Any]) -> str:
     return _hash(json.dumps(key, sort_keys=True))[:32]
 
 
-def _hash_records(records: Sequence[Mapping[str, Any]]) -> str:
+def _hash_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a hash of each record and of the state of its file."""
     names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
     folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
-    digest = hashlib.sha256()
+    hashes = []
     for record, name in zip(records, names, strict=True):
-        kept = {k: value for k, value in record.items() if k not in (VIEW_ROW, "file_name")}
+        kept = {key: value for key, value in record.items() if key not in _NOT_IN_VIEWS}
         try:
             found = os.stat(name)
             state = found.st_size, found.st_mtime_ns
         except OSError:  # not a local file; the mapper reports missing files
             state = -1, -1
         line = [os.path.relpath(name, folder), *state, kept]
-        digest.update(json.dumps(line, sort_keys=True, default=_make_plain).encode() + b"\n")
-    return digest.hexdigest()
+        hashes.append(_hash(json.dumps(line, sort_keys=True, default=_make_plain))[:32])
+    return hashes
 
 
 def _make_plain(value: Any) -> Any:

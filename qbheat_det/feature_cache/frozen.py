@@ -50,7 +50,8 @@ from qbheat_det.modeling.contracts import (
 )
 
 from .encoder import OFF, CachedBackbone, check_cache_keys, encode_images, open_store
-from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View, fill
+from .filling import fill
+from .store import VIEWS_PER_FILE, AllViews, FeatureStore, Mapped, Stored, View
 
 _KEPT = ("file_name", "image_id", "label", TILE)
 
@@ -98,7 +99,7 @@ class CachedFeatures:
     """Builds the caches of a run, from which the training stream and the test loaders read.
 
     Attributes:
-        fill: function that encodes missing views, see ``store.fill``. A dry run replaces it.
+        fill: function that encodes missing views, see ``filling.fill``. A dry run replaces it.
     """
 
     def __init__(self, cfg: CfgNode, model: nn.Module, backbone: CachedBackbone) -> None:

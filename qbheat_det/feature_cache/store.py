@@ -1,46 +1,35 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Stores the outputs of a frozen encoder on disk, with one entry per view of each image.
 
-A store is a folder of safetensors files with 32 views each. Files are created atomically, so an
-interrupted build resumes where it stopped. All processes of a run fill a store together. Other runs
-that need the same store wait.
+A store is a folder of safetensors files with 32 views each. Files are created atomically.
+``filling.py`` computes the views.
 """
 
 import contextlib
 import json
-import logging
 import math
 import os
 import shutil
-import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from detectron2.data.build import trivial_batch_collator
-from detectron2.utils import comm
-from filelock import FileLock, Timeout
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
+from torch.utils.data import Dataset
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import check_writable, remove_leftovers, write_atomically
+from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import format_bytes
 from qbheat_det.data import DataError, FixedViews
 
-logger = logging.getLogger(__name__)
-
 # Increase this number when the file layout or the code that draws or encodes views changes, because
 # the key of a cache contains settings and weights, but not code.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 VIEWS_PER_FILE = 32
-_SECONDS_BETWEEN_LINES = 30  # between lines of progress in a log
 _METADATA_KEY = "qbheat_det"
 _TRUTH = {"gt_boxes": torch.float32, "gt_classes": torch.int64, "label": torch.int64}
 _REMOVE = "remove it and start again with --resume"
@@ -104,7 +93,7 @@ class FeatureStore:
         """Opens a folder of ``num_views`` views. It may be missing or incomplete, see ``fill``.
 
         ``dtype`` is the type of the stored features. ``key``, on which the features depend, is
-        written to ``meta.json`` by ``fill``.
+        written to ``meta.json`` by ``fill``, see ``make_key``.
         """
         self.folder = Path(folder)
         self.num_views = num_views
@@ -194,7 +183,7 @@ class FeatureStore:
             }
         about = {"format": FORMAT_VERSION, "cache": self.folder.name, "views": abouts}
         content = safetensors.torch.save(tensors, {_METADATA_KEY: json.dumps(about)})
-        with _naming_the_key():
+        with naming_the_key():
             write_atomically(self.path_of(file), content)
         self._files.pop(file, None)
 
@@ -230,7 +219,7 @@ class FeatureStore:
 
 
 @contextlib.contextmanager
-def _naming_the_key() -> Iterator[None]:
+def naming_the_key() -> Iterator[None]:
     """Adds the config key of the folder to errors of writing."""
     try:
         yield
@@ -252,98 +241,3 @@ def _round(feature: Tensor, dtype: torch.dtype, named: str) -> Tensor:
         hint = "set MODEL.CACHE_FEATURES.DTYPE to bfloat16 or float32"
     reached = float(feature.detach().abs().max())
     raise UserError(f"{named} reaches {reached:.4g}, beyond {dtype}: {hint}")
-
-
-def fill(
-    store: FeatureStore, views: AllViews, encode: Encode, *, title: str, num_workers: int
-) -> FeatureStore:
-    """Encodes and writes the missing files of a store, and returns it.
-
-    All processes of a run must call this function. If another run is filling the same store, the
-    function waits until the other run finishes or dies.
-
-    Args:
-        store: the store to fill.
-        views: the views to encode, with the same indices as in the store.
-        encode: maps outputs of a mapper to views.
-        title: the data set, in progress bars and logs.
-        num_workers: number of worker processes that load views.
-
-    Raises:
-        UserError: the folder is not writable, the disk is too small, or a feature is not finite.
-    """
-    logger.info(f"The {title}: cached in '{store.folder}'")
-    if not _share_missing(store):
-        return store
-    with _build_lock(store, f"Waiting for another run that encodes the {title}"):
-        remove_leftovers(store.folder)
-        if store.key and comm.is_main_process():
-            key = json.dumps(store.key, indent=2, sort_keys=True)
-            write_atomically(store.folder / "meta.json", key.encode())
-        missing = _share_missing(store)
-        damaged = [path for path in map(store.path_of, missing) if path.is_file()]
-        if damaged and comm.is_main_process():
-            logger.warning(f"'{damaged[0]}' and {len(damaged) - 1} more are damaged: rewritten")
-        files = missing[comm.get_rank() :: comm.get_world_size()]
-        indices = [index for file in files for index in store.views_of(file)]
-        loaded = iter(_load(views, indices, title=title, num_workers=num_workers))
-        for file in files:
-            store.write(file, encode(list(islice(loaded, len(store.views_of(file))))))
-            if file == files[0]:  # the size of this file indicates the size of all files
-                store.check_space()
-        comm.synchronize()
-    return store
-
-
-def _load(
-    views: AllViews, indices: Sequence[int], *, title: str, num_workers: int
-) -> Iterable[Mapped]:
-    """Loads views in worker processes, and shows a progress bar on the main process."""
-    loader: DataLoader[Any] = DataLoader(
-        views,
-        batch_size=None,
-        sampler=indices,
-        num_workers=num_workers,
-        collate_fn=trivial_batch_collator,
-        generator=torch.Generator(),  # the default draws from the global generator
-    )
-    return tqdm(
-        loader,
-        desc=f"Encoding the {title}",
-        total=len(indices),
-        unit=" views",
-        mininterval=0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES,
-        disable=not (comm.is_main_process() and indices),
-    )
-
-
-def _share_missing(store: FeatureStore) -> list[int]:
-    """Returns the files that are missing according to the main process, on all processes."""
-    return comm.all_gather(store.missing() if comm.is_main_process() else [])[0]
-
-
-@contextlib.contextmanager
-def _build_lock(store: FeatureStore, waiting: str) -> Iterator[None]:
-    """Holds the lock of a store on the main process, while the other processes wait.
-
-    Another run may hold the lock for hours. Since a collective call times out after 30 minutes, the
-    waiting processes synchronize at regular intervals.
-    """
-    lock, is_main, seconds = FileLock(store.folder / "build.lock"), comm.is_main_process(), 0.1
-    if is_main:
-        with _naming_the_key():
-            check_writable(store.path_of(0))
-    store.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        while True:
-            if is_main:
-                with contextlib.suppress(Timeout):
-                    lock.acquire(timeout=seconds)
-            if comm.all_gather(lock.is_locked)[0]:
-                break
-            if is_main and seconds < 1:
-                logger.info(waiting)
-            seconds = _SECONDS_BETWEEN_LINES
-        yield
-    finally:
-        lock.release()

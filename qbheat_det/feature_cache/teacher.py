@@ -30,7 +30,8 @@ from qbheat_det.data.mappers import VIEW_ROW, choose_view
 from qbheat_det.modeling.backbone.timm_backbone import Teacher
 
 from .encoder import check_cache_keys, encode_images, open_store
-from .store import AllViews, FeatureStore, View, fill
+from .filling import fill
+from .store import AllViews, FeatureStore, View
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class TeacherFeatures:
     """Builds the caches of the teacher's features, which are the targets of a run.
 
     Attributes:
-        fill: function that encodes missing views, see ``store.fill``. A dry run replaces it.
+        fill: function that encodes missing views, see ``filling.fill``. A dry run replaces it.
     """
 
     def __init__(self, cfg: CfgNode) -> None:

@@ -24,11 +24,12 @@ from qbheat_det.core import files
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import IMAGE, VIEW, seed_place
 from qbheat_det.data import DataError, FixedViews, TrainStream, number_records
-from qbheat_det.data.mappers import VIEW_ROW
+from qbheat_det.data.mappers import VIEW_ROW, hash_name
 from qbheat_det.feature_cache.encoder import make_view
+from qbheat_det.feature_cache.filling import fill as build
+from qbheat_det.feature_cache.filling import find_known_views
 from qbheat_det.feature_cache.frozen import CachedViews
 from qbheat_det.feature_cache.store import FORMAT_VERSION, AllViews, FeatureStore, View
-from qbheat_det.feature_cache.store import fill as build
 
 NUM_VIEWS = 70  # two files of 32 views and a short one
 
@@ -67,8 +68,8 @@ def fill(store):
         written += 1
         return views
 
-    records = number_records([{"index": index} for index in range(NUM_VIEWS)])
-    views = AllViews(records, FixedViews(lambda record: sample_view(record["index"]), count=1))
+    records = number_records([{"file_name": str(index)} for index in range(NUM_VIEWS)])
+    views = AllViews(records, FixedViews(lambda one: sample_view(int(one["file_name"])), count=1))
     build(store, views, encode, title="Encoding", num_workers=0)
     return written
 
@@ -264,7 +265,7 @@ def test_the_stream_chooses_by_position_and_the_views_seed_draws():
             continue
         seed_place(4, IMAGE, position)
         number = int(torch.randint(COUNT, ()))
-        seed_place(7, VIEW, row, number)
+        seed_place(7, VIEW, hash_name(RECORDS[row]), number)
         expected = augment({key: RECORDS[row][key] for key in ("file_name", "image_id")})
         torch.testing.assert_close(entry["image"], expected["image"])
         # Drawing a view leaves the generators alone.
@@ -294,3 +295,43 @@ def test_a_stream_from_the_cache_is_that_of_the_views(tmp_path, count, workers):
         torch.testing.assert_close(own.gt_classes, other.gt_classes, rtol=0, atol=0)
     assert online.skipped == cached.skipped
     assert online.skipped  # of image 12
+
+
+def test_views_of_a_similar_store_are_copied_and_only_the_others_encoded(tmp_path):
+    """A set of 40 images and 2 views grows to 44, and two of its records change places."""
+    count, encoded = 2, []
+
+    def make(folder, names, **key):
+        key = {"views_per_image": count, "records": [f"hash of {name}" for name in names], **key}
+        store = FeatureStore(tmp_path / folder, count * len(names), dtype=torch.float32, key=key)
+        records = number_records([{"file_name": f"{name}.jpg"} for name in names])
+        return store, AllViews(records, FixedViews(draw, count))
+
+    def draw(record):
+        return (
+            View({"s1": torch.rand(2, 2)}, (4, 4), {}) if record["file_name"] != "7.jpg" else None
+        )
+
+    def build_all(store, views):
+        del encoded[:]
+        encode = lambda entries: encoded.extend(entries) or entries  # noqa: E731
+        return build(store, views, encode, title="", num_workers=0)
+
+    first, small = make("small", range(40))
+    build_all(first, small)
+    first.path_of(1).unlink()  # the views 32 to 63, which are images 16 to 31
+    grown, large = make("large", [1, 0, *range(2, 44)])
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "meta.json").write_text("[1]")
+    known = find_known_views(grown)
+    assert sorted(known) == [*range(32), *range(64, 80)]
+    assert torch.equal(known[0]().features["s1"], first.read(count).features["s1"])
+    build_all(grown, large)
+    assert len(encoded) == 88 - len(known)
+    for index in range(88):
+        found, wanted = grown.read(index), large[index]
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            assert torch.equal(found.features["s1"], wanted.features["s1"])
+    for name, key in (("other", {"dtype": "x"}), ("count", {"views_per_image": 1})):
+        assert not find_known_views(make(name, range(40), **key)[0])

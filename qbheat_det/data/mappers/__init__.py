@@ -6,6 +6,8 @@ number of augmented views of every image. A frozen encoder always returns the sa
 view, so these features can be cached, see ``qbheat_det.feature_cache``.
 """
 
+import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import VIEW, preserved_randomness, seed_place
 from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
+from qbheat_det.modeling.contracts import TILE
 
 from .crops import ClassificationMapper, PretrainingMapper, TwoViewMapper
 from .detection import DetectionMapper, DetrDatasetMapper, TileMapper, build_detr_crop
@@ -33,7 +36,7 @@ Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
 """Maps a record to a dict of a batch. None and errors skip the image. Errors are reported."""
 
 VIEW_ROW = "view_row"
-"""Key of a record. Its value is the index in the data set, which determines seeds of views."""
+"""Key of a record. Its value is the index in the data set, from which caches find its views."""
 
 
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
@@ -98,8 +101,9 @@ class FixedViews:
     """A mapper that returns one of K fixed augmented views of each image.
 
     Each call chooses a view with torch's global generator, which ``TrainStream`` seeds by position.
-    The view itself depends only on ``seed``, the index of the record (``VIEW_ROW``, see
-    ``number_records``) and the number of the view.
+    The view itself depends only on ``seed``, the record, and the number of the view. The random
+    numbers depend on the name of the file without its folder, so they do not change if other images
+    are added to the data set.
     """
 
     def __init__(self, mapper: Mapper, count: int, seed: int = 0) -> None:
@@ -117,11 +121,16 @@ class FixedViews:
 
     def view(self, dataset_dict: dict[str, Any], number: int) -> dict[str, Any] | DataError | None:
         """Returns the mapper's output for view ``number``, from 0 to K - 1, of a record."""
-        row = dataset_dict[VIEW_ROW]
         record = {key: value for key, value in dataset_dict.items() if key != VIEW_ROW}
         with preserved_randomness():
-            seed_place(self.seed, VIEW, row, number)
+            seed_place(self.seed, VIEW, hash_name(record), number)
             return self.mapper(record)
+
+
+def hash_name(record: dict[str, Any]) -> int:
+    """Returns a number for the name of a record's file, without its folder, and for its tile."""
+    name = f"{os.path.basename(record['file_name'])} {record.get(TILE, '')}"
+    return zlib.crc32(os.fsencode(name))
 
 
 def choose_view(count: int) -> int:
