@@ -56,18 +56,24 @@ def load_run_config(
 def choose_device(device: str | None) -> str:
     """Returns ``device``; if it is None, "cuda" if there is a GPU, and "cpu" otherwise.
 
-    Raises a ``UserError`` if PyTorch cannot compute on the device.
+    A GPU with a number, such as "cuda:1", becomes the current GPU, which PyTorch seeds and measures
+    by default. Raises a ``UserError`` if PyTorch cannot compute on the device.
     """
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        kind = torch.device(device).type
+        kind, number = torch.device(device).type, torch.device(device).index
     except RuntimeError:
-        kind = ""
+        kind, number = "", None
     if kind in ("", "meta"):  # tensors of "meta" have no values
         raise UserError(f"MODEL.DEVICE (device) is '{device}', expected cpu or cuda")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"MODEL.DEVICE (device) is '{device}', but PyTorch sees no GPU: use cpu")
+    if kind == "cuda" and number is not None:
+        if number >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise UserError(f"MODEL.DEVICE (device) is '{device}', but PyTorch sees {count} GPUs")
+        torch.cuda.set_device(number)
     return device
 
 

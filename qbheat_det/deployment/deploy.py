@@ -43,9 +43,10 @@ class DeployedModel(nn.Module):
     Attributes:
         model: the folded, fused and possibly compiled copy; has the same class as the original.
         report: the steps of ``deploy`` and their results.
-        compiled_sizes: image sizes (height, width) in pixels for which CPU code is compiled.
+        compiled_sizes: image sizes (height, width) in pixels for which code is compiled.
         dtype: dtype of the computation in backbone and heads; results are float32.
         has_cuda_graphs: whether CUDA graphs are used, so that the next call overwrites the results.
+        recompiles: whether ``torch.compile`` may compile code for inputs of other shapes.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, report: DeployReport) -> None:
@@ -54,6 +55,7 @@ class DeployedModel(nn.Module):
         self.report = report
         self.compiled_sizes: frozenset[tuple[int, int]] = frozenset()
         self.has_cuda_graphs = False
+        self.recompiles = True
         self._masks_padding = masks_padding(model)
         self.dtype = dtype
         for part in find_parts(model).values() if dtype != torch.float32 else ():
@@ -92,7 +94,10 @@ class DeployedModel(nn.Module):
     def _run(self, inputs: Any) -> Any:
         if self.has_cuda_graphs:  # the results of the last call have been read
             torch.compiler.cudagraph_mark_step_begin()
-        return self.model(inputs)
+        if self.recompiles:
+            return self.model(inputs)
+        with torch.compiler.set_stance("eager_on_recompile"):
+            return self.model(inputs)
 
 
 def deploy(
@@ -114,9 +119,9 @@ def deploy(
         model: a detector, classifier or backbone, with its weights, on its device. Not changed.
         precision: "float32", or "bfloat16", which changes AP by a few tenths.
         compile: "auto", or "off".
-        image_sizes: image sizes (height, width) in pixels for which code is compiled. On the CPU,
-            images of all other sizes run uncompiled. On CUDA, code for these sizes is recorded as
-            CUDA graphs. If empty, CUDA code is compiled for all sizes.
+        image_sizes: image sizes (height, width) in pixels for which code is compiled. Images of all
+            other sizes run uncompiled. On CUDA, code for these sizes is recorded as CUDA graphs. If
+            empty, CUDA code is compiled for all sizes.
         keep_memory: whether this process keeps freed memory for the next image (CPU with glibc).
 
     Raises:
@@ -206,7 +211,7 @@ def _compile(
 
     def run() -> None:
         for size in sizes or [_DYNAMIC_SIZE]:
-            _run_random_image(deployed, size, device)
+            _run_random_images(deployed, size, device)
 
     programs = [PartPrograms(part, deployed.dtype) for part in parts.values()]
     if device.type == "cpu":
@@ -222,7 +227,11 @@ def _compile(
             for part in parts.values():
                 part.compile(dynamic=not sizes, mode="reduce-overhead" if graphs else None)
             deployed.has_cuda_graphs = graphs
-            run()
+            for _ in range(3 if graphs else 1):  # a graph is recorded in the second call
+                run()
+            if not sizes:  # code for one image is special
+                _run_random_images(deployed, _DYNAMIC_SIZE, device, count=2)
+            deployed.recompiles = False
     except Exception as error:  # PyTorch, the compiler and Triton raise errors of many types
         for part in parts.values():  # PyTorch has no public function for this
             part._compiled_call_impl = None
@@ -232,27 +241,28 @@ def _compile(
         logger.warning("PyTorch cannot compile %s: %s", what, reason)
         return
     report["compile"] = f"{what}, in {format_duration(time.perf_counter() - start)}"
-    if device.type == "cpu":
-        deployed.compiled_sizes = frozenset(sizes)
-    else:
+    deployed.compiled_sizes = frozenset(sizes)
+    if device.type != "cpu":
         none = "a backbone's outputs would be overwritten" if sizes else "image_sizes name no size"
         report["CUDA graphs"] = "one for each image size" if graphs else f"no: {none}"
 
 
-def _run_random_image(deployed: DeployedModel, size: tuple[int, int], device: torch.device) -> None:
-    """Runs a deployed model on one random image; raises a ``UserError`` if this fails."""
+def _run_random_images(
+    deployed: DeployedModel, size: tuple[int, int], device: torch.device, *, count: int = 1
+) -> None:
+    """Runs a deployed model on random images; raises a ``UserError`` if this fails."""
     model: Any = deployed.model
     try:
         if isinstance(model, Backbone):
             multiple = model.size_divisibility or 1  # detectors pad images themselves
             height, width = (-(-length // multiple) * multiple for length in size)
             channels = next(m for m in model.modules() if isinstance(m, nn.Conv2d)).in_channels
-            deployed(torch.rand(1, channels, height, width, device=device))
+            deployed(torch.rand(count, channels, height, width, device=device))
         else:
             if isinstance(model, FixedSizeModel):
                 size = model.image_size, model.image_size
             pixels = torch.randint(256, (len(model.pixel_mean), *size), dtype=torch.uint8)
-            deployed([{"image": pixels, "height": size[0], "width": size[1]}])
+            deployed([{"image": pixels, "height": size[0], "width": size[1]}] * count)
     except Exception as error:
         raise UserError(
             f"image_sizes: the model does not take an image of {size[0]}x{size[1]} pixels: {error}"

@@ -12,6 +12,7 @@ determine the number of epochs.
 
 import dataclasses
 import functools
+import gc
 import logging
 import operator
 import time
@@ -213,6 +214,7 @@ def _measure(cfg: CfgNode, build_trainer: BuildTrainer) -> Pace:
         report = dry_run(cfg, build_trainer, num_steps=_NUM_STEPS)
     finally:
         logging.disable(logging.NOTSET)
+    gc.collect()  # a trainer refers to itself, and keeps its memory until then
     growing = sum(seconds * times for name, (seconds, times) in report.costs.items()
                   if name.startswith(("Step", "Evaluation")))  # fmt: skip
     usual = float(count_epochs(cfg, sum(len(DatasetCatalog.get(n)) for n in cfg.DATASETS.TRAIN)))

@@ -87,7 +87,11 @@ class StepTrainer(SimpleTrainer):
         self.asked_to_stop = self.stops = False
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
-        self._source = BatchSource(lambda: next(self._data_loader_iter), self._device)
+        # Detectron2's figures of training images need boxes on the CPU.
+        moves_boxes = not getattr(self._bare, "vis_period", 0)
+        self._source = BatchSource(
+            lambda: next(self._data_loader_iter), self._device, moves_boxes=moves_boxes
+        )
         half = precision == torch.float16
         self.grad_scaler = torch.amp.GradScaler(self._device.type, enabled=half)
 
@@ -141,7 +145,8 @@ class StepTrainer(SimpleTrainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores ``state_dict``."""
         super().load_state_dict(state_dict)
-        self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        if scale := state_dict["grad_scaler"]:  # empty if the run did not use float16 so far
+            self.grad_scaler.load_state_dict(scale)
 
     def _compute_losses(
         self, batch: BatchedInputs, normalizers: tuple[Tensor, ...]
@@ -253,8 +258,20 @@ class BatchSource:
     taken. By then, the losses of its step have been read, so the GPU no longer needs the batch.
     """
 
-    def __init__(self, next_batch: Callable[[], BatchedInputs], device: torch.device) -> None:
-        """``next_batch`` returns a batch, and raises ``StopIteration`` after the last one."""
+    def __init__(
+        self,
+        next_batch: Callable[[], BatchedInputs],
+        device: torch.device,
+        *,
+        moves_boxes: bool = True,
+    ) -> None:
+        """
+        Args:
+            next_batch: returns a batch, and raises ``StopIteration`` after the last one.
+            device: device to which tensors are copied.
+            moves_boxes: whether ``Instances`` are also copied.
+        """
+        self._moves_boxes = moves_boxes
         self._next_batch = next_batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device
@@ -295,31 +312,31 @@ class BatchSource:
             return
         self._waited = time.perf_counter() - start if computed.query() else 0.0
         with torch.cuda.stream(self._stream):
-            self._ahead = [_move(entry, self._device) for entry in batch]
+            self._ahead = self._move(batch)
 
-
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Instances):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _move(part, device) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_move(part, device) for part in value]
-    return value
+    def _move(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self._device, non_blocking=True)
+        if isinstance(value, Instances) and self._moves_boxes:
+            return value.to(self._device)
+        if isinstance(value, dict):
+            return {name: self._move(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return [self._move(part) for part in value]
+        return value
 
 
 def choose_precision(cfg: CfgNode) -> torch.dtype | None:
     """Returns the autocast dtype that ``SOLVER.AMP`` names; None for float32.
 
-    Float32 is used if AMP is disabled, or if the processor only emulates bfloat16, which would make
-    a step ten times as long.
+    Float32 is used if AMP is disabled, or if the processor or GPU only emulates the dtype, which
+    would make a step ten times as long.
     """
     if not cfg.SOLVER.AMP.ENABLED:
         return None
-    device = torch.device(cfg.MODEL.DEVICE)
-    if device.type == "cpu" and not supports_bfloat16(device):
-        logger.warning("SOLVER.AMP: training in float32, as this processor has no bfloat16")
+    device, precision = torch.device(cfg.MODEL.DEVICE), PRECISIONS[cfg.SOLVER.AMP.PRECISION]
+    is_native = device.type == "cuda" and precision == torch.float16
+    if device.type in ("cpu", "cuda") and not (is_native or supports_bfloat16(device)):
+        logger.warning("SOLVER.AMP: training in float32, as this device has no bfloat16")
         return None
-    return PRECISIONS[cfg.SOLVER.AMP.PRECISION]
+    return precision

@@ -63,7 +63,7 @@ class CachedViews:
 
     - "file_name", "image_id", "label" and "tile" of the record, if they exist;
     - "features": the encoder's outputs (C, h, w) or (M, D) by name;
-    - "image" (3, H, W): zeros of the view's size, which take no memory;
+    - "image_size": (height, width) of the view;
     - "height", "width" and "instances", if the original mapper returned them.
 
     If the original mapper returned a ``DataError`` or None, returns this value.
@@ -73,9 +73,6 @@ class CachedViews:
         """``store`` contains ``count`` views of each image."""
         self.store = store
         self.count = count
-        # All images share the memory of one tensor, because workers need an open file for each
-        # separate tensor that they send.
-        self._pixel = torch.zeros((), dtype=torch.uint8)
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
         view = self.store.read(dataset_dict[VIEW_ROW] * self.count + choose_view(self.count))
@@ -83,7 +80,7 @@ class CachedViews:
             return view
         entry = {key: dataset_dict[key] for key in _KEPT if key in dataset_dict}
         entry["features"] = view.features
-        entry["image"] = self._pixel.expand(3, *view.image_size)
+        entry["image_size"] = view.image_size
         if view.full_size is not None:
             entry["height"], entry["width"] = view.full_size
         truth = view.ground_truth

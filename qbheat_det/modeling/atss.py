@@ -57,7 +57,9 @@ class AtssAssigner:
         """Returns the indices (M, …) of each box's candidates among the anchors of all levels."""
         rows, start = [], 0
         for level in anchors:
-            distances = torch.cdist(boxes.get_centers(), level.get_centers())
+            # A matrix product would be too inexact under TF32.
+            exact = "donot_use_mm_for_euclid_dist"
+            distances = torch.cdist(boxes.get_centers(), level.get_centers(), compute_mode=exact)
             count = min(self.top_k, len(level))
             rows.append(distances.topk(count, largest=False).indices + start)
             start += len(level)

@@ -117,16 +117,20 @@ class DenseTeacherLoss:
         """
         scores = [part.logits.float().sigmoid() for part in teacher]
         best = torch.cat([each.amax(dim=2).flatten() for each in scores])
-        if comm.get_world_size() > 1:
-            best = torch.cat(comm.all_gather(best.cpu()))
-        num_top = min(max(1, round(self.top_ratio * num_positives)), len(best))
-        least = best.topk(num_top).values[-1]
-        total = best.where(best >= least, 0).sum() / (len(teacher) * comm.get_world_size())
+        num_top = max(1, round(self.top_ratio * num_positives))
+        top = best.topk(min(num_top, len(best))).values
+        if (num_processes := comm.get_world_size()) > 1:
+            top = torch.cat(comm.all_gather(top.cpu())).to(best.device)
+        least = top.topk(min(num_top, len(top))).values[-1]
+        total = best.where(best >= least, 0).sum()
+        if num_processes > 1:
+            torch.distributed.all_reduce(total)
+        total /= len(teacher) * num_processes
         found = []
         for part, each in zip(teacher, scores, strict=True):
-            is_top = each.amax(dim=2, keepdim=True) >= least.to(each.device)
+            is_top = each.amax(dim=2, keepdim=True) >= least
             quality = None if part.quality is None else part.quality.float().sigmoid()
-            totals = total.to(each.device).expand(len(each))
+            totals = total.expand(len(each))
             found += DenseTargets(each * is_top, part.boxes.float(), totals, quality).split()
         return found
 
@@ -298,6 +302,15 @@ class SyncFCOS(SyncNormalizer, FCOS):
     ) -> tuple[list[Tensor], Any]:
         """See ``FCOS``. In images without boxes, all locations are background."""
         return super().label_anchors(anchors, [_or_empty_box(found) for found in gt_instances])
+
+    def losses(
+        self, anchors: Any, pred_logits: list[Tensor], gt_labels: list[Tensor], *others: Any
+    ) -> dict[str, Tensor]:
+        """See ``SyncNormalizer``. The deltas are cast to float32, because torchvision's GIoU loss
+        does not support autocast."""
+        deltas, *rest = others
+        deltas = [each.float() for each in deltas]
+        return super().losses(anchors, pred_logits, gt_labels, deltas, *rest)
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:

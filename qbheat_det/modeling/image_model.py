@@ -83,12 +83,12 @@ def find_cached_images(
 ) -> ImageList | None:
     """Returns an ``ImageList`` with the cached "features" of a batch in place of pixels.
 
-    Returns None if an input has no "features". Each input's "image" (3, H, W) only gives the size,
-    which is padded to multiples of ``size_divisibility``.
+    Returns None if an input has no "features". The "image_size" (height, width) of each input is
+    padded to multiples of ``size_divisibility``.
     """
     if not batched_inputs or not all("features" in entry for entry in batched_inputs):
         return None
-    sizes = [torch.empty(entry["image"].shape, device="meta") for entry in batched_inputs]
+    sizes = [torch.empty(3, *entry["image_size"], device="meta") for entry in batched_inputs]
     padded = ImageList.from_tensors(sizes, size_divisibility)
     features = [entry["features"] for entry in batched_inputs]
     images: Any = CachedImages(features, padded.tensor.shape, device)

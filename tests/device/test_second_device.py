@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.engine import Trainer
-from qbheat_det.engine.step import BatchSource, _move
+from qbheat_det.engine.step import BatchSource
 from qbheat_det.inference.files import predict_files
 from tests.engine import tiny_training
 from tests.engine.classifier_cases import make_classes
@@ -40,6 +40,7 @@ DETECTORS = {
     "retinanet, unlabelled": read_opts(SEMI),
     "retinanet, atss": read_opts("MODEL.RETINANET.ATSS.ENABLED True"),
     "fcos": read_opts(FCOS),
+    "fcos, bfloat16": read_opts(f"{FCOS} {AMP} bfloat16"),
     "fcos, unlabelled": read_opts(FCOS + SEMI),
     "mf_detr": DETR | read_opts("SOLVER.ACCUMULATE 2"),
     "mf_detr, selected queries": DETR
@@ -61,7 +62,7 @@ ALLOWED = {
         # The gradient scaler of float16 skips steps that overflow.
         "engine/step.py StepTrainer.run_step",
         # Copies on the stream of the next batch, which the model's does not wait for.
-        "engine/step.py _move, *.to",
+        "engine/step.py BatchSource._move, *.to",
         # The Hungarian algorithm runs on the CPU.
         "modeling/detr/criterion.py SetCriterion.match",
         # Each position with a box is a pair, as many as there are.
@@ -147,7 +148,7 @@ def waits(monkeypatch):
 
     def moved(source):
         batch, seconds = take(source)
-        return [_move(entry, source._device) for entry in batch], seconds
+        return source._move(batch), seconds
 
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(BatchSource, "take", moved)

@@ -98,6 +98,15 @@ def test_a_processor_that_emulates_half_precision_trains_in_float32(
     assert ("SOLVER.AMP" in caplog.text) == (dtype is None)
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("bfloat16", None), ("float16", torch.float16)])
+def test_a_gpu_without_bfloat16_trains_in_float16_or_float32(precision, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    cfg = get_cfg()
+    amp = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", precision]
+    cfg.merge_from_list(["MODEL.DEVICE", "cuda", *amp])
+    assert choose_precision(cfg) == dtype
+
+
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_low_precision_comes_near_the_step_in_full(precision):
     class Layered(MeanOverImages):

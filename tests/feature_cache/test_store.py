@@ -287,8 +287,7 @@ def test_a_stream_from_the_cache_is_that_of_the_views(tmp_path, count, workers):
     for wanted, entry in zip(expected, found, strict=True):
         assert (entry["file_name"], entry["image_id"]) == (wanted["file_name"], wanted["image_id"])
         torch.testing.assert_close(entry["features"], encode(wanted), rtol=0, atol=0)
-        assert entry["image"].shape == wanted["image"].shape
-        assert entry["image"].untyped_storage().nbytes() == 1 or workers
+        assert entry["image_size"] == wanted["image"].shape[1:]
         own, other = entry["instances"], wanted["instances"]
         assert own.image_size == other.image_size
         torch.testing.assert_close(own.gt_boxes.tensor, other.gt_boxes.tensor, rtol=0, atol=0)

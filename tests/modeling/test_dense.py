@@ -192,6 +192,18 @@ def test_a_student_equal_to_its_teacher_has_only_the_loss_of_other_places(name):
     assert all(float(p.grad.abs().sum()) > 0 for p in model.head.parameters())
 
 
+@pytest.mark.parametrize("name", ["SyncRetinaNet", "SyncFCOS"])
+def test_losses_under_autocast_are_near_those_in_float32(name):
+    model, batch = build_model(make_config(name)), _images(2, 3)
+    with EventStorage():
+        expected = model(batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(batch)
+    sum(found.values()).backward()
+    for key, loss in expected.items():
+        assert_close(found[key].float(), loss, rtol=0.1, atol=0.05)
+
+
 STRIDES = (8, 16, 32)
 
 

@@ -150,10 +150,10 @@ class QuerySelection(nn.Module):
         rows = []
         for image, count in enumerate(targets.counts):
             levels = [Boxes(level) for level in anchors[image].split(proposals.num_positions)]
-            index = self.assigner(levels, Boxes(boxes[image, :count]))
-            query = (index >= 0).nonzero()[:, 0]
-            rows.append(torch.stack([torch.full_like(query, image), query, index[query]]))
-        images, query, target = torch.cat(rows, dim=1)
+            rows.append(self.assigner(levels, Boxes(boxes[image, :count])))
+        index = torch.stack(rows)
+        images, query = (index >= 0).nonzero(as_tuple=True)
+        target = index[images, query]
         return Matches(block=torch.zeros_like(query), image=images, query=query, target=target)
 
     def _propose(self, x: Tensor, padding: Tensor | None) -> Proposals:

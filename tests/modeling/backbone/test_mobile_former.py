@@ -180,7 +180,7 @@ def make_cached():
 
 def make_entries(rows=2):
     features = {"s4": torch.rand(8, rows, 2), "tokens": torch.rand(2, 32)}
-    return [{"image": torch.zeros(3, 8, 8), "features": features}]
+    return [{"image_size": (8, 8), "features": features}]
 
 
 def test_loading_fills_the_encoder_refuses_a_part_and_says_what_is_not_known():
