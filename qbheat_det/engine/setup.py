@@ -121,6 +121,8 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
     if not args.eval_only:
         torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
+        if precision := cfg.get("FLOAT32_PRECISION", ""):  # missing in Detectron2 0.6
+            torch.set_float32_matmul_precision(precision)
 
 
 def _log_data(cfg: CfgNode) -> None:

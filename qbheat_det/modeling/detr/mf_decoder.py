@@ -190,7 +190,7 @@ class MFDecoder(nn.Module):
                 up = maps.go_up(x, scale)
                 x = self.up[scale - 1](up, padding) + maps.levels[scale]
             x = x.contiguous(memory_format=torch.channels_last)
-            if x.requires_grad:
+            if x.requires_grad and x.device.type == "cpu":
                 x.register_hook(_as_rows)
             level = LevelMap(
                 x=x.flatten(2).transpose(1, 2).contiguous(),
