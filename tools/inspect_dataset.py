@@ -35,6 +35,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, add_data_flags, check_inputs, make_parser
 
+_POOR = 10.0  # AP50 in percent
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
@@ -85,6 +87,8 @@ def find_suspects(args: argparse.Namespace) -> int:
         f"The detectors have AP50 {quality[0]:.1f} and {quality[1]:.1f} on the half that they "
         f"were not trained on. {len(suspects):,} suspicious labels, most probable first: {page}"
     )
+    if max(quality) < _POOR:
+        print("Such poor detectors find no errors: label more images first")
     return 0
 
 

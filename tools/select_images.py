@@ -40,11 +40,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="default: balanced with --weights, else random")  # fmt: skip
     add("--device", choices=["cpu", "cuda"], help="default: cuda if a GPU is available")
     add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "
-        "train on N images of --data that it selects, and plot AP50 over N")  # fmt: skip
+        "train on N images of --data that it selects, and plot AP50 over N; put another flag "
+        "between N and KEY VALUE")  # fmt: skip
     add("--val", default="", metavar="SRC", help="with --simulate: validation data, if --data has "
         "no validation part")  # fmt: skip
     add("--strategies", nargs="+", default=["random", "balanced"],
-        help="with --simulate: strategies to compare (default: %(default)s)")  # fmt: skip
+        help="with --simulate: strategies to compare (default: random balanced)")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[1, 2, 3],
         help="with --simulate: seeds of selection and training (default: 1 2 3)")  # fmt: skip
     add("opts", nargs="*", default=[], metavar="KEY VALUE",

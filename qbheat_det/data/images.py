@@ -45,6 +45,7 @@ _ORIENTATION = 0x0112  # EXIF tag; its values from 5 on swap width and height
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM")
 REDUCTIONS: tuple[int, ...] = (8, 4, 2)  # factors by which JPEGs are scaled down in decoding
 _RGB = ImageReadMode.RGB.value
+_CLIPPED = "pixels of mode {} would be clipped to 8 bits: convert the file"
 
 
 class ImageFile:
@@ -176,6 +177,13 @@ def _find_image_error(record: dict[str, Any]) -> DataError | None:
     return DataError(found[0], f"image {path!r}{named}", found[1])
 
 
+def check_depth(path: str) -> None:
+    """Raises a ``ValueError`` if pixels have more than 8 bits. Detectron2 would clip them."""
+    with PathManager.open(path, "rb") as file, Image.open(file) as image:
+        if image.mode[0] in "IF":
+            raise ValueError(_CLIPPED.format(image.mode))
+
+
 def _is_whole_jpeg(file: BinaryIO, record: dict[str, Any]) -> bool:
     try:
         with Image.open(file, formats=["JPEG"]) as image:
@@ -195,8 +203,7 @@ def _read_as_training(path: str, record: dict[str, Any]) -> tuple[str, str] | No
     except Exception as error:
         return "unreadable image", f"the file is no image that Pillow can read: {one_line(error)}"
     if mode[0] in "IF":
-        reason = f"pixels of mode {mode} would be clipped to 8 bits: convert the file"
-        return "image of more than 8 bits", reason
+        return "image of more than 8 bits", _CLIPPED.format(mode)
     try:
         height, width = read_image(path, "RGB").shape[:2]
     except Exception as error:

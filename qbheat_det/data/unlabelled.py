@@ -22,7 +22,7 @@ from qbheat_det.core.text import one_line
 from qbheat_det.modeling.contracts import STRONG
 
 from .checks import DataError, join_messages
-from .images import run_threads
+from .images import check_depth, run_threads
 from .mappers import Mapper
 from .mappers.crops import BLUR_SIGMA, JITTER, ColourChange
 
@@ -157,6 +157,7 @@ def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
 def hash_pixels(path: str) -> str | DataError:
     """Returns a digest of an image's size and pixels, after EXIF rotation as in training."""
     try:
+        check_depth(path)
         pixels = read_image(path, "RGB")
     except (MemoryError, UserError):
         raise

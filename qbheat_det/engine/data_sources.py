@@ -24,6 +24,7 @@ from qbheat_det.data import (
     load_classes,
     open_images,
     open_source,
+    read_annotations,
     read_split,
     register_source,
     split_source,
@@ -99,6 +100,10 @@ def _register_sources(
     """Registers sources by name, training set first, and checks that they have equal classes."""
     weights = cfg.MODEL.WEIGHTS if flags.eval_only and not flags.resume else ""
     classes = list(class_names_of(weights)) if weights else []
+    if not (classes or split) and find_job(cfg) == "boxes" and len(sources) == 2:
+        given, wanted = (read_annotations(source).class_names for source in sources.values())
+        if set(given) < set(wanted):  # no image of the other classes has been labelled so far
+            classes = list(wanted)
     train = None
     for name, source in sources.items():
         if not split:

@@ -172,7 +172,7 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
     if flags.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR)):
         return _read_plan(flags, cfg), "The run keeps the plan of its start"
     if not cfg.SOLVER.EPOCHS:
-        raise UserError("--minutes plans runs by SOLVER.EPOCHS, which is 0: use --epochs")
+        raise UserError("--minutes plans SOLVER.EPOCHS, which is 0: leave out SOLVER.MAX_ITER")
     if "SOLVER.EPOCHS" in given:
         raise UserError("--minutes and --epochs both set the length: leave one out")
     pace, before = _measure(cfg, build_trainer), 0.0  # seconds of the first stage

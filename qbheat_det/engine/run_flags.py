@@ -2,6 +2,7 @@
 """The flags of a training or evaluation, from the command line or Python."""
 
 import argparse
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -93,8 +94,8 @@ class RunFlags:
     def __post_init__(self) -> None:
         """Converts single folders to lists and paths to strings; checks numbers."""
         for name in ("epochs", "minutes", "batch"):
-            if (number := vars(self)[name]) is not None and not number > 0:
-                raise UserError(f"--{name} must be above 0, not {number}")
+            if (number := vars(self)[name]) is not None and not 0 < number < math.inf:
+                raise UserError(f"--{name} must be a number above 0, not {number}")
         self.images, self.val_images = _list_folders(self.images), _list_folders(self.val_images)
         self.unlabelled = _list_folders(self.unlabelled)
         self.val = None if self.val is None else str(self.val)

@@ -84,8 +84,8 @@ def is_collection(source: object) -> bool:
 def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[InputFile]:
     """Lists the input files, and all images and videos in the input folders and their subfolders.
 
-    Files in the folder ``exclude``, such as earlier results, are left out. Raises a ``UserError``
-    if an input does not exist, or if no image or video is found.
+    Hidden files and those in the folder ``exclude``, such as earlier results, are left out. Raises
+    a ``UserError`` if an input does not exist, or if no image or video is found.
     """
     own, suffixes = exclude and exclude.resolve(), IMAGE_SUFFIXES | VIDEO_SUFFIXES
     found: dict[Path, InputFile] = {}  # by real path, so that no file is listed twice
@@ -95,6 +95,8 @@ def find_inputs(inputs: Sequence[str], exclude: Path | None = None) -> list[Inpu
             found.setdefault(root.resolve(), InputFile(root, root.name))
         elif root.is_dir():
             for path in sorted(p for p in root.rglob("*") if p.suffix.lower() in suffixes):
+                if any(part.startswith(".") for part in path.relative_to(root).parts):
+                    continue
                 is_broken = not path.exists()  # a broken or circular link
                 real = path if is_broken else path.resolve()
                 if (path.is_file() or is_broken) and not (own and real.is_relative_to(own)):

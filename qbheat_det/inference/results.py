@@ -264,7 +264,9 @@ def _render_task(
         value |= {"rotation": 0, "rectanglelabels": [names[box["category_id"]]]}
         shape = {"id": f"{image['id']}-{number}", "score": box["score"], "value": value}
         shapes.append({**common, **shape})
-    mean = sum(box["score"] for box in boxes) / max(1, len(boxes))
-    prediction = {"model_version": "qbheat_det", "score": mean, "result": shapes}
-    path = _LOCAL_FILES + quote(image["file_name"])
-    return {"data": {"image": path}, "predictions": [prediction]}
+    task: dict[str, Any] = {"data": {"image": _LOCAL_FILES + quote(image["file_name"])}}
+    if boxes:
+        mean = sum(box["score"] for box in boxes) / len(boxes)
+        prediction = {"model_version": "qbheat_det", "score": mean, "result": shapes}
+        task["predictions"] = [prediction]
+    return task

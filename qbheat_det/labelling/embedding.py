@@ -18,6 +18,7 @@ from qbheat_det.checkpoint import find_weights, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_file
 from qbheat_det.data import DataError, PretrainingMapper
+from qbheat_det.data.images import check_depth
 from qbheat_det.inference.predict import encode, open_encoder
 from qbheat_det.probing import find_feature
 
@@ -58,8 +59,12 @@ def embed_images(
             entry = mapper({"file_name": path, "label": 0})
             if isinstance(entry, DataError):
                 unreadable[path] = entry.reason
-            else:
+                continue
+            try:
+                check_depth(path)  # the mapper scales pixels to 8 bits, but detectors do not
                 images[path] = entry["image"].permute(1, 2, 0).numpy()
+            except ValueError as error:
+                unreadable[path] = str(error)
         if not images:
             return {}
         vectors = encode(model, cfg, [*images.values()])[feature].mean(dim=(2, 3)).half().cpu()

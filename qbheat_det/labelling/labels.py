@@ -128,9 +128,12 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
         images: folder of the images, if they are not in the folder of a COCO json.
 
     Raises:
-        UserError: the corrections are invalid, or belong to other labels.
+        UserError: the corrections are invalid, or belong to other labels; or ``output`` is a file
+            of the data set.
     """
     labels = open_labels(data, images)
+    if output.resolve() == Path(labels.file.json_file).resolve():
+        raise UserError(f"'{output}' is the data set itself: choose another --output folder")
     content = copy.deepcopy(labels.file.keep())
     entries = {entry["id"]: entry for entry in content["annotations"]}
     known = {image["id"] for image in content["images"]}
@@ -166,7 +169,9 @@ def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         found, entries = content["data"], list(content["suspects"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is not a file of corrections: {error}") from error
     if found != digest:
         raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")

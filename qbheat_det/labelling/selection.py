@@ -196,8 +196,8 @@ def _open_pool(
     unlabelled = [path for path in paths if os.path.realpath(path) not in real]
     if budget > len(unlabelled):
         raise UserError(
-            f"--budget is {budget}, but only {len(unlabelled):,} of the {len(paths):,} images have "
-            "no labels"
+            f"--budget is {budget}, but there are {len(paths):,} images, of which "
+            f"{len(unlabelled):,} have no labels"
         )
     files, features, unreadable = embed_images([*labelled, *unlabelled], encoder, device=device)
     vectors = unit_vectors(features)

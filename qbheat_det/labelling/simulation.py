@@ -2,6 +2,7 @@
 """Simulates rounds of labelling on a labelled data set, to compare selection strategies."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -79,25 +80,34 @@ def simulate(
     file = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     vectors, folder = _embed(paths, encoder), Path(output)
-    points = _read_points(folder / _POINTS)
+    digest = _hash(file, val, encoder, opts)
+    points = _read_points(folder / _POINTS, digest)
     flags = RunFlags(config_file=_CONFIG, images=file.image_root, weights=encoder, opts=opts)
     flags = dataclasses.replace(
         flags, val=val or data, val_images=images, output=str(folder / "run")
     )
     for seed, strategy in itertools.product(seeds, strategies):
+        done = {one.images for one in points if (one.strategy, one.seed) == (strategy, seed)}
+        if done >= set(budgets):
+            continue
         chosen: list[int] = []
         run: Path | None = None
         for budget in budgets:
             chosen = _choose(strategy, paths, vectors, budget, chosen, seed, run)
-            is_done = (strategy, seed, budget) in {(p.strategy, p.seed, p.images) for p in points}
-            if is_done and (strategy != BALANCED or budget == budgets[-1]):
+            if budget in done and strategy != BALANCED:
                 continue
             names = {file.images[i]["file_name"] for i in chosen}
             run, num_boxes, metrics = _train(file.keep(names), flags, folder / "labels.json", seed)
-            if not is_done:
+            if budget not in done:
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
-                _write_points(points, folder)
+                _write_points(points, folder, digest)
     return points
+
+
+def _hash(file: CocoFile, val: str, encoder: str, opts: Sequence[str]) -> str:
+    """Returns a digest of everything that a point depends on, except its own attributes."""
+    text = json.dumps([file.keep(), os.path.abspath(val), encoder, list(opts)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _embed(paths: Sequence[str], encoder: str) -> Tensor:
@@ -136,7 +146,8 @@ def _open_boxes(
     file = read_annotations(opened.train)
     raise_first(file.errors)
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
-        raise UserError(f"budgets are {budgets}, but '{data}' has {len(file.images)} images")
+        most = f"{len(file.images):,}, the number of images in '{data}'"
+        raise UserError(f"budgets are {budgets}, but must be from 1 to {most}")
     return file
 
 
@@ -173,18 +184,22 @@ def train_afresh(flags: RunFlags) -> dict[str, float]:
     return results
 
 
-def _read_points(path: Path) -> list[Point]:
+def _read_points(path: Path, digest: str) -> list[Point]:
     if not path.is_file():
         return []
     try:
-        entries = list(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found, entries = content["digest"], list(content["points"])
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is not a file of points: remove it") from error
+    if found != digest:
+        raise UserError(f"'{path}' has other data or settings: choose another --output")
     return [parse_record(Point, entry, f"'{path}'") for entry in entries]
 
 
-def _write_points(points: Sequence[Point], folder: Path) -> None:
-    write_atomically(folder / _POINTS, json.dumps([*map(asdict, points)]).encode())
+def _write_points(points: Sequence[Point], folder: Path, digest: str) -> None:
+    content = {"digest": digest, "points": [*map(asdict, points)]}
+    write_atomically(folder / _POINTS, json.dumps(content).encode())
     write_atomically(folder / _CURVE, plotting.chart_image(plot_points(points)).content)
 
 

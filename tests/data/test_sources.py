@@ -193,6 +193,17 @@ def test_the_last_annotation_of_a_task_that_was_not_cancelled_counts(tmp_path):
     content = read_annotations(open_source(str(path)).train)
     assert content.class_names == ("dog",)
     assert len(content.annotations) == 1
+    assert any("several" in warning and "a.json" in warning for warning in content.warnings)
+
+
+def test_absolute_names_need_no_image_folder(tmp_path):
+    write_image(image := tmp_path / "elsewhere" / "a.jpg")
+    images = [{"id": 1, "file_name": str(image), "width": 40, "height": 20}]
+    categories = [{"id": 1, "name": "cat"}]
+    content = {"images": images, "annotations": [], "categories": categories}
+    path = write(tmp_path / "labels" / "a.json", json.dumps(content))
+    (error,) = read_annotations(open_source(str(path)).train).errors
+    assert error.kind == "no boxes"
 
 
 def test_a_zip_writes_nothing_beside_its_folder(tmp_path, monkeypatch):

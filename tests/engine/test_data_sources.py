@@ -126,6 +126,21 @@ def test_bad_flags_are_named(words, named, config):
         configure(words, config)
 
 
+def test_labels_without_some_of_the_classes_to_evaluate_train_on_all_of_them(tmp_path, tiny_data):
+    """At the start, an export of Label Studio has only the classes that were drawn."""
+    file = tiny_data / "annotations.json"
+    names = [entry["name"] for entry in json.loads(file.read_text())["categories"]]
+    (photo, *_) = (tiny_data / "images").iterdir()
+    box = {"x": 25, "y": 20, "width": 50, "height": 60, "rectanglelabels": [names[-1]]}
+    task = {"data": {"image": str(photo)}, "annotations": [{"result": [{"value": box}]}]}
+    Path("export.json").write_text(json.dumps([task]))
+    configure(f"--data export.json --images {photo.parent} --val {file}")
+    found = [MetadataCatalog.get(f"custom_{part}").thing_classes for part in ("train", "val")]
+    assert found == [names, names]
+    (record,) = DatasetCatalog.get("custom_train")
+    assert record["annotations"][0]["category_id"] == len(names) - 1
+
+
 def test_a_fifth_is_held_out_written_down_and_the_same_on_resume(tmp_path):
     make_classes(Path("MANY"), {"ape": 10, "bee": 5})
     words = f"--data MANY --output {tmp_path}/run SEED"

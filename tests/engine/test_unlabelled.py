@@ -31,7 +31,8 @@ MODEL.CACHE_FEATURES.DTYPE float32
 
 @pytest.fixture(scope="module")
 def photos(tiny_data, tmp_path_factory):
-    """Five new images, one of them twice, two labelled ones under other names, a broken file."""
+    """Five new images, one of them twice, two labelled ones under other names, a broken file, an
+    image of 16 bits."""
     folder = tmp_path_factory.mktemp("photos")
     drawn = draw_toy_set(tmp_path_factory.mktemp("drawn"), 5, name="more", seed=9) / "images"
     new = sorted(drawn.iterdir())
@@ -41,6 +42,7 @@ def photos(tiny_data, tmp_path_factory):
     for index, path in enumerate(sorted((tiny_data / "images").iterdir())[:2]):
         Image.open(path).save(folder / f"labelled_{index}.png")
     (folder / "broken.jpg").write_bytes(new[0].read_bytes()[:100])
+    Image.new("I;16", (64, 64), 999).save(folder / "deep.png")
     return folder
 
 
@@ -54,8 +56,8 @@ def test_repeated_and_broken_images_are_left_out_and_batches_resume_anywhere(
     assert stream.num_images == 12 + 5
     line = next(m for m in caplog.messages if "unlabelled images are used" in m)
     # The tiny set is both training and validation set.
-    assert all(part in line for part in ("5 of 9", "2 validation", "1 are duplicates", "1 cannot"))
-    assert any("broken.jpg" in message for message in caplog.messages)
+    assert all(part in line for part in ("5 of 10", "2 validation", "1 are duplicates", "2 cannot"))
+    assert any("broken.jpg" in m and "deep.png" in m for m in caplog.messages)
 
     def take(start):
         stream.start = start

@@ -55,6 +55,8 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
     again = simulate(str(data), [2, 4], tmp_path / "out", seeds=[1, 2], **arguments)
     assert len(trained) == 8
     assert again[:4] == points
+    with pytest.raises(UserError, match=r"points\.json"):
+        simulate(str(data), [2, 4], tmp_path / "out", **arguments, opts=["SOLVER.MAX_ITER", "4"])
 
 
 def test_a_detector_is_trained_afresh(tmp_path):
@@ -89,3 +91,6 @@ def test_images_without_boxes_are_a_point_and_no_detector_decides(data, tmp_path
     points = simulate(str(few), [2, 4, 6], tmp_path / "out", val=str(data), seeds=[1],
                       strategies=["balanced"])  # fmt: skip
     assert [(point.boxes, point.ap50) for point in points] == [(0, 0), (0, 0), (1, 2)]
+    monkeypatch.setattr(simulation, "train_afresh", None)  # nothing is left to train
+    assert points == simulate(str(few), [2, 4, 6], tmp_path / "out", val=str(data), seeds=[1],
+                              strategies=["balanced"])  # fmt: skip

@@ -160,7 +160,7 @@ def _read_task(
     if attempts is None:  # JSON-MIN
         return image, list(task.get("label") or [])
     done = [one for one in attempts if not one.get("was_cancelled")]
-    image.is_skipped = not done
+    image.is_skipped, image.num_unread = not done, max(0, len(done) - 1)
     return image, list(done[-1]["result"] if done else [])
 
 

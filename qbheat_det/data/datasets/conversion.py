@@ -73,6 +73,7 @@ class LabelledImage:
         boxes: valid objects; empty for an image without objects.
         errors: errors of invalid objects.
         is_skipped: whether the image was not labelled. Such images are left out.
+        num_unread: number of annotations of the image, such as of other people, that are not read.
     """
 
     place: str
@@ -82,6 +83,7 @@ class LabelledImage:
     boxes: list[Box] = field(default_factory=list)
     errors: list[DataError] = field(default_factory=list)
     is_skipped: bool = False
+    num_unread: int = 0
 
     @contextlib.contextmanager
     def reading(self, place: str) -> Iterator[None]:
@@ -153,6 +155,9 @@ def convert(
     if skipped := [image.place for image in images if image.is_skipped]:
         left_out = f"{len(skipped):,} images without labels are left out: {join_first(skipped)}"
         converted.warnings.append(left_out)
+    if several := [image.place for image in images if image.num_unread]:
+        read = f"the last annotation of {len(several):,} images with several is read"
+        converted.warnings.append(f"{read}: {join_first(several)}")
     images = [image for image in images if not image.is_skipped]
     files = [image.file for image in images if isinstance(image.file, str) and not image.size]
     sizes = dict(zip(files, read_sizes(files), strict=True))

@@ -174,7 +174,8 @@ def _locate_images(json_file: Path, given: str, likely: str) -> dict[str, Any]:
     if given or not first:  # broken files are reported later
         folders = [Path(given or json_file.parent).absolute()]
     else:
-        folders = [one for one in (*likely_folders, *beside[2:]) if (one / first).is_file()]
+        folders = [one for one in (*likely_folders, *beside[2:]) if one.is_dir()]
+        folders = [one for one in folders if (one / first).is_file()]
         # The first image may be missing, so use a likely folder that exists.
         folders = folders or [one for one in likely_folders if one.is_dir()]
     if not folders:
