@@ -210,20 +210,10 @@ def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float)
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]
-        norm = clip_norm(parameters, max_norm=max_norm, norm_type=norm_type)
-        stepped.gradient_norm = norm  # type: ignore[attr-defined]
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        stepped.gradient_norm = norm.detach()  # type: ignore[attr-defined]
 
     optimizer.register_step_pre_hook(clip)
-
-
-def clip_norm(parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
-    """Same as ``nn.utils.clip_grad_norm_``, but skips multiplications by 1 on CPUs."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, norm_type).detach()
-    # On a GPU, reading the norm would cause a synchronization.
-    if norm.device.type != "cpu" or not max_norm / (norm + 1e-6) >= 1:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
 
 
 def _keep_layout(optimizer: Optimizer) -> None:

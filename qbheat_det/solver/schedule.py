@@ -164,11 +164,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
     Values of ``SOLVER.STEPS`` at or after ``SOLVER.MAX_ITER`` have no effect. They are removed,
     because Detectron2 fails if a step equals ``SOLVER.MAX_ITER``.
-
-    Raises:
-        UserError: a setting of the scheduler is invalid.
     """
-    _check_iterations(cfg)
     pruned = with_values(cfg, {"SOLVER.STEPS": _effective_steps(cfg)})
     return detectron2_build.build_lr_scheduler(pruned, optimizer)
 
