@@ -37,7 +37,7 @@ from qbheat_det.layers import (
 from qbheat_det.modeling.image_model import check_value
 
 from .fpn import accept_prefixes
-from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, named_arch
+from .mobile_former_archs import BlockSpec, MobileFormerArch, named_arch
 
 
 @BACKBONE_REGISTRY.register()
@@ -196,11 +196,11 @@ def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
     if node.VARIANT != "custom":
         return named_arch(node.VARIANT)
     try:
-        return arch_of_rows(
+        return MobileFormerArch(
             num_tokens=node.NUM_TOKENS,
             token_dim=node.TOKEN_DIM,
             stem=node.STEM_CHANNELS,
-            blocks=node.BLOCKS,
+            rows=node.BLOCKS,
             expanded=node.EXPANDED_CHANNELS,
         )
     except (TypeError, ValueError) as error:

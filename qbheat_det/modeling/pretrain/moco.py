@@ -29,6 +29,7 @@ from qbheat_det.modeling.image_model import (
     check_equal_shares,
     check_value,
     embedding_from_config,
+    gather_over_processes,
 )
 
 
@@ -137,16 +138,6 @@ def embed_shuffled(
     dealt = gather_over_processes(images)[mine]
     found = gather_over_processes(embed_in_groups(embed, dealt, groups))
     return found[order.argsort()]
-
-
-@torch.no_grad()
-def gather_over_processes(values: Tensor) -> Tensor:
-    """Concatenates (N, …) of P processes to (P * N, …). N is equal on all processes."""
-    if comm.get_world_size() == 1:
-        return values
-    parts = [torch.empty_like(values) for _ in range(comm.get_world_size())]
-    torch.distributed.all_gather(parts, values.contiguous())
-    return torch.cat(parts)
 
 
 @META_ARCH_REGISTRY.register()
