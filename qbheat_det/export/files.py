@@ -31,7 +31,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import load_image_folders
 from qbheat_det.inference.exported import METADATA_KEY, ExportedModel, Images
-from qbheat_det.inference.images import UnreadableImage, find_inputs, read_bgr
+from qbheat_det.inference.images import UnreadableImage, find_inputs, read_rgb
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.features import (
@@ -133,12 +133,12 @@ def read_images(
     images: list[Images] = []
     for file in files[:: max(1, len(files) // number)][:number]:
         try:
-            images.append(read_bgr(file))
+            images.append(read_rgb(file))
         except UnreadableImage as error:
             logger.warning("Skipping '%s': %s", file, error.reason)
     if not images:
         raise UserError(f"no image of {source} can be read: name others with --images")
-    if cfg.INPUT.FORMAT == "RGB":
+    if cfg.INPUT.FORMAT != "RGB":
         images = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
     return images, f"{len(images)} images of {source}"
 
