@@ -28,7 +28,7 @@ Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_DEPTH = 100  # largest depth of nested values in YAML
 # Groups whose removed keys change the tensors or the losses of a model.
-_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
+_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.", "MODEL.TIMM.")
 _COMMAND_LINE = "command line"  # the source of overrides in messages
 
 # Maps keys whose unit is epochs to Detectron2's keys in iterations, which are computed from them.
