@@ -90,7 +90,10 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
         use_classes_of_folders(cfg, eval_only=args.eval_only, resume=args.resume)
     elif labelled:
         use_classes_of(cfg, labelled[0])
-    _check_num_classes(cfg, given)
+    num_classes = len(cfg.MODEL.CLASS_NAMES)
+    for key, value in given.items() if num_classes else ():
+        if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
+            raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
     if comm.is_main_process():
         _check_content(cfg, labelled)
     cfg.freeze()
@@ -167,13 +170,6 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
     model = cfg.MODEL
     for node in (model.MF_DETR, model.RETINANET, model.FCOS, model.ROI_HEADS):
         node.NUM_CLASSES = len(names)
-
-
-def _check_num_classes(cfg: CfgNode, given: dict[str, str]) -> None:
-    num_classes = len(cfg.MODEL.CLASS_NAMES)
-    for key, value in given.items() if num_classes else ():
-        if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
-            raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
 
 
 def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:

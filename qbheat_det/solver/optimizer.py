@@ -138,7 +138,9 @@ def parameter_groups(
     factors = _backbone_factors(model, backbone_multiplier, layer_decay)
     for parameter in get_token_parameters(model):
         factors[parameter] = factors.get(parameter, 1.0) * token_multiplier
-    norms = _norms_unknown_to_detectron2(model)
+    # RetinaNet's norms and "LN", which Detectron2 treats as weights.
+    kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
+    norms = {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
     single = []
     for group in groups:
         for parameter in group["params"]:
@@ -241,9 +243,3 @@ def _backbone_factors(
         return dict.fromkeys(backbone.parameters(), multiplier)
     above = layers_above(backbone)
     return {p: multiplier * layer_decay ** above[name] for name, p in backbone.named_parameters()}
-
-
-def _norms_unknown_to_detectron2(model: nn.Module) -> set[nn.Parameter]:
-    """Returns parameters of RetinaNet's norms and of "LN", which Detectron2 treats as weights."""
-    kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
-    return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}

@@ -18,8 +18,6 @@ from typing import Any, Literal, get_args
 
 from detectron2.layers import ShapeSpec
 
-from qbheat_det.core.errors import UserError
-
 BlockKind = Literal["lite", "lite_down", "down", "plain"]
 
 
@@ -193,11 +191,3 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
     **dict.fromkeys(("52M", "26M"), _SMALLEST),
 }
 # fmt: on
-
-
-def named_arch(variant: str) -> MobileFormerArch:
-    """Returns an entry of ``MOBILE_FORMER_ARCHS``. Raises a ``UserError`` for unknown names."""
-    if variant not in MOBILE_FORMER_ARCHS:
-        known = [*MOBILE_FORMER_ARCHS, "custom"]
-        raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")
-    return MOBILE_FORMER_ARCHS[variant]
