@@ -33,12 +33,10 @@ class Image:
     caption: str = ""
 
     @classmethod
-    def from_rgb(
-        cls, image: npt.NDArray[np.uint8], *, alt: str, caption: str = "", quality: int = 90
-    ) -> "Image":
-        """Encodes RGB pixels (H, W, 3) as JPEG with a ``quality`` in [0, 100]."""
+    def from_rgb(cls, image: npt.NDArray[np.uint8], *, alt: str, caption: str = "") -> "Image":
+        """Encodes RGB pixels (H, W, 3) as JPEG."""
         bgr = np.ascontiguousarray(image[:, :, ::-1])
-        _, encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])
+        _, encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, 85])
         return cls(encoded.tobytes(), "image/jpeg", alt, caption)
 
 
