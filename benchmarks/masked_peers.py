@@ -122,7 +122,7 @@ class MaskedReconstruction(nn.Module):
         shown = ~hidden_patches(visible, num_patches)
         hidden = masked_positions(shown, num_patches - visible.shape[1])
         patches = patchify(images, self.decoder.patch_size, hidden)
-        loss = self.loss.over_batch(self.decoder(z, hidden), patches)
+        loss = F.mse_loss(self.decoder(z, hidden).float(), self.loss.find_target(patches))
         return {"loss_reconstruction": loss}
 
     def fill(self, z: Tensor, visible: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ from qbheat_det.evaluation.complexity import (
     count_parameters,
 )
 from qbheat_det.model_zoo import Metric, ZooEntry, index, sources
-from qbheat_det.model_zoo.index import SharedEncoder, file_of, find_entry
+from qbheat_det.model_zoo.index import SharedEncoder, find_entry
 from qbheat_det.modeling.contracts import PretrainingObjective
 
 MAX_SHIPPED = 40_000_000
@@ -89,7 +89,7 @@ def add_entry(
         raise UserError(f"'{name}' is not task/variant_data, such as retinanet/285M_bccd")
     get_config_path(description["config"])
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / file_of(name)
+        file = Path(scratch) / f"{name.replace('/', '-')}.safetensors"
         state, info = read_weights(weights)
         cfg = load_run_config(weights, device="cpu")
         info = info or WeightsInfo.from_config(cfg, iteration=0, commit="")

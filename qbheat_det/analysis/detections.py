@@ -214,7 +214,7 @@ def draw_predictions(
             panels.append(add_heading(drawn, title))
         sheet = tile_images(panels, columns=3 if len(panels) % 2 else 2)
         about = {"alt": f"Boxes on {record['file_name']}", "caption": str(record["file_name"])}
-        images[f"predictions_{len(images) + 1}"] = Image.from_rgb(sheet, quality=82, **about)
+        images[f"predictions_{len(images) + 1}"] = Image.from_rgb(sheet, **about)
     return images
 
 
@@ -245,9 +245,7 @@ def draw_errors(dataset: DetectionSet, run: RunDetections) -> Image | None:
         return None
     caption = f"{run.label}: largest missed boxes, and wrong detections with the highest scores"
     sheet = tile_images(cells, columns=4)
-    return Image.from_rgb(
-        sheet, alt="; ".join(text for *_, text, _ in crops), caption=caption, quality=82
-    )
+    return Image.from_rgb(sheet, alt="; ".join(text for *_, text, _ in crops), caption=caption)
 
 
 def _explain(runs: Sequence[RunDetections]) -> list[str]:

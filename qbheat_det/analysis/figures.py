@@ -33,12 +33,10 @@ class Image:
     caption: str = ""
 
     @classmethod
-    def from_rgb(
-        cls, image: npt.NDArray[np.uint8], *, alt: str, caption: str = "", quality: int = 90
-    ) -> "Image":
-        """Encodes RGB pixels (H, W, 3) as JPEG with a ``quality`` in [0, 100]."""
+    def from_rgb(cls, image: npt.NDArray[np.uint8], *, alt: str, caption: str = "") -> "Image":
+        """Encodes RGB pixels (H, W, 3) as JPEG."""
         bgr = np.ascontiguousarray(image[:, :, ::-1])
-        _, encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, quality])
+        _, encoded = cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, 85])
         return cls(encoded.tobytes(), "image/jpeg", alt, caption)
 
 
@@ -69,7 +67,7 @@ class Figure:
 def write_figure(figure: Figure, folder: Path) -> list[Path]:
     """Writes ``<name>.json`` and ``<name>_<image>.<svg, jpg or png>``.
 
-    Also removes images of an earlier figure of that name. Returns the paths, JSON first.
+    Also removes the files of an earlier figure of that name. Returns the paths, JSON first.
     """
     files = {
         f"{figure.name}_{name}{_SUFFIXES[image.media_type]}": image.content
@@ -86,20 +84,24 @@ def write_figure(figure: Figure, folder: Path) -> list[Path]:
         content["table"] = {"header": figure.table.header, "rows": figure.table.rows}
     text = json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False)
     about = folder / f"{figure.name}.json"
-    stale = set(_list_images(about)) - set(files)
+    remove_figure(figure.name, folder)
     for name, data in {about.name: f"{text}\n".encode(), **files}.items():
         write_atomically(folder / name, data)
-    for name in stale:
-        (folder / name).unlink(missing_ok=True)
     return [about, *(folder / name for name in files)]
 
 
 def remove_figure(name: str, folder: Path) -> None:
     """Removes only the files that ``write_figure`` wrote for a figure."""
     about = folder / f"{name}.json"
-    if images := _list_images(about):
-        for path in [*(folder / image for image in images), about]:
-            path.unlink(missing_ok=True)
+    try:
+        content = json.loads(about.read_bytes())
+        images = [str(image) for image in content["files"]]
+        own = re.compile(rf"{re.escape(content['name'])}_[\w-]+\.(svg|jpg|png)")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return
+    for image in filter(own.fullmatch, images):  # the file may have been edited
+        (folder / image).unlink(missing_ok=True)
+    about.unlink()
 
 
 def to_json(value: Any) -> Any:
@@ -122,14 +124,3 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"JSON cannot represent a {type(value).__name__}: {value!r}")
-
-
-def _list_images(about: Path) -> list[str]:
-    """Returns the image files in a figure's JSON; none if this package did not write the JSON."""
-    try:
-        content = json.loads(about.read_bytes())
-        names = [str(name) for name in content["files"]]
-        own = re.compile(rf"{re.escape(content['name'])}_[\w-]+\.(svg|jpg|png)")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return []
-    return [name for name in names if own.fullmatch(name)]  # the file may have been edited

@@ -50,9 +50,9 @@ def start_figure(*, height: float, width: float) -> Figure:
 
 
 @themed
-def start_chart(*, height: float, width: float = 6.4) -> tuple[Figure, Axes]:
-    """Returns a figure with one pair of axes. Sizes are in inches."""
-    figure = start_figure(height=height, width=width)
+def start_chart(*, height: float) -> tuple[Figure, Axes]:
+    """Returns a figure, 6.4 inches wide, with one pair of axes. ``height`` is in inches."""
+    figure = start_figure(height=height, width=6.4)
     return figure, figure.add_subplot()
 
 
@@ -158,10 +158,8 @@ def plot_grid(
 
 
 @themed
-def chart_image(
-    figure: Figure, *, alt: str = "", caption: str = "", format: Format = "svg"
-) -> Image:
-    """Encodes a matplotlib figure deterministically. ``alt`` defaults to the caption."""
+def chart_image(figure: Figure, *, caption: str = "", format: Format = "svg") -> Image:
+    """Encodes a matplotlib figure deterministically. The caption is also the alternative text."""
     buffer = io.BytesIO()
     options: dict[str, Any] = {"dpi": _DPI[format]}
     if format == "svg":
@@ -173,7 +171,7 @@ def chart_image(
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         figure.savefig(buffer, format=format, **options)
-    return Image(buffer.getvalue(), _MEDIA_TYPES[format], alt or caption, caption)
+    return Image(buffer.getvalue(), _MEDIA_TYPES[format], caption, caption)
 
 
 def to_rgb(image: Tensor, pixel_format: str) -> npt.NDArray[np.float32]:
@@ -223,13 +221,6 @@ def overlay_map(image: RGBImage, values: npt.ArrayLike, *, stride: float, high: 
     grey = cv2.cvtColor(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
     mixed = cv2.addWeighted(np.ascontiguousarray(colored), 0.65, grey, 0.35, 0)
     return np.asarray(mixed, dtype=np.uint8)
-
-
-def enlarge(image: RGBImage, side: int = 160) -> RGBImage:
-    """Enlarges an image by an integer factor to at least ``side`` pixels, without smoothing."""
-    factor = max(1, -(-side // len(image)))
-    size = (image.shape[1] * factor, len(image) * factor)
-    return np.asarray(cv2.resize(image, size, interpolation=cv2.INTER_NEAREST), dtype=np.uint8)
 
 
 def tile_images(images: Sequence[RGBImage], *, columns: int) -> RGBImage:

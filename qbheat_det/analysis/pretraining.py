@@ -14,11 +14,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from detectron2.modeling import Backbone
 from fvcore.nn.precise_bn import BN_MODULE_TYPES
 from matplotlib.figure import Figure as Chart
 from matplotlib.markers import CARETUPBASE
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from qbheat_det.checkpoint import info_of
@@ -100,7 +99,8 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
 
     def compute(run: Run, files: list[str]) -> Reconstructions:
         run.require_kind("pretraining")
-        model = _require_reconstruction(run.model)
+        if not isinstance(model := run.model, ReconstructionModel):
+            raise NotApplicable(f"{type(model).__name__} has no decoder to pixels")
         entries = crop_squares(run.cfg, files)
         torch.manual_seed(0)  # so that every run has the same random masks
         with torch.no_grad():
@@ -121,16 +121,13 @@ def draw_reconstructions(runs: Sequence[Run], options: FigureOptions) -> Figure:
     )
 
 
-def _require_reconstruction(model: nn.Module) -> ReconstructionModel:
-    if not isinstance(model, ReconstructionModel):
-        raise NotApplicable(f"{type(model).__name__} has no decoder to pixels")
-    return model
-
-
 def _draw_grid(label: str, made: Reconstructions) -> Image:
     """Draws one row per image, with the columns of ``made.columns``."""
+    # At least 160 pixels wide, without smoothing.
+    factor = max(1, -(-160 // len(next(iter(made.columns.values()))[0])))
     rows = [
-        list(map(plotting.enlarge, images)) for images in zip(*made.columns.values(), strict=True)
+        [image.repeat(factor, axis=0).repeat(factor, axis=1) for image in images]
+        for images in zip(*made.columns.values(), strict=True)
     ]
     chart = plotting.plot_grid(rows, column_names=list(made.columns), note=made.note)
     caption = f"{label}: images, visible parts, and predictions.".removeprefix(": ")
@@ -224,16 +221,11 @@ def plot_histograms(found: Mapping[str, _Correlation], name: str) -> Chart:
     return figure
 
 
-def _find_encoder(model: nn.Module) -> Backbone:
-    """Returns a model's encoder, without the feature pyramid, or raises ``NotApplicable``."""
-    backbone = get_backbone(model)
-    if backbone is None:
-        raise NotApplicable(f"{type(model).__name__} has no backbone")
-    return get_encoder(backbone)
-
-
 def _correlate(run: Run, wanted: str | None, files: Sequence[str], size: int) -> _Correlation:
-    encoder = _find_encoder(run.model)
+    backbone = get_backbone(run.model)
+    if backbone is None:
+        raise NotApplicable(f"{type(run.model).__name__} has no backbone")
+    encoder = get_encoder(backbone)
     if wanted is None and run.kind != "detector":
         name = cast(FixedSizeModel, run.model).in_feature
     else:  # by default, the coarsest feature map of a detector

@@ -238,7 +238,7 @@ def _build_review(models: Models, pools: Pools, folder: Path) -> None:
                 back = gr.Button("Back (B)", elem_id="back")
 
     def select(name: str, number: int, label: str) -> tuple[Any, ...]:
-        weights = None if label == _NO_DETECTOR else models.get_weights(label)
+        weights = None if label == _NO_DETECTOR else models.places[label]
         return show(pools.select(name, number, weights))
 
     def show(review: Review) -> tuple[Any, ...]:

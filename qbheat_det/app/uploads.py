@@ -130,14 +130,15 @@ _KINDS: dict[str, Kind] = {"detection": "detector", "pretraining": "pretraining"
 class Models:
     """The models that the page offers: those on the command line and those in the model zoo.
 
-    ``kinds`` maps the display name of each model to its kind, with the user's own models first.
+    ``kinds`` maps the display name of each model to its kind, with the user's own models first, and
+    ``places`` to the path or address of its weights.
     Models are opened at first use, and the last two of each kind stay open.
     """
 
     def __init__(self, weights: Sequence[str] = (), *, device: str | None = None) -> None:
         """``weights`` are files, folders of runs or model zoo names, see ``serve``."""
         self.kinds: dict[str, Kind] = {}
-        self._places: dict[str, str] = {}
+        self.places: dict[str, str] = {}
         self._device = device
         for name in weights:
             if Path(name).exists():
@@ -157,22 +158,18 @@ class Models:
         """Returns the display names of the detectors."""
         return [label for label, kind in self.kinds.items() if kind == "detector"]
 
-    def get_weights(self, label: str) -> str:
-        """Returns the path or address of a model's weights. ``label`` is its display name."""
-        return self._places[label]
-
     def _add_entry(self, name: str) -> None:
         entry = find_entry(name)
         self._add(entry.name, get_address(entry.name), _KINDS.get(entry.task, "classifier"))
 
     def _add(self, label: str, place: str, kind: Kind) -> None:
         self.kinds.setdefault(label, kind)
-        self._places.setdefault(label, place)
+        self.places.setdefault(label, place)
 
     def _open_detector(self, label: str) -> Detector:
-        detector = load(self._places[label], device=self._device)
+        detector = load(self.places[label], device=self._device)
         assert isinstance(detector, Detector)
         return detector
 
     def _open_run(self, label: str) -> Run:
-        return Run.open(self._places[label], label=label, device=self._device)
+        return Run.open(self.places[label], label=label, device=self._device)

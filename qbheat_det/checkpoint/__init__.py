@@ -11,7 +11,6 @@ from .run_config import (
     holds_encoder,
     load_embedded_config,
     load_run_config,
-    refuse_encoder,
 )
 from .weights_file import (
     WeightsInfo,
@@ -29,5 +28,5 @@ __all__ = [
     "bare_backbone", "check_exact", "check_weights_file", "choose_device", "class_names_of",
     "find_weights", "fit_weights", "holds_backbone_alone", "holds_encoder", "info_of",
     "load_embedded_config", "load_run_config", "local_weights", "read_weights",
-    "refuse_encoder", "save_weights",
+    "save_weights",
 ]  # fmt: skip

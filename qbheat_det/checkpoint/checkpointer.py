@@ -84,12 +84,7 @@ class SafeCheckpointer(DetectionCheckpointer):
         self.logger.info("Saving checkpoint to %s", path)
         remove_leftovers(self.save_dir)
         write_atomically(path, lambda stream: torch.save(content, stream))
-        self.tag_last_checkpoint(path.name)
-
-    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Sets the name of the checkpoint from which ``resume_or_load`` resumes."""
-        tag = Path(self.save_dir) / "last_checkpoint"
-        write_atomically(tag, last_filename_basename.encode())
+        write_atomically(path.with_name("last_checkpoint"), path.name.encode())
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Loads a file into the model; an empty path loads nothing.

@@ -23,6 +23,7 @@ from torch import Tensor
 from qbheat_det.config import get_cfg
 from qbheat_det.config.loading import check_timm_name
 from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import check_output
 from qbheat_det.core.text import one_line
 
 from .matching import fit_weights, strip_wrappers
@@ -88,10 +89,7 @@ def convert_weights(
     Raises:
         UserError: a file cannot be read or written, or the weights are of a different network.
     """
-    if output.suffix != ".safetensors":
-        raise UserError(f"'{output}' is not a valid output file: its name must end in .safetensors")
-    if output.exists() and not overwrite:
-        raise UserError(f"'{output}' exists: name another file, or add --overwrite")
+    check_output(output, ".safetensors", overwrite=overwrite)
     if to not in FORMATS:
         raise UserError(
             f"'{to}' is no encoder to convert weights for, expected one of {', '.join(FORMATS)}; "

@@ -85,7 +85,11 @@ def fit_weights(
     """
     skipped = tuple(child for child in skip if any(_is_of(child, key) for key in stored))
     stored = {k: t for k, t in stored.items() if not any(_is_of(child, k) for child in skipped)}
-    check_finite(stored, file)
+    for name, tensor in stored.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(
+                f"'{file}': '{name}' contains NaN or infinity, as after a run that diverged"
+            )
     change = compare_classes(old_classes, classes, file=file)
     names = match_names(model_state, stored, file=file, private=private)
     fitting, groups = _fill(model_state, {name: stored[key] for key, name in names.items()}, change)
@@ -192,15 +196,6 @@ def _find_groups(names: Collection[str]) -> dict[str, str]:
         name: above if group == "backbone" and not name.startswith(BELOW_FPN) else group
         for name, group in groups.items()
     }
-
-
-def check_finite(tensors: Mapping[str, Tensor], file: str) -> None:
-    """Raises a ``UserError`` that names the first tensor with NaN or infinity."""
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(
-                f"'{file}': '{name}' contains NaN or infinity, as after a run that diverged"
-            )
 
 
 def _is_of(child: str, name: str) -> bool:

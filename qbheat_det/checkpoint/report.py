@@ -51,11 +51,6 @@ class GroupReport:
         """Whether the file has no tensor for this part."""
         return not self.num_loaded and not self.mismatched
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every tensor of the part is taken from the file."""
-        return self.num_loaded == self.num_tensors
-
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -115,7 +110,7 @@ def check_complete(report: LoadReport, *, allow_partial: bool = False) -> None:
     """
     problems = report.find_errors(new_parts=True)
     errors = "; ".join([*problems, *filter(None, [report.note])])
-    has_full_part = any(group.is_full and not group.is_new for group in report.groups.values())
+    has_full_part = any(0 < one.num_loaded == one.num_tensors for one in report.groups.values())
     is_little = 2 * report.num_loaded < report.num_stored and not has_full_part
     if is_little or not report.num_loaded:
         raise UserError(

@@ -134,16 +134,6 @@ def holds_encoder(weights: str) -> bool:
     return holds_backbone_alone(weights) or bool(info and not info.class_names)
 
 
-def refuse_encoder(weights: str) -> None:
-    """Raises a ``UserError`` if a file has only a backbone, without a head and class names."""
-    info = info_of(weights)
-    if info and not (info.class_names or bare_backbone(read_weights(weights)[0])):
-        raise UserError(
-            f"'{weights}' is an encoder, which predicts neither boxes nor classes: train a "
-            "detector or a classifier on it, or write it with qbheat export --backbone"
-        )
-
-
 def _refuse_pickles(cfg: CfgNode, where: str, opts: Sequence[str]) -> None:
     for key in _UNPICKLED:
         group, name = key.split(".")

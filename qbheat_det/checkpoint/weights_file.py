@@ -93,8 +93,6 @@ class WeightsInfo:
         keys = ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP")
         name = str(self.value_of(keys[0]))
         name = str(self.value_of(keys[1])) if name == "build_fpn_backbone" else name
-        if name == "TimmBackbone":
-            return str(self.value_of("MODEL.TIMM.NAME"))
         return name.removeprefix(TIMM_PREFIX) if name.startswith(TIMM_PREFIX) else ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from .loading import (
     at_least,
     check_values,
     dump_config,
-    find_config,
     find_memory_format,
     get_config_path,
     load_config,
@@ -17,7 +16,7 @@ from .loading import (
 )
 
 __all__ = [
-    "Rules", "add_qbheat_config", "at_least", "check_values", "dump_config", "find_config",
+    "Rules", "add_qbheat_config", "at_least", "check_values", "dump_config",
     "find_memory_format", "get_cfg", "get_config_path", "load_config", "one_of",
     "refuse_bad_values", "with_values",
 ]  # fmt: skip

@@ -53,9 +53,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         "TOP_LEVELS": 3,
     },
     "MODEL.TIMM": {
-        # Model for MODEL.BACKBONE.NAME "TimmBackbone". The name "timm:resnet18" there sets both.
-        "NAME": "resnet18",
-        "OUT_FEATURES": ["s8", "s16"],  # feature maps, named by stride
+        "OUT_FEATURES": ["s8", "s16"],  # feature maps of "timm:…", named by stride
     },
     "MODEL.MF_DETR": {
         "NUM_CLASSES": 80,
@@ -187,10 +185,6 @@ _KEYS: dict[str, dict[str, Any]] = {
         # Number of locations that learn from the teacher (those with its highest scores), divided
         # by the number of locations that belong to objects in the labelled images.
         "TOP_RATIO": 2.0,
-        # Strong views of cached features have these shares of channels and area set to zero. Strong
-        # views of images have the color jitter and blur of MoCo v2, and erased parts.
-        "DROP_CHANNELS": 0.2,
-        "ERASE": 0.2,
     },
     "MODEL.CACHE_FEATURES": {
         # Encode every view once before training, and train the head on the stored features. The
@@ -313,8 +307,11 @@ RETIRED: dict[str, object] = {
     "MODEL.MF_DETR.QUERY_SELECTION.WEIGHT": 1.0,
     "MODEL.QB_HEAT.DECODER_MLP_RATIO": 4.0,
     "MODEL.QB_HEAT.LOSS_ON": "masked",
+    "MODEL.SEMI.DROP_CHANNELS": 0.2,
+    "MODEL.SEMI.ERASE": 0.2,
     "MODEL.SEMI.TOP_SHARE": 0.01,
     "MODEL.TEACHER.FINER": [],
+    "MODEL.TIMM.NAME": "resnet18",
     "SOLVER.CHECKPOINT_URL": "",
     "SOLVER.COMPILE": False,
     "SOLVER.EMA.WARMUP": True,

@@ -28,7 +28,7 @@ Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_DEPTH = 100  # largest depth of nested values in YAML
 # Groups whose removed keys change the tensors or the losses of a model.
-_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
+_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.", "MODEL.TIMM.")
 _COMMAND_LINE = "command line"  # the source of overrides in messages
 
 # Maps keys whose unit is epochs to Detectron2's keys in iterations, which are computed from them.
@@ -45,40 +45,27 @@ Rules = Mapping[str, tuple[Callable[[Any], object], str]]
 """Maps a key to a function that checks its value, and a text about the expected values."""
 
 
-def get_config_path(name: str) -> str:
-    """Returns the path of a config that is shipped with the package.
+def get_config_path(name: str | os.PathLike[str]) -> str:
+    """Returns the path of a config file, or of a config that is shipped with the package.
 
     Args:
-        name: path below ``configs/``, such as ``"coco/mf_detr_211_285M_probe.yaml"``.
-
-    Raises:
-        UserError: there is no such file; the message names similar files.
-    """
-    # The folder is inside the package in a wheel, and next to it in a checkout.
-    roots = [_PACKAGE / "configs", _PACKAGE.parent / "configs"]
-    for root in roots:
-        if (root / name).is_file():
-            return str(root / name)
-    known = sorted({str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")})
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:3]
-    raise UserError(f"no config named '{name}'; did you mean {', '.join(near)}?")
-
-
-def find_config(path: str | os.PathLike[str]) -> str:
-    """Returns the path of a config file, or of a shipped config.
-
-    Args:
-        path: path of a file, or name as for ``get_config_path``, with or without ``configs/``.
+        name: path of a file, or of a shipped config below ``configs/``, such as
+            ``"coco/mf_detr_211_285M_probe.yaml"``, with or without ``configs/``.
 
     Raises:
         UserError: there is no such file; the message names shipped configs with similar names.
     """
-    if Path(path).is_file():
-        return str(path)
-    try:
-        return get_config_path(os.fspath(path).removeprefix("configs/"))
-    except UserError as error:
-        raise UserError(f"config file '{path}' does not exist, and {error}") from None
+    if Path(name).is_file():
+        return str(name)
+    short = os.fspath(name).removeprefix("configs/")
+    # The folder is inside the package in a wheel, and next to it in a checkout.
+    roots = [_PACKAGE / "configs", _PACKAGE.parent / "configs"]
+    for root in roots:
+        if (root / short).is_file():
+            return str(root / short)
+    known = sorted({str(path.relative_to(root)) for root in roots for path in root.rglob("*.yaml")})
+    near = difflib.get_close_matches(short, known, n=3, cutoff=0.3) or known[:3]
+    raise UserError(f"config file '{name}' does not exist; did you mean {', '.join(near)}?")
 
 
 def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] = ()) -> CfgNode:
@@ -88,7 +75,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
     is used. The order of sources is ``_BASE_``, the file, ``opts``.
 
     Args:
-        path: YAML file or name of a shipped config, see ``find_config``; None for the defaults.
+        path: YAML file or name of a shipped config, see ``get_config_path``; None for the defaults.
             Python tags in the file are refused.
         opts: alternating keys and values, as after the flags of ``tools/train_net.py``.
 
@@ -97,7 +84,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
             has the wrong type; or a timm model does not exist.
     """
     cfg = get_cfg()
-    layers = [] if path is None else _read_layers(Path(find_config(path)))
+    layers = [] if path is None else _read_layers(Path(get_config_path(path)))
     if len(opts) % 2:
         raise UserError(f"overrides are KEY VALUE pairs, but '{opts[-1]}' has no partner")
     layers.append((_COMMAND_LINE, dict(zip(opts[::2], opts[1::2], strict=True))))

@@ -93,6 +93,15 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise _refuse(target, error) from error
 
 
+def check_output(output: Path, suffix: str, *, overwrite: bool) -> None:
+    """Raises a ``UserError`` if ``output`` has another suffix, exists or cannot be written."""
+    if output.suffix.lower() != suffix:
+        raise UserError(f"--output '{output}' must end in {suffix}")
+    if output.exists() and not overwrite:
+        raise UserError(f"'{output}' exists: choose another name, or pass --overwrite")
+    check_writable(output)
+
+
 def _refuse(target: Path, error: OSError) -> UserError:
     reason = _ADVICE.get(error.errno or 0, error.strerror or str(error))
     return UserError(f"cannot write '{target}': {reason} (an existing file is unchanged)")

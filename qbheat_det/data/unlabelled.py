@@ -28,6 +28,7 @@ from .mappers.crops import BLUR_SIGMA, JITTER, ColourChange
 
 logger = logging.getLogger(__name__)
 _GREY = 127
+_DROPPED, _ERASED = 0.2, 0.2  # noise on cached features: shares of channels and of the area
 
 
 def build_strong_colours(pixel_format: str) -> ColourChange:
@@ -43,34 +44,25 @@ def build_strong_colours(pixel_format: str) -> ColourChange:
     return ColourChange(v2.Compose(changes), pixel_format)
 
 
-@dataclass(frozen=True)
-class FeatureNoise:
-    """Sets random channels and one rectangle of feature maps (C, h, w) to zero.
+def add_noise(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sets a fifth of the channels and one rectangle of feature maps (C, h, w) to zero.
 
+    The remaining channels are scaled up. All maps have the same rectangle, a fifth of the image.
     Tokens do not change.
-
-    Attributes:
-        drop_channels: probability that a channel is dropped. The remaining channels are scaled up.
-        erase: area of the rectangle as a share of the image. All maps have the same rectangle.
     """
-
-    drop_channels: float
-    erase: float
-
-    def __call__(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        whole = torch.empty(1, 1000, 1000, device="meta")
-        area = (self.erase, self.erase)
-        top, left, tall, wide, _ = RandomErasing.get_params(whole, area, (0.5, 2.0), [0.0])
-        noisy = {}
-        for name, values in features.items():
-            if values.ndim == 3:
-                values = F.dropout2d(values[None], self.drop_channels)[0].clone()
-                height, width = values.shape[1:]
-                rows = slice(top * height // 1000, (top + tall) * height // 1000)
-                columns = slice(left * width // 1000, (left + wide) * width // 1000)
-                values[:, rows, columns] = 0
-            noisy[name] = values
-        return noisy
+    whole = torch.empty(1, 1000, 1000, device="meta")
+    area = (_ERASED, _ERASED)
+    top, left, tall, wide, _ = RandomErasing.get_params(whole, area, (0.5, 2.0), [0.0])
+    noisy = {}
+    for name, values in features.items():
+        if values.ndim == 3:
+            values = F.dropout2d(values[None], _DROPPED)[0].clone()
+            height, width = values.shape[1:]
+            rows = slice(top * height // 1000, (top + tall) * height // 1000)
+            columns = slice(left * width // 1000, (left + wide) * width // 1000)
+            values[:, rows, columns] = 0
+        noisy[name] = values
+    return noisy
 
 
 @dataclass(frozen=True)
@@ -79,28 +71,25 @@ class StrongViews:
 
     mapper: Mapper
     colours: ColourChange
-    noise: FeatureNoise
 
     def __call__(self, dataset_dict: dict[str, Any]) -> dict[str, Any] | DataError | None:
         entry = self.mapper(dataset_dict)
         if not isinstance(entry, dict):
             return entry
-        strong = self.noise(entry["features"]) if "features" in entry else None
+        strong = add_noise(entry["features"]) if "features" in entry else None
         return {**entry, STRONG: strong or self.colours(entry["image"])}
 
 
 def build_strong_views(cfg: CfgNode, mapper: Mapper) -> StrongViews:
     """Builds a ``StrongViews`` from ``MODEL.SEMI``, whose values are checked."""
     keys = cfg.MODEL.SEMI
-    for name in ("DROP_CHANNELS", "ERASE", "BURN_IN"):
-        if not 0 <= keys[name] < 1:
-            raise UserError(f"MODEL.SEMI.{name} is {keys[name]}, but must be from 0 to below 1")
+    if not 0 <= keys.BURN_IN < 1:
+        raise UserError(f"MODEL.SEMI.BURN_IN is {keys.BURN_IN}, but must be from 0 to below 1")
     if keys.RATIO < 1 or not min(keys.WEIGHT, keys.TOP_RATIO) > 0:
         raise UserError(
             "MODEL.SEMI.RATIO must be at least 1; MODEL.SEMI.WEIGHT and TOP_RATIO must be positive"
         )
-    colours = build_strong_colours(cfg.INPUT.FORMAT)
-    return StrongViews(mapper, colours, FeatureNoise(keys.DROP_CHANNELS, keys.ERASE))
+    return StrongViews(mapper, build_strong_colours(cfg.INPUT.FORMAT))
 
 
 def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

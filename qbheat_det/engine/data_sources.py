@@ -38,17 +38,13 @@ logger = logging.getLogger(__name__)
 
 _MAX_TRIED = 10  # consecutive unreadable images before a position is skipped
 
-CUSTOM_TRAIN, CUSTOM_VAL = "custom_train", "custom_val"
-CUSTOM_IMAGES, CUSTOM_VAL_IMAGES = "custom_images", "custom_val_images"
-CUSTOM_UNLABELLED = "custom_unlabelled"
-LABELLED_TRAIN, LABELLED_VAL = "custom_labelled_train", "custom_labelled_val"
-
 # Names of the training and validation set, by job.
 _SETS = {
-    "boxes": (CUSTOM_TRAIN, CUSTOM_VAL),
-    "images": (CUSTOM_IMAGES, CUSTOM_VAL_IMAGES),
-    "classes": (LABELLED_TRAIN, LABELLED_VAL),
+    "boxes": ("custom_train", "custom_val"),
+    "images": ("custom_images", "custom_val_images"),
+    "classes": ("custom_labelled_train", "custom_labelled_val"),
 }
+_UNLABELLED = "custom_unlabelled"
 # Config keys that flags set.
 _KEYS = {
     "data": "DATASETS.TRAIN",
@@ -57,7 +53,7 @@ _KEYS = {
     "val_images": "DATASETS.TEST",
     "unlabelled": "DATASETS.UNLABELLED",
 }
-CUSTOM_SETS = (*(name for pair in _SETS.values() for name in pair), CUSTOM_UNLABELLED)
+CUSTOM_SETS = (*(name for pair in _SETS.values() for name in pair), _UNLABELLED)
 
 
 def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
@@ -90,8 +86,8 @@ def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
         raise UserError(f"'{flags.data}' has images of one class, '{only[0]}'")
     if flags.unlabelled:
         folders = list(map(os.path.abspath, flags.unlabelled))
-        register_source(CUSTOM_UNLABELLED, {"image_folders": folders, "labelled": False})
-        data.UNLABELLED = (CUSTOM_UNLABELLED,)
+        register_source(_UNLABELLED, {"image_folders": folders, "labelled": False})
+        data.UNLABELLED = (_UNLABELLED,)
 
 
 def _register_sources(

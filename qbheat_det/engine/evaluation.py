@@ -77,11 +77,8 @@ class Evaluation:
 
     def _evaluate(self, name: str, model: nn.Module) -> dict[str, Any]:
         if name not in self._parts:
-            classifies = self._cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
-            self._parts[name] = (
-                self._build_loader(self._cfg, name),
-                build_evaluator(self._cfg, name, classifies=classifies),
-            )
+            loader = self._build_loader(self._cfg, name)
+            self._parts[name] = loader, build_evaluator(self._cfg, name)
         loader, evaluator = self._parts[name]
         title, hidden = f"evaluating on {name}", not is_interactive()
         images = tqdm(loader, desc=title, unit="batch", leave=False, delay=1, disable=hidden)

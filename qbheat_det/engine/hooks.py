@@ -5,8 +5,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ from detectron2.engine import HookBase
 from detectron2.evaluation.testing import flatten_results_dict
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from qbheat_det.core.environment import keep_freed_memory, return_freed_memory
@@ -71,22 +69,6 @@ def save_checkpoint(run: TrainingRun) -> None:
     run.save("model_final")
 
 
-@contextmanager
-def step_before(run: TrainingRun) -> Iterator[None]:
-    """Context manager that lowers ``run.iter`` by one, to that of the last completed step."""
-    run.iter -= 1
-    try:
-        yield
-    finally:
-        run.iter += 1
-
-
-def build_average(cfg: CfgNode, model: nn.Module) -> ModelEmaV3 | None:
-    """Returns timm's moving average of a model and its buffers, or None if it is disabled."""
-    keys = cfg.SOLVER.EMA
-    return ModelEmaV3(model, decay=keys.DECAY, use_warmup=True) if keys.ENABLED else None
-
-
 class EvalHook(HookBase):
     """Evaluates periodically and after the last step, and exports the best weights so far.
 
@@ -134,9 +116,12 @@ class EvalHook(HookBase):
     def before_train(self) -> None:
         """Runs the evaluation that was skipped or failed before the run was resumed."""
         if self.is_owed:
-            with step_before(self.trainer):
+            self.trainer.iter -= 1  # the last completed step
+            try:
                 self._run()
                 save_checkpoint(self.trainer)
+            finally:
+                self.trainer.iter += 1
 
     def after_step(self) -> None:
         """Evaluates if an evaluation is due and there are test sets."""

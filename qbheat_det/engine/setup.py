@@ -74,7 +74,9 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     check_start(cfg, args)
     if cfg.MODEL.CACHE_FEATURES.ENABLED and not args.eval_only:
         check_cacheable(cfg)
-    _choose_device(cfg, is_given="MODEL.DEVICE" in given)
+    needs_gpu = cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available()
+    falls_back = needs_gpu and "MODEL.DEVICE" not in given
+    cfg.MODEL.DEVICE = "cpu" if falls_back else choose_device(cfg.MODEL.DEVICE)
     if cfg.MODEL.WEIGHTS:
         check_weights_file(cfg.MODEL.WEIGHTS)
     use_data_flags(cfg, args)  # before a seed is drawn, so that the split does not depend on it
@@ -88,7 +90,10 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
         use_classes_of_folders(cfg, eval_only=args.eval_only, resume=args.resume)
     elif labelled:
         use_classes_of(cfg, labelled[0])
-    _check_num_classes(cfg, given)
+    num_classes = len(cfg.MODEL.CLASS_NAMES)
+    for key, value in given.items() if num_classes else ():
+        if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
+            raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
     if comm.is_main_process():
         _check_content(cfg, labelled)
     cfg.freeze()
@@ -165,18 +170,6 @@ def use_classes_of(cfg: CfgNode, dataset_name: str) -> None:
     model = cfg.MODEL
     for node in (model.MF_DETR, model.RETINANET, model.FCOS, model.ROI_HEADS):
         node.NUM_CLASSES = len(names)
-
-
-def _check_num_classes(cfg: CfgNode, given: dict[str, str]) -> None:
-    num_classes = len(cfg.MODEL.CLASS_NAMES)
-    for key, value in given.items() if num_classes else ():
-        if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
-            raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
-
-
-def _choose_device(cfg: CfgNode, *, is_given: bool) -> None:
-    needs_gpu = cfg.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available()
-    cfg.MODEL.DEVICE = "cpu" if needs_gpu and not is_given else choose_device(cfg.MODEL.DEVICE)
 
 
 def _check_datasets(cfg: CfgNode, *, eval_only: bool) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from detectron2.utils import comm
+from timm.utils import ModelEmaV3
 from torch import nn
 
 from qbheat_det.checkpoint import (
@@ -50,7 +51,6 @@ from .hooks import (
     EvalHook,
     PeriodicCheckpointer,
     SkippedImages,
-    build_average,
     keep_memory,
 )
 from .launch import distribute
@@ -88,7 +88,9 @@ class Trainer(DefaultTrainer):
         if self.cfg.MODEL.DEVICE == "cpu":
             speed_up_depthwise(self.bare_model)
         optimizer = build_optimizer(self.cfg, self.bare_model)
-        self._average = build_average(self.cfg, self.bare_model)
+        self._average, keys = None, self.cfg.SOLVER.EMA
+        if keys.ENABLED:
+            self._average = ModelEmaV3(self.bare_model, decay=keys.DECAY, use_warmup=True)
         self._mean_teacher = None
         if self._average and self.cfg.DATASETS.UNLABELLED:
             self._mean_teacher = MeanTeacher(self._average.module, precision=precision)

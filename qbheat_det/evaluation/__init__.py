@@ -18,7 +18,7 @@ from detectron2.evaluation import COCOEvaluator, DatasetEvaluator, coco_evaluati
 from detectron2.utils import comm
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import TiledEvaluator
+from qbheat_det.data import MAPPERS_OF_CLASSES, TiledEvaluator
 
 from .classification import (
     ClassificationEvaluator,
@@ -35,16 +35,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def build_evaluator(
-    cfg: CfgNode, dataset_name: str, *, classifies: bool = False
-) -> DatasetEvaluator:
-    """Builds the evaluator of a registered dataset. Raises a ``UserError`` if there is none.
-
-    If the dataset has no boxes, ``classifies`` selects accuracy instead of the held-out loss.
-    """
+def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
+    """Builds the evaluator of a registered dataset. Raises a ``UserError`` if there is none."""
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     output_dir = os.path.join(cfg.OUTPUT_DIR, "inference", dataset_name)
-    if kind == "reconstruction" and classifies:
+    if kind == "reconstruction" and cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES:
         names = cfg.MODEL.CLASS_NAMES
         return ClassificationEvaluator(dataset_name, class_names=names, output_dir=output_dir)
     if kind == "reconstruction":

@@ -28,10 +28,10 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import with_values
 from qbheat_det.core.environment import quiet
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import check_writable, write_atomically
+from qbheat_det.core.files import check_output, write_atomically
 from qbheat_det.data import load_image_folders
 from qbheat_det.inference.exported import METADATA_KEY, ExportedModel, Images
-from qbheat_det.inference.images import UnreadableImage, find_inputs, read_bgr
+from qbheat_det.inference.images import UnreadableImage, find_inputs, read_rgb
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from qbheat_det.probing.features import (
@@ -88,7 +88,7 @@ def export_model(
         UserError: the model or the weights cannot be exported, or the file does not agree with
             PyTorch. Then nothing is written.
     """
-    _check_output(output, ".onnx", overwrite=overwrite)
+    check_output(output, ".onnx", overwrite=overwrite)
     cfg = with_values(cfg, ON_CPU)
     examples, source = read_images(cfg, images)
     calibration = read_images(cfg, int8_images, number=_NUM_CALIBRATION)[0] if int8_images else []
@@ -133,12 +133,12 @@ def read_images(
     images: list[Images] = []
     for file in files[:: max(1, len(files) // number)][:number]:
         try:
-            images.append(read_bgr(file))
+            images.append(read_rgb(file))
         except UnreadableImage as error:
             logger.warning("Skipping '%s': %s", file, error.reason)
     if not images:
         raise UserError(f"no image of {source} can be read: name others with --images")
-    if cfg.INPUT.FORMAT == "RGB":
+    if cfg.INPUT.FORMAT != "RGB":
         images = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
     return images, f"{len(images)} images of {source}"
 
@@ -295,7 +295,7 @@ def export_backbone(
     Raises:
         UserError: the weights have no backbone or cannot be read, or ``output`` cannot be written.
     """
-    _check_output(output, ".safetensors", overwrite=overwrite)
+    check_output(output, ".safetensors", overwrite=overwrite)
     weights = find_weights(weights)
     state, info = read_weights(weights)
     names = bare_backbone(state)
@@ -320,11 +320,3 @@ def export_backbone(
     )
     save_weights(str(output), tensors, info)
     return len(tensors), num_used
-
-
-def _check_output(output: Path, suffix: str, *, overwrite: bool) -> None:
-    if output.suffix.lower() != suffix:
-        raise UserError(f"--output '{output}' must end in {suffix}")
-    if output.exists() and not overwrite:
-        raise UserError(f"'{output}' exists: choose another name, or pass --overwrite")
-    check_writable(output)

@@ -100,8 +100,10 @@ class TeacherFeatures:
         the disk is too small.
         """
         if isinstance(stream.mapper, FixedViews):
-            views = self._train_views(stream, stream.mapper)
-            store = self._make("training set", views, is_train=True)
+            # The student's views in the teacher's image size.
+            mapper = build_mapper(self._cfg, is_train=True)
+            views = FixedViews(mapper, stream.mapper.count, stream.mapper.seed)
+            store = self._make("training set", AllViews(stream.dataset, views), is_train=True)
             flips = self._cfg.INPUT.RANDOM_FLIP == "horizontal"
             stream.mapper = TargetViews(stream.mapper, store, flips=flips)
         for name in self._cfg.DATASETS.TEST:
@@ -115,18 +117,13 @@ class TeacherFeatures:
 
     def _prepare_test_set(self, name: str) -> None:
         if name not in self._tests:
-            store = self._make(f"test set '{name}'", self._test_views(name), is_train=False)
-            views = FixedViews(build_mapper(self._student_cfg, is_train=False), count=1)
-            self._tests[name] = TargetViews(views, store, flips=False)
-
-    def _test_views(self, name: str) -> AllViews:
-        views = FixedViews(build_mapper(self._cfg, is_train=False), count=1)
-        return AllViews(number_records(DatasetCatalog.get(name)), views)
-
-    def _train_views(self, stream: TrainStream, views: FixedViews) -> AllViews:
-        """Returns the student's views in the teacher's image size."""
-        mapper = build_mapper(self._cfg, is_train=True)
-        return AllViews(stream.dataset, FixedViews(mapper, views.count, views.seed))
+            student, teacher = (
+                FixedViews(build_mapper(cfg, is_train=False), count=1)
+                for cfg in (self._student_cfg, self._cfg)
+            )
+            every = AllViews(number_records(DatasetCatalog.get(name)), teacher)
+            store = self._make(f"test set '{name}'", every, is_train=False)
+            self._tests[name] = TargetViews(student, store, flips=False)
 
     def _make(self, title: str, views: AllViews, *, is_train: bool) -> FeatureStore:
         cfg = self._cfg

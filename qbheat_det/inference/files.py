@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -95,16 +94,12 @@ def predict_files(
         predictor, files, cfg, score_threshold=score_threshold, output_dir=output, tile=tile
     )
     if json_file:
-        _write_boxes(found, cfg, json_file, json_format)
+        names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
+        if not ids:
+            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
+        content = render_annotations(found.results, found.images, names, ids, json_format)
+        write_atomically(json_file, json.dumps(content).encode())
     return found
-
-
-def _write_boxes(found: Predictions, cfg: CfgNode, path: Path, json_format: Format) -> None:
-    names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
-    if not ids:
-        print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
-    content = render_annotations(found.results, found.images, names, ids, json_format)
-    write_atomically(path, json.dumps(content).encode())
 
 
 def open_weights(
@@ -214,23 +209,20 @@ def name_outputs(files: Sequence[InputFile]) -> list[Path]:
 def classify_images(
     score: Callable[[str | Path], Scores], files: Sequence[InputFile], class_names: Sequence[str]
 ) -> Predictions:
-    """Classifies images with a function from paths to scores (K,). Skips unreadable files."""
+    """Classifies images with a function from paths to scores (K,). Skips unreadable files.
+
+    The results have the five classes with the highest scores. Without ``class_names``, the name of
+    a class is its index.
+    """
     found = Predictions()
     for file in tqdm(files, unit="image", desc="classifying", disable=None):
         with _skip_unreadable(found, file):
             if file.is_video:
                 raise UnreadableImage(file.path, "a classifier takes images, not videos")
-            classes = find_likeliest(score(file.path), class_names)
+            scores = score(file.path)
+            classes = [
+                {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
+                for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
+            ]
             found.results.append({"file_name": file.name, "classes": classes})
     return found
-
-
-def find_likeliest(scores: Scores, class_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns a dict with "name" and "score" for each of the five classes with the highest scores.
-
-    Without ``class_names``, the name is the class index. ``scores`` is (K,).
-    """
-    return [
-        {"name": class_names[k] if class_names else str(k), "score": float(scores[k])}
-        for k in np.argsort(-scores, kind="stable")[:_TOP_CLASSES].tolist()
-    ]

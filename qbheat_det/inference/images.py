@@ -173,11 +173,6 @@ def read_rgb(picture: Picture) -> Image:
     return np.array(picture)
 
 
-def read_bgr(path: str | Path) -> Image:
-    """Reads an image like ``read_rgb``, but with channels in BGR order as in Detectron2."""
-    return read_rgb(path)[:, :, ::-1]
-
-
 def run_by_shape(
     items: Sequence[T], run: Callable[[list[T]], Sequence[R]], key: Callable[[T], Sequence[int]]
 ) -> list[R]:

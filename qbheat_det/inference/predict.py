@@ -25,7 +25,6 @@ from qbheat_det.checkpoint import (
     info_of,
     load_run_config,
     local_weights,
-    refuse_encoder,
 )
 from qbheat_det.config import get_cfg, with_values
 from qbheat_det.core.errors import UserError
@@ -85,7 +84,12 @@ def build_predictor(cfg: CfgNode) -> BatchPredictor:
 
     Raises a ``UserError`` if the weights cannot be read or do not match the model.
     """
-    refuse_encoder(cfg.MODEL.WEIGHTS)
+    info = info_of(cfg.MODEL.WEIGHTS)
+    if info and not info.class_names and holds_backbone_alone(cfg.MODEL.WEIGHTS):
+        raise UserError(
+            f"'{cfg.MODEL.WEIGHTS}' is an encoder, which predicts neither boxes nor classes: train "
+            "a detector or a classifier on it, or write it with qbheat export --backbone"
+        )
     unloaded = with_values(cfg, {"MODEL.WEIGHTS": "", "MODEL.DEPLOY.ENABLED": False})
     predictor = BatchPredictor(unloaded)
     checkpointer = ExactCheckpointer(predictor.model, class_names=cfg.MODEL.CLASS_NAMES)

@@ -95,12 +95,6 @@ class Detections:
         names, indices = self.class_names, self.instances.pred_classes.tolist()
         return [names[index] if names else str(index) for index in indices]
 
-    @property
-    def label_ids(self) -> list[int]:
-        """The category id of each box. If ``category_ids`` is empty, it is the class index + 1."""
-        ids, indices = self.category_ids, self.instances.pred_classes.tolist()
-        return [ids[index] if ids else index + 1 for index in indices]
-
     def select(self, threshold: float, classes: Sequence[str] = ()) -> "Detections":
         """Returns the boxes with a score of at least ``threshold``, optionally of some classes."""
         keep = self.instances.scores >= threshold
@@ -129,9 +123,15 @@ class Detections:
             raise UserError(f"cannot write '{path}': {error}") from error
 
     def to_coco(self, image_id: int = 1) -> list[dict[str, Any]]:
-        """Returns one dict per box, in COCO's results format."""
+        """Returns one dict per box, in COCO's results format.
+
+        If ``category_ids`` is empty, the category id is the class index + 1.
+        """
         found: list[dict[str, Any]] = instances_to_coco_json(self.instances, image_id)
-        return [{**box, "category_id": id_} for box, id_ in zip(found, self.label_ids, strict=True)]
+        for box in found:
+            index = box["category_id"]
+            box["category_id"] = self.category_ids[index] if self.category_ids else index + 1
+        return found
 
 
 @dataclass

@@ -109,11 +109,6 @@ class ZooEntry:
         )
 
 
-def file_of(name: str) -> str:
-    """Returns the file name of the entry ``name``."""
-    return name.replace("/", "-") + ".safetensors"
-
-
 @functools.lru_cache(maxsize=4)  # each address is looked up in it
 def _parse_index(text: str) -> tuple[ZooEntry, ...]:
     content = json.loads(text)

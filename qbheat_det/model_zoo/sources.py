@@ -147,23 +147,18 @@ def _missing(entry: ZooEntry, reason: str) -> UserError:
     )
 
 
-def zoo_folders() -> tuple[Path, ...]:
-    """Returns the folders in ``$QBHEAT_ZOO``; raises a ``UserError`` if one does not exist."""
-    names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
-    folders = tuple(Path(name).expanduser() for name in names if name.strip())
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"$QBHEAT_ZOO names '{folder}', which is not a folder")
-    return folders
-
-
 def find_local(entry: ZooEntry) -> Path | None:
     """Returns the first local file with the name of the entry's file; None if there is none.
 
-    The hash of the file is not checked.
+    The hash of the file is not checked. Raises a ``UserError`` if a folder in ``$QBHEAT_ZOO`` does
+    not exist.
     """
-    folders = (*zoo_folders(), SHIPPED, cache_folder(entry))
-    files = (folder / entry.file for folder in folders)
+    names = os.environ.get("QBHEAT_ZOO", "").split(os.pathsep)
+    folders = [Path(name).expanduser() for name in names if name.strip()]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"$QBHEAT_ZOO names '{folder}', which is not a folder")
+    files = (folder / entry.file for folder in (*folders, SHIPPED, cache_folder(entry)))
     return next((file for file in files if file.is_file()), None)
 
 

@@ -21,7 +21,9 @@ from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import Backbone, build_backbone
 from detectron2.structures import ImageList
+from detectron2.utils import comm
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
@@ -271,6 +273,12 @@ def check_equal_shares(batch_size: int, processes: int) -> None:
             f"SOLVER.IMS_PER_BATCH {batch_size} is not a multiple of the {processes} processes: "
             "this objective compares images of all processes, so each needs equally many"
         )
+
+
+def gather_over_processes(values: Tensor) -> Tensor:
+    """Concatenates (N, …) of P processes to (P * N, …), with gradients. N is equal on all."""
+    single = comm.get_world_size() == 1
+    return values if single else torch.cat(all_gather(values.contiguous()))
 
 
 def find_map(

@@ -138,7 +138,9 @@ def parameter_groups(
     factors = _backbone_factors(model, backbone_multiplier, layer_decay)
     for parameter in get_token_parameters(model):
         factors[parameter] = factors.get(parameter, 1.0) * token_multiplier
-    norms = _norms_unknown_to_detectron2(model)
+    # RetinaNet's norms and "LN", which Detectron2 treats as weights.
+    kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
+    norms = {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}
     single = []
     for group in groups:
         for parameter in group["params"]:
@@ -210,20 +212,10 @@ def clip_before_step(optimizer: Optimizer, *, max_norm: float, norm_type: float)
 
     def clip(stepped: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = [p for group in stepped.param_groups for p in group["params"]]
-        norm = clip_norm(parameters, max_norm=max_norm, norm_type=norm_type)
-        stepped.gradient_norm = norm  # type: ignore[attr-defined]
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        stepped.gradient_norm = norm.detach()  # type: ignore[attr-defined]
 
     optimizer.register_step_pre_hook(clip)
-
-
-def clip_norm(parameters: Sequence[nn.Parameter], *, max_norm: float, norm_type: float) -> Tensor:
-    """Same as ``nn.utils.clip_grad_norm_``, but skips multiplications by 1 on CPUs."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, norm_type).detach()
-    # On a GPU, reading the norm would cause a synchronization.
-    if norm.device.type != "cpu" or not max_norm / (norm + 1e-6) >= 1:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
 
 
 def _keep_layout(optimizer: Optimizer) -> None:
@@ -251,9 +243,3 @@ def _backbone_factors(
         return dict.fromkeys(backbone.parameters(), multiplier)
     above = layers_above(backbone)
     return {p: multiplier * layer_decay ** above[name] for name, p in backbone.named_parameters()}
-
-
-def _norms_unknown_to_detectron2(model: nn.Module) -> set[nn.Parameter]:
-    """Returns parameters of RetinaNet's norms and of "LN", which Detectron2 treats as weights."""
-    kinds = tuple(getattr(batch_norm, name, ()) for name in ("CycleBatchNormList", "LayerNorm"))
-    return {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()}

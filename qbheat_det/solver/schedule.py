@@ -107,7 +107,13 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
         if "BASE_LR_END" in solver:  # for cosine schedules; Detectron2 v0.6 has no such key
             solver.BASE_LR_END *= factor
         solver.REFERENCE_BATCH_SIZE = solver.IMS_PER_BATCH
-    _check_iterations(resolved)
+    check_values(resolved, _ITERATION_RULES)
+    steps = [0, *_effective_steps(resolved)]
+    if _has_steps(resolved) and sorted(set(steps)) != steps:
+        raise UserError(
+            f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}. They are iterations "
+            f"of {solver.IMS_PER_BATCH} images, so steps in epochs may coincide for few images"
+        )
     if cfg.is_frozen():
         resolved.freeze()
     return resolved
@@ -164,11 +170,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
 
     Values of ``SOLVER.STEPS`` at or after ``SOLVER.MAX_ITER`` have no effect. They are removed,
     because Detectron2 fails if a step equals ``SOLVER.MAX_ITER``.
-
-    Raises:
-        UserError: a setting of the scheduler is invalid.
     """
-    _check_iterations(cfg)
     pruned = with_values(cfg, {"SOLVER.STEPS": _effective_steps(cfg)})
     return detectron2_build.build_lr_scheduler(pruned, optimizer)
 
@@ -179,13 +181,3 @@ def _has_steps(cfg: CfgNode) -> bool:
 
 def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:
     return tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)
-
-
-def _check_iterations(cfg: CfgNode) -> None:
-    check_values(cfg, _ITERATION_RULES)
-    solver, steps = cfg.SOLVER, [0, *_effective_steps(cfg)]
-    if _has_steps(cfg) and sorted(set(steps)) != steps:
-        raise UserError(
-            f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}. They are iterations "
-            f"of {solver.IMS_PER_BATCH} images, so steps in epochs may coincide for few images"
-        )

@@ -11,12 +11,12 @@ from qbheat_det.checkpoint import class_names_of
 from qbheat_det.config import get_config_path
 from qbheat_det.data import build_train_stream
 from qbheat_det.engine import Trainer, evaluate
-from qbheat_det.engine.data_sources import LABELLED_TRAIN, LABELLED_VAL
 
 from .classifier_cases import configure, make_classes, train
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
 from .tiny_training import losses, parse_run, read_opts, start_run, state
 
+VAL = "custom_labelled_val"
 PROBE, FINETUNE = "ImageNet-probing/tran1_3.7G.yaml", "ImageNet-finetune/tran1_3.7G.yaml"
 OPTS = {
     **PRETRAINING_OPTS,
@@ -95,9 +95,9 @@ def test_classes_come_from_the_training_folder_and_labels_from_their_names(folde
     cfg, _ = configure({}, *flags_of(folders))
     assert cfg.MODEL.CLASS_NAMES == ["ape", "bee", "cat", "dog"]
     assert cfg.MODEL.CLASSIFIER.NUM_CLASSES == 4
-    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == ((LABELLED_TRAIN,), (LABELLED_VAL,))
+    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_labelled_train",), (VAL,))
     assert build_train_stream(cfg).num_images == 12
-    entries = [entry for batch in Trainer.build_test_loader(cfg, LABELLED_VAL) for entry in batch]
+    entries = [entry for batch in Trainer.build_test_loader(cfg, VAL) for entry in batch]
     assert labels_of(entries) == {("bee", 1), ("cat", 2), ("dog", 3)}
     assert len(entries) == 7
 
@@ -107,7 +107,7 @@ def test_a_run_trains_evaluates_and_is_evaluated_alone(folders, tmp_path):
     trainer = train(whole, {"TEST.EVAL_PERIOD": "2"}, *flags_of(folders))
     found = trainer._last_eval_results["classification"]
     assert 0 <= found["top1"] <= found["top5"] == 100  # there are but four classes
-    written = json.loads((whole / "inference" / LABELLED_VAL / "classification.json").read_text())
+    written = json.loads((whole / "inference" / VAL / "classification.json").read_text())
     assert written["num_images"] == 7
     assert (whole / "model_best.safetensors").is_file()
     assert "x.jpg" in (whole / "log.txt").read_text()

@@ -17,7 +17,6 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, register_coco_json
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
 from qbheat_det.engine.evaluation import Evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
 
@@ -135,7 +134,7 @@ def test_the_held_out_loss_is_that_of_one_image_and_view_at_a_time(run, folders)
     ExactCheckpointer(model).load(weights)
     views, mapper = model.views, build_mapper(cfg, is_train=False)
     expected = {f"loss_{name}": [] for name in views}
-    for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)):
+    for i, record in enumerate(DatasetCatalog.get("custom_val_images")):
         if record["file_name"].endswith("x.jpg"):
             continue
         for name, quarters in views.items():

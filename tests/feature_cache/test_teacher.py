@@ -14,7 +14,6 @@ from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import FixedViews, build_mapper
 from qbheat_det.engine import Trainer, build_config, evaluate
-from qbheat_det.engine.data_sources import CUSTOM_VAL_IMAGES
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.feature_cache import TeacherFeatures
 from qbheat_det.modeling.contracts import get_views
@@ -117,7 +116,7 @@ def check_held_out_loss(trainer, folder, found):
     cfg.INPUT.PRETRAIN.SIZE, cfg.INPUT.FORMAT = 128, "RGB"  # whatever the student's is
     large = build_mapper(cfg, is_train=False)
     means = {}
-    for i, record in enumerate(DatasetCatalog.get(CUSTOM_VAL_IMAGES)[:3]):
+    for i, record in enumerate(DatasetCatalog.get("custom_val_images")[:3]):
         seen, entry = large(record), small(record)
         targets = encode(folder, seen["image"])
         for view, places in get_views(cfg).items():

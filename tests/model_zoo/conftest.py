@@ -15,7 +15,6 @@ from torch import Tensor
 from docs.add_to_zoo import render_index
 from qbheat_det.checkpoint import WeightsInfo, save_weights
 from qbheat_det.model_zoo import Metric, ZooEntry, index, sources
-from qbheat_det.model_zoo.index import file_of
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 from tests.engine.tiny_detectors import make_retinanet_config
 from tests.modeling.tiny_pretraining import make_tiny_config
@@ -31,7 +30,7 @@ def make_entry(name=DETECTOR, content=CONTENT, **changes):
         task="detection",
         summary="A tiny RetinaNet",
         config="coco/retinanet_285M_finetune.yaml",
-        file=file_of(name),
+        file=f"{name.replace('/', '-')}.safetensors",
         sha256=hashlib.sha256(content).hexdigest(),
         size=len(content),
         num_params=12,

@@ -8,15 +8,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from qbheat_det.config import load_config
-from qbheat_det.modeling.backbone import arch_of_rows
+from qbheat_det.modeling.backbone import MobileFormerArch
 from qbheat_det.modeling.pretrain import ReconstructionLoss
 
 # Over stages of unequal length.
-SMALL_ARCH = arch_of_rows(
+SMALL_ARCH = MobileFormerArch(
     num_tokens=3,
     token_dim=16,
     stem=8,
-    blocks=[
+    rows=[
         ("lite", 16, 8),
         ("down", 16, 12, 24),
         ("down", 24, 10, 20),

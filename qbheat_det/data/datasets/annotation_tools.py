@@ -52,18 +52,13 @@ def _rotate(corners: Points, degrees: float, around: tuple[float, float]) -> Poi
     return [(point.real, point.imag) for point in rotated]
 
 
-def _find_columns(header: Sequence[str]) -> dict[str, str] | None:
+def find_columns(header: Sequence[str]) -> dict[str, str] | None:
     """Maps the keys of ``_COLUMNS`` to the column names in a header; None if one is missing."""
     by_lower = {name.strip().strip('"').lower(): name for name in header}
     known = {key: [name for name in names if name in by_lower] for key, names in _COLUMNS.items()}
     if not all(known.values()):
         return None
     return {key: by_lower[names[0]] for key, names in known.items()}
-
-
-def are_columns(line: str) -> bool:
-    """Returns whether the first line of a CSV has columns for the image, the class and the box."""
-    return _find_columns(next(csv.reader([line]), [])) is not None
 
 
 def read_csv(file: Path) -> Iterator[LabelledImage]:
@@ -75,7 +70,7 @@ def read_csv(file: Path) -> Iterator[LabelledImage]:
     images: dict[str, LabelledImage] = {}
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
         rows = csv.DictReader(stream)
-        columns = _find_columns(rows.fieldnames or [])
+        columns = find_columns(rows.fieldnames or [])
         if columns is None:
             raise ValueError("its first line must have columns for image, class and box")
         is_relative = columns["image"].strip().lower() == _OPEN_IMAGES

@@ -77,7 +77,7 @@ def _find_kind(file: Path) -> str:
         first = head.partition("\n")[0].lower()
         if "file_name" in first and "objects" in first:
             return "huggingface"
-        return "csv" if tools.are_columns(first) else ""
+        return "csv" if tools.find_columns(next(csv.reader([first]), [])) else ""
     if suffix == ".jsonl":
         return "huggingface" if '"file_name"' in head else ""
     if suffix == ".xml":

@@ -3,10 +3,10 @@
 
 from .fpn import build_mobile_former_fpn_backbone
 from .mobile_former import MobileFormer
-from .mobile_former_archs import MOBILE_FORMER_ARCHS, MobileFormerArch, arch_of_rows
+from .mobile_former_archs import MOBILE_FORMER_ARCHS, MobileFormerArch
 from .timm_backbone import TimmBackbone, register_timm_backbone
 
 __all__ = [
     "MOBILE_FORMER_ARCHS", "MobileFormer", "MobileFormerArch", "TimmBackbone",
-    "arch_of_rows", "build_mobile_former_fpn_backbone", "register_timm_backbone",
+    "build_mobile_former_fpn_backbone", "register_timm_backbone",
 ]  # fmt: skip

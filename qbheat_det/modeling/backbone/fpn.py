@@ -62,21 +62,11 @@ def build_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     ``MODEL.FPN.TOP_LEVELS`` strided levels are added after the coarsest output. For example,
     the outputs "s8" and "s16" with 3 strided levels give "p3" … "p7".
     """
-    return _build(cfg, input_shape, cfg.MODEL.FPN.BOTTOM_UP)
-
-
-@BACKBONE_REGISTRY.register()
-def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Same as ``build_fpn_backbone`` on a Mobile-Former. Ignores ``MODEL.FPN.BOTTOM_UP``."""
-    return _build(cfg, input_shape, "MobileFormer")
-
-
-def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     node, wanted = cfg.MODEL.FPN, list(cfg.MODEL.FPN.IN_FEATURES)
     # The backbone only builds the outputs that the pyramid reads.
     kinds = ("MOBILE_FORMER", "TIMM", "RESNETS")
     own = with_values(cfg, {f"MODEL.{kind}.OUT_FEATURES": wanted for kind in kinds})
-    bottom_up: Backbone = BACKBONE_REGISTRY.get(name)(own, input_shape)
+    bottom_up: Backbone = BACKBONE_REGISTRY.get(node.BOTTOM_UP)(own, input_shape)
     stride = pick_outputs(bottom_up, wanted, "MODEL.FPN.IN_FEATURES")[-1].stride
     fpn = FPN(
         bottom_up=bottom_up,
@@ -92,6 +82,13 @@ def _build(cfg: CfgNode, input_shape: ShapeSpec, name: str) -> FPN:
     )
     accept_prefixes(fpn)
     return fpn
+
+
+@BACKBONE_REGISTRY.register()
+def build_mobile_former_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
+    """Same as ``build_fpn_backbone`` on a Mobile-Former. Ignores ``MODEL.FPN.BOTTOM_UP``."""
+    own = with_values(cfg, {"MODEL.FPN.BOTTOM_UP": "MobileFormer"})
+    return build_fpn_backbone(own, input_shape)
 
 
 def build_bare_backbone(cfg: CfgNode) -> Backbone:

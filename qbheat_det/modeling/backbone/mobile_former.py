@@ -37,7 +37,7 @@ from qbheat_det.layers import (
 from qbheat_det.modeling.image_model import check_value
 
 from .fpn import accept_prefixes
-from .mobile_former_archs import BlockSpec, MobileFormerArch, arch_of_rows, named_arch
+from .mobile_former_archs import MOBILE_FORMER_ARCHS, BlockSpec, MobileFormerArch
 
 
 @BACKBONE_REGISTRY.register()
@@ -193,14 +193,17 @@ class MobileFormer(Backbone):
 def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
     """Returns the widths in ``MODEL.MOBILE_FORMER``. Raises a ``UserError`` if they are invalid."""
     node = cfg.MODEL.MOBILE_FORMER
+    if node.VARIANT in MOBILE_FORMER_ARCHS:
+        return MOBILE_FORMER_ARCHS[node.VARIANT]
     if node.VARIANT != "custom":
-        return named_arch(node.VARIANT)
+        known = [*MOBILE_FORMER_ARCHS, "custom"]
+        raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{node.VARIANT}'")
     try:
-        return arch_of_rows(
+        return MobileFormerArch(
             num_tokens=node.NUM_TOKENS,
             token_dim=node.TOKEN_DIM,
             stem=node.STEM_CHANNELS,
-            blocks=node.BLOCKS,
+            rows=node.BLOCKS,
             expanded=node.EXPANDED_CHANNELS,
         )
     except (TypeError, ValueError) as error:

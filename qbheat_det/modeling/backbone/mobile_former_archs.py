@@ -13,11 +13,10 @@ second hidden width of downsampling blocks. Here it is 4, 3 and 4 times the outp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from detectron2.layers import ShapeSpec
-
-from qbheat_det.core.errors import UserError
 
 BlockKind = Literal["lite", "lite_down", "down", "plain"]
 
@@ -45,14 +44,15 @@ class BlockSpec:
 class MobileFormerArch:
     """Widths of a Mobile-Former, in the order of Table 8 of the QB-Heat paper.
 
-    ``last_bridge`` is whether a Mobile->Former bridge follows the last block, as in the ImageNet
-    networks. The QB-Heat paper's networks have none.
+    ``rows`` has the fields of a ``BlockSpec`` for each block. ``last_bridge`` is whether a
+    Mobile->Former bridge follows the last block, as in the ImageNet networks. The QB-Heat paper's
+    networks have none. Raises a ``ValueError`` if the widths do not fit each other.
     """
 
     num_tokens: int
     token_dim: int
     stem: int
-    blocks: tuple[BlockSpec, ...]
+    rows: Sequence[Sequence[Any]]
     expanded: int
     last_bridge: bool = False
 
@@ -66,6 +66,11 @@ class MobileFormerArch:
         for number, block in enumerate(self.blocks, start=1):
             self._check(number, block, channels)
             channels = block.out
+
+    @cached_property
+    def blocks(self) -> list[BlockSpec]:
+        """The blocks that ``rows`` describes."""
+        return [BlockSpec(*row) for row in self.rows]
 
     def output_shapes(self) -> dict[str, ShapeSpec]:
         """Returns the shape of every output of the network by name, finest feature map first."""
@@ -90,24 +95,10 @@ class MobileFormerArch:
             raise ValueError(f"{where}: the bridges have two heads and need even widths")
 
 
-def arch_of_rows(
-    *,
-    num_tokens: int,
-    token_dim: int,
-    stem: int,
-    blocks: Sequence[Sequence[Any]],
-    expanded: int,
-    last_bridge: bool = False,
-) -> MobileFormerArch:
-    """Builds an arch from rows of ``BlockSpec`` fields, or raises a ``ValueError``."""
-    specs = tuple(BlockSpec(*row) for row in blocks)
-    return MobileFormerArch(num_tokens, token_dim, stem, specs, expanded, last_bridge)
-
-
 # fmt: off
-_SMALLEST = arch_of_rows(
+_SMALLEST = MobileFormerArch(
     num_tokens=3, token_dim=128, stem=8, expanded=576, last_bridge=True,
-    blocks=[
+    rows=[
         ("lite_down", 24, 12), ("plain", 36, 12),                                     # 1/4
         ("down", 72, 24, 96), ("plain", 72, 24),                                      # 1/8
         ("down", 144, 48, 192), ("plain", 192, 48), ("plain", 288, 64),               # 1/16
@@ -115,9 +106,9 @@ _SMALLEST = arch_of_rows(
     ],
 )
 MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
-    "285M": arch_of_rows(
+    "285M": MobileFormerArch(
         num_tokens=6, token_dim=192, stem=16, expanded=720,
-        blocks=[
+        rows=[
             ("lite", 32, 16),                                                         # 1/2
             ("down", 96, 28, 112), ("plain", 84, 28),                                 # 1/4
             ("down", 168, 48, 144), ("plain", 144, 48), ("plain", 144, 48),           # 1/8
@@ -125,9 +116,9 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("plain", 528, 120), ("plain", 720, 120), ("plain", 720, 120),
         ],
     ),
-    "1.0G": arch_of_rows(
+    "1.0G": MobileFormerArch(
         num_tokens=6, token_dim=256, stem=32, expanded=1440,
-        blocks=[
+        rows=[
             ("lite", 64, 32),
             ("down", 192, 56, 224), ("plain", 168, 56),
             ("down", 336, 96, 288), ("plain", 288, 96), ("plain", 288, 96),
@@ -135,9 +126,9 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("plain", 1056, 240), ("plain", 1440, 240), ("plain", 1440, 240),
         ],
     ),
-    "3.7G": arch_of_rows(
+    "3.7G": MobileFormerArch(
         num_tokens=6, token_dim=256, stem=64, expanded=2880,
-        blocks=[
+        rows=[
             ("lite", 128, 64),
             ("down", 384, 112, 448), ("plain", 336, 112),
             ("down", 672, 192, 576), ("plain", 576, 192), ("plain", 576, 192),
@@ -145,9 +136,9 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("plain", 2112, 480), ("plain", 2880, 480), ("plain", 2880, 480),
         ],
     ),
-    "508M": arch_of_rows(
+    "508M": MobileFormerArch(
         num_tokens=6, token_dim=192, stem=24, expanded=1440, last_bridge=True,
-        blocks=[
+        rows=[
             ("lite", 48, 24),                                                         # 1/2
             ("down", 144, 40, 160), ("plain", 120, 40),                               # 1/4
             ("down", 240, 72, 288), ("plain", 216, 72),                               # 1/8
@@ -156,9 +147,9 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 1056, 240, 960), ("plain", 1440, 240), ("plain", 1440, 240),     # 1/32
         ],
     ),
-    "294M": arch_of_rows(
+    "294M": MobileFormerArch(
         num_tokens=6, token_dim=192, stem=16, expanded=1152, last_bridge=True,
-        blocks=[
+        rows=[
             ("lite", 32, 16),
             ("down", 96, 24, 96), ("plain", 96, 24),
             ("down", 144, 48, 192), ("plain", 192, 48),
@@ -166,9 +157,9 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 768, 192, 768), ("plain", 1152, 192), ("plain", 1152, 192),
         ],
     ),
-    "214M": arch_of_rows(
+    "214M": MobileFormerArch(
         num_tokens=6, token_dim=192, stem=12, expanded=960, last_bridge=True,
-        blocks=[
+        rows=[
             ("lite", 24, 12),
             ("down", 72, 20, 80), ("plain", 60, 20),
             ("down", 120, 40, 160), ("plain", 160, 40),
@@ -176,9 +167,9 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 672, 160, 640), ("plain", 960, 160), ("plain", 960, 160),
         ],
     ),
-    "151M": arch_of_rows(
+    "151M": MobileFormerArch(
         num_tokens=6, token_dim=192, stem=12, expanded=768, last_bridge=True,
-        blocks=[
+        rows=[
             ("lite", 24, 12),
             ("down", 72, 16, 64), ("plain", 48, 16),
             ("down", 96, 32, 128), ("plain", 96, 32),
@@ -186,9 +177,9 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
             ("down", 528, 128, 512), ("plain", 768, 128), ("plain", 768, 128),
         ],
     ),
-    "96M": arch_of_rows(
+    "96M": MobileFormerArch(
         num_tokens=4, token_dim=128, stem=12, expanded=768, last_bridge=True,
-        blocks=[
+        rows=[
             ("lite", 24, 12),
             ("down", 72, 16, 64),
             ("down", 96, 32, 128), ("plain", 96, 32),
@@ -200,11 +191,3 @@ MOBILE_FORMER_ARCHS: dict[str, MobileFormerArch] = {
     **dict.fromkeys(("52M", "26M"), _SMALLEST),
 }
 # fmt: on
-
-
-def named_arch(variant: str) -> MobileFormerArch:
-    """Returns an entry of ``MOBILE_FORMER_ARCHS``. Raises a ``UserError`` for unknown names."""
-    if variant not in MOBILE_FORMER_ARCHS:
-        known = [*MOBILE_FORMER_ARCHS, "custom"]
-        raise UserError(f"MODEL.MOBILE_FORMER.VARIANT is one of {known}, not '{variant}'")
-    return MOBILE_FORMER_ARCHS[variant]

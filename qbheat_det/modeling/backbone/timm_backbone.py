@@ -1,10 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Wraps any convolutional network of timm as a Detectron2 backbone.
 
-Importing this module registers ``TimmBackbone``, which reads ``MODEL.TIMM.NAME``. It also registers
-every model of ``timm.list_models()`` as ``timm:<name>``, so that Detectron2 can build a backbone
-from ``MODEL.BACKBONE.NAME: "timm:resnet18"``. ``checkpoint/convert.py`` downloads weights, and
-renames them if needed. The checkpointer loads them.
+Importing this module registers every model of ``timm.list_models()`` as ``timm:<name>``, so that
+Detectron2 can build a backbone from ``MODEL.BACKBONE.NAME: "timm:resnet18"``.
+``checkpoint/convert.py`` downloads weights, and renames them if needed. The checkpointer loads
+them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,6 @@ _FREEZE_ALL = 5
 _PROBE_SIZE = (64, 96)  # image size for which height, width and channels of feature maps differ
 
 
-@BACKBONE_REGISTRY.register()
 class TimmBackbone(Backbone):
     """Returns the feature maps of a timm model, named by stride: "s2", "s4", "s8", "s16", "s32".
 
@@ -41,7 +40,6 @@ class TimmBackbone(Backbone):
     part of the image. ``net`` is the timm model.
     """
 
-    @configurable
     def __init__(
         self, *, name: str, out_features: Sequence[str], freeze_at: int = 0, in_channels: int = 3
     ) -> None:
@@ -86,15 +84,6 @@ class TimmBackbone(Backbone):
         self._out_feature_strides = {k: infos[k]["reduction"] for k in self._out_features}
         self._freeze(freeze_at, self._trace(name, infos, in_channels))
         accept_prefixes(self)
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        return {
-            "name": cfg.MODEL.TIMM.NAME,
-            "out_features": cfg.MODEL.TIMM.OUT_FEATURES,
-            "freeze_at": cfg.MODEL.BACKBONE.FREEZE_AT,
-            "in_channels": input_shape.channels,
-        }
 
     freeze_all = _FREEZE_ALL
     """See ``get_freeze_all`` in ``modeling/contracts.py``."""
@@ -185,7 +174,12 @@ def register_timm_backbone(name: str) -> None:
     """Registers ``timm:<name>`` with Detectron2."""
 
     def build(cfg: CfgNode, input_shape: ShapeSpec) -> TimmBackbone:
-        return TimmBackbone(**{**TimmBackbone.from_config(cfg, input_shape), "name": name})
+        return TimmBackbone(
+            name=name,
+            out_features=cfg.MODEL.TIMM.OUT_FEATURES,
+            freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
+            in_channels=input_shape.channels,
+        )
 
     build.__name__ = f"{TIMM_PREFIX}{name}"
     BACKBONE_REGISTRY.register(build)

@@ -144,10 +144,12 @@ class MFDecoder(nn.Module):
             features: outputs (N, C, H, W) of the backbone, finest first.
             padding: mask (N, 1, H, W) at stride 8, True outside the images, or None.
         """
-        if self.selection is None:
-            states = self.refine_queries(features, padding)
-            return self.predict(states if self.training else states[-1:])
         maps = self.prepare_maps(features, padding)
+        if self.selection is None:
+            position = self.query_position.weight.expand(features[0].shape[0], -1, -1)
+            states = self._refine(maps, torch.zeros_like(position), position)
+            states = states if self.training else states[-1:]
+            return {"pred_logits": self.class_embed(states), "pred_boxes": self.bbox_embed(states)}
         proposals = self.selection.propose(maps.merged(), maps.masks)
         chosen = self.selection.select(proposals)
         states = self._refine(maps, chosen.content, chosen.position)
@@ -157,12 +159,6 @@ class MFDecoder(nn.Module):
             "pred_boxes": refine_boxes(chosen.boxes, self.bbox_embed.deltas(states)),
         }
         return {**outputs, "proposals": proposals} if self.training else outputs
-
-    def refine_queries(self, features: Sequence[Tensor], padding: Tensor | None = None) -> Tensor:
-        """Returns the learned queries after every block, (L, N, Q, C). See ``forward``."""
-        position = self.query_position.weight.expand(features[0].shape[0], -1, -1)
-        maps = self.prepare_maps(features, padding)
-        return self._refine(maps, torch.zeros_like(position), position)
 
     def prepare_maps(self, features: Sequence[Tensor], padding: Tensor | None) -> "DecoderMaps":
         """Projects the backbone's outputs to the decoder's width, coarsest first."""
@@ -203,10 +199,6 @@ class MFDecoder(nn.Module):
                 states.append(queries)
             x = level.as_image(level.x)
         return torch.stack(states)
-
-    def predict(self, queries: Tensor) -> dict[str, Any]:
-        """Returns "pred_logits" (..., Q, K + 1) and "pred_boxes" (..., Q, 4) of the queries."""
-        return {"pred_logits": self.class_embed(queries), "pred_boxes": self.bbox_embed(queries)}
 
 
 @dataclass(frozen=True)

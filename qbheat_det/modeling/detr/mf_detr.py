@@ -117,7 +117,15 @@ class MFDETR(nn.Module):
         features, padding = self.extract_features(images)
         if self.training:
             targets = self.prepare_targets(batched_inputs)
-            return self.losses(features, padding, targets, normalizers)
+            if normalizers is None:
+                counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
+                normalizers = self.criterion.normalizers_of_processes(counts)
+            outputs = self.decoder(features, padding)
+            losses = self.criterion(outputs, targets, normalizers)
+            if (selection := self.decoder.selection) is not None:
+                proposals = outputs["proposals"]
+                losses |= selection.losses(proposals, targets, self.criterion, normalizers)
+            return losses
         results = self.inference(self.decoder(features, padding), images.image_sizes)
         detections = []
         for entry, found in zip(batched_inputs, results, strict=True):
@@ -125,31 +133,6 @@ class MFDETR(nn.Module):
             size = entry.get("height", height), entry.get("width", width)
             detections.append({"instances": detector_postprocess(found, *size)})
         return detections
-
-    def losses(
-        self,
-        features: Sequence[Tensor],
-        padding: Tensor | None,
-        targets: Targets,
-        normalizers: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Returns the losses of the decoder and, if it selects queries, of the dense head.
-
-        ``features`` and ``padding`` are results of ``extract_features``. For ``normalizers``, see
-        ``forward``.
-        """
-        if normalizers is None:
-            counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
-            normalizers = self.criterion.normalizers_of_processes(counts)
-        outputs = self.decoder(features, padding)
-        losses = self.criterion(outputs, targets, normalizers)
-        if self.decoder.selection is None:
-            return losses
-        proposals = outputs["proposals"]
-        return {
-            **losses,
-            **self.decoder.selection.losses(proposals, targets, self.criterion, normalizers),
-        }
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the divisors (2,) of the class and box losses for a batch."""
@@ -217,6 +200,14 @@ class MFDETR(nn.Module):
 
 
 def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder:
+    selection = None
+    if node.QUERY_SELECTION.ENABLED:
+        if node.CLASSIFICATION != "focal":
+            raise ValueError(
+                "MODEL.MF_DETR.QUERY_SELECTION needs MODEL.MF_DETR.CLASSIFICATION 'focal'"
+            )
+        sizes = {"num_classes": node.NUM_CLASSES, "num_queries": node.NUM_OBJECT_QUERIES}
+        selection = QuerySelection(**sizes, dim=node.HIDDEN_DIM)
     return MFDecoder(
         input_shape=input_shape,
         num_classes=node.NUM_CLASSES,
@@ -230,17 +221,8 @@ def _build_decoder(node: CfgNode, input_shape: Sequence[ShapeSpec]) -> MFDecoder
             dropout=node.DROPOUT,
         ),
         norm=node.NORM,
-        selection=_build_selection(node),
+        selection=selection,
     )
-
-
-def _build_selection(node: CfgNode) -> QuerySelection | None:
-    if not node.QUERY_SELECTION.ENABLED:
-        return None
-    if node.CLASSIFICATION != "focal":
-        raise ValueError("MODEL.MF_DETR.QUERY_SELECTION needs MODEL.MF_DETR.CLASSIFICATION 'focal'")
-    sizes = {"num_classes": node.NUM_CLASSES, "num_queries": node.NUM_OBJECT_QUERIES}
-    return QuerySelection(**sizes, dim=node.HIDDEN_DIM)
 
 
 def _build_criterion(node: CfgNode) -> SetCriterion:

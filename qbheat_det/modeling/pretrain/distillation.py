@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.modeling.backbone.timm_backbone import find_teacher_map
-from qbheat_det.modeling.image_model import PretrainingModel, find_map
+from qbheat_det.modeling.image_model import PretrainingModel, check_value, find_map
 
 from .qb_heat import OFFSETS, HeatPredictor, QBHeat, VisibleQuarters
 
@@ -67,17 +67,13 @@ class FeatureDistillation(PretrainingModel):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         node, teacher, size = cfg.MODEL.QB_HEAT, cfg.MODEL.TEACHER, cfg.INPUT.PRETRAIN.SIZE
-        if node.VISIBLE not in (visible := (*OFFSETS, "both", "whole")):
-            raise UserError(f"MODEL.QB_HEAT.VISIBLE is one of {visible}, not '{node.VISIBLE}'")
-        if node.FEATURE_DIM < 1:
-            raise UserError(f"MODEL.QB_HEAT.FEATURE_DIM is at least 1, not {node.FEATURE_DIM}")
+        kinds = (*OFFSETS, "both", "whole")
+        check_value(node.VISIBLE in kinds, "QB_HEAT.VISIBLE", node.VISIBLE, f"one of {kinds}")
+        check_value(node.FEATURE_DIM >= 1, "QB_HEAT.FEATURE_DIM", node.FEATURE_DIM, "at least 1")
         target, backbone = find_teacher_map(cfg), build_backbone(cfg)
         whole = node.VISIBLE == "whole"
         multiple = 1 if whole else QBHeat.grid_multiple
-        try:
-            shape = find_map(backbone.output_shape(), node.IN_FEATURE, size, multiple=multiple)
-        except ValueError as error:
-            raise UserError(f"MODEL.QB_HEAT: {error}") from None
+        shape = find_map(backbone.output_shape(), node.IN_FEATURE, size, multiple=multiple)
         grid = size // shape.stride
         if grid * target.stride != teacher.IMAGE_SIZE:
             raise UserError(

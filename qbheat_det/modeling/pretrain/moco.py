@@ -29,6 +29,7 @@ from qbheat_det.modeling.image_model import (
     check_equal_shares,
     check_value,
     embedding_from_config,
+    gather_over_processes,
 )
 
 
@@ -107,14 +108,6 @@ def embed_in_groups(embed: Callable[[Tensor], Tensor], images: Tensor, groups: i
     return torch.cat([embed(part) for part in parts])
 
 
-def draw_order(num_images: int, *, device: torch.device) -> Tensor:
-    """Returns a random permutation of the images of all processes, equal on all processes."""
-    order = torch.randperm(num_images * comm.get_world_size(), device=device)
-    if comm.get_world_size() > 1:
-        torch.distributed.broadcast(order, src=0)
-    return order
-
-
 @torch.no_grad()
 def embed_shuffled(
     embed: Callable[[Tensor], Tensor], images: Tensor, order: Tensor, groups: int
@@ -137,16 +130,6 @@ def embed_shuffled(
     dealt = gather_over_processes(images)[mine]
     found = gather_over_processes(embed_in_groups(embed, dealt, groups))
     return found[order.argsort()]
-
-
-@torch.no_grad()
-def gather_over_processes(values: Tensor) -> Tensor:
-    """Concatenates (N, …) of P processes to (P * N, …). N is equal on all processes."""
-    if comm.get_world_size() == 1:
-        return values
-    parts = [torch.empty_like(values) for _ in range(comm.get_world_size())]
-    torch.distributed.all_gather(parts, values.contiguous())
-    return torch.cat(parts)
 
 
 @META_ARCH_REGISTRY.register()
@@ -234,7 +217,10 @@ class MoCo(PretrainingModel):
             return [{"embedding": row} for row in self.embed(images)]
         key_images = self.preprocess_image(batched_inputs, key="image_key")
         if order is None:
-            order = draw_order(len(images), device=self.device)
+            num_images = len(images) * comm.get_world_size()
+            order = torch.randperm(num_images, device=self.device)
+            if comm.get_world_size() > 1:
+                torch.distributed.broadcast(order, src=0)
         queries = embed_in_groups(self.embed, images, self.norm_groups)
         all_keys = embed_shuffled(self.embed_keys, key_images, order, self.norm_groups)
         self.queue.hold(all_keys)

@@ -83,8 +83,11 @@ class InterpolatedFeatures(nn.Module):
         weights = (weights / weights.sum(dim=0).clamp(min=1)).unsqueeze(-1)
         predicted = weights[0] * mapped_x + weights[1] * mapped_y
         alone = ~(any_x | any_y).unsqueeze(-1)
-        predicted = torch.where(alone, mean_visible(z, visible), predicted)
-        return torch.where(visible.unsqueeze(-1), z, predicted.to(z.dtype))
+        seen = visible.unsqueeze(-1)
+        total = torch.where(seen, z.float(), 0.0).sum(dim=(1, 2), keepdim=True)
+        mean = total / seen.float().sum(dim=(1, 2), keepdim=True)  # (N, 1, 1, C)
+        predicted = torch.where(alone, mean, predicted)
+        return torch.where(seen, z, predicted.to(z.dtype))
 
 
 class MaskToken(nn.Module):
@@ -122,13 +125,6 @@ def interpolate(z: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         # Masked features have weight 0, but are set to 0 because they may be infinite or NaN.
         mixed = weights @ torch.where(visible.unsqueeze(-1), z.float(), 0.0)
     return mixed, has_before | has_after
-
-
-def mean_visible(z: Tensor, visible: Tensor) -> Tensor:
-    """Averages ``z`` (N, H, W, C) over visible positions of each image. Returns (N, 1, 1, C)."""
-    weights = visible.unsqueeze(-1).float()
-    total = torch.where(visible.unsqueeze(-1), z.float(), 0.0).sum(dim=(1, 2), keepdim=True)
-    return total / weights.sum(dim=(1, 2), keepdim=True)
 
 
 class RandomMasking(ReconstructionModel):

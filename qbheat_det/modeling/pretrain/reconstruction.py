@@ -10,7 +10,6 @@ patches, and the loss on masked positions follow MAE.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import isqrt
 from typing import Any, Protocol
 
 import torch
@@ -134,13 +133,6 @@ def patchify(images: Tensor, patch_size: int, positions: Tensor | None = None) -
     return patches if positions is None else take(patches, positions)
 
 
-def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
-    """Reverses ``patchify``."""
-    grid_size = isqrt(patches.shape[1])
-    maps = patches.transpose(1, 2).unflatten(2, (grid_size, grid_size))
-    return F.pixel_shuffle(maps, patch_size)
-
-
 def take(x: Tensor, positions: Tensor) -> Tensor:
     """Selects the rows of ``x`` (N, L, D) at indices (N, K). Returns rows (N, K, D)."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
@@ -173,10 +165,6 @@ class ReconstructionLoss(nn.Module):
         error = (predicted.float() - self.find_target(patches)).square().mean(dim=-1)
         masked = ~visible
         return (error * masked).sum(dim=1) / masked.sum(dim=1)
-
-    def over_batch(self, predicted: Tensor, patches: Tensor) -> Tensor:
-        """Returns the scalar mean squared error of predicted and true patches (N, K, P)."""
-        return F.mse_loss(predicted.float(), self.find_target(patches))
 
     def find_target(self, patches: Tensor) -> Tensor:
         """Takes true patches (N, L, P) and returns the prediction targets (N, L, P)."""
@@ -304,8 +292,8 @@ class ReconstructionModel(PretrainingModel):
         """
         masked = masked_positions(visible, num_masked)
         predicted = self.decoder(z, masked)
-        patches = patchify(images, self.decoder.patch_size, masked)
-        return {"loss_reconstruction": self.loss.over_batch(predicted, patches)}
+        target = self.loss.find_target(patchify(images, self.decoder.patch_size, masked))
+        return {"loss_reconstruction": F.mse_loss(predicted.float(), target)}
 
     def inference(self, z: Tensor, images: Tensor, visible: Tensor) -> list[dict[str, Any]]:
         """Returns "reconstruction" (3, S, S), "visible" (S, S) and "loss_reconstruction" per image.
@@ -316,7 +304,8 @@ class ReconstructionModel(PretrainingModel):
         size, grid = self.decoder.patch_size, self.decoder.grid_size
         predicted, patches = self.decoder(z), patchify(images, size)
         losses = self.loss(predicted, patches, visible)
-        pixels = unpatchify(self.loss.restore(predicted, patches), size)
+        restored = self.loss.restore(predicted, patches).transpose(1, 2)
+        pixels = F.pixel_shuffle(restored.unflatten(2, (grid, grid)), size)
         pixels = pixels * self.pixel_std + self.pixel_mean
         visible = visible.unflatten(1, (grid, grid))
         visible = visible.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)

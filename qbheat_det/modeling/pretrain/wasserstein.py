@@ -18,7 +18,6 @@ from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone
 from detectron2.utils import comm
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from qbheat_det.core.errors import UserError
@@ -29,6 +28,7 @@ from qbheat_det.modeling.image_model import (
     check_value,
     embedding_from_config,
     find_map,
+    gather_over_processes,
 )
 
 FORMS = ("dual", "contrastive")
@@ -178,7 +178,8 @@ class WassersteinDependency(PretrainingModel):
         drawn = drawn or self.draw(len(images))
         areas = [crop_areas(images, corners) for corners in (drawn.first, drawn.second)]
         x, y = self.embed(torch.cat(areas)).chunk(2)
-        all_x, all_y, partners = gather_pairs(x, y)
+        all_x, all_y = gather_over_processes(x), gather_over_processes(y)
+        partners = torch.arange(len(x), device=x.device) + comm.get_rank() * len(x)
         if len(all_y) < 2:
             raise UserError(
                 "the Wasserstein dependency compares images with each other, but a step has one: "
@@ -208,15 +209,3 @@ class WassersteinDependency(PretrainingModel):
     def embed(self, images: Tensor) -> Tensor:
         """Embeds images, or areas of images, (N, 3, H, W), as vectors (N, D)."""
         return self.radius * self.head(self.backbone(images))
-
-
-def gather_pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gathers the pairs (N, D) of all processes, with gradients. N is equal on all processes.
-
-    Returns all x (M, D), all y (M, D), and the indices (N,) of this process's pairs.
-    """
-    own = torch.arange(len(x), device=x.device)
-    if comm.get_world_size() == 1:
-        return x, y, own
-    all_x, all_y = torch.cat(all_gather(torch.cat([x, y], dim=1))).chunk(2, dim=1)
-    return all_x, all_y, own + comm.get_rank() * len(x)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.feature_cache import CachedBackbone
-from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, arch_of_rows
+from qbheat_det.modeling.backbone import MOBILE_FORMER_ARCHS, MobileFormer, MobileFormerArch
 from qbheat_det.modeling.backbone.fpn import StridedLevels
 from qbheat_det.modeling.image_model import find_cached_images
 from tests.modeling.tiny_pretraining import SMALL_ARCH
@@ -149,8 +149,8 @@ def test_a_relu_stands_before_p7_alone():
     torch.testing.assert_close(p7, second(F.relu(p6)))
 
 
-ARCH = arch_of_rows(
-    num_tokens=2, token_dim=32, stem=8, blocks=[("lite", 8, 8), ("down", 16, 8, 16)], expanded=12
+ARCH = MobileFormerArch(
+    num_tokens=2, token_dim=32, stem=8, rows=[("lite", 8, 8), ("down", 16, 8, 16)], expanded=12
 )
 OUTPUTS = ["s4", "tokens"]
 

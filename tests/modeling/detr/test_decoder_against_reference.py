@@ -79,11 +79,11 @@ def test_every_prediction_equals_the_naive_implementation(blocks, size):
     decoder, features = small_decoder(blocks), maps((12, 20), size)
     weights = Weights(decoder)
     sizes = {"queries": 9, "dim": 64, "heads": 4, "hidden": 96, "expansion": 2}
+    decoder.training = True  # all blocks; its parts stay in evaluation
     with torch.no_grad():
-        queries = decoder.refine_queries([feature[None] for feature in features])
-        outputs = decoder.predict(queries)
+        outputs = decoder([feature[None] for feature in features])
         expected = mf_decoder(weights, *features, blocks, 5, **sizes)
-    assert len(queries) == len(expected) == sum(blocks)
+    assert len(outputs["pred_boxes"]) == len(expected) == sum(blocks)
     for key, tensor in outputs.items():
         wanted = torch.stack([prediction[key] for prediction in expected])
         spread = float(wanted.std(dim=1).min())  # among the queries
@@ -96,14 +96,11 @@ def test_evaluation_predicts_from_the_last_block_and_training_from_all():
     decoder = small_decoder((1, 1, 2))
     features = [feature[None] for feature in maps((12, 20), (40, 56))]
     with torch.no_grad():
-        states = decoder.refine_queries(features)
-        outputs = decoder(features)
-        for key, tensor in decoder.predict(states[-1:]).items():
-            assert_close(outputs[key], tensor)
+        last = decoder(features)
         decoder.training = True  # its parts stay in evaluation: no dropout, stored statistics
-        outputs = decoder(features)
-        for key, tensor in decoder.predict(states).items():
-            assert_close(outputs[key], tensor)
+        for key, tensor in decoder(features).items():
+            assert len(tensor) == 4
+            assert_close(tensor[-1:], last[key])
 
 
 CLASSES, QUERIES, DIM = 3, 7, 64
