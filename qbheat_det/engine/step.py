@@ -88,10 +88,8 @@ class StepTrainer(SimpleTrainer):
         self._bare = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(model.parameters()).device
         # Detectron2's figures of training images need boxes on the CPU.
-        moves_boxes = not getattr(self._bare, "vis_period", 0)
-        self._source = BatchSource(
-            lambda: next(self._data_loader_iter), self._device, moves_boxes=moves_boxes
-        )
+        boxes = not getattr(self._bare, "vis_period", 0)
+        self._source = BatchSource(lambda: next(self._data_loader_iter), self._device, boxes)
         half = precision == torch.float16
         self.grad_scaler = torch.amp.GradScaler(self._device.type, enabled=half)
 
@@ -259,19 +257,11 @@ class BatchSource:
     """
 
     def __init__(
-        self,
-        next_batch: Callable[[], BatchedInputs],
-        device: torch.device,
-        *,
-        moves_boxes: bool = True,
+        self, next_batch: Callable[[], BatchedInputs], device: torch.device, boxes: bool = True
     ) -> None:
-        """
-        Args:
-            next_batch: returns a batch, and raises ``StopIteration`` after the last one.
-            device: device to which tensors are copied.
-            moves_boxes: whether ``Instances`` are also copied.
-        """
-        self._moves_boxes = moves_boxes
+        """``next_batch`` returns a batch, and raises ``StopIteration`` after the last one. Without
+        ``boxes``, ``Instances`` stay on the CPU."""
+        self._moves_boxes = boxes
         self._next_batch = next_batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device = device

@@ -169,9 +169,7 @@ def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         found, entries = content["data"], list(content["suspects"])
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is not a file of corrections: {error}") from error
     if found != digest:
         raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")

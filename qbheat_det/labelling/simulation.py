@@ -80,7 +80,8 @@ def simulate(
     file = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     vectors, folder = _embed(paths, encoder), Path(output)
-    digest = _hash(file, val, encoder, opts)
+    settings = [file.keep(), os.path.abspath(val), encoder, *opts]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     points = _read_points(folder / _POINTS, digest)
     flags = RunFlags(config_file=_CONFIG, images=file.image_root, weights=encoder, opts=opts)
     flags = dataclasses.replace(
@@ -102,12 +103,6 @@ def simulate(
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
                 _write_points(points, folder, digest)
     return points
-
-
-def _hash(file: CocoFile, val: str, encoder: str, opts: Sequence[str]) -> str:
-    """Returns a digest of everything that a point depends on, except its own attributes."""
-    text = json.dumps([file.keep(), os.path.abspath(val), encoder, list(opts)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _embed(paths: Sequence[str], encoder: str) -> Tensor:
