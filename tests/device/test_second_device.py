@@ -180,7 +180,7 @@ def test_a_run_gives_the_losses_of_the_cpu_resumes_and_waits_only_where_it_must(
     seen[case] = waits
     whole, expected = losses(folder), read(tmp_path)
     start_run(make_args(case, tmp_path / "cpu", data, "cpu")).train()
-    tolerance = 1e-2 if "16" in case else 2e-4
+    tolerance = 1e-2 if "16" in case or case == DISTILLED else 2e-4  # in half precision
     assert whole == pytest.approx(losses(tmp_path / "cpu"), rel=tolerance, abs=1e-5)
 
     (folder / "model_final.pth").unlink()
