@@ -28,7 +28,7 @@ Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: type = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MAX_DEPTH = 100  # largest depth of nested values in YAML
 # Groups whose removed keys change the tensors or the losses of a model.
-_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.", "MODEL.TIMM.")
+_CHANGE_MODEL = ("MODEL.MF_DETR.", "MODEL.QB_HEAT.", "MODEL.TEACHER.")
 _COMMAND_LINE = "command line"  # the source of overrides in messages
 
 # Maps keys whose unit is epochs to Detectron2's keys in iterations, which are computed from them.
@@ -144,6 +144,10 @@ def without_retired(values: Mapping[str, object], source: str) -> dict[str, obje
     figures = [key for key in values if key.startswith("VIS.")]
     if figures and source == _COMMAND_LINE:
         _warn_once(f"{source}: {figures[0]} was removed: qbheat report draws the figures")
+    for key in ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"):
+        if values.get(key) == "TimmBackbone":
+            name = values.get("MODEL.TIMM.NAME", "resnet18")
+            raise UserError(f"{source}: {key} TimmBackbone was removed: use {TIMM_PREFIX}{name}")
     for key, only in RETIRED.items():
         if str(value := values.get(key, only)) != str(only):
             message = f"{source}: {key} was removed, {value!r} is not supported (see CHANGELOG.md)"

@@ -98,7 +98,7 @@ def _register_sources(
     classes = list(class_names_of(weights)) if weights else []
     if not (classes or split) and find_job(cfg) == "boxes" and len(sources) == 2:
         given, wanted = (read_annotations(source).class_names for source in sources.values())
-        if set(given) < set(wanted):  # no image of the other classes has been labelled so far
+        if set(given) <= set(wanted):  # no image of the other classes has been labelled so far
             classes = list(wanted)
     train = None
     for name, source in sources.items():

@@ -182,13 +182,14 @@ class _Rehearsal:
         few = _FewViews(self._folder / store.folder.name, number, dtype=store.dtype)
         few.write(0, encoded)
         known = find_known_views(store)
-        missing = sum(i not in known for file in store.missing() for i in store.views_of(file))
-        missing = round(missing * (1.0 if (store.key or {})["is_train"] else self._test_scale))
+        scale = 1.0 if (store.key or {})["is_train"] else self._test_scale
+        indices = [index for file in store.missing() for index in store.views_of(file)]
+        missing = round(scale * sum(index not in known for index in indices))
         seconds = max(loading / num_workers, encoding) if num_workers else loading + encoding
         self.num_views += missing
         self.seconds += seconds * missing / number / comm.get_world_size()
         disk = next(folder for folder in store.folder.absolute().parents if folder.is_dir())
-        num_bytes = round(few.path_of(0).stat().st_size * missing / number)
+        num_bytes = round(few.path_of(0).stat().st_size * scale * len(indices) / number)
         self.disk = self.disk[0] + num_bytes, shutil.disk_usage(disk).free
         self.spent += time.perf_counter() - begin
         return few

@@ -27,7 +27,7 @@ from qbheat_det.core.environment import VERSION
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import get_cache_dir, hash_tensors
 from qbheat_det.data import cut
-from qbheat_det.data.mappers import VIEW_ROW
+from qbheat_det.data.mappers import VIEW_ROW, VIEW_SEED, find_root
 from qbheat_det.modeling.contracts import optional_modules
 from qbheat_det.modeling.image_model import CachedImages
 
@@ -36,7 +36,7 @@ from .store import FORMAT_VERSION, VIEWS_PER_FILE, AllViews, FeatureStore, Mappe
 OFF = "set MODEL.CACHE_FEATURES.ENABLED False"
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_VIEWS = 1000
-_NOT_IN_VIEWS = (VIEW_ROW, "file_name", "image_id")
+_NOT_IN_VIEWS = (VIEW_ROW, VIEW_SEED, "file_name", "image_id")
 
 
 class CachedBackbone(Backbone):
@@ -249,11 +249,15 @@ def check_cache_keys(cfg: CfgNode) -> None:
 
 
 def open_store(cfg: CfgNode, encoder: nn.Module, every: AllViews, **of_key: Any) -> FeatureStore:
-    """Returns a store in ``MODEL.CACHE_FEATURES.FOLDER``. For the arguments, see ``make_key``."""
+    """Returns a store in ``MODEL.CACHE_FEATURES.FOLDER``. For the arguments, see ``make_key``.
+
+    The root folder of the images is in ``meta.json``, but not in the name of the store's folder.
+    """
     named, key = cfg.MODEL.CACHE_FEATURES.FOLDER, make_key(cfg, encoder, every, **of_key)
     caches = Path(named).expanduser() if named else get_cache_dir() / "feature_cache"
     dtype = _DTYPES[cfg.MODEL.CACHE_FEATURES.DTYPE]
-    return FeatureStore(caches / hash_key(key), len(every), dtype=dtype, key=key)
+    about = {**key, "root": find_root(every.records)[0]}
+    return FeatureStore(caches / hash_key(key), len(every), dtype=dtype, key=about)
 
 
 def make_key(
@@ -318,18 +322,16 @@ def hash_key(key: Mapping[str, Any]) -> str:
 
 def _hash_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns a hash of each record and of the state of its file."""
-    names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
-    folder = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
     hashes = []
-    for record, name in zip(records, names, strict=True):
+    for record, name in zip(records, find_root(records)[1], strict=True):
         kept = {key: value for key, value in record.items() if key not in _NOT_IN_VIEWS}
         try:
-            found = os.stat(name)
+            found = os.stat(record["file_name"])
             state = found.st_size, found.st_mtime_ns
         except OSError:  # not a local file; the mapper reports missing files
             state = -1, -1
-        line = [os.path.relpath(name, folder), *state, kept]
-        hashes.append(_hash(json.dumps(line, sort_keys=True, default=_make_plain))[:32])
+        line = json.dumps([name, *state, kept], sort_keys=True, default=_make_plain)
+        hashes.append(_hash(line)[:32])
     return hashes
 
 

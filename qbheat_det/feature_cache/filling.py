@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, remove_leftovers, write_atomically
 
 from .store import AllViews, Encode, FeatureStore, Mapped, Stored, naming_the_key
@@ -69,7 +70,16 @@ def fill(
             indices = store.views_of(file)
             num_new = sum(index not in known for index in indices)
             encoded = iter(encode(list(islice(loaded, num_new))))
-            store.write(file, [known[i]() if i in known else next(encoded) for i in indices])
+            stored = []
+            for index in indices:
+                if index not in known:
+                    stored.append(next(encoded))
+                    continue
+                try:
+                    stored.append(known[index]())
+                except UserError:  # damaged, or removed meanwhile
+                    stored += encode([views[index]])
+            store.write(file, stored)
             if file == files[0]:  # the size of this file indicates the size of all files
                 store.check_space()
         comm.synchronize()
@@ -134,7 +144,8 @@ def find_known_views(store: FeatureStore) -> dict[int, Callable[[], Stored]]:
     """Maps indices of a store's views to functions that read them from other stores.
 
     The other stores are in the same folder. A view depends on its record, and on the key without
-    the list of records. So stores whose keys differ only in this list share views.
+    the list of records. So stores whose keys, including the root folder of the images, differ only
+    in this list share views.
     """
     known: dict[int, Callable[[], Stored]] = {}
     for key, other in _find_similar(store):
@@ -151,13 +162,11 @@ def find_known_views(store: FeatureStore) -> dict[int, Callable[[], Stored]]:
 
 def _find_similar(store: FeatureStore) -> Iterator[tuple[dict[str, Any], FeatureStore]]:
     """Yields the keys and stores in the same folder whose key differs only in the records."""
+    own = {**(store.key or {}), "records": None}
     for path in sorted(store.folder.parent.glob(f"*/{_META}")) if store.key else ():
-        with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or not a cache
+        # It may have been removed meanwhile, or belong to another program.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             key = json.loads(path.read_text(encoding="utf-8"))
-            if path.parent != store.folder and _rest(key) == _rest(store.key):
+            if path.parent != store.folder and {**key, "records": None} == own:
                 num_views = key["views_per_image"] * len(key["records"])
                 yield key, FeatureStore(path.parent, num_views, dtype=store.dtype)
-
-
-def _rest(key: Any) -> Any:
-    return {**key, "records": None} if isinstance(key, dict) else None

@@ -92,8 +92,8 @@ class FeatureStore:
     ) -> None:
         """Opens a folder of ``num_views`` views. It may be missing or incomplete, see ``fill``.
 
-        ``dtype`` is the type of the stored features. ``key``, on which the features depend, is
-        written to ``meta.json`` by ``fill``, see ``make_key``.
+        ``dtype`` is the type of the stored features. ``key`` is written to ``meta.json`` by
+        ``fill``. It contains the values on which the features depend, see ``make_key``.
         """
         self.folder = Path(folder)
         self.num_views = num_views

@@ -128,12 +128,11 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
         images: folder of the images, if they are not in the folder of a COCO json.
 
     Raises:
-        UserError: the corrections are invalid, or belong to other labels; or ``output`` is a file
-            of the data set.
+        UserError: the corrections are invalid, or belong to other labels; or ``output`` exists.
     """
     labels = open_labels(data, images)
-    if output.resolve() == Path(labels.file.json_file).resolve():
-        raise UserError(f"'{output}' is the data set itself: choose another --output folder")
+    if output.exists():  # it may be part of the data set
+        raise UserError(f"'{output}' exists: choose another --output folder")
     content = copy.deepcopy(labels.file.keep())
     entries = {entry["id"]: entry for entry in content["annotations"]}
     known = {image["id"] for image in content["images"]}

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from qbheat_det.analysis import plotting
+from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
 from qbheat_det.data import open_source, raise_first, read_annotations
@@ -80,7 +81,9 @@ def simulate(
     file = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     vectors, folder = _embed(paths, encoder), Path(output)
-    settings = [file.keep(), os.path.abspath(val), encoder, *opts]
+    source = open_source(val or data, images)
+    evaluated = read_annotations(source.val or source.train)
+    settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     points = _read_points(folder / _POINTS, digest)
     flags = RunFlags(config_file=_CONFIG, images=file.image_root, weights=encoder, opts=opts)

@@ -87,7 +87,7 @@ def test_each_view_of_each_image_has_its_own_numbers_whatever_was_drawn_before()
 
     def draw_all(seed):
         views = FixedViews(augment, 3, seed)
-        records = number_records([{"file_name": name} for name in "abcd"])
+        records = number_records([{"file_name": name} for name in ("a", "b", "c/a", "d/a")])
         return [views.view(one, number)["drawn"] for one in records for number in range(3)]
 
     found, others = draw_all(5), draw_all(6)

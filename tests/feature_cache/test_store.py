@@ -24,7 +24,7 @@ from qbheat_det.core import files
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import IMAGE, VIEW, seed_place
 from qbheat_det.data import DataError, FixedViews, TrainStream, number_records
-from qbheat_det.data.mappers import VIEW_ROW, hash_name
+from qbheat_det.data.mappers import VIEW_ROW, VIEW_SEED
 from qbheat_det.feature_cache.encoder import make_view
 from qbheat_det.feature_cache.filling import fill as build
 from qbheat_det.feature_cache.filling import find_known_views
@@ -234,7 +234,7 @@ COUNT = 3
 
 def augment(record):
     """Draws an image and boxes from all generators; leaves out two images, one with a reason."""
-    assert VIEW_ROW not in record
+    assert not {VIEW_ROW, VIEW_SEED} & record.keys()
     if record["image_id"] == 12:
         return DataError("unreadable image", record["file_name"], "it is a text")
     if record["image_id"] == 15:
@@ -265,7 +265,7 @@ def test_the_stream_chooses_by_position_and_the_views_seed_draws():
             continue
         seed_place(4, IMAGE, position)
         number = int(torch.randint(COUNT, ()))
-        seed_place(7, VIEW, hash_name(RECORDS[row]), number)
+        seed_place(7, VIEW, RECORDS[row][VIEW_SEED], number)
         expected = augment({key: RECORDS[row][key] for key in ("file_name", "image_id")})
         torch.testing.assert_close(entry["image"], expected["image"])
         # Drawing a view leaves the generators alone.
@@ -325,12 +325,15 @@ def test_views_of_a_similar_store_are_copied_and_only_the_others_encoded(tmp_pat
     known = find_known_views(grown)
     assert sorted(known) == [*range(32), *range(64, 80)]
     assert torch.equal(known[0]().features["s1"], first.read(count).features["s1"])
+    content = bytearray(first.path_of(0).read_bytes())
+    content[-1] ^= 1  # damages one view
+    first.path_of(0).write_bytes(content)
     build_all(grown, large)
-    assert len(encoded) == 88 - len(known)
+    assert len(encoded) == 88 - len(known) + 1
     for index in range(88):
         found, wanted = grown.read(index), large[index]
         assert (found is None) == (wanted is None)
         if wanted is not None:
             assert torch.equal(found.features["s1"], wanted.features["s1"])
-    for name, key in (("other", {"dtype": "x"}), ("count", {"views_per_image": 1})):
+    for name, key in (("other", {"root": "x"}), ("count", {"views_per_image": 1})):
         assert not find_known_views(make(name, range(40), **key)[0])

@@ -84,7 +84,7 @@ def test_errors_come_first_are_drawn_and_corrected(data, tmp_path):
 
     output, before = tmp_path / "corrected.json", data.read_bytes()
     apply_corrections(tmp_path / "out" / "suspects.json", str(data), output)
-    with pytest.raises(UserError, match="data set itself"):
+    with pytest.raises(UserError, match="exists"):
         apply_corrections(tmp_path / "out" / "suspects.json", str(data), data)
     assert data.read_bytes() == before
     (tmp_path / "true").mkdir()

@@ -8,7 +8,7 @@ view, so these features can be cached, see ``qbheat_det.feature_cache``.
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
 
 VIEW_ROW = "view_row"
 """Key of a record. Its value is the index in the data set, from which caches find its views."""
+VIEW_SEED = "view_seed"
+"""Key of a record. Its value determines the random numbers of its views."""
 
 
 DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
@@ -102,8 +104,7 @@ class FixedViews:
 
     Each call chooses a view with torch's global generator, which ``TrainStream`` seeds by position.
     The view itself depends only on ``seed``, the record, and the number of the view. The random
-    numbers depend on the name of the file without its folder, so they do not change if other images
-    are added to the data set.
+    numbers depend on ``VIEW_SEED``, see ``number_records``.
     """
 
     def __init__(self, mapper: Mapper, count: int, seed: int = 0) -> None:
@@ -121,16 +122,10 @@ class FixedViews:
 
     def view(self, dataset_dict: dict[str, Any], number: int) -> dict[str, Any] | DataError | None:
         """Returns the mapper's output for view ``number``, from 0 to K - 1, of a record."""
-        record = {key: value for key, value in dataset_dict.items() if key != VIEW_ROW}
+        kept = {k: v for k, v in dataset_dict.items() if k not in (VIEW_ROW, VIEW_SEED)}
         with preserved_randomness():
-            seed_place(self.seed, VIEW, hash_name(record), number)
-            return self.mapper(record)
-
-
-def hash_name(record: dict[str, Any]) -> int:
-    """Returns a number for the name of a record's file, without its folder, and for its tile."""
-    name = f"{os.path.basename(record['file_name'])} {record.get(TILE, '')}"
-    return zlib.crc32(os.fsencode(name))
+            seed_place(self.seed, VIEW, dataset_dict[VIEW_SEED], number)
+            return self.mapper(kept)
 
 
 def choose_view(count: int) -> int:
@@ -138,6 +133,21 @@ def choose_view(count: int) -> int:
     return 0 if count == 1 else int(torch.randint(count, ()))
 
 
+def find_root(records: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Returns the innermost folder that contains all files, and their paths relative to it."""
+    names = [os.path.abspath(os.fspath(record["file_name"])) for record in records]
+    root = os.path.commonpath([os.path.dirname(name) for name in names]) if names else ""
+    return root, [os.path.relpath(name, root) for name in names]
+
+
 def number_records(dataset: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the records with their index in the data set under the key ``VIEW_ROW``."""
-    return [{**record, VIEW_ROW: row} for row, record in enumerate(dataset)]
+    """Returns the records with ``VIEW_ROW`` and ``VIEW_SEED``.
+
+    The seed depends on the file's relative path and the tile, so it does not change if other images
+    of the same folder are added to the data set.
+    """
+    numbered = []
+    for row, (record, name) in enumerate(zip(dataset, find_root(dataset)[1], strict=True)):
+        seed = zlib.crc32(os.fsencode(f"{name} {record.get(TILE, '')}"))
+        numbered.append({**record, VIEW_ROW: row, VIEW_SEED: seed})
+    return numbered
