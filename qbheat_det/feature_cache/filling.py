@@ -8,6 +8,7 @@ gets more images or corrected boxes, only the new and changed images are encoded
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import sys
@@ -151,12 +152,12 @@ def find_known_views(store: FeatureStore) -> dict[int, Callable[[], Stored]]:
     for key, other in _find_similar(store):
         rows = {record: row for row, record in enumerate(key["records"])}
         missing = {index for file in other.missing() for index in other.views_of(file)}
-        count = key["views_per_image"]
-        for row, record in enumerate(store.key["records"] if store.key else ()):
-            for number in range(count if record in rows else 0):
-                index = rows[record] * count + number
-                if index not in missing:
-                    known[row * count + number] = functools.partial(other.read, index)
+        records, count = (store.key or {})["records"], key["views_per_image"]
+        shared = [(row, rows[record]) for row, record in enumerate(records) if record in rows]
+        for (row, other_row), number in itertools.product(shared, range(count)):
+            index = other_row * count + number
+            if index not in missing:
+                known[row * count + number] = functools.partial(other.read, index)
     return known
 
 

@@ -94,12 +94,16 @@ def predict_files(
         predictor, files, cfg, score_threshold=score_threshold, output_dir=output, tile=tile
     )
     if json_file:
-        names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
-        if not ids:
-            print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
-        content = render_annotations(found.results, found.images, names, ids, json_format)
-        write_atomically(json_file, json.dumps(content).encode())
+        _write_boxes(found, cfg, json_file, json_format)
     return found
+
+
+def _write_boxes(found: Predictions, cfg: CfgNode, path: Path, json_format: Format) -> None:
+    names, ids = cfg.MODEL.CLASS_NAMES, cfg.MODEL.CATEGORY_IDS
+    if not ids:
+        print("note: the config lists no MODEL.CATEGORY_IDS, so category ids start from 1")
+    content = render_annotations(found.results, found.images, names, ids, json_format)
+    write_atomically(path, json.dumps(content).encode())
 
 
 def open_weights(

@@ -78,11 +78,9 @@ def simulate(
             is unknown, or a budget is larger than the data set.
     """
     budgets = sorted(budgets)
-    file = _open_boxes(data, val, images, budgets, strategies)
+    file, evaluated = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     vectors, folder = _embed(paths, encoder), Path(output)
-    source = open_source(val or data, images)
-    evaluated = read_annotations(source.val or source.train)
     settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     points = _read_points(folder / _POINTS, digest)
@@ -135,7 +133,8 @@ def _train(
 
 def _open_boxes(
     data: str, val: str, images: str, budgets: Sequence[int], strategies: Sequence[str]
-) -> CocoFile:
+) -> tuple[CocoFile, CocoFile]:
+    """Returns the images to select from, and the images to evaluate on."""
     opened = open_source(data, images)
     if opened.kind == "classes" or not (val or opened.val):
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
@@ -146,7 +145,8 @@ def _open_boxes(
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
         most = f"{len(file.images):,}, the number of images in '{data}'"
         raise UserError(f"budgets are {budgets}, but must be from 1 to {most}")
-    return file
+    source = open_source(val, images) if val else opened
+    return file, read_annotations(source.val or source.train)
 
 
 def _choose(

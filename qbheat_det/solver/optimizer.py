@@ -144,11 +144,9 @@ def parameter_groups(
     single = []
     for group in groups:
         for parameter in group["params"]:
-            settings = {**group, "params": [parameter]}
-            settings["lr"] *= factors.get(parameter, 1.0)
-            if parameter in norms:
-                settings["weight_decay"] = weight_decay_norm
-            single.append(settings)
+            own = {"weight_decay": weight_decay_norm} if parameter in norms else {}
+            rate = group["lr"] * factors.get(parameter, 1.0)
+            single.append({**group, "params": [parameter], "lr": rate, **own})
     return list(detectron2_build.reduce_param_groups(single))
 
 
