@@ -294,6 +294,4 @@ def _get_drop_rate(module: nn.Module) -> float:
         return float(module.p)
     if isinstance(module, nn.MultiheadAttention):
         return float(module.dropout)
-    return float(
-        getattr(module, "drop_prob", 0.0) or 0.0
-    )  # an attribute of DropPath modules, as in timm
+    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # of DropPath, as in timm

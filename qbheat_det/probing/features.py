@@ -225,10 +225,8 @@ def _batches_of_one_size(images: Sequence[Tensor], batch_size: int) -> Iterator[
     by_size: dict[torch.Size, list[Tensor]] = {}
     for image in images:
         by_size.setdefault(image.shape, []).append(image)
-    for group in by_size.values():
-        yield from cut(
-            group, -(-len(group) // batch_size)
-        )  # about equally large, so that no batch is small
+    for group in by_size.values():  # in parts of about equal size, so that no batch is small
+        yield from cut(group, -(-len(group) // batch_size))
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:

@@ -231,19 +231,14 @@ def _build_block(
     widths = {"in_channels": channels, "hidden": spec.hidden, "out_channels": spec.out}
     if spec.kind in ("lite", "lite_down"):
         return LiteBottleneck(**widths, norm=norm, stride=2 if spec.halves else 1)
-    shared: dict[str, Any] = {
-        **widths,
-        "token_dim": token_dim,
-        "norm": norm,
-        "drop_path": drop_path,
-    }
-    is_down = spec.kind == "down"
+    widths["token_dim"] = token_dim
+    kind: type[Mobile] | type[DownMobile] = Mobile
+    if spec.kind == "down":
+        kind, widths["second_hidden"] = DownMobile, spec.second_hidden
     return MobileFormerBlock(
         to_former=MobileToFormer(token_dim=token_dim, channels=channels),
         former=Former(token_dim=token_dim, drop_path=drop_path),
-        mobile=DownMobile(**shared, second_hidden=spec.second_hidden)
-        if is_down
-        else Mobile(**shared),
+        mobile=kind(**widths, norm=norm, drop_path=drop_path),
         to_mobile=FormerToMobile(token_dim=token_dim, channels=spec.out),
     )
 

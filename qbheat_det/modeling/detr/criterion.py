@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -297,14 +296,6 @@ class SetCriterion(nn.Module):
         """Takes the sums (…, 2) of ``normalizers`` over ``parts`` batches. Returns their means."""
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
-
-    def normalizers_of_processes(self, counts: Tensor) -> Tensor:
-        """Takes this process's ``normalizers`` (2,). Sums them over all processes, and returns the
-        divisors for each process, (2,)."""
-        if comm.get_world_size() > 1:
-            counts = counts.clone()
-            torch.distributed.all_reduce(counts)
-        return self.mean_normalizers(counts, comm.get_world_size())
 
 
 def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from detectron2.config import CfgNode, configurable
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone, detector_postprocess
 from detectron2.structures import Boxes, ImageList, Instances
+from detectron2.utils import comm
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
@@ -119,7 +120,9 @@ class MFDETR(nn.Module):
             targets = self.prepare_targets(batched_inputs)
             if normalizers is None:
                 counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
-                normalizers = self.criterion.normalizers_of_processes(counts)
+                if comm.get_world_size() > 1:
+                    torch.distributed.all_reduce(counts)
+                normalizers = self.loss_normalizers(counts, comm.get_world_size())
             outputs = self.decoder(features, padding)
             losses = self.criterion(outputs, targets, normalizers)
             if (selection := self.decoder.selection) is not None:
