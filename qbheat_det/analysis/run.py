@@ -18,13 +18,7 @@ from torch import nn
 from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data import (
-    SPLIT_FILE,
-    Mapper,
-    build_mapper,
-    load_image_folders,
-    register_source,
-)
+from qbheat_det.data import SPLIT_FILE, Mapper, build_mapper, load_image_folders, register_source
 from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
 from qbheat_det.engine.run_flags import find_job
 from qbheat_det.inference.predict import build_predictor

@@ -17,12 +17,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy
 from qbheat_det.inference.images import Image, Picture, is_collection, is_video, open_images
-from qbheat_det.inference.predict import (
-    BatchPredictor,
-    Predictor,
-    build_predictor,
-    find_boxes,
-)
+from qbheat_det.inference.predict import BatchPredictor, Predictor, build_predictor, find_boxes
 from qbheat_det.inference.results import Detections
 
 from .encoder import Trained, names_mistakes

@@ -32,12 +32,7 @@ from qbheat_det.solver import count_epochs
 
 from .dry_run import dry_run
 from .resume import decide_to_resume, name_last_checkpoint
-from .run_flags import (
-    FIRST_STAGE_WEIGHTS,
-    SIZES,
-    RunFlags,
-    find_job,
-)
+from .run_flags import FIRST_STAGE_WEIGHTS, SIZES, RunFlags, find_job
 from .setup import build_config
 from .trainer import Trainer
 

@@ -19,12 +19,7 @@ from detectron2.structures import ImageList
 from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor
 
-from qbheat_det.checkpoint import (
-    WeightsInfo,
-    bare_backbone,
-    fit_weights,
-    read_weights,
-)
+from qbheat_det.checkpoint import WeightsInfo, bare_backbone, fit_weights, read_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import undisturbed
 from qbheat_det.data import ImageBatches, build_mapper, cut, join_messages, raise_first
