@@ -270,8 +270,5 @@ class Detector(Trained):
 
 def _find_free(folder: Path) -> Path:
     """Returns the first of ``folder``/train, train-2, train-3, … that does not exist."""
-    path = folder / "train"
-    numbers = itertools.count(2)
-    while path.exists():
-        path = folder / f"train-{next(numbers)}"
-    return path
+    names = itertools.chain(["train"], (f"train-{number}" for number in itertools.count(2)))
+    return next(folder / name for name in names if not (folder / name).exists())
