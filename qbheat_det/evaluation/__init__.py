@@ -138,7 +138,6 @@ class HeldOutLossEvaluator(DatasetEvaluator):
         self._losses: list[tuple[str, str, float]] = []  # image, view, loss
 
     def reset(self) -> None:
-        """Removes all images."""
         self._losses = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:

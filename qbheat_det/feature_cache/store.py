@@ -111,7 +111,6 @@ class FeatureStore:
         return range(first, min(first + VIEWS_PER_FILE, self.num_views))
 
     def path_of(self, file: int) -> Path:
-        """Returns the path of a file."""
         return self.folder / f"{file:06d}.safetensors"
 
     def missing(self) -> list[int]:

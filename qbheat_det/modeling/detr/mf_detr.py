@@ -96,7 +96,6 @@ class MFDETR(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
         return self.pixel_mean.device
 
     def forward(
