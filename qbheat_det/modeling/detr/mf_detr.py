@@ -118,7 +118,7 @@ class MFDETR(nn.Module):
         if self.training:
             targets = self.prepare_targets(batched_inputs)
             if normalizers is None:
-                counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
+                counts = self.loss_counts(batched_inputs).to(self.device, non_blocking=True)
                 if comm.get_world_size() > 1:
                     torch.distributed.all_reduce(counts)
                 normalizers = self.loss_normalizers(counts, comm.get_world_size())
@@ -138,14 +138,12 @@ class MFDETR(nn.Module):
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the divisors (2,) of the class and box losses for a batch."""
-        return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
+        counts = [len(entry["instances"]) for entry in batched_inputs]
+        return torch.tensor(self.criterion.normalizers(counts, self.decoder.num_queries))
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
         """Takes ``loss_counts`` summed over all micro-batches. Returns each one's divisors (2,)."""
         return self.criterion.mean_normalizers(counts, parts)
-
-    def _loss_counts(self, counts: Sequence[int]) -> Tensor:
-        return torch.tensor(self.criterion.normalizers(counts, self.decoder.num_queries))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalizes the images and stacks them, zero-padded on the right and bottom."""

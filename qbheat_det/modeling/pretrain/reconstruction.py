@@ -200,10 +200,8 @@ class ReconstructionModel(PretrainingModel):
     grid_multiple = 1
     """G must be a multiple of this number."""
 
-    @property
-    def views(self) -> Mapping[str, Sequence[str]]:
-        """The kinds of visible parts, each with the quarters that images use in turn."""
-        return {"patches": ()}
+    views: Mapping[str, Sequence[str]] = {"patches": ()}
+    """The kinds of visible parts, each with the quarters that images use in turn."""
 
     def __init__(
         self,
