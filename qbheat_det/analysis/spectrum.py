@@ -116,8 +116,8 @@ def read_linear_models(path: Path, label: str) -> Models:
         predictor.load_state_dict(state)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"'{path}' has incomplete linear models: {error}") from error
-    scales = cast(Mapping[str, LinearModels], predictor.requires_grad_(False).scales)
-    return {scale: (models.offset, models.matrices()) for scale, models in scales.items()}
+    by_scale = cast(Mapping[str, LinearModels], predictor.requires_grad_(False).scales)
+    return {scale: (models.offset, models.matrices()) for scale, models in by_scale.items()}
 
 
 def rotate_models(models: Models) -> Models:

@@ -171,11 +171,11 @@ def open_flags(flags: RunFlags, job: str) -> dict[str, Source]:
         else:
             opened.append(None)
     train, val = opened
-    found = {
+    by_role = {
         "train": train and train.train,
         "val": (val.val or val.train) if val else train and train.val,
     }
-    return {role: source for role, source in found.items() if source}
+    return {role: source for role, source in by_role.items() if source}
 
 
 def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:

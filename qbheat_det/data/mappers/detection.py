@@ -149,13 +149,15 @@ class _Outline(T.AugInput):
 
     def __init__(self, height: int, width: int) -> None:
         super().__init__(np.broadcast_to(np.uint8(0), (height, width, 3)))
+        self._size = height, width
 
     def transform(self, tfm: Transform) -> None:
-        height, width = self.image.shape[:2]
+        height, width = self._size
         if isinstance(tfm, T.ResizeTransform):
             height, width = tfm.new_h, tfm.new_w
         elif isinstance(tfm, T.CropTransform):
             height, width = tfm.h, tfm.w
+        self._size = height, width
         self.image = np.broadcast_to(np.uint8(0), (height, width, 3))
 
 

@@ -209,7 +209,8 @@ class SetCriterion(nn.Module):
             normalizers: (2,), divisors from ``mean_normalizers`` for the effective batch.
         """
         logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
-        losses = self.block_losses(logits, boxes, targets, normalizers)
+        matches = self.match(logits, boxes, targets)
+        losses = self.block_losses(logits, boxes, targets, normalizers, matches)
         last = len(logits) - 1
         return {
             name if block == last else f"{name}_{block}": loss[block]
@@ -256,14 +257,12 @@ class SetCriterion(nn.Module):
         boxes: Tensor,
         targets: Targets,
         normalizers: Tensor,
-        matches: Matches | None = None,
+        matches: Matches,
     ) -> dict[str, Tensor]:
         """Returns weighted losses (L,) per block: "loss_ce", "loss_bbox" and "loss_giou".
 
         ``logits`` and ``boxes`` are in float32, see ``forward``. For ``matches``, see ``match``.
         """
-        if matches is None:
-            matches = self.match(logits, boxes, targets)
         classes, num_boxes = normalizers
         where = matches.block, matches.image, matches.query
         predicted, true_boxes = boxes[where], targets.boxes[matches.image, matches.target]  # (P, 4)
