@@ -11,7 +11,7 @@ Other figures use this module's functions to prepare square images for encoders.
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from tqdm import tqdm
 from qbheat_det.config import with_values
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import MAPPERS_OF_IMAGES, build_mapper
-from qbheat_det.engine.data_sources import read_spread
 from qbheat_det.inference.drawing import RGBImage
 from qbheat_det.layers import MobileFormerBlock, read_attention
 from qbheat_det.modeling.backbone import MobileFormer
@@ -31,7 +30,7 @@ from qbheat_det.modeling.contracts import get_pixel_statistics
 
 from . import plotting
 from .figures import Figure, Image, NotApplicable
-from .run import FigureOptions, Run, run_on_images
+from .run import Entries, FigureOptions, Run, read_spread, run_on_images
 
 Bridge = Literal["to_former", "to_mobile"]
 Heads = Literal["mean", "apart"]
@@ -48,7 +47,6 @@ _EXPLANATION = (
     "have identical maps. Tokens of an untrained network attend everywhere.",
 )
 _BATCH_SIZE = 32
-Entries = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -230,7 +228,7 @@ def crop_squares(cfg: CfgNode, files: Sequence[str], size: int | None = None) ->
     if size is not None:
         cfg.INPUT.PRETRAIN.SIZE = size
     records = [{"file_name": name} for name in files]
-    return read_spread(records, build_mapper(cfg, is_train=False), len(records))
+    return read_spread(records, build_mapper(cfg, is_train=False), len(records))[0]
 
 
 def find_size(runs: Sequence[Run], default: int) -> int:

@@ -46,13 +46,13 @@ def draw_curves(runs: Sequence[Run], options: FigureOptions) -> Figure:
     panels: dict[str, tuple[str, dict[str, Curve]]] = {}
     data: dict[str, dict[str, Any]] = {run.label: {} for run in logged}
     quantities = find_quantities([record for run in logged for record in run.metrics])
+    by_model: dict[str | None, list[Run]] = {}
+    for run in logged:
+        by_model.setdefault(_find_model(run), []).append(run)
     for key, (title, label) in quantities.items():
         groups = {"": logged}
-        if label == "loss":
-            models = [_find_model(run) for run in logged]
-            if len(set(models)) > 1:
-                groups = {f", {model}": [run for run, own in zip(logged, models, strict=True)
-                                         if own == model] for model in models}  # fmt: skip
+        if label == "loss" and len(by_model) > 1:
+            groups = {f", {model}": own for model, own in by_model.items()}
         for suffix, group in groups.items():
             curves = {run.label: select_curve(run, key) for run in group}
             curves = {name: curve for name, curve in curves.items() if curve[0]}

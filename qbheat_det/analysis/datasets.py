@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -79,12 +79,8 @@ def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
     Raises a ``UserError`` if flags contradict each other, data have no boxes, or there is no
     dataset.
     """
-    train, val = open_flags(flags, "boxes")
-    parts = {"train": train and train.train, "val": val and (val.val or val.train)}
-    if train and not val:
-        parts["val"] = train.val
-    roles: tuple[Role, Role] = ("train", "val")
-    sources = [DatasetSource(role, role, found) for role in roles if (found := parts[role])]
+    parts, roles = open_flags(flags, "boxes"), get_args(Role)
+    sources = [DatasetSource(role, role, parts[role]) for role in roles if role in parts]
     if not sources:
         sources = [DatasetSource(name, "train") for name in cfg.DATASETS.TRAIN]
         sources += [DatasetSource(name, "val") for name in cfg.DATASETS.TEST]

@@ -28,9 +28,9 @@ from qbheat_det.probing import find_feature
 from qbheat_det.probing.features import recalibrate_bn
 
 from . import plotting
-from .attention import Entries, batch_images, crop_squares, find_size
+from .attention import batch_images, crop_squares, find_size
 from .figures import Figure, Image, NotApplicable, Table
-from .run import FigureOptions, Run, run_on_images
+from .run import Entries, FigureOptions, Run, run_on_images
 
 _GREY = 128
 _NORMALIZED = "Each masked patch has the image's mean and contrast."

@@ -23,14 +23,7 @@ from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.core.text import join_first
 
 from . import load_figures
-from .figures import (
-    Figure,
-    Image,
-    NotApplicable,
-    Table,
-    remove_figure,
-    write_figure,
-)
+from .figures import Figure, Image, NotApplicable, Table, remove_figure, write_figure
 from .run import FigureOptions, Run
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,7 @@ from torch import nn
 from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data import (
-    SPLIT_FILE,
-    build_mapper,
-    load_image_folders,
-    register_source,
-)
-from qbheat_det.engine.data_sources import SpreadEntries, read_spread
+from qbheat_det.data import SPLIT_FILE, Mapper, build_mapper, load_image_folders, register_source
 from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
 from qbheat_det.engine.run_flags import find_job
 from qbheat_det.inference.predict import build_predictor
@@ -35,9 +29,11 @@ logger = logging.getLogger(__name__)
 Kind = Literal["pretraining", "detector", "classifier"]
 Split = Literal["test", "train"]
 Found = TypeVar("Found")
+Entries = list[dict[str, Any]]
 
 _KINDS: dict[str, Kind] = {"boxes": "detector", "classes": "classifier", "images": "pretraining"}
 _FINAL = ("model_final.safetensors", "model_final.pth")
+_MAX_TRIED = 10  # consecutive unreadable images before a position is skipped
 _RUN_FILES = ("config.yaml", "metrics.json", "last_checkpoint", *_FINAL)
 
 
@@ -162,8 +158,8 @@ class Run:
         is_own = is_last and path.stat().st_mtime <= self.checkpoint.stat().st_mtime
         return path if is_own else None
 
-    def load_images(self, number: int, images: Path | None = None) -> SpreadEntries:
-        """Returns ``number`` images, spaced evenly over the folder ``images`` or the run's dataset.
+    def load_images(self, number: int, images: Path | None = None) -> tuple[Entries, list[str]]:
+        """Calls ``read_spread`` on the folder ``images`` or the run's dataset.
 
         Without ``images``, uses the run's test set, or else its training set. Raises
         ``NotApplicable`` if there is no dataset, and a ``UserError`` if no image can be read.
@@ -176,10 +172,34 @@ class Run:
             except NotApplicable:
                 name = self.find_set("train")
             records, source = DatasetCatalog.get(name), f"the dataset '{name}'"
-        entries = read_spread(records, build_mapper(self.cfg, is_train=False), number)
-        if not entries:
+        found = read_spread(records, build_mapper(self.cfg, is_train=False), number)
+        if not found[0]:
             raise UserError(f"{source} has no readable image")
-        return entries
+        return found
+
+
+def read_spread(
+    records: Sequence[Mapping[str, Any]], mapper: Mapper, number: int
+) -> tuple[Entries, list[str]]:
+    """Returns up to ``number`` mapped records, spaced evenly over all records.
+
+    Records that the mapper cannot read are replaced by the next one that it can read. Their file
+    names are the second result.
+    """
+    number, end = min(number, len(records)), 0
+    entries, unreadable = [], []
+    for index in range(number):
+        start = max(end, index * len(records) // number)
+        for end in range(start + 1, min(start + _MAX_TRIED, len(records)) + 1):
+            try:
+                entry = mapper(dict(records[end - 1]))
+            except UserError:
+                entry = None
+            if isinstance(entry, dict):
+                entries.append(entry)
+                break
+            unreadable.append(str(records[end - 1]["file_name"]))
+    return entries, unreadable
 
 
 def open_runs(paths: Sequence[str], *, device: str | None = None) -> list[Run]:
@@ -291,13 +311,15 @@ def run_on_images(
     nothing: str,
 ) -> RunResults[Found]:
     """Like ``run_each``, but ``compute`` also gets the paths of images, the same for all runs."""
-    entries = choose_images(runs, options.num_images, options.images)
+    entries, unreadable = choose_images(runs, options.num_images, options.images)
     files = [str(entry["file_name"]) for entry in entries]
     results = run_each(runs, lambda run: compute(run, files), nothing=nothing)
-    return replace(results, files=files, unreadable=entries.unreadable)
+    return replace(results, files=files, unreadable=unreadable)
 
 
-def choose_images(runs: Sequence[Run], number: int, folder: Path | None) -> SpreadEntries:
+def choose_images(
+    runs: Sequence[Run], number: int, folder: Path | None
+) -> tuple[Entries, list[str]]:
     """Calls ``Run.load_images`` of one run after the other until one succeeds.
 
     Raises:

@@ -91,20 +91,8 @@ def describe_models(models: Models) -> Spectrum:
     return Spectrum(offsets, eigenvalues, summary)
 
 
-def list_linear_models(predictor: HeatPredictor) -> Models:
-    """Returns the linear models of a predictor, on the CPU."""
-    scales = cast(Mapping[str, LinearModels], predictor.scales)
-    return {
-        scale: (
-            models.offset,
-            {name: matrix.detach().cpu() for name, matrix in models.matrices().items()},
-        )
-        for scale, models in scales.items()
-    }
-
-
 def read_linear_models(path: Path, label: str) -> Models:
-    """Reads the linear models of QB-Heat from a checkpoint. ``label`` names the run in messages.
+    """Reads QB-Heat's linear models from a checkpoint, on the CPU. ``label`` is for messages.
 
     Raises:
         NotApplicable: the checkpoint has no linear models.
@@ -128,7 +116,8 @@ def read_linear_models(path: Path, label: str) -> Models:
         predictor.load_state_dict(state)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"'{path}' has incomplete linear models: {error}") from error
-    return list_linear_models(predictor)
+    by_scale = cast(Mapping[str, LinearModels], predictor.requires_grad_(False).scales)
+    return {scale: (models.offset, models.matrices()) for scale, models in by_scale.items()}
 
 
 def rotate_models(models: Models) -> Models:

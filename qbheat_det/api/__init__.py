@@ -6,12 +6,7 @@ from pathlib import Path
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.inference.exported import ExportedPredictor
 from qbheat_det.inference.files import open_weights, predict_files
-from qbheat_det.inference.predict import (
-    build_detector,
-    is_encoder,
-    is_timm,
-    open_encoder,
-)
+from qbheat_det.inference.predict import build_detector, is_encoder, is_timm, open_encoder
 from qbheat_det.inference.results import Detections, save_annotations
 
 from .detector import Detector

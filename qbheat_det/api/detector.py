@@ -17,12 +17,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.deployment import deploy
 from qbheat_det.inference.images import Image, Picture, is_collection, is_video, open_images
-from qbheat_det.inference.predict import (
-    BatchPredictor,
-    Predictor,
-    build_predictor,
-    find_boxes,
-)
+from qbheat_det.inference.predict import BatchPredictor, Predictor, build_predictor, find_boxes
 from qbheat_det.inference.results import Detections
 
 from .encoder import Trained, names_mistakes
@@ -275,8 +270,5 @@ class Detector(Trained):
 
 def _find_free(folder: Path) -> Path:
     """Returns the first of ``folder``/train, train-2, train-3, … that does not exist."""
-    path = folder / "train"
-    numbers = itertools.count(2)
-    while path.exists():
-        path = folder / f"train-{next(numbers)}"
-    return path
+    names = itertools.chain(["train"], (f"train-{number}" for number in itertools.count(2)))
+    return next(folder / name for name in names if not (folder / name).exists())

@@ -9,6 +9,7 @@ from .loading import (
     dump_config,
     find_memory_format,
     get_config_path,
+    get_value,
     load_config,
     one_of,
     refuse_bad_values,
@@ -17,6 +18,6 @@ from .loading import (
 
 __all__ = [
     "Rules", "add_qbheat_config", "at_least", "check_values", "dump_config",
-    "find_memory_format", "get_cfg", "get_config_path", "load_config", "one_of",
+    "find_memory_format", "get_cfg", "get_config_path", "get_value", "load_config", "one_of",
     "refuse_bad_values", "with_values",
 ]  # fmt: skip

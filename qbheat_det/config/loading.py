@@ -93,7 +93,7 @@ def load_config(path: str | os.PathLike[str] | None = None, opts: Sequence[str] 
             _set(cfg, key, value, source)
     switch_off_overruled_epochs(cfg, [values for _, values in layers])
     for key in ("MODEL.BACKBONE.NAME", "MODEL.FPN.BOTTOM_UP"):
-        name = _get(cfg, key)
+        name = get_value(cfg, key)
         if name.startswith(TIMM_PREFIX):
             try:
                 check_timm_name(name.removeprefix(TIMM_PREFIX))
@@ -168,7 +168,7 @@ def with_values(cfg: CfgNode, values: Mapping[str, object] | None = None) -> Cfg
     own.defrost()
     for key, value in (values or {}).items():
         node, _, name = key.rpartition(".")
-        (_get(own, node) if node else own)[name] = value
+        (get_value(own, node) if node else own)[name] = value
     return own
 
 
@@ -181,14 +181,15 @@ def list_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{key}", value
 
 
-def _get(cfg: CfgNode, key: str) -> Any:
+def get_value(cfg: CfgNode, key: str) -> Any:
+    """Returns the value of a dotted key."""
     return functools.reduce(operator.getitem, key.split("."), cfg)
 
 
 def _set(cfg: CfgNode, key: str, value: object, source: str) -> None:
     """Sets the value of a dotted key; errors mention ``source``, a file or the command line."""
     try:
-        present = _get(cfg, key)
+        present = get_value(cfg, key)
     except (KeyError, TypeError):
         known = [name for name, _ in list_leaves(cfg)]
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
@@ -319,7 +320,7 @@ def check_values(cfg: CfgNode, rules: Rules) -> None:
         UserError: a value is not valid; the message names its key.
     """
     for key, (is_valid, expected) in rules.items():
-        if not is_valid(value := _get(cfg, key)):
+        if not is_valid(value := get_value(cfg, key)):
             raise UserError(f"{key} is {value!r}, expected {expected}")
 
 

@@ -75,13 +75,15 @@ def build_image_batches(
     cfg: CfgNode, dataset_name: str, *, mapper: Mapper | None = None
 ) -> ImageBatches:
     """Builds the batches of a registered set, with one dict per image and view (``get_views``)."""
-    records = number_records(DatasetCatalog.get(dataset_name))
-    return _build(cfg, with_views(records, get_views(cfg).values()), mapper)
+    records = with_views(number_records(DatasetCatalog.get(dataset_name)), get_views(cfg).values())
+    mapper = mapper or build_mapper(cfg, is_train=False)
+    return ImageBatches(records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
 def build_class_batches(cfg: CfgNode, dataset_name: str) -> ImageBatches:
     """Builds the batches of a registered set, whose labels index ``MODEL.CLASS_NAMES``."""
-    return _build(cfg, load_classes([dataset_name], cfg.MODEL.CLASS_NAMES))
+    records, mapper = load_classes([dataset_name], cfg.MODEL.CLASS_NAMES), build_mapper(cfg, False)
+    return ImageBatches(records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
 def with_views(
@@ -98,13 +100,6 @@ def with_views(
         for i, record in enumerate(records)
         for places in kinds
     ]
-
-
-def _build(
-    cfg: CfgNode, records: Sequence[dict[str, Any]], mapper: Mapper | None = None
-) -> ImageBatches:
-    mapper = mapper or build_mapper(cfg, is_train=False)
-    return ImageBatches(records, mapper=mapper, num_workers=cfg.DATALOADER.NUM_WORKERS)
 
 
 def _own(entry: dict[str, Any]) -> dict[str, Any]:

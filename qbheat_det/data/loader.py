@@ -249,15 +249,10 @@ def _load_training_set(cfg: CfgNode) -> Sequence[dict[str, Any]]:
 
 def load_test_set(cfg: CfgNode, dataset_name: str) -> list[dict[str, Any]]:
     """Returns the records of a detector's test set; with ``INPUT.TILE``, also of their tiles."""
-    records = get_detection_dataset_dicts(
-        dataset_name,
-        filter_empty=False,
-        proposal_files=[
-            cfg.DATASETS.PROPOSAL_FILES_TEST[list(cfg.DATASETS.TEST).index(dataset_name)]
-        ]
-        if cfg.MODEL.LOAD_PROPOSALS
-        else None,
-    )
+    files = None
+    if cfg.MODEL.LOAD_PROPOSALS:
+        files = [cfg.DATASETS.PROPOSAL_FILES_TEST[list(cfg.DATASETS.TEST).index(dataset_name)]]
+    records = get_detection_dataset_dicts(dataset_name, filter_empty=False, proposal_files=files)
     return cut_records(records, cfg.INPUT.TILE, is_train=False)
 
 

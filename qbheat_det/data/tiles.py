@@ -186,12 +186,10 @@ class TiledEvaluator(DatasetEvaluator):
         self._found: list[Found] = []
 
     def reset(self) -> None:
-        """Removes all predictions."""
         self._evaluator.reset()
         self._found = []
 
     def process(self, inputs: Sequence[dict[str, Any]], outputs: Sequence[dict[str, Any]]) -> None:
-        """Adds predictions on images or tiles."""
         for entry, output in zip(inputs, outputs, strict=True):
             boxes = output["instances"].to("cpu")
             self._found.append((entry["image_id"], entry.get(TILE), boxes))

@@ -212,7 +212,8 @@ def build_programs(programs: Sequence[PartPrograms]) -> None:
     with contextlib.ExitStack() as stack:
         for i in range(1, count):
             with contextlib.suppress(Exception):  # too little memory, or a part cannot be pickled
-                stack.callback(_stop, _start_build(missing[i::count]))
+                process = stack.enter_context(_start_build(missing[i::count]))  # waits at its end
+                stack.callback(process.kill)
         own = {job[-1] for job in missing[::count]}
         for program, args, key, path in sorted(jobs, key=lambda job: job[-1] not in own):
             program.load_or_build(args, key, path)
@@ -229,11 +230,6 @@ def _start_build(jobs: Sequence[_Job]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-c", code]
         null = subprocess.DEVNULL
         return subprocess.Popen(command, stdin=pickled, stdout=null, stderr=null)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
 
 
 def build_jobs() -> None:

@@ -4,7 +4,6 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ from .resume import name_last_checkpoint
 from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags, find_job
 
 logger = logging.getLogger(__name__)
-
-_MAX_TRIED = 10  # consecutive unreadable images before a position is skipped
 
 # Names of the training and validation set, by job.
 _SETS = {
@@ -124,26 +121,17 @@ def _find_sources(
     cfg: CfgNode, flags: RunFlags, job: str
 ) -> tuple[dict[str, Source], dict[str, Any] | None]:
     """Returns a dict of sources ("train", "val"), and the split if both are parts of one source."""
-    train, val = open_flags(flags, job)
-    sources: dict[str, Source] = {}
-    if train:
-        sources["train"] = train.train
-        if train.val and "DATASETS.TEST" not in flags.overrides:
-            sources["val"] = train.val
-    if val:
-        sources["val"] = val.val or val.train
+    sources, names_test = open_flags(flags, job), "DATASETS.TEST" in flags.overrides
+    is_whole = set(sources) == {"train"}  # without a validation part
+    if names_test:
+        sources.pop("val", None)
     split = None
     if flags.eval_only:
         whole = sources.get("val") or sources.get("train")
         sources = {"val": whole} if whole else {}
-        if whole and train and not (val or train.val):
-            sources["val"], split = _find_held_out(cfg, flags, whole)
-    elif (
-        job != "images"
-        and set(sources) == {"train"}
-        and cfg.DATASETS.VAL_FRACTION
-        and "DATASETS.TEST" not in flags.overrides
-    ):
+        if is_whole:
+            sources["val"], split = _find_held_out(cfg, flags, sources["val"])
+    elif is_whole and job != "images" and cfg.DATASETS.VAL_FRACTION and not names_test:
         split = _split(cfg, flags, sources["train"])
         file = os.path.abspath(Path(cfg.OUTPUT_DIR) / SPLIT_FILE)
         sources = {
@@ -155,9 +143,11 @@ def _find_sources(
     return sources, split
 
 
-def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource | None]:
-    """Opens the training source (--data or --images) and the validation source (--val or
-    --val-images). Each is None if its flags are not given.
+def open_flags(flags: RunFlags, job: str) -> dict[str, Source]:
+    """Returns the sources that flags name, by role.
+
+    "train" is the training part of --data or --images. "val" is --val or --val-images (its
+    validation part if it has one), or else the validation part of --data.
 
     Raises:
         UserError: a path has no data for ``job`` (see ``find_job``), or images are missing.
@@ -180,7 +170,12 @@ def open_flags(flags: RunFlags, job: str) -> tuple[DataSource | None, DataSource
             opened.append(open_images(images))
         else:
             opened.append(None)
-    return opened[0], opened[1]
+    train, val = opened
+    by_role = {
+        "train": train and train.train,
+        "val": (val.val or val.train) if val else train and train.val,
+    }
+    return {role: source for role, source in by_role.items() if source}
 
 
 def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
@@ -249,39 +244,6 @@ def use_classes_of_folders(cfg: CfgNode, *, eval_only: bool, resume: bool) -> No
     cfg.MODEL.CLASS_NAMES = names
     cfg.MODEL.CATEGORY_IDS = list(range(len(names)))
     cfg.MODEL.CLASSIFIER.NUM_CLASSES = len(names)
-
-
-class SpreadEntries(list[dict[str, Any]]):
-    """A list of mapped records; ``unreadable`` lists the names of the files that failed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unreadable: list[str] = []
-
-
-def read_spread(
-    records: Sequence[Mapping[str, Any]], mapper: Callable[[dict[str, Any]], Any], number: int
-) -> SpreadEntries:
-    """Returns up to ``number`` mapped records, spaced evenly over all records.
-
-    If the mapper raises a ``UserError`` or returns no dict for a record, the next record that can
-    be read is used instead.
-    """
-    number = min(number, len(records))
-    entries = SpreadEntries()
-    end = 0
-    for index in range(number):
-        start = max(end, index * len(records) // number)
-        for end in range(start + 1, min(start + _MAX_TRIED, len(records)) + 1):
-            try:
-                entry = mapper(dict(records[end - 1]))
-            except UserError:
-                entry = None
-            if isinstance(entry, dict):
-                entries.append(entry)
-                break
-            entries.unreadable.append(str(records[end - 1]["file_name"]))
-    return entries
 
 
 def _spell(flag: str) -> str:

@@ -3,7 +3,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -83,11 +83,15 @@ class Evaluation:
         title, hidden = f"evaluating on {name}", not is_interactive()
         images = tqdm(loader, desc=title, unit="batch", leave=False, delay=1, disable=hidden)
         results = dict(inference_on_dataset(model, images, evaluator) or {})
-        if isinstance(loader, ImageBatches):
-            skipped = [error for met in comm.all_gather(loader.skipped) for error in met.values()]
-            if comm.is_main_process():
-                self._warn_of_skipped(name, skipped)
+        skipped: dict[str, DataError] = {}
+        for met in comm.all_gather(loader.skipped) if isinstance(loader, ImageBatches) else ():
+            skipped |= met
         if comm.is_main_process():
+            if skipped and name not in self._warned:
+                self._warned.add(name)
+                listed = [skipped[where] for where in sorted(skipped)]
+                words = f"The evaluation on '{name}' skips {len(listed):,} images"
+                logger.warning(f"{words}: {join_messages(listed)}")
             print_csv_format(results)
             for task, metrics in results.items():
                 # The terminal shows no per-class results; log.txt lists them.
@@ -95,12 +99,3 @@ class Evaluation:
                          for key, v in metrics.items() if "-" not in key]  # fmt: skip
                 logger.info(f"{task} on {name}: {', '.join(shown)}")
         return results
-
-    def _warn_of_skipped(self, name: str, errors: Sequence[DataError]) -> None:
-        """Logs the images that the evaluation on a set skips, once."""
-        by_place = {error.where: error for error in errors}
-        if by_place and name not in self._warned:
-            self._warned.add(name)
-            listed = [by_place[where] for where in sorted(by_place)]
-            words = f"The evaluation on '{name}' skips {len(listed):,} images"
-            logger.warning(f"{words}: {join_messages(listed)}")

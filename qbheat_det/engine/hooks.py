@@ -140,7 +140,6 @@ class EvalHook(HookBase):
             raise
 
     def is_due(self) -> bool:
-        """Whether to evaluate after this step."""
         return is_due(self.trainer, self._period)
 
     def _run(self) -> None:
@@ -190,7 +189,6 @@ class PeriodicCheckpointer(HookBase):
         self.seconds = 0.0
 
     def after_step(self) -> None:
-        """Saves a checkpoint if one is due."""
         self.seconds = 0.0
         run = self.trainer
         if not is_saved(run, self._period):
@@ -234,7 +232,6 @@ class SkippedImages(HookBase):
         return {"errors": [[error.kind, error.where, error.reason] for error in self._sorted()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``."""
         self._add(DataError(*words) for words in state_dict["errors"])
 
     def after_step(self) -> None:

@@ -48,9 +48,12 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
     """
     if all(name in os.environ for name in _RANK_VARIABLES):
         return _run_as_rank(main, args)
-    _check_launch(args)
-    if args.num_gpus * args.num_machines <= 1:
+    if min(args.num_gpus, args.num_machines) < 1:
+        raise UserError("--num-gpus and --num-machines must be at least 1")
+    if args.num_gpus * args.num_machines == 1:
         return main(args)
+    if not _uses_gpus(args, args.num_gpus):
+        raise UserError(f"--num-gpus needs GPUs and MODEL.DEVICE cuda; on the CPU use {_TORCHRUN}")
     # Detectron2's default port is the same for all runs of a user, so choose a free one.
     is_local = args.num_machines == 1 and args.dist_url.startswith("tcp://127.0.0.1")
     try:
@@ -68,13 +71,6 @@ def run_distributed(main: Callable[[argparse.Namespace], R], args: argparse.Name
             raise
         raise UserError(message) from error
     return None
-
-
-def _check_launch(args: argparse.Namespace) -> None:
-    if min(args.num_gpus, args.num_machines) < 1:
-        raise UserError("--num-gpus and --num-machines must be at least 1")
-    if args.num_gpus * args.num_machines > 1 and not _uses_gpus(args, args.num_gpus):
-        raise UserError(f"--num-gpus needs GPUs and MODEL.DEVICE cuda; on the CPU use {_TORCHRUN}")
 
 
 def _uses_gpus(args: argparse.Namespace, wanted: int) -> bool:

@@ -138,7 +138,6 @@ class SemiSupervisedEvalHook(EvalHook):
         return {**super().state_dict(), "supervised": self._supervised}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``."""
         state = dict(state_dict)
         self._supervised = state.pop("supervised")
         super().load_state_dict(state)

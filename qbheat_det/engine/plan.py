@@ -11,10 +11,8 @@ determine the number of epochs.
 """
 
 import dataclasses
-import functools
 import gc
 import logging
-import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,19 +23,14 @@ from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
 
 from qbheat_det.checkpoint import holds_encoder
-from qbheat_det.config import load_config
+from qbheat_det.config import get_value, load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import format_duration
 from qbheat_det.solver import count_epochs
 
 from .dry_run import dry_run
 from .resume import decide_to_resume, name_last_checkpoint
-from .run_flags import (
-    FIRST_STAGE_WEIGHTS,
-    SIZES,
-    RunFlags,
-    find_job,
-)
+from .run_flags import FIRST_STAGE_WEIGHTS, SIZES, RunFlags, find_job
 from .setup import build_config
 from .trainer import Trainer
 
@@ -114,7 +107,7 @@ def _check_stage(stage: RunFlags, cfg: CfgNode) -> None:
     if find_job(first) != find_job(cfg):
         raise UserError(f"{name} trains on {find_job(first)}, but the run on {find_job(cfg)}")
     for key in _EQUAL:
-        one, other = (functools.reduce(operator.getitem, key.split("."), c) for c in (first, cfg))
+        one, other = get_value(first, key), get_value(cfg, key)
         if one != other:
             raise UserError(f"{name} has {key} {one}, but the run has {other}")
 

@@ -275,7 +275,6 @@ class StopSignals(HookBase):
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
 
     def after_train(self) -> None:
-        """Restores the signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

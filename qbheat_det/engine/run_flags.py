@@ -176,19 +176,13 @@ class RunFlags:
 def _set_image_size(
     cfg: CfgNode, size: int, overrides: Mapping[str, str], *, eval_only: bool
 ) -> None:
-    """Sets the image size in place.
-
-    For detectors, ``size`` replaces the largest of ``INPUT.MIN_SIZE_TRAIN``, or with ``eval_only``
-    ``INPUT.MIN_SIZE_TEST``. All other sizes are scaled by the same factor. For other models,
-    ``size`` replaces ``INPUT.PRETRAIN.SIZE``.
+    """Sets the image size in place, see ``RunFlags``.
 
     Raises:
         UserError: the size is below 32, or an override also sets an image size.
     """
     node, is_detector = cfg.INPUT, find_job(cfg) == "boxes"
-    keys = ["PRETRAIN.SIZE"]
-    if is_detector:
-        keys = [*SIZES]
+    keys = SIZES if is_detector else ("PRETRAIN.SIZE",)
     if same := next((key for key in keys if f"INPUT.{key}" in overrides), None):
         raise UserError(f"--image-size and INPUT.{same} both set the image size: leave one out")
     if size < _SMALLEST:

@@ -141,7 +141,6 @@ class StepTrainer(SimpleTrainer):
         return {**super().state_dict(), "grad_scaler": self.grad_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores ``state_dict``."""
         super().load_state_dict(state_dict)
         if scale := state_dict["grad_scaler"]:  # empty if the run did not use float16 so far
             self.grad_scaler.load_state_dict(scale)

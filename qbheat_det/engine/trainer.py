@@ -31,10 +31,7 @@ from qbheat_det.core.files import write_atomically
 from qbheat_det.data import build_train_stream
 from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.layers.depthwise import speed_up_depthwise
-from qbheat_det.modeling.contracts import (
-    needs_teacher,
-    pretrain_only_modules,
-)
+from qbheat_det.modeling.contracts import needs_teacher, pretrain_only_modules
 from qbheat_det.solver import (
     build_lr_scheduler,
     build_optimizer,
@@ -42,17 +39,8 @@ from qbheat_det.solver import (
     resolve_schedule,
 )
 
-from .evaluation import (
-    Evaluation,
-    TestLoader,
-    build_test_loader,
-)
-from .hooks import (
-    EvalHook,
-    PeriodicCheckpointer,
-    SkippedImages,
-    keep_memory,
-)
+from .evaluation import Evaluation, TestLoader, build_test_loader
+from .hooks import EvalHook, PeriodicCheckpointer, SkippedImages, keep_memory
 from .launch import distribute
 from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, build_eval_hooks

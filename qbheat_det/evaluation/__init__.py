@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,8 +96,13 @@ class CocoEvaluator(COCOEvaluator):
         printed = io.StringIO()
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(printed))
-            if self._use_fast_impl:
-                stack.enter_context(_faster_coco_eval())
+            if self._use_fast_impl:  # it replaces Detectron2's compiled evaluation
+                from unittest import mock  # here, because it imports asyncio
+
+                from faster_coco_eval import COCOeval_faster
+
+                patch = mock.patch.object(coco_evaluation, "COCOeval_opt", COCOeval_faster)
+                stack.enter_context(patch)
             super()._eval_predictions(predictions, img_ids)
         self._logger.debug(printed.getvalue())
         # Detectron2 omits classes if there are no predictions.
@@ -106,17 +110,6 @@ class CocoEvaluator(COCOEvaluator):
         for metrics in self._results.values():
             for name in names if len(names) > 1 else []:
                 metrics.setdefault(f"AP-{name}", float("nan"))
-
-
-@contextlib.contextmanager
-def _faster_coco_eval() -> Iterator[None]:
-    """Replaces Detectron2's compiled evaluation by faster-coco-eval within a ``with`` block."""
-    from unittest import mock  # here, because it imports asyncio
-
-    from faster_coco_eval import COCOeval_faster
-
-    with mock.patch.object(coco_evaluation, "COCOeval_opt", COCOeval_faster):
-        yield
 
 
 def complete_annotations(dataset: dict[str, Any]) -> None:
@@ -145,7 +138,6 @@ class HeldOutLossEvaluator(DatasetEvaluator):
         self._losses: list[tuple[str, str, float]] = []  # image, view, loss
 
     def reset(self) -> None:
-        """Removes all images."""
         self._losses = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:

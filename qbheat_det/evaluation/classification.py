@@ -71,7 +71,6 @@ class ClassificationEvaluator(DatasetEvaluator):
         self._seen: list[tuple[int, int, int, int]] = []  # image, label, prediction, rank
 
     def reset(self) -> None:
-        """Removes all images."""
         self._seen = []
 
     def process(self, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:

@@ -37,10 +37,6 @@ def _per_input(factor: int) -> Callable[..., int]:
     return lambda shape, *_, **__: 2 * factor * prod(shape)
 
 
-def _per_output(factor: int) -> Callable[..., int]:
-    return lambda *_, out_shape, **__: 2 * factor * prod(out_shape)
-
-
 _aten = torch.ops.aten
 # Functions from shapes to twice the count, because PyTorch counts a multiply-add as two operations.
 _NOT_CORE: dict[Any, Callable[..., int]] = {
@@ -48,7 +44,7 @@ _NOT_CORE: dict[Any, Callable[..., int]] = {
     _aten._native_batch_norm_legit_no_training: _per_input(2),
     _aten.native_layer_norm: _per_input(5),
     _aten.native_group_norm: _per_input(5),
-    _aten.upsample_bilinear2d: _per_output(4),
+    _aten.upsample_bilinear2d: lambda *_, out_shape, **__: 2 * 4 * prod(out_shape),
     _aten.mean: _per_input(1),
 }
 

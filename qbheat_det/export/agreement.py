@@ -179,8 +179,6 @@ def _make_batches(
     images: Sequence[Images], size: int, image_size: tuple[int, ...] = ()
 ) -> list[Images]:
     """Returns batches (N, H, W, 3) of all images; darker copies of images fill the last batch."""
-    if size == 1:
-        return [fit_image(image, image_size)[None] for image in images]
     batches = []
     for start in range(0, len(images), size):
         numbers = range(start, start + size)

@@ -64,16 +64,13 @@ class CachedBackbone(Backbone):
 
     @property
     def encoder(self) -> Backbone:
-        """The frozen encoder."""
         return self._shared.encoder
 
     @property
     def size_divisibility(self) -> int:
-        """Returns the size divisibility of the encoder."""
         return int(self.encoder.size_divisibility)
 
     def output_shape(self) -> dict[str, ShapeSpec]:
-        """Returns the shapes of the encoder's outputs."""
         return dict(self._shapes)
 
     def train(self, mode: bool = True) -> "CachedBackbone":

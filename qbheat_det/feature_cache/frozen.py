@@ -7,7 +7,6 @@ weights are loaded. All runs with the same encoder, images and views share a cac
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torchvision.ops import StochasticDepth
 
-from qbheat_det.config import find_memory_format
+from qbheat_det.config import find_memory_format, get_value
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import (
     MAPPERS_OF_CLASSES,
@@ -104,6 +103,7 @@ class CachedFeatures:
         self._cfg = cfg
         self._model = model
         self._backbone = backbone
+        self._has_classes = cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
         self.fill = fill
         self._views: dict[str, FixedViews] = {}
         self._tests: dict[str, tuple[Sequence[dict[str, Any]], CachedViews]] = {}
@@ -148,10 +148,6 @@ class CachedFeatures:
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
-
-    @property
-    def _has_classes(self) -> bool:
-        return self._cfg.INPUT.DATASET_MAPPER_NAME in MAPPERS_OF_CLASSES
 
     def _share_weights(self) -> None:
         """Broadcasts the main process's encoder, as random weights differ between processes."""
@@ -220,7 +216,22 @@ def use_cached_features(cfg: CfgNode, model: nn.Module) -> CachedFeatures | None
     if not cfg.MODEL.CACHE_FEATURES.ENABLED:
         return None
     check_cacheable(cfg)
-    return CachedFeatures(cfg, model, replace_encoder(cfg, model))
+    backbone = get_backbone(model)
+    if backbone is None:
+        raise UserError(f"{type(model).__name__} has no backbone to cache: {OFF}")
+    has_pyramid = isinstance(backbone, FPN)
+    encoder = backbone.bottom_up if has_pyramid else backbone
+    check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
+    cached = CachedBackbone(
+        encoder=encoder.to("cpu"),
+        outputs=get_in_features(backbone if has_pyramid else model) or list(encoder.output_shape()),
+        channels_last=find_memory_format(cfg) == torch.channels_last,
+    )
+    if has_pyramid:
+        backbone.bottom_up = cached
+    else:
+        model.backbone = cached
+    return CachedFeatures(cfg, model, cached)
 
 
 def check_cacheable(cfg: CfgNode) -> None:
@@ -239,28 +250,8 @@ def check_cacheable(cfg: CfgNode) -> None:
         mixes = "mixes images before the encoder, differently in every step"
         refused |= {"MODEL.CLASSIFIER.MIXUP": mixes, "MODEL.CLASSIFIER.CUTMIX": mixes}
     for key, reason in refused.items():
-        if functools.reduce(operator.getitem, key.split("."), cfg):
+        if get_value(cfg, key):
             raise UserError(f"{key} {reason}: switch it off, or {OFF}")
-
-
-def replace_encoder(cfg: CfgNode, model: nn.Module) -> CachedBackbone:
-    """Replaces a model's frozen encoder by a ``CachedBackbone``, and returns the latter."""
-    backbone = get_backbone(model)
-    if backbone is None:
-        raise UserError(f"{type(model).__name__} has no backbone to cache: {OFF}")
-    has_pyramid = isinstance(backbone, FPN)
-    encoder = backbone.bottom_up if has_pyramid else backbone
-    check_frozen(model, encoder, cfg.MODEL.BACKBONE.FREEZE_AT)
-    cached = CachedBackbone(
-        encoder=encoder.to("cpu"),
-        outputs=get_in_features(backbone if has_pyramid else model) or list(encoder.output_shape()),
-        channels_last=find_memory_format(cfg) == torch.channels_last,
-    )
-    if has_pyramid:
-        backbone.bottom_up = cached
-    else:
-        model.backbone = cached
-    return cached
 
 
 def check_frozen(model: nn.Module, encoder: Backbone, freeze_at: int) -> None:
@@ -294,6 +285,4 @@ def _get_drop_rate(module: nn.Module) -> float:
         return float(module.p)
     if isinstance(module, nn.MultiheadAttention):
         return float(module.dropout)
-    return float(
-        getattr(module, "drop_prob", 0.0) or 0.0
-    )  # an attribute of DropPath modules, as in timm
+    return float(getattr(module, "drop_prob", 0.0) or 0.0)  # of DropPath, as in timm

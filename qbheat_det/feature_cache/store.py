@@ -111,7 +111,6 @@ class FeatureStore:
         return range(first, min(first + VIEWS_PER_FILE, self.num_views))
 
     def path_of(self, file: int) -> Path:
-        """Returns the path of a file."""
         return self.folder / f"{file:06d}.safetensors"
 
     def missing(self) -> list[int]:
@@ -134,7 +133,9 @@ class FeatureStore:
             raise IndexError(f"view {view_index} of {self.num_views}")
         file = view_index // VIEWS_PER_FILE
         try:
-            return self._parse(view_index, *self._open(file))
+            if file not in self._files:
+                self._files[file] = self._read_header(file)
+            return self._parse(view_index, *self._files[file])
         except _DAMAGES as error:
             raise UserError(f"'{self.path_of(file)}' is damaged ({error}): {_REMOVE}") from error
 
@@ -199,11 +200,6 @@ class FeatureStore:
                 f"'{self.folder}' has {format_bytes(free)} free: set MODEL.CACHE_FEATURES.FOLDER "
                 "to another disk, or lower INPUT.FIXED_VIEWS.COUNT"
             )
-
-    def _open(self, file: int) -> tuple[dict[str, Any], Any]:
-        if file not in self._files:
-            self._files[file] = self._read_header(file)
-        return self._files[file]
 
     def _read_header(self, file: int) -> tuple[dict[str, Any], Any]:
         path, wanted = self.path_of(file), [str(index) for index in self.views_of(file)]

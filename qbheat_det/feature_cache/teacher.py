@@ -36,23 +36,6 @@ from .store import AllViews, FeatureStore, View
 logger = logging.getLogger(__name__)
 
 
-def _find_pixels(cfg: CfgNode) -> dict[str, Any]:
-    """Returns the config values of the teacher's pixel statistics and channel order.
-
-    Values in the metadata of the teacher's weights have priority.
-    """
-    node = cfg.MODEL.TEACHER
-    info = (info_of(node.WEIGHTS) if node.WEIGHTS else None) or WeightsInfo()
-    mean, std = list(info.pixel_mean or node.PIXEL_MEAN), list(info.pixel_std or node.PIXEL_STD)
-    return {
-        "MODEL.PIXEL_MEAN": mean,
-        "MODEL.PIXEL_STD": std,
-        "MODEL.TEACHER.PIXEL_MEAN": mean,
-        "MODEL.TEACHER.PIXEL_STD": std,
-        "INPUT.FORMAT": info.pixel_format or "RGB",  # as in timm
-    }
-
-
 class TeacherFeatures:
     """Builds the caches of the teacher's features, which are the targets of a run.
 
@@ -67,13 +50,23 @@ class TeacherFeatures:
 
     @functools.cached_property
     def _cfg(self) -> CfgNode:
-        """Returns the config of the teacher."""
-        cfg = self._student_cfg
+        """The config of the teacher. Pixel statistics in the file of its weights have priority."""
+        cfg, node = self._student_cfg, self._student_cfg.MODEL.TEACHER
         check_cache_keys(cfg)
-        if not cfg.MODEL.TEACHER.WEIGHTS:
+        if not node.WEIGHTS:
             logger.warning("MODEL.TEACHER.WEIGHTS is empty: the teacher's weights are random")
-        changes = {"INPUT.PRETRAIN.SIZE": cfg.MODEL.TEACHER.IMAGE_SIZE, "MODEL.CHANNELS_LAST": True}
-        return with_values(cfg, {**_find_pixels(cfg), **changes})
+        info = (info_of(node.WEIGHTS) if node.WEIGHTS else None) or WeightsInfo()
+        mean, std = list(info.pixel_mean or node.PIXEL_MEAN), list(info.pixel_std or node.PIXEL_STD)
+        changes = {
+            "INPUT.FORMAT": info.pixel_format or "RGB",  # as in timm
+            "INPUT.PRETRAIN.SIZE": node.IMAGE_SIZE,
+            "MODEL.CHANNELS_LAST": True,
+            "MODEL.PIXEL_MEAN": mean,
+            "MODEL.PIXEL_STD": std,
+            "MODEL.TEACHER.PIXEL_MEAN": mean,
+            "MODEL.TEACHER.PIXEL_STD": std,
+        }
+        return with_values(cfg, changes)
 
     @functools.cached_property
     def _teacher(self) -> Teacher:

@@ -25,14 +25,7 @@ from .images import (
     open_video,
     read_rgb,
 )
-from .predict import (
-    Predictor,
-    Scores,
-    build_detector,
-    build_scorer,
-    find_boxes,
-    is_classifier,
-)
+from .predict import Predictor, Scores, build_detector, build_scorer, find_boxes, is_classifier
 from .results import Format, Predictions, render_annotations
 
 _TOP_CLASSES = 5

@@ -216,9 +216,8 @@ def render_annotations(
     """
     if format not in FORMATS:
         raise UserError(f"the format '{format}' is not one of {', '.join(FORMATS)}")
-    names = {
-        box["category_id"]: str(box["category_id"]) for box in results
-    }  # names of classes without a name in the config
+    # Classes without a name in the config are named by their ids.
+    names = {box["category_id"]: str(box["category_id"]) for box in results}
     names |= dict(zip(category_ids or range(1, 1 + len(class_names)), class_names, strict=False))
     if format == "coco":
         return [{**box, "category_name": names[box["category_id"]]} for box in results]

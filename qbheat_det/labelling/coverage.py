@@ -10,7 +10,7 @@ images with labels. A strategy returns the indices of up to ``budget`` other ima
 of selection.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -50,10 +50,11 @@ def find_duplicates(vectors: Tensor, *, cosine: float = 0.98) -> Tensor:
     cosine is at least ``cosine``, as is typical of frames of one video. Groups are the
     connected components of near-duplicate pairs.
     """
-    first = torch.arange(len(vectors))
-    for rows, cosines in _blocks(vectors, is_upper=True):
+    first, size = torch.arange(len(vectors)), _count_rows(vectors)
+    for start in range(0, len(vectors), size):
+        cosines = vectors[start : start + size] @ vectors[start:].T  # each pair once
         row, column = (cosines >= cosine).nonzero(as_tuple=True)
-        pairs = first[torch.stack([row, column]) + rows.start]
+        pairs = first[torch.stack([row, column]) + start]
         pairs = pairs[:, pairs[0] != pairs[1]]
         if pairs.numel():
             first = _join(pairs, len(first))[first]
@@ -69,17 +70,6 @@ def _join(pairs: Tensor, count: int) -> Tensor:
     groups = torch.from_numpy(connected_components(graph, directed=False)[1]).long()
     smallest = torch.full((count,), count).scatter_reduce(0, groups, torch.arange(count), "amin")
     return smallest[groups]
-
-
-def _blocks(vectors: Tensor, *, is_upper: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """Yields blocks of rows of the cosine matrix (N, N), with the slice of their row indices.
-
-    With ``is_upper``, the columns of a block start at the index of its first row.
-    """
-    size = _count_rows(vectors)
-    for start in range(0, len(vectors), size):
-        rows = slice(start, min(start + size, len(vectors)))
-        yield rows, vectors[rows] @ vectors[start if is_upper else 0 :].T
 
 
 def _count_rows(vectors: Tensor) -> int:

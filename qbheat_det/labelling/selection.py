@@ -25,13 +25,7 @@ from qbheat_det.inference.files import get_predictor, open_weights, predict_imag
 from qbheat_det.inference.images import InputFile, find_inputs
 from qbheat_det.inference.predict import Predictor, is_classifier
 
-from .coverage import (
-    COVERING,
-    choose_balanced,
-    cover,
-    find_duplicates,
-    unit_vectors,
-)
+from .coverage import COVERING, choose_balanced, cover, find_duplicates, unit_vectors
 from .embedding import embed_images
 
 Strategy = Literal["random", "k_center", "balanced"]

@@ -2,14 +2,7 @@
 """Layers that take and return tensors, without knowledge of models, configs or data."""
 
 from .attention import MapAttention, attend, read_attention
-from .cpu_kernels import (
-    Dropout,
-    DynamicReLU,
-    Linear,
-    NormedConv2d,
-    linear,
-    replace_linear_layers,
-)
+from .cpu_kernels import Dropout, DynamicReLU, Linear, NormedConv2d, linear, replace_linear_layers
 from .mobile_former_block import (
     DownMobile,
     Former,

@@ -190,9 +190,10 @@ class MapAttention(nn.MultiheadAttention):
         heads = self.num_heads, -1
         query = F.linear(query, weights[0], query_bias).unflatten(2, heads).transpose(1, 2)
         # Softmax is invariant to the bias of keys. The bias of values is added to the result.
+        maps = (x.transpose(1, 2)[..., None] for x in (key, value))  # (N, C, L, 1)
         keys, values = (
-            _by_channels(x, weight).unflatten(1, heads)
-            for x, weight in ((key, weights[1]), (value, weights[2]))
+            F.conv2d(x, weight[:, :, None, None]).squeeze(3).unflatten(1, heads)
+            for x, weight in zip(maps, weights[1:], strict=True)
         )
         logits = (query * query.shape[-1] ** -0.5) @ keys
         if masked is not None:
@@ -200,11 +201,6 @@ class MapAttention(nn.MultiheadAttention):
         attended = logits.softmax(dim=-1) @ values.transpose(2, 3)
         attended = attended.transpose(1, 2).flatten(2) + value_bias
         return F.linear(attended, self.out_proj.weight, self.out_proj.bias)
-
-
-def _by_channels(x: Tensor, weight: Tensor) -> Tensor:
-    """Projects (N, L, C) to (N, C, L)."""
-    return F.conv2d(x.transpose(1, 2)[..., None], weight[:, :, None, None]).squeeze(3)
 
 
 AttentionRecord = dict[str, list[Tensor]]

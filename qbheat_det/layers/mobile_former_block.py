@@ -250,7 +250,6 @@ class MobileFormerBlock(nn.Module):
         to_former: MobileToFormer,
         to_mobile: FormerToMobile,
     ) -> None:
-        """Takes the four parts of the block."""
         super().__init__()
         self.mobile_to_former = to_former
         self.former = former

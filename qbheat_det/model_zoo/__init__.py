@@ -9,14 +9,7 @@
     model = zoo.get("retinanet/285M_bccd")
 """
 
-from .index import (
-    Metric,
-    ZooEntry,
-    find_entry,
-    get_address,
-    get_config_file,
-    list_entries,
-)
+from .index import Metric, ZooEntry, find_entry, get_address, get_config_file, list_entries
 from .index import list_names as list
 from .sources import ZooWeights, get, get_checkpoint, get_config
 

@@ -47,14 +47,7 @@ from qbheat_det.core.files import check_writable, file_lock, hash_file, write_at
 from qbheat_det.core.text import format_bytes, one_line
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
 
-from .index import (
-    PREFIX,
-    Distribution,
-    ZooEntry,
-    find_entry,
-    get_address,
-    get_config_file,
-)
+from .index import PREFIX, Distribution, ZooEntry, find_entry, get_address, get_config_file
 
 SHIPPED = Path(__file__).with_name("weights")
 _HUB_PREFIX, _HUB_FILE = "hf://", "model.safetensors"

@@ -173,6 +173,7 @@ class ImageClassifier(ImageModel):
         )
         self.decoder = decoder
         self.mixing = mixing
+        self.num_classes = mixing.num_classes
         self.backbone_is_frozen = not any(p.requires_grad for p in backbone.parameters())
         # "accuracy" in percent. For mixed images, the class with the larger share is the true one.
         self.metrics: dict[str, Tensor] = {}
@@ -207,11 +208,6 @@ class ImageClassifier(ImageModel):
             "pixel_mean": cfg.MODEL.PIXEL_MEAN,
             "pixel_std": cfg.MODEL.PIXEL_STD,
         }
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes K."""
-        return self.mixing.num_classes
 
     def train(self, mode: bool = True) -> "ImageClassifier":
         """Sets the mode. A frozen encoder stays in evaluation mode."""

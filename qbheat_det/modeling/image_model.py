@@ -138,7 +138,6 @@ class ImageModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
         return self.pixel_mean.device
 
     def preprocess_image(
@@ -228,13 +227,9 @@ class ProjectionHead(nn.Module):
         if min(hidden_dim, dim) < 1:
             raise ValueError(f"HIDDEN_DIM and DIM are at least 1, not {hidden_dim} and {dim}")
         self.pool = PooledFeatures(input_shape=input_shape, in_feature=in_feature)
+        self.in_features = self.pool.in_features  # the backbone's outputs that the head reads
         self.hidden = nn.Linear(self.pool.width, hidden_dim)
         self.out = nn.Linear(hidden_dim, dim)
-
-    @property
-    def in_features(self) -> list[str]:
-        """Names of the backbone's outputs that the head reads."""
-        return self.pool.in_features
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
         """Takes a feature map (N, C, H, W) and optional "tokens". Returns unit-norm rows (N, D)."""

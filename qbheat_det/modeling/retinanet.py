@@ -57,7 +57,6 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
     def label_anchors(
         self, anchors: list[Boxes], gt_instances: list[Instances]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """See ``RetinaNet``."""
         if self.assigner is None:
             return super().label_anchors(anchors, gt_instances)
         labels, boxes = [], []
@@ -76,7 +75,6 @@ class SyncRetinaNet(SyncNormalizer, RetinaNet):
         pred_anchor_deltas: list[Tensor],
         gt_boxes: list[Tensor],
     ) -> dict[str, Tensor]:
-        """See ``SyncNormalizer``."""
         if self.assigner is None:
             return super().losses(anchors, pred_logits, gt_labels, pred_anchor_deltas, gt_boxes)
         labels, logits = torch.stack(gt_labels), torch.cat(pred_logits, dim=1).float()

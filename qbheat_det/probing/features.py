@@ -7,7 +7,7 @@ whole images, with fvcore's implementation of "Rethinking 'Batch' in BatchNorm",
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,7 @@ from detectron2.structures import ImageList
 from fvcore.nn.precise_bn import BN_MODULE_TYPES, update_bn_stats
 from torch import Tensor
 
-from qbheat_det.checkpoint import (
-    WeightsInfo,
-    bare_backbone,
-    fit_weights,
-    read_weights,
-)
+from qbheat_det.checkpoint import WeightsInfo, bare_backbone, fit_weights, read_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import undisturbed
 from qbheat_det.data import ImageBatches, build_mapper, cut, join_messages, raise_first
@@ -92,7 +87,13 @@ def cache_features(
         found = outputs[feature].float()
         if keep_maps:
             if maps is None:
-                maps = _make_room(found.shape[1:], num_images, memory_gb)
+                needed = num_images * found[0].numel() * torch.float16.itemsize / 1e9
+                if needed > memory_gb:
+                    raise UserError(
+                        f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more "
+                        f"than --memory-gb {memory_gb:.1f}: raise it, or probe without tran-k"
+                    )
+                maps = torch.empty((num_images, *found.shape[1:]), dtype=torch.float16)
             largest = torch.finfo(maps.dtype).max
             maps[len(labels) : len(labels) + len(batch)] = found.clamp(-largest, largest).cpu()
         pooled.append(found.mean(dim=(2, 3)).cpu())
@@ -105,16 +106,6 @@ def cache_features(
         None if maps is None else maps[: len(labels)],
         torch.cat(tokens) if tokens else None,
     )
-
-
-def _make_room(shape: torch.Size, num_images: int, memory_gb: float) -> Tensor:
-    needed = num_images * shape.numel() * torch.float16.itemsize / 1e9
-    if needed > memory_gb:
-        raise UserError(
-            f"the maps of {num_images:,} images take {needed:.1f} GB of memory, more than "
-            f"--memory-gb {memory_gb:.1f}: raise it, or probe without tran-k"
-        )
-    return torch.empty((num_images, *shape), dtype=torch.float16)
 
 
 def split_by_class(labels: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -169,7 +160,12 @@ def recalibrate_bn(
     if not images:
         raise UserError("BatchNorm is recalibrated on images, but there are none")
     norms = [module for module in backbone.modules() if isinstance(module, BN_MODULE_TYPES)]
-    batches = list(_batches_of_one_size(images, batch_size))
+    by_size: dict[torch.Size, list[Tensor]] = {}
+    for image in images:
+        by_size.setdefault(image.shape, []).append(image)
+    batches: list[list[Tensor]] = []
+    for group in by_size.values():  # in parts of about equal size, so that no batch is small
+        batches += cut(group, -(-len(group) // batch_size))
     device = next(backbone.parameters()).device
 
     def normalise(batch: list[Tensor]) -> Tensor:
@@ -219,16 +215,6 @@ def read_whole_images(
     if skipped:
         logger.warning(f"Left out, {len(skipped):,} in all: {join_messages(skipped)}")
     return images
-
-
-def _batches_of_one_size(images: Sequence[Tensor], batch_size: int) -> Iterator[list[Tensor]]:
-    by_size: dict[torch.Size, list[Tensor]] = {}
-    for image in images:
-        by_size.setdefault(image.shape, []).append(image)
-    for group in by_size.values():
-        yield from cut(
-            group, -(-len(group) // batch_size)
-        )  # about equally large, so that no batch is small
 
 
 def load_backbone(backbone: Backbone, weights: str) -> WeightsInfo | None:

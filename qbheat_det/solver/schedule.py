@@ -109,7 +109,7 @@ def resolve_schedule(cfg: CfgNode, *, num_images: int) -> CfgNode:
         solver.REFERENCE_BATCH_SIZE = solver.IMS_PER_BATCH
     check_values(resolved, _ITERATION_RULES)
     steps = [0, *_effective_steps(resolved)]
-    if _has_steps(resolved) and sorted(set(steps)) != steps:
+    if sorted(set(steps)) != steps:
         raise UserError(
             f"SOLVER.STEPS must rise from above 0, not {tuple(solver.STEPS)}. They are iterations "
             f"of {solver.IMS_PER_BATCH} images, so steps in epochs may coincide for few images"
@@ -142,8 +142,7 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
     if solver.WARMUP_ITERS and solver.WARMUP_FACTOR != 1:
         start = f"{solver.WARMUP_METHOD} warm-up from x {solver.WARMUP_FACTOR:g}"
         shape.append(f"{start} over {spell(solver.WARMUP_ITERS)}")
-    if _has_steps(resolved):
-        shape += [f"x {solver.GAMMA:g} after {spell(step)}" for step in _effective_steps(resolved)]
+    shape += [f"x {solver.GAMMA:g} after {spell(step)}" for step in _effective_steps(resolved)]
     reference = "not scaled"
     if cfg.SOLVER.REFERENCE_BATCH_SIZE:
         reference = f"{solver.LR_SCALING} from {cfg.SOLVER.REFERENCE_BATCH_SIZE:,} images a step"
@@ -168,16 +167,13 @@ def describe_schedule(cfg: CfgNode, resolved: CfgNode, num_images: int) -> str:
 def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     """Builds Detectron2's ``SOLVER.LR_SCHEDULER_NAME`` for a result of ``resolve_schedule``.
 
-    Values of ``SOLVER.STEPS`` at or after ``SOLVER.MAX_ITER`` have no effect. They are removed,
-    because Detectron2 fails if a step equals ``SOLVER.MAX_ITER``.
+    Steps without an effect are removed, because Detectron2 fails if one is ``SOLVER.MAX_ITER``.
     """
     pruned = with_values(cfg, {"SOLVER.STEPS": _effective_steps(cfg)})
     return detectron2_build.build_lr_scheduler(pruned, optimizer)
 
 
-def _has_steps(cfg: CfgNode) -> bool:
-    return bool(cfg.SOLVER.LR_SCHEDULER_NAME == "WarmupMultiStepLR")
-
-
 def _effective_steps(cfg: CfgNode) -> tuple[int, ...]:
-    return tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)
+    """Returns the ``SOLVER.STEPS`` that the scheduler reads, before ``SOLVER.MAX_ITER``."""
+    steps = cfg.SOLVER.STEPS if cfg.SOLVER.LR_SCHEDULER_NAME == "WarmupMultiStepLR" else ()
+    return tuple(step for step in steps if step < cfg.SOLVER.MAX_ITER)

@@ -108,8 +108,8 @@ def test_shared_images_are_spread_evenly_and_unreadable_ones_replaced(tiny, tmp_
     run, folder = tiny.get("untrained"), make_images(tmp_path, 8)
 
     def choose(number):
-        entries = choose_images([run], number, folder)
-        return [Path(entry["file_name"]).name for entry in entries], entries.unreadable
+        entries, unreadable = choose_images([run], number, folder)
+        return [Path(entry["file_name"]).name for entry in entries], unreadable
 
     assert choose(4) == (["0.png", "2.png", "4.png", "6.png"], [])
     (folder / "2.png").write_text("not an image")

@@ -4,17 +4,15 @@
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
+
+from tests.servers import serving
 
 pytest.importorskip("gradio", reason="the page needs Gradio: pip install -e .[app]")
 sync_api = pytest.importorskip(
@@ -33,30 +31,15 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """Of a server in a process of its own, which leaves no file behind."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     folder = tmp_path_factory.mktemp("temporary")
     photos = tmp_path_factory.mktemp("photos")
     for number in range(6):
         coarse = np.random.default_rng(number).integers(0, 255, (4, 4, 3), dtype=np.uint8)
         PIL.Image.fromarray(coarse).resize((160, 120)).save(photos / f"{number}.png")
-    command = [sys.executable, str(TOOL), "--port", str(port), "--weights", ENTRY]
-    command += ["--images", str(photos)]
-    server = subprocess.Popen(
-        command, env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(TOOL.parents[1])}
-    )
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(600):  # importing takes minutes on a busy machine
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            break
-        except OSError:
-            assert server.poll() is None
-            time.sleep(0.5)
-    yield url
-    server.terminate()
-    server.wait(60)
+    command = [sys.executable, str(TOOL), "--weights", ENTRY, "--images", str(photos)]
+    own = {"TMPDIR": str(folder), "PYTHONPATH": str(TOOL.parents[1])}
+    with serving(command, env={**os.environ, **own}) as url:
+        yield url
     assert not list(folder.glob("qbheat_app_*"))
 
 

@@ -3,7 +3,6 @@
 
 import argparse
 import os
-import socket
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -11,16 +10,11 @@ import torch
 from torch import multiprocessing
 
 from qbheat_det.engine.launch import run_distributed
+from tests.servers import free_port
 
 from .tiny_training import CONFIG
 
 PRELOADED = ["qbheat_det.engine"]
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def torchrun_environment(rank, world_size, port):

@@ -21,8 +21,9 @@ from qbheat_det.engine import Trainer, launch, run_distributed
 from qbheat_det.engine.dry_run import dry_run
 from qbheat_det.engine.setup import use_classes_of
 from qbheat_det.engine.step import StepTrainer
+from tests.servers import free_port
 
-from .processes import free_port, make_args, torchrun_environment
+from .processes import make_args, torchrun_environment
 from .tiny_detectors import make_retinanet_config
 
 

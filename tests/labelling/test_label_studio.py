@@ -8,9 +8,7 @@ an environment of its own.
 import json
 import os
 import shutil
-import socket
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from PIL import Image
 
 from qbheat_det.data import open_source, register_source
 from qbheat_det.labelling import select, write_selection
+from tests.servers import serving
 
 COMMAND = os.environ.get("LABEL_STUDIO") or shutil.which("label-studio")
 DETECTOR = "retinanet/285M_bccd"
@@ -43,34 +42,22 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def call(tmp_path_factory):
     """Starts a server, and returns a function that calls its API."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     data = tmp_path_factory.mktemp("label_studio")
-    command = [COMMAND, "start", "--no-browser", "--data-dir", str(data), "--port", str(port)]
+    command = [COMMAND, "start", "--no-browser", "--data-dir", str(data)]
     command += ["--internal-host", "127.0.0.1", "--username", "a@example.org"]
     command += ["--password", "not-a-secret", "--user-token", TOKEN, "--enable-legacy-api-token"]
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(command, env=env | OPTIONS, **quiet)
 
     def request(path, content=None):
         body = None if content is None else json.dumps(content).encode()
         headers = {"Authorization": f"Token {TOKEN}", "Content-Type": "application/json"}
-        asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, headers)
+        asked = urllib.request.Request(f"{address}{path}", body, headers)
         with urllib.request.urlopen(asked, timeout=60) as answer:
             return answer.read()
 
-    for _ in range(240):
-        try:
-            request("/health")
-            break
-        except OSError:
-            assert server.poll() is None
-            time.sleep(0.5)
-    yield request
-    server.terminate()
-    server.wait(30)
+    with serving(command, "/health", env=env | OPTIONS, **quiet) as address:
+        yield request
 
 
 def test_tasks_come_in_with_boxes_and_the_corrected_export_is_data(call, tmp_path):

@@ -61,6 +61,7 @@ class CocoFile:
         images: valid images.
         annotations: valid annotations.
         categories: valid categories, sorted by id as in Detectron2.
+        class_names, category_ids: their names and ids. Ids may have gaps.
     """
 
     def __init__(
@@ -102,20 +103,12 @@ class CocoFile:
         self.images = self._validate("images", sizes | _RULES["images"], find_file)
         categories = self._validate("categories", _RULES["categories"])
         self.categories = sorted(categories, key=lambda entry: int(entry["id"]))
+        self.class_names: tuple[str, ...] = tuple(entry["name"] for entry in self.categories)
+        self.category_ids: tuple[int, ...] = tuple(entry["id"] for entry in self.categories)
         if len(set(self.class_names)) < len(self.categories):
             self.warnings.append(f"{json_file}: category names occur more than once")
         if "annotations" in needed:
             self._check_annotations()
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Class names, in the order of the contiguous class indices."""
-        return tuple(entry["name"] for entry in self.categories)
-
-    @property
-    def category_ids(self) -> tuple[int, ...]:
-        """Category ids in the file, in the order of ``class_names``. They may have gaps."""
-        return tuple(entry["id"] for entry in self.categories)
 
     def _validate(
         self, key: str, rules: dict[str, Rule], find: Callable[[Entry], Found] = lambda entry: None

@@ -32,7 +32,7 @@ from qbheat_det.core.text import format_bytes, one_line
 
 from .conversion import Converted
 from .image_folder import IMAGE_SUFFIXES, PART_NAMES
-from .label_files import TITLES, convert_labels, find_label_files
+from .label_files import READERS, convert_labels, find_label_files
 from .voc import convert_voc, find_voc_parts
 from .yolo import convert_yolo, list_yolo_parts
 
@@ -209,7 +209,7 @@ def describe_source(source: Source) -> str:
     if "labels_path" in source:
         file = find_label_files(Path(source["labels_path"])).get(source["subset"])
         if file:
-            return TITLES[file.kind]
+            return READERS[file.kind][0]
     return next(title for key, title in _TITLES.items() if key in source)
 
 

@@ -93,29 +93,24 @@ def read_labels(file: LabelFile) -> Iterator[LabelledImage]:
     Raises:
         UserError: the file cannot be read, or its content does not match its kind.
     """
+    title, read = READERS[file.kind]
     try:
         if file.path.stat().st_size > _LARGEST:
             raise UserError(f"'{file.path}' is too large for a file of labels")
-        yield from READERS[file.kind](file.path)
+        yield from read(file.path)
     except (OSError, KeyError, TypeError, ValueError, AttributeError, csv.Error) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"'{file.path}' is not a file of {TITLES[file.kind]} ({reason})") from error
+        raise UserError(f"'{file.path}' is not a file of {title} ({reason})") from error
 
 
-READERS: dict[str, Callable[[Path], Iterator[LabelledImage]]] = {
-    "csv": tools.read_csv,
-    "via": tools.read_via,
-    "label_studio": tools.read_label_studio,
-    "cvat": tools.read_cvat,
-    "huggingface": tools.read_hugging_face,
+READERS: dict[str, tuple[str, Callable[[Path], Iterator[LabelledImage]]]] = {
+    "csv": ("CSV", tools.read_csv),
+    "via": ("VGG Image Annotator", tools.read_via),
+    "label_studio": ("Label Studio", tools.read_label_studio),
+    "cvat": ("CVAT", tools.read_cvat),
+    "huggingface": ("Hugging Face metadata", tools.read_hugging_face),
 }
-TITLES = {
-    "csv": "CSV",
-    "via": "VGG Image Annotator",
-    "label_studio": "Label Studio",
-    "cvat": "CVAT",
-    "huggingface": "Hugging Face metadata",
-}
+"""The title and the reader of each kind of label file."""
 
 
 def convert_labels(source: Mapping[str, Any]) -> Converted:

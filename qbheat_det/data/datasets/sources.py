@@ -150,7 +150,11 @@ def forget_source(name: str) -> None:
 
 
 def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
-    """Divides the images of a source, and returns the content of ``split.json``."""
+    """Divides the images of a source, and returns the content of ``split.json``.
+
+    The keys are "seed", "fraction", "train" and "val". The last two list names of images. For the
+    arguments, see ``choose_val``. Raises a ``UserError`` if there are too few images.
+    """
     groups: list[Hashable]
     if "image_folders" in source:
         folders = source["image_folders"]
@@ -163,7 +167,16 @@ def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any
         annotations.check()
         names = [image["file_name"] for image in annotations.images]
         groups = group_by_rarest_class(annotations)
-    return split_names(names, groups, fraction=fraction, seed=seed)
+    chosen = choose_val(groups, fraction=fraction, seed=seed)
+    if not chosen or len(chosen) == len(names):
+        raise UserError(
+            f"a share of {fraction:g} of {len(names)} images cannot be held out: pass a "
+            "validation set with --val, or disable evaluation with DATASETS.VAL_FRACTION 0"
+        )
+    parts: dict[str, list[str]] = {"train": [], "val": []}
+    for index, name in enumerate(names):
+        parts["val" if index in chosen else "train"].append(name)
+    return {"seed": seed, "fraction": fraction, **parts}
 
 
 @functools.cache
@@ -217,26 +230,6 @@ def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
         min(own, key=lambda class_id: (counts[class_id], class_id)) if own else None
         for own in classes.values()
     ]
-
-
-def split_names(
-    names: Sequence[str], groups: Sequence[Hashable], *, fraction: float, seed: int
-) -> dict[str, Any]:
-    """Divides images, and returns the content of ``split.json``.
-
-    The keys are "seed", "fraction", "train" and "val". The last two list names of images. For the
-    arguments, see ``choose_val``. Raises a ``UserError`` if there are too few images.
-    """
-    chosen = choose_val(groups, fraction=fraction, seed=seed)
-    if not chosen or len(chosen) == len(names):
-        raise UserError(
-            f"a share of {fraction:g} of {len(names)} images cannot be held out: pass a "
-            "validation set with --val, or disable evaluation with DATASETS.VAL_FRACTION 0"
-        )
-    parts: dict[str, list[str]] = {"train": [], "val": []}
-    for index, name in enumerate(names):
-        parts["val" if index in chosen else "train"].append(name)
-    return {"seed": seed, "fraction": fraction, **parts}
 
 
 def read_split(path: str | Path) -> dict[str, Any]:

@@ -273,12 +273,8 @@ class ClassificationMapper:
             entry["image"] = self._augment(entry["image"])
         # timm's probability is 1, and the decision is made here, to normalize only erased images.
         if self._erasing is not None and random.random() < self._erasing[0]:
-            entry["image"] = self._erase(entry["image"])
+            normalised = (entry["image"].float() - self._mean) / self._std
+            erased = self._erasing[1](normalised) * self._std + self._mean
+            # Rounding restores the pixels outside the erased rectangle.
+            entry["image"] = erased.round().clamp(0, 255).to(torch.uint8)
         return entry
-
-    def _erase(self, image: Tensor) -> Tensor:
-        """Erases a random rectangle of an image (3, S, S), uint8. Other pixels do not change."""
-        assert self._erasing is not None
-        normalised = (image.float() - self._mean) / self._std
-        erased = self._erasing[1](normalised) * self._std + self._mean
-        return erased.round().clamp(0, 255).to(torch.uint8)

@@ -87,6 +87,7 @@ class MobileFormer(Backbone):
         check_value(0 <= drop_path < 1, "MOBILE_FORMER.DROP_PATH", drop_path, "in [0, 1)")
         check_value(freeze_at >= 0, "BACKBONE.FREEZE_AT", freeze_at, "at least 0")
         self._out_features = list(out_features)
+        self.freeze_all = len(self._stage_names) + 1  # see ``modeling/contracts.py``
         # Checkpoints may contain these layers although this model does not build them.
         unused = {"expand": self._expanded_name, "last_bridge": "tokens"}
         self.optional_modules = tuple(k for k, name in unused.items() if name not in out_features)
@@ -95,7 +96,9 @@ class MobileFormer(Backbone):
         sizes = {"kernel_size": 3, "stride": 2, "padding": 1, "bias": False}
         stem_norm = get_norm(norm, arch.stem)
         self.stem: nn.Module = NormedConv2d(in_channels, arch.stem, **sizes, norm=stem_norm)
-        self.stages = _build_stages(arch, self._num_stages_needed(), norm, drop_path)
+        needed = 1 + max(map(known.index, out_features))  # the last two outputs need all stages
+        needed = min(needed, len(self._stage_names))
+        self.stages = _build_stages(arch, needed, norm, drop_path)
         last = shapes[self._stage_names[-1]].channels
         self.last_bridge: nn.Module | None = None
         if arch.last_bridge and "tokens" in self._out_features:
@@ -168,11 +171,6 @@ class MobileFormer(Backbone):
                 self.add_module(name, _freeze(self.get_submodule(name)))
         return self
 
-    @property
-    def freeze_all(self) -> int:
-        """See ``get_freeze_all`` in ``modeling/contracts.py``."""
-        return len(self._stage_names) + 1
-
     @staticmethod
     def group_matcher(coarse: bool = False) -> dict[str, str]:
         """Returns patterns of the stem, each block (or each stage if ``coarse``), and the rest."""
@@ -182,12 +180,6 @@ class MobileFormer(Backbone):
             "blocks": blocks,
             "expand": r"^(?:expand|last_bridge)\.",
         }
-
-    def _num_stages_needed(self) -> int:
-        last = [self._expanded_name, "tokens"]
-        if set(last) & set(self._out_features):
-            return len(self._stage_names)
-        return 1 + max(self._stage_names.index(name) for name in self._out_features)
 
 
 def arch_from_config(cfg: CfgNode) -> MobileFormerArch:
@@ -231,19 +223,14 @@ def _build_block(
     widths = {"in_channels": channels, "hidden": spec.hidden, "out_channels": spec.out}
     if spec.kind in ("lite", "lite_down"):
         return LiteBottleneck(**widths, norm=norm, stride=2 if spec.halves else 1)
-    shared: dict[str, Any] = {
-        **widths,
-        "token_dim": token_dim,
-        "norm": norm,
-        "drop_path": drop_path,
-    }
-    is_down = spec.kind == "down"
+    widths["token_dim"] = token_dim
+    kind: type[Mobile] | type[DownMobile] = Mobile
+    if spec.kind == "down":
+        kind, widths["second_hidden"] = DownMobile, spec.second_hidden
     return MobileFormerBlock(
         to_former=MobileToFormer(token_dim=token_dim, channels=channels),
         former=Former(token_dim=token_dim, drop_path=drop_path),
-        mobile=DownMobile(**shared, second_hidden=spec.second_hidden)
-        if is_down
-        else Mobile(**shared),
+        mobile=kind(**widths, norm=norm, drop_path=drop_path),
         to_mobile=FormerToMobile(token_dim=token_dim, channels=spec.out),
     )
 

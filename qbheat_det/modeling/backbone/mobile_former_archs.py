@@ -36,7 +36,6 @@ class BlockSpec:
 
     @property
     def halves(self) -> bool:
-        """Whether the block halves the map."""
         return self.kind in ("down", "lite_down")
 
 

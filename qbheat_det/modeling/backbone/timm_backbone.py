@@ -227,10 +227,9 @@ def find_teacher_map(cfg: CfgNode) -> ShapeSpec:
 def _build_teacher(cfg: CfgNode) -> TimmBackbone:
     node = cfg.MODEL.TEACHER
     try:
-        check_timm_name(node.NAME)
+        return TimmBackbone(name=node.NAME, out_features=[node.IN_FEATURE], freeze_at=_FREEZE_ALL)
     except UserError as error:
         raise UserError(f"MODEL.TEACHER.NAME: {error}") from None
-    return TimmBackbone(name=node.NAME, out_features=[node.IN_FEATURE], freeze_at=_FREEZE_ALL)
 
 
 class FrozenNorm(FrozenBatchNormAct2d):

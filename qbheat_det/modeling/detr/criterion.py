@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from detectron2.utils import comm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -210,7 +209,8 @@ class SetCriterion(nn.Module):
             normalizers: (2,), divisors from ``mean_normalizers`` for the effective batch.
         """
         logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
-        losses = self.block_losses(logits, boxes, targets, normalizers)
+        matches = self.match(logits, boxes, targets)
+        losses = self.block_losses(logits, boxes, targets, normalizers, matches)
         last = len(logits) - 1
         return {
             name if block == last else f"{name}_{block}": loss[block]
@@ -257,14 +257,12 @@ class SetCriterion(nn.Module):
         boxes: Tensor,
         targets: Targets,
         normalizers: Tensor,
-        matches: Matches | None = None,
+        matches: Matches,
     ) -> dict[str, Tensor]:
         """Returns weighted losses (L,) per block: "loss_ce", "loss_bbox" and "loss_giou".
 
         ``logits`` and ``boxes`` are in float32, see ``forward``. For ``matches``, see ``match``.
         """
-        if matches is None:
-            matches = self.match(logits, boxes, targets)
         classes, num_boxes = normalizers
         where = matches.block, matches.image, matches.query
         predicted, true_boxes = boxes[where], targets.boxes[matches.image, matches.target]  # (P, 4)
@@ -297,14 +295,6 @@ class SetCriterion(nn.Module):
         """Takes the sums (…, 2) of ``normalizers`` over ``parts`` batches. Returns their means."""
         least = torch.tensor([self.classification.least_normalizer, 1e-6])
         return totals.maximum(least.to(totals.device, non_blocking=True)) / parts
-
-    def normalizers_of_processes(self, counts: Tensor) -> Tensor:
-        """Takes this process's ``normalizers`` (2,). Sums them over all processes, and returns the
-        divisors for each process, (2,)."""
-        if comm.get_world_size() > 1:
-            counts = counts.clone()
-            torch.distributed.all_reduce(counts)
-        return self.mean_normalizers(counts, comm.get_world_size())
 
 
 def _pair_by_pair(overlap: Callable[..., Tensor], first: Tensor, second: Tensor) -> Tensor:

@@ -148,12 +148,10 @@ class MFDecoder(nn.Module):
         if self.selection is None:
             position = self.query_position.weight.expand(features[0].shape[0], -1, -1)
             states = self._refine(maps, torch.zeros_like(position), position)
-            states = states if self.training else states[-1:]
             return {"pred_logits": self.class_embed(states), "pred_boxes": self.bbox_embed(states)}
         proposals = self.selection.propose(maps.merged(), maps.masks)
         chosen = self.selection.select(proposals)
         states = self._refine(maps, chosen.content, chosen.position)
-        states = states if self.training else states[-1:]
         outputs: dict[str, Any] = {
             "pred_logits": chosen.logits + self.class_embed(states),
             "pred_boxes": refine_boxes(chosen.boxes, self.bbox_embed.deltas(states)),
@@ -177,7 +175,7 @@ class MFDecoder(nn.Module):
         return DecoderMaps((start, middle, last), masks)
 
     def _refine(self, maps: "DecoderMaps", queries: Tensor, position: Tensor) -> Tensor:
-        """Returns the content of the queries after every block, (L, N, Q, C)."""
+        """Returns the content of the queries after every block (see ``forward``), (L, N, Q, C)."""
         x = maps.levels[0]
         states: list[Tensor] = []
         for scale, blocks in enumerate(self.levels):
@@ -198,7 +196,7 @@ class MFDecoder(nn.Module):
                 queries, position, level = block(queries, position, level)
                 states.append(queries)
             x = level.as_image(level.x)
-        return torch.stack(states)
+        return torch.stack(states if self.training else states[-1:])
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from detectron2.config import CfgNode, configurable
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import META_ARCH_REGISTRY, Backbone, build_backbone, detector_postprocess
 from detectron2.structures import Boxes, ImageList, Instances
+from detectron2.utils import comm
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
@@ -95,7 +96,6 @@ class MFDETR(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
         return self.pixel_mean.device
 
     def forward(
@@ -118,8 +118,10 @@ class MFDETR(nn.Module):
         if self.training:
             targets = self.prepare_targets(batched_inputs)
             if normalizers is None:
-                counts = self._loss_counts(targets.counts).to(self.device, non_blocking=True)
-                normalizers = self.criterion.normalizers_of_processes(counts)
+                counts = self.loss_counts(batched_inputs).to(self.device, non_blocking=True)
+                if comm.get_world_size() > 1:
+                    torch.distributed.all_reduce(counts)
+                normalizers = self.loss_normalizers(counts, comm.get_world_size())
             outputs = self.decoder(features, padding)
             losses = self.criterion(outputs, targets, normalizers)
             if (selection := self.decoder.selection) is not None:
@@ -136,14 +138,12 @@ class MFDETR(nn.Module):
 
     def loss_counts(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Returns the divisors (2,) of the class and box losses for a batch."""
-        return self._loss_counts([len(entry["instances"]) for entry in batched_inputs])
+        counts = [len(entry["instances"]) for entry in batched_inputs]
+        return torch.tensor(self.criterion.normalizers(counts, self.decoder.num_queries))
 
     def loss_normalizers(self, counts: Tensor, parts: int) -> Tensor:
         """Takes ``loss_counts`` summed over all micro-batches. Returns each one's divisors (2,)."""
         return self.criterion.mean_normalizers(counts, parts)
-
-    def _loss_counts(self, counts: Sequence[int]) -> Tensor:
-        return torch.tensor(self.criterion.normalizers(counts, self.decoder.num_queries))
 
     def preprocess_image(self, batched_inputs: list[dict[str, Any]]) -> ImageList:
         """Normalizes the images and stacks them, zero-padded on the right and bottom."""

@@ -113,10 +113,11 @@ class FeatureDistillation(PretrainingModel):
             predicted = self.head(self._project(images))
             return [{"target": single} for single in predicted.permute(0, 3, 1, 2)]
         wanted = self._stack_targets(batched_inputs)
-        quarters = self._choose_quarters(batched_inputs)
-        if quarters is None or self.predictor is None:
+        quarters: VisibleQuarters | None = None
+        if self.predictor is None:
             z = self._project(images)
         else:
+            quarters = self._choose_quarters(self.predictor.visible, batched_inputs)
             z = self._project(quarters.crop(images[quarters.order]))
             z, wanted = self.predictor(z, quarters.counts), wanted[quarters.order]
         losses = feature_loss(self.head(z), wanted)
@@ -136,14 +137,11 @@ class FeatureDistillation(PretrainingModel):
             stacked = torch.stack([entry["targets"][self._target] for entry in batched_inputs])
         return stacked.to(self.device, non_blocking=True).permute(0, 2, 3, 1)
 
-    def _choose_quarters(self, batched_inputs: list[dict[str, Any]]) -> VisibleQuarters | None:
-        """Returns the visible quarters (random in training), or None for whole images."""
-        if self.predictor is None:
-            return None
-        if not self.training:
-            return VisibleQuarters.at([x["place"] for x in batched_inputs], device=self.device)
-        visible, count = self.predictor.visible, len(batched_inputs)
-        return VisibleQuarters.draw(count, visible=visible, device=self.device)
+    def _choose_quarters(self, visible: str, inputs: list[dict[str, Any]]) -> VisibleQuarters:
+        """Returns the quarters to encode: random ones in training, else the "place" of each."""
+        if self.training:
+            return VisibleQuarters.draw(len(inputs), visible=visible, device=self.device)
+        return VisibleQuarters.at([entry["place"] for entry in inputs], device=self.device)
 
 
 def feature_loss(predicted: Tensor, target: Tensor) -> Tensor:

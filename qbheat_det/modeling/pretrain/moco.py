@@ -49,7 +49,6 @@ class MomentumCopy(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any) -> Any:
-        """Calls the copy."""
         return self.copied(*args)
 
     @torch.no_grad()

@@ -219,6 +219,7 @@ class QBHeat(ReconstructionModel):
     def __init__(self, *, decoder: ReconstructionDecoder, **others: Any) -> None:
         """See ``ReconstructionModel``. ``predictor`` is a ``HeatPredictor``."""
         super().__init__(decoder=decoder, **others)
+        self.views = {kind: QUADRANTS_OF[kind] for kind in self.predictor.scales}
         visible = visible_positions(decoder.grid_size).flatten(1)
         self.register_buffer("visible", visible, persistent=False)
         self.visible: Tensor  # (5, G * G), by quadrant
@@ -236,11 +237,6 @@ class QBHeat(ReconstructionModel):
         """Returns the ``views`` of the model that a config describes."""
         visible = cfg.MODEL.QB_HEAT.VISIBLE
         return {kind: QUADRANTS_OF[kind] for kind in OFFSETS if visible in (kind, "both")}
-
-    @property
-    def views(self) -> Mapping[str, Sequence[str]]:
-        """The kinds of visible quarters, and the quadrants of each kind."""
-        return {kind: QUADRANTS_OF[kind] for kind in self.predictor.scales}
 
     def forward(
         self, batched_inputs: list[dict[str, Any]], quadrants: Sequence[str] | None = None

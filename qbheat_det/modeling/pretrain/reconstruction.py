@@ -86,6 +86,7 @@ class ReconstructionDecoder(nn.Module):
         check_value(depth >= 1, "QB_HEAT.DECODER_DEPTH", depth, "at least 1")
         self.grid_size = grid_size
         self.patch_size = patch_size
+        self.image_size = grid_size * patch_size  # side in pixels
         self.embed = nn.Identity() if in_channels == dim else Linear(in_channels, dim)
         position = build_sincos2d_pos_embed([grid_size, grid_size], dim)
         self.register_buffer("position", position, persistent=False)
@@ -104,11 +105,6 @@ class ReconstructionDecoder(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-
-    @property
-    def image_size(self) -> int:
-        """Side of the image in pixels."""
-        return self.grid_size * self.patch_size
 
     def forward(self, z: Tensor, positions: Tensor | None = None) -> Tensor:
         """Decodes features (N, G, G, C) to patches (N, G * G, 3 * patch_size ** 2).
@@ -204,10 +200,8 @@ class ReconstructionModel(PretrainingModel):
     grid_multiple = 1
     """G must be a multiple of this number."""
 
-    @property
-    def views(self) -> Mapping[str, Sequence[str]]:
-        """The kinds of visible parts, each with the quarters that images use in turn."""
-        return {"patches": ()}
+    views: Mapping[str, Sequence[str]] = {"patches": ()}
+    """The kinds of visible parts, each with the quarters that images use in turn."""
 
     def __init__(
         self,
