@@ -2,6 +2,7 @@
 """Epochs, image size and stages for a number of minutes, by hand arithmetic."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ STEP = 8.0  # seconds of an epoch's steps at the recipe's 384 pixels
 CACHED_STEP = 0.5  # the same in the first stage, on cached features
 USUAL, USUAL_FIRST = 18, 20  # epochs of the two stages
 FIRST = SETUP + USUAL_FIRST * (EVALUATION + CACHED_STEP)
+PLANNING = 1.0
 
 
 def measure(cfg, *_, **__):
@@ -34,6 +36,8 @@ def measure(cfg, *_, **__):
 @pytest.fixture
 def flags(few_data, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "dry_run", measure)
+    clock = itertools.count(step=PLANNING)
+    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(plan, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
     file = str(few_data / "annotations.json")
     return RunFlags(data=file, val=file, output=str(tmp_path / "run"), opts=["SEED", "1"])
@@ -53,9 +57,8 @@ def test_the_largest_images_with_enough_epochs_fill_the_time(flags, seconds, siz
     flags.minutes = seconds / 60
     chosen, summary = plan_run(flags, lambda cfg: None)
     assert chosen.image_size == size
-    # Building configs takes part of the time.
-    expected = min((0.95 * seconds - FIRST - SETUP) / each, 3 * USUAL)
-    assert chosen.epochs == pytest.approx(expected, abs=1.0)
+    expected = min((0.95 * seconds - FIRST - SETUP - PLANNING) / each, 3 * USUAL)
+    assert chosen.epochs == pytest.approx(expected, abs=0.05)
     assert f"--epochs {chosen.epochs:g}" in summary
     assert summary.endswith(f" --image-size {twice}" if twice else "--epochs 20")
     cfg = build_config(chosen)
@@ -67,7 +70,9 @@ def test_short_of_time_a_run_has_only_its_first_stage(flags):
     flags.minutes = 60 / 60  # leaves nothing for the second stage
     chosen, summary = plan_run(flags, lambda cfg: None)
     assert chosen.config_file == "custom/cached_retinanet_lite0_probe.yaml"
-    assert chosen.epochs == pytest.approx((0.95 * 60 - SETUP) / (EVALUATION + CACHED_STEP), abs=1)
+    assert chosen.epochs == pytest.approx(
+        (0.95 * 60 - SETUP - PLANNING) / (EVALUATION + CACHED_STEP), abs=0.05
+    )
     assert chosen.config_file in summary
     assert summary.endswith("Twice the time allows --epochs 10 --image-size 256")
     assert find_first_stage(chosen) is None
