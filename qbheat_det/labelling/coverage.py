@@ -43,21 +43,29 @@ def unit_vectors(features: Tensor) -> Tensor:
     return normalize(centred, dim=1)
 
 
-def find_duplicates(vectors: Tensor, *, cosine: float = 0.98) -> Tensor:
+def find_duplicates(
+    vectors: Tensor, features: Tensor, *, cosine: float = 0.98, raw_cosine: float = 0.99
+) -> Tensor:
     """Returns, for each image, the index (N,) of the first image in its group of near-duplicates.
 
-    An image without near-duplicates gets its own index. Two images are near-duplicates if their
-    cosine is at least ``cosine``, as is typical of frames of one video. Groups are the
-    connected components of near-duplicate pairs.
+    An image without near-duplicates gets its own index. Two images are near-duplicates if the
+    cosine of their ``vectors`` is at least ``cosine`` and the cosine of their ``features`` (N, D),
+    which are not centred, is at least ``raw_cosine``. Frames of one video have such cosines. Groups
+    are the connected components of near-duplicate pairs.
     """
+    # Among other images, all images of one kind are far from the mean, so their vectors are alike.
+    # Among each other, images with one background have features that are alike.
+    raw = normalize(features.float(), dim=1)
     first, size = torch.arange(len(vectors)), _count_rows(vectors)
     for start in range(0, len(vectors), size):
-        cosines = vectors[start : start + size] @ vectors[start:].T  # each pair once
-        row, column = (cosines >= cosine).nonzero(as_tuple=True)
-        pairs = first[torch.stack([row, column]) + start]
-        pairs = pairs[:, pairs[0] != pairs[1]]
-        if pairs.numel():
-            first = _join(pairs, len(first))[first]
+        near = vectors[start : start + size] @ vectors[start:].T >= cosine  # each pair once
+        near.fill_diagonal_(False)
+        rows, columns = (near.any(dim).nonzero().flatten() for dim in (1, 0))
+        near = near[rows][:, columns] & (raw[start + rows] @ raw[start + columns].T >= raw_cosine)
+        row, column = near.nonzero(as_tuple=True)
+        if len(row):
+            pairs = torch.stack([rows[row], columns[column]]) + start
+            first = _join(first[pairs], len(first))[first]
     return first
 
 

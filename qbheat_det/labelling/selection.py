@@ -195,7 +195,7 @@ def _open_pool(
         )
     files, features, unreadable = embed_images([*labelled, *unlabelled], encoder, device=device)
     vectors = unit_vectors(features)
-    first = find_duplicates(vectors).tolist()
+    first = find_duplicates(vectors, features).tolist()
     count = sum(path not in unreadable for path in labelled)
     others = range(count, len(files))
     free = [i for i in others if first[i] == i]

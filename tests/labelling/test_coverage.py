@@ -48,7 +48,7 @@ def test_near_duplicates_are_named_by_the_first_image_of_a_connected_group(monke
     assert 5 < len(expected.unique()) < 30
     for block in (40, 40 * 7, 2**24):
         monkeypatch.setattr(coverage, "_BLOCK", block)
-        found = coverage.find_duplicates(vectors, cosine=0.99)
+        found = coverage.find_duplicates(vectors, vectors, cosine=0.99)
         torch.testing.assert_close(found, expected)
 
 
@@ -100,6 +100,19 @@ def test_images_that_equal_the_mean_repeat_each_other():
     features = torch.rand(5, 140, generator=torch.Generator().manual_seed(0)) + 1
     for count in (1, 2):  # the same image, once rounded otherwise
         copies = features[:1].repeat(count, 1) * torch.tensor([[1.0], [1.0005]])[:count]
-        vectors = coverage.unit_vectors(copies)
-        assert coverage.find_duplicates(vectors).tolist() == [0] * count
-    assert coverage.find_duplicates(coverage.unit_vectors(features)).tolist() == [*range(5)]
+        assert find_repeated(copies) == [0] * count
+    assert find_repeated(features) == [*range(5)]
+
+
+def test_images_of_one_kind_among_others_are_no_copies():
+    noise = torch.randn(120, 64, generator=torch.Generator().manual_seed(0))
+    noise[1] = noise[0]
+    place, spread = torch.tensor([[1.0]] * 40 + [[-4.0]] * 80), [[0.2]] * 40 + [[1.0]] * 80
+    features = place + torch.tensor(spread) * noise
+    vectors = coverage.unit_vectors(features)[:40]
+    assert (vectors @ vectors.T).amin() > 0.98
+    assert find_repeated(features) == [0, 0, *range(2, 120)]
+
+
+def find_repeated(features):
+    return coverage.find_duplicates(coverage.unit_vectors(features), features).tolist()
