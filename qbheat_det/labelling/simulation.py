@@ -65,7 +65,7 @@ def simulate(
     Args:
         data: data set with boxes, in any format of ``--data``.
         budgets: numbers of training images.
-        output: folder for ``points.json``, ``curve.svg`` and the last run.
+        output: folder for ``points.json``, ``curve.svg`` and ``simulation/``, with the last run.
         val: validation data; by default the validation part of ``data``.
         images: folder of the images, if they are not in the folder of a COCO json.
         strategies: strategies of ``select``.
@@ -75,19 +75,22 @@ def simulate(
 
     Raises:
         UserError: the data have no boxes or no validation part, an image cannot be read, a strategy
-            is unknown, or a budget is larger than the data set.
+            is unknown, a budget is larger than the data set, or ``output`` has files of others.
     """
     budgets = sorted(budgets)
     file, evaluated = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
-    vectors, folder = _embed(paths, encoder), Path(output)
+    folder = Path(output)
     settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    points = _read_points(folder / _POINTS, digest)
+    points = _read_points(folder, digest)
+    own = claim_folder(folder / "simulation")
     flags = RunFlags(config_file=_CONFIG, images=file.image_root, weights=encoder, opts=opts)
     flags = dataclasses.replace(
-        flags, val=val or data, val_images=images, output=str(folder / "run")
+        flags, val=val or data, val_images=images, output=str(own / "run")
     )
+    flags.load_config()  # a wrong key is found before features are computed
+    vectors = _embed(paths, encoder)
     for seed, strategy in itertools.product(seeds, strategies):
         done = {one.images for one in points if (one.strategy, one.seed) == (strategy, seed)}
         if done >= set(budgets):
@@ -99,7 +102,7 @@ def simulate(
             if budget in done and strategy != BALANCED:
                 continue
             names = {file.images[i]["file_name"] for i in chosen}
-            run, num_boxes, metrics = _train(file.keep(names), flags, folder / "labels.json", seed)
+            run, num_boxes, metrics = _train(file.keep(names), flags, own / "labels.json", seed)
             if budget not in done:
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
                 _write_points(points, folder, digest)
@@ -171,8 +174,24 @@ def _choose(
     return [*chosen, *cover(strategy, vectors, need, chosen, seed=seed)]
 
 
+def claim_folder(folder: Path) -> Path:
+    """Creates a folder whose content this package may replace, and returns it.
+
+    Raises a ``UserError`` if the folder has files, and was not created by this function.
+    """
+    mark = folder / ".replaceable"
+    if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
+        raise UserError(f"'{folder}' has files that would be replaced: choose another --output")
+    write_atomically(mark, b"")
+    return folder
+
+
 def train_afresh(flags: RunFlags) -> dict[str, float]:
-    """Deletes ``flags.output``, trains in it, and returns the box metrics."""
+    """Deletes ``flags.output``, trains in it, and returns the box metrics.
+
+    The folder must be inside a folder of ``claim_folder``.
+    """
+    flags.load_config()  # a wrong key is found before anything is deleted
     shutil.rmtree(flags.output, ignore_errors=True)
     cfg = build_config(flags)
     setup(cfg, flags)
@@ -182,8 +201,11 @@ def train_afresh(flags: RunFlags) -> dict[str, float]:
     return results
 
 
-def _read_points(path: Path, digest: str) -> list[Point]:
+def _read_points(folder: Path, digest: str) -> list[Point]:
+    path, curve = folder / _POINTS, folder / _CURVE
     if not path.is_file():
+        if curve.exists():
+            raise UserError(f"'{curve}' is not of a simulation: choose another --output")
         return []
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

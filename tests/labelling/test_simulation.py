@@ -75,9 +75,19 @@ def test_data_and_budgets_that_do_not_fit_are_refused(data, tmp_path):
         ({"budgets": [0], "val": str(data)}, "0"),
         ({"budgets": [2]}, "--val"),
         ({"budgets": [2], "val": str(data), "strategies": ["luck"]}, "luck"),
+        ({"budgets": [2], "val": str(data), "opts": ["SOLVER.EPOCS", "3"]}, "EPOCS"),
     ):
         with pytest.raises(UserError, match=named):
             simulate(str(data), output=tmp_path / "out", **arguments)
+
+
+@pytest.mark.parametrize("name", ["simulation/run/model_final.pth", "curve.svg"])
+def test_files_of_others_are_kept(data, tmp_path, name):
+    (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    with pytest.raises(UserError, match="choose another --output"):
+        simulate(str(data), [2], tmp_path, val=str(data))
+    assert file.exists()
 
 
 def test_images_without_boxes_are_a_point_and_no_detector_decides(data, tmp_path, monkeypatch):
