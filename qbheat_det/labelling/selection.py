@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -56,7 +57,7 @@ class Pool:
     """
 
     files: list[str]
-    vectors: Tensor
+    vectors: Tensor = field(repr=False)
     num_labelled: int
     free: list[int]
     repeated: dict[str, str]
@@ -152,8 +153,8 @@ def select(
         seed: seed of "random".
 
     Raises:
-        UserError: the budget is below 1 or larger than the pool, ``weights`` are not those of a
-            detector, or the strategy is unknown or needs ``weights``.
+        UserError: the budget is below 1 or larger than the pool, the seed is negative, ``weights``
+            are not those of a detector, or the strategy is unknown or needs ``weights``.
     """
     strategy = strategy or (BALANCED if weights else "random")
     if strategy not in (*COVERING, BALANCED):
@@ -161,8 +162,8 @@ def select(
         raise UserError(f"there is no strategy '{strategy}': use one of {known}")
     if strategy == BALANCED and not weights:
         raise UserError(f"the strategy '{strategy}' needs a detector: add --weights RUN")
-    if budget < 1:
-        raise UserError(f"--budget is {budget}, but must be at least 1")
+    check_whole("budget", budget, least=1)
+    check_whole("seed", seed)
     detector = open_detector(weights, device) if weights else None
     names = [*map(str, [images] if isinstance(images, str | Path) else images)]
     labelled = list_labelled(str(data), names) if data else []
@@ -175,6 +176,12 @@ def select(
         ids = model.CATEGORY_IDS or range(1, len(model.CLASS_NAMES) + 1)
         classes = dict(zip(ids, model.CLASS_NAMES, strict=False))
     return Selection(files, pool, chooser.predict(files), classes, _chooser=chooser)
+
+
+def check_whole(name: str, value: object, least: int = 0) -> None:
+    """Raises a ``UserError`` if an argument is not a whole number of at least ``least``."""
+    if not isinstance(value, Integral) or value < least:
+        raise UserError(f"--{name} is {value}, but must be a whole number of at least {least}")
 
 
 def _open_pool(

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from qbheat_det.analysis import plotting
 from qbheat_det.checkpoint import find_weights
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import parse_record, write_atomically
 from qbheat_det.data import open_source, raise_first, read_annotations
 from qbheat_det.data.datasets.coco_file import CocoFile
@@ -26,7 +27,7 @@ from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
 from .coverage import COVERING, choose_balanced, cover, unit_vectors
 from .embedding import embed_images
-from .selection import BALANCED, count_objects, open_detector, predict_boxes
+from .selection import BALANCED, check_whole, count_objects, open_detector, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"
 _POINTS, _CURVE = "points.json", "curve.svg"
@@ -67,7 +68,8 @@ def simulate(
         budgets: numbers of training images.
         output: folder for ``points.json``, ``curve.svg`` and ``simulation/``, with the last run.
         val: validation data; by default the validation part of ``data``.
-        images: folder of the images, if they are not in the folder of a COCO json.
+        images: folder of the images, if they are not in the folder of a COCO json. Images of
+            ``val`` are first searched in this folder.
         strategies: strategies of ``select``.
         seeds: seeds of selection and training.
         encoder: weights of the frozen encoder.
@@ -75,9 +77,12 @@ def simulate(
 
     Raises:
         UserError: the data have no boxes or no validation part, an image cannot be read, a strategy
-            is unknown, a budget is larger than the data set, or ``output`` has files of others.
+            is unknown, a budget is larger than the data set, a seed is negative, or ``output`` has
+            files of others.
     """
-    budgets = sorted(budgets)
+    budgets = sorted({*budgets})
+    for seed in seeds:
+        check_whole("seeds", seed)
     file, evaluated = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     folder = Path(output)
@@ -85,9 +90,16 @@ def simulate(
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     points = _read_points(folder, digest)
     own = claim_folder(folder / "simulation")
-    flags = RunFlags(config_file=_CONFIG, images=file.image_root, weights=encoder, opts=opts)
-    flags = dataclasses.replace(
-        flags, val=val or data, val_images=images, output=str(own / "run")
+    val_file = own / "val.json"
+    write_atomically(val_file, json.dumps(evaluated.keep()).encode())
+    flags = RunFlags(
+        config_file=_CONFIG,
+        images=file.image_root,
+        val=str(val_file),
+        val_images=evaluated.image_root,
+        weights=encoder,
+        output=str(own / "run"),
+        opts=opts,
     )
     flags.load_config()  # a wrong key is found before features are computed
     vectors = _embed(paths, encoder)
@@ -148,8 +160,10 @@ def _open_boxes(
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
         most = f"{len(file.images):,}, the number of images in '{data}'"
         raise UserError(f"budgets are {budgets}, but must be from 1 to {most}")
-    source = open_source(val, images) if val else opened
-    return file, read_annotations(source.val or source.train)
+    source = open_source(val, likely_root=images) if val else opened
+    evaluated = read_annotations(source.val or source.train)
+    raise_first(evaluated.errors)
+    return file, evaluated
 
 
 def _choose(
@@ -189,7 +203,7 @@ def claim_folder(folder: Path) -> Path:
 def train_afresh(flags: RunFlags) -> dict[str, float]:
     """Deletes ``flags.output``, trains in it, and returns the box metrics.
 
-    The folder must be inside a folder of ``claim_folder``.
+    The folder must be inside a folder of ``claim_folder``. Raises ``Interrupted`` after a signal.
     """
     flags.load_config()  # a wrong key is found before anything is deleted
     shutil.rmtree(flags.output, ignore_errors=True)
@@ -197,7 +211,13 @@ def train_afresh(flags: RunFlags) -> dict[str, float]:
     setup(cfg, flags)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=False)
-    results: dict[str, float] = trainer.train()["bbox"]
+    try:
+        results: dict[str, float] = trainer.train()["bbox"]
+    except Interrupted as stop:  # its message recommends --resume
+        name = signal.Signals(stop.number).name
+        raise Interrupted(
+            stop.number, f"{name} stopped the training in '{flags.output}': run the command again"
+        ) from None
     return results
 
 

@@ -164,6 +164,7 @@ def test_a_detector_brings_its_images_and_its_boxes(photos, tmp_path):
     [
         (["--budget", "7"], "--budget"),
         (["--budget", "0"], "--budget"),
+        (["--budget", "1", "--seed", "-1"], "--seed"),
         (["--budget", "1", "--strategy", "balanced"], "--weights"),
         (["--budget", "1", "--encoder", DETECTOR], DETECTOR),
         (["--budget", "1", "--weights", "no_such_run"], "no_such_run"),

@@ -46,7 +46,7 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
 
     monkeypatch.setattr(simulation, "train_afresh", train)
     arguments = {"val": str(data), "strategies": ["random", "k_center"]}
-    points = simulate(str(data), [4, 2], tmp_path / "out", seeds=[1], **arguments)
+    points = simulate(str(data), [4, 2, 4], tmp_path / "out", seeds=[1], **arguments)
     assert [len(names) for names in trained] == [2, 4, 2, 4]
     assert trained[0] < trained[1]
     assert trained[2] < trained[3]
@@ -74,6 +74,7 @@ def test_data_and_budgets_that_do_not_fit_are_refused(data, tmp_path):
         ({"budgets": [7], "val": str(data)}, "7"),
         ({"budgets": [0], "val": str(data)}, "0"),
         ({"budgets": [2]}, "--val"),
+        ({"budgets": [2], "val": str(data), "seeds": [-1]}, "-1"),
         ({"budgets": [2], "val": str(data), "strategies": ["luck"]}, "luck"),
         ({"budgets": [2], "val": str(data), "opts": ["SOLVER.EPOCS", "3"]}, "EPOCS"),
     ):
