@@ -62,11 +62,14 @@ def write_labels(folder, copied):
 
 
 @pytest.mark.parametrize("strategy", ["random", "k_center"])
-def test_each_picture_is_selected_once_and_what_is_left_out_is_named(photos, strategy):
+def test_each_picture_is_selected_once_and_what_is_left_out_is_named(photos, strategy, tmp_path):
     found = select(photos, 6, strategy=strategy)
     assert names(found.files) == {f"{number}.png" for number in range(6)}
     assert [Path(path).name for path in found.pool.repeated] == ["5_again_\udcff.png"]
     assert names(found.pool.unreadable) == {"broken.png", "deep.png"}
+    assert "tensor" not in repr(found)
+    page = write_selection(found, tmp_path)[-1].read_text()
+    assert ("most informative" in page) is (strategy == "k_center")
 
 
 @pytest.mark.parametrize("strategy", ["k_center", "balanced"])
@@ -97,7 +100,7 @@ def test_images_with_labels_and_their_copies_are_never_selected(photos, tmp_path
     with pytest.raises(UserError, match="only 4 images are left"):
         select(photos, 5, data=data)
     with pytest.raises(UserError, match="of which 0 have no labels"):
-        select(tmp_path / "5.png", 1, data=data)
+        select(tmp_path / "5.png", 1, val=data)
     (tmp_path / "link.png").symlink_to(tmp_path / "5.png")
     with pytest.raises(UserError, match="of which 0 have no labels"):
         select(tmp_path / "link.png", 1, data=data)
@@ -153,6 +156,7 @@ def test_a_detector_brings_its_images_and_its_boxes(photos, tmp_path):
     dataset = json.loads(paths["cvat.json"].read_text())
     boxes = task["predictions"][0]["result"]
     assert len(boxes) == len(dataset["annotations"]) > 5
+    assert dataset["images"][0]["file_name"] == CELLS.name
     assert paths["selected.txt"].read_text() == f"{CELLS}\n"
     page = paths["index.html"].read_text()
     assert page.count("<img") == 1
@@ -165,12 +169,19 @@ def test_a_detector_brings_its_images_and_its_boxes(photos, tmp_path):
         (["--budget", "7"], "--budget"),
         (["--budget", "0"], "--budget"),
         (["--budget", "1", "--seed", "-1"], "--seed"),
+        (["--budget", "1", "--seeds", "1"], "--seeds is only"),
+        (["--budget", "1", "--simulate", "1"], "--budget is not"),
+        (["--budget", "1", "--data", str(CELLS), "--output", str(CELLS.parent)], "is inside"),
+        (["--budget", "1", "--output", "site"], "already has 'index.html'"),
         (["--budget", "1", "--strategy", "balanced"], "--weights"),
         (["--budget", "1", "--encoder", DETECTOR], DETECTOR),
         (["--budget", "1", "--weights", "no_such_run"], "no_such_run"),
     ],
 )
-def test_bad_input_is_named(photos, tmp_path, arguments, named, capsys):
+def test_bad_input_is_named(photos, tmp_path, arguments, named, capsys, monkeypatch):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").touch()
+    monkeypatch.chdir(tmp_path)
     base = ["--images", str(photos), "--output", str(tmp_path / "next")]
     with pytest.raises((SystemExit, UserError)):
         load_tool("select_images").main([*base, *arguments])

@@ -3,11 +3,12 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.engine import RunFlags
 from qbheat_det.labelling import simulation
 from qbheat_det.labelling.embedding import Embeddings
@@ -59,13 +60,16 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
         simulate(str(data), [2, 4], tmp_path / "out", **arguments, opts=["SOLVER.MAX_ITER", "4"])
 
 
-def test_a_detector_is_trained_afresh(tmp_path):
+def test_a_detector_is_trained_afresh(tmp_path, monkeypatch):
     run, file = tmp_path / "run", str(draw_toy_set(tmp_path, 4) / "annotations.json")
     flags = "--data", file, "--val", file, "--output", str(run)
     run.mkdir()
     (run / "model_0000001.pth").touch()
     args = parse_run(CONFIG, {**TINY, "SOLVER.MAX_ITER": "1"}, *flags)
     assert {"AP", "AP50"} <= simulation.train_afresh(RunFlags.read(args)).keys()
+    monkeypatch.setattr(simulation.Trainer, "train", Mock(side_effect=Interrupted(2, "--resume")))
+    with pytest.raises(Interrupted, match=r"SIGINT .* run the command again"):
+        simulation.train_afresh(RunFlags.read(args))
     forget_runs()
 
 
