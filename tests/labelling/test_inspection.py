@@ -150,8 +150,7 @@ def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
 def test_few_images_and_a_folder_of_others_are_refused(tmp_path):
     with pytest.raises(UserError, match="9 images"):
         inspect_labels(str(write_data(tmp_path, 9)), tmp_path / "out")
-    (tmp_path / "detectors").mkdir()
-    (tmp_path / "detectors" / "half_1.json").touch()
+    (tmp_path / "detectors" / "of_others").mkdir(parents=True)
     with pytest.raises(UserError, match="choose another --output"):
         inspect_labels(str(write_data(tmp_path)), tmp_path)
 

@@ -104,9 +104,6 @@ def test_images_with_labels_and_their_copies_are_never_selected(photos, tmp_path
     (tmp_path / "link.png").symlink_to(tmp_path / "5.png")
     with pytest.raises(UserError, match="of which 0 have no labels"):
         select(tmp_path / "link.png", 1, data=data)
-
-
-def test_a_copy_of_the_only_image_with_labels_is_left_out(photos, tmp_path):
     data = write_labels(tmp_path, {"a.png": photos / "0.png"})
     with pytest.raises(UserError, match="1 repeat others"):
         select(photos / "0.png", 1, data=data)
