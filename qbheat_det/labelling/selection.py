@@ -173,8 +173,8 @@ def select(
     check_whole("seed", seed)
     detector = open_detector(weights, device) if weights else None
     names = [*map(str, [images] if isinstance(images, str | Path) else images)]
-    known = [list_labelled(str(source), names) for source in (data, val) if source]
-    labelled = list(dict.fromkeys(itertools.chain(*known)))
+    lists = [list_labelled(str(source), names) for source in (data, val) if source]
+    labelled = list(dict.fromkeys(itertools.chain(*lists)))
     pool = _open_pool(names, labelled, encoder, budget, device)
     chooser = _Chooser(pool, strategy, seed, detector)
     files = chooser.choose(budget)
