@@ -24,6 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arguments import WEIGHTS, check_inputs, hide_foreign_warnings, make_parser
 
+_TO_SIMULATE = ("strategies", "seeds")
+_NOT_TO_SIMULATE = ("budget", "weights", "strategy", "device", "seed")
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
@@ -34,6 +37,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weights", help=f"trained detector for later rounds: {WEIGHTS}")
     add("--data", metavar="SRC", help="labelled images, in any format of qbheat train; they and "
         "their near-duplicates are not selected")  # fmt: skip
+    add("--val", default="", metavar="SRC", help="validation images, which are not selected "
+        "either; with --simulate: needed if --data has no validation part")  # fmt: skip
     add("--encoder", default="distill/285M", metavar="NAME",
         help="encoder that compares images (default: %(default)s)")  # fmt: skip
     add("--strategy", choices=["random", "k_center", "balanced"],
@@ -42,21 +47,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--simulate", type=int, nargs="+", default=[], metavar="N", help="for each strategy, "
         "train on N images of --data that it selects, and plot AP50 over N; put another flag "
         "between N and KEY VALUE")  # fmt: skip
-    add("--val", default="", metavar="SRC", help="with --simulate: validation data, if --data has "
-        "no validation part")  # fmt: skip
-    add("--strategies", nargs="+", default=["random", "balanced"],
+    add("--strategies", nargs="+", metavar="NAME",
         help="with --simulate: strategies to compare (default: random balanced)")  # fmt: skip
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3],
+    add("--seeds", type=int, nargs="+", metavar="SEED",
         help="with --simulate: seeds of selection and training (default: 1 2 3)")  # fmt: skip
     add("opts", nargs="*", default=[], metavar="KEY VALUE",
         help="with --simulate: overrides of the training config")  # fmt: skip
-    add("--seed", type=int, default=0, help="seed of random (default: %(default)s)")
+    add("--seed", type=int, help="seed of random (default: 0)")
     return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    check_inputs(*args.images)
+    check_inputs(*args.images, args.data, args.val)
     hide_foreign_warnings()
     from qbheat_det.core.errors import exit_on_user_error
 
@@ -65,19 +68,24 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from qbheat_det.core.errors import UserError
-    from qbheat_det.labelling import select, simulate, write_selection
+    from qbheat_det.labelling import check_selection_folder, select, simulate, write_selection
 
+    for name in _NOT_TO_SIMULATE if args.simulate else _TO_SIMULATE:
+        if vars(args)[name] is not None:
+            raise UserError(f"--{name} is {'not' if args.simulate else 'only'} for --simulate")
     if args.simulate:
         if not args.data:
             raise UserError("--simulate needs --data, a data set with boxes")
+        if len(args.images) > 1:
+            raise UserError(f"--images of --simulate is one folder, not {len(args.images)}")
         points = simulate(
             args.data,
             args.simulate,
             args.output,
             val=args.val,
-            images=args.images[0] if args.images else "",
-            strategies=args.strategies,
-            seeds=args.seeds,
+            images="".join(args.images),
+            strategies=args.strategies or ("random", "balanced"),
+            seeds=args.seeds or (1, 2, 3),
             encoder=args.encoder,
             opts=args.opts,
         )
@@ -89,15 +97,17 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--images DIR is missing")
     if args.budget is None:
         raise UserError("--budget N, the number of images to select, is missing")
+    check_selection_folder(args.output, args.data, args.val)
     selection = select(
         args.images,
         args.budget,
         weights=args.weights,
         data=args.data,
+        val=args.val,
         encoder=args.encoder,
         strategy=args.strategy,
         device=args.device,
-        seed=args.seed,
+        seed=args.seed or 0,
     )
     paths = write_selection(selection, args.output)
     pool = selection.pool

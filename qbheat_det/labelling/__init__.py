@@ -4,10 +4,10 @@
 from .inspection import inspect_labels
 from .labels import apply_corrections
 from .selection import Selection, select
-from .sheet import draw_image, write_selection, write_suspects
+from .sheet import check_selection_folder, draw_image, write_selection, write_suspects
 from .simulation import simulate
 
 __all__ = [
-    "Selection", "apply_corrections", "draw_image", "inspect_labels", "select", "simulate",
-    "write_selection", "write_suspects",
+    "Selection", "apply_corrections", "check_selection_folder", "draw_image", "inspect_labels",
+    "select", "simulate", "write_selection", "write_suspects",
 ]  # fmt: skip

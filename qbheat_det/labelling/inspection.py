@@ -35,7 +35,7 @@ from qbheat_det.engine import RunFlags
 from qbheat_det.export import export_backbone
 
 from .labels import ImageBoxes, Kind, Labels, LabelSuspect, open_labels, stack_boxes
-from .simulation import train_afresh
+from .simulation import claim_folder, train_afresh
 
 _RECIPE = "custom/cached_retinanet_lite0_probe.yaml"
 _MOBILE_FORMER_RECIPE = "custom/cached_retinanet_285M_probe.yaml"
@@ -87,7 +87,7 @@ def inspect_labels(
 
     Args:
         data: data set with boxes, in any format of ``--data``. Its training part is inspected.
-        output: folder for the runs of the two detectors.
+        output: folder for the subfolder ``detectors``, with the runs of the two detectors.
         images: folder of the images, if they are not in the folder of a COCO json.
         encoder: weights or run whose encoder both detectors use; by default EfficientNet-Lite0 with
             ImageNet weights.
@@ -99,9 +99,10 @@ def inspect_labels(
         in percent.
 
     Raises:
-        UserError: the data have no boxes or fewer than 10 images, or the weights are invalid.
+        UserError: the data have no boxes or fewer than 10 images, the weights are invalid, or
+            ``detectors`` has files of others.
     """
-    labels, folder = open_labels(data, images), Path(output)
+    labels, folder = open_labels(data, images), claim_folder(Path(output) / "detectors")
     predictions, quality = _predict_halves(labels, folder, encoder, seed, opts)
     annotations = labels.list_annotations()
     truth = [stack_boxes(own) for own in annotations]

@@ -7,9 +7,11 @@ feature vectors of the images are cached on disk.
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +50,7 @@ class Pool:
 
     Attributes:
         files: paths of all readable images, starting with the labelled images.
+        names: maps the paths of images without labels to their names relative to their folder.
         vectors: unit vectors (N, D) of ``files``.
         num_labelled: number of labelled images.
         free: indices of the images that can be selected.
@@ -56,7 +59,8 @@ class Pool:
     """
 
     files: list[str]
-    vectors: Tensor
+    names: dict[str, str] = field(repr=False)
+    vectors: Tensor = field(repr=False)
     num_labelled: int
     free: list[int]
     repeated: dict[str, str]
@@ -73,6 +77,7 @@ class Selection:
         boxes: maps paths to the detector's boxes in COCO's format; empty without a detector.
         class_names: maps category ids to the detector's class names.
         skipped: paths that ``skip`` removed.
+        strategy: the strategy that selected them.
     """
 
     files: list[str]
@@ -80,6 +85,7 @@ class Selection:
     boxes: Boxes = field(default_factory=dict)
     class_names: dict[int, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    strategy: Strategy = "random"
     _chooser: "_Chooser | None" = field(default=None, repr=False)
 
     def skip(self, path: str) -> "Selection":
@@ -131,6 +137,7 @@ def select(
     *,
     weights: str | Path | None = None,
     data: str | Path | None = None,
+    val: str | Path | None = None,
     encoder: str = "distill/285M",
     strategy: Strategy | None = None,
     device: str | None = None,
@@ -146,14 +153,15 @@ def select(
         data: labelled images, in any format of ``--data``. These images, including their validation
             part, and near-duplicates of them are not selected. If the images of a label
             file are not next to it, they are searched in the folders of ``images``.
+        val: validation images, which are not selected either. The same formats as ``data``.
         encoder: weights of the encoder whose features are compared.
         strategy: by default "balanced" if ``weights`` are given, else "random".
         device: "cpu" or "cuda"; by default "cuda" if a GPU is available.
         seed: seed of "random".
 
     Raises:
-        UserError: the budget is below 1 or larger than the pool, ``weights`` are not those of a
-            detector, or the strategy is unknown or needs ``weights``.
+        UserError: the budget is below 1 or larger than the pool, the seed is negative, ``weights``
+            are not those of a detector, or the strategy is unknown or needs ``weights``.
     """
     strategy = strategy or (BALANCED if weights else "random")
     if strategy not in (*COVERING, BALANCED):
@@ -161,11 +169,12 @@ def select(
         raise UserError(f"there is no strategy '{strategy}': use one of {known}")
     if strategy == BALANCED and not weights:
         raise UserError(f"the strategy '{strategy}' needs a detector: add --weights RUN")
-    if budget < 1:
-        raise UserError(f"--budget is {budget}, but must be at least 1")
+    check_whole("budget", budget, least=1)
+    check_whole("seed", seed)
     detector = open_detector(weights, device) if weights else None
     names = [*map(str, [images] if isinstance(images, str | Path) else images)]
-    labelled = list_labelled(str(data), names) if data else []
+    lists = [list_labelled(str(source), names) for source in (data, val) if source]
+    labelled = list(dict.fromkeys(itertools.chain(*lists)))
     pool = _open_pool(names, labelled, encoder, budget, device)
     chooser = _Chooser(pool, strategy, seed, detector)
     files = chooser.choose(budget)
@@ -174,7 +183,15 @@ def select(
         model = detector.cfg.MODEL
         ids = model.CATEGORY_IDS or range(1, len(model.CLASS_NAMES) + 1)
         classes = dict(zip(ids, model.CLASS_NAMES, strict=False))
-    return Selection(files, pool, chooser.predict(files), classes, _chooser=chooser)
+    return Selection(
+        files, pool, chooser.predict(files), classes, strategy=strategy, _chooser=chooser
+    )
+
+
+def check_whole(name: str, value: object, least: int = 0) -> None:
+    """Raises a ``UserError`` if an argument is not a whole number of at least ``least``."""
+    if not isinstance(value, Integral) or value < least:
+        raise UserError(f"--{name} is {value}, but must be a whole number of at least {least}")
 
 
 def _open_pool(
@@ -185,12 +202,14 @@ def _open_pool(
     device: str | None,
 ) -> Pool:
     """Computes the features of all images, and finds near-duplicates."""
-    paths = [str(one.path) for one in find_inputs(images) if not one.is_video]
+    found = [one for one in find_inputs(images) if not one.is_video]
     real = {os.path.realpath(path) for path in labelled}
-    unlabelled = [path for path in paths if os.path.realpath(path) not in real]
+    unlabelled = {
+        str(one.path): one.name for one in found if os.path.realpath(one.path) not in real
+    }
     if budget > len(unlabelled):
         raise UserError(
-            f"--budget is {budget}, but there are {len(paths):,} images, of which "
+            f"--budget is {budget}, but there are {len(found):,} images, of which "
             f"{len(unlabelled):,} have no labels"
         )
     files, features, unreadable = embed_images([*labelled, *unlabelled], encoder, device=device)
@@ -205,7 +224,7 @@ def _open_pool(
             f"--budget is {budget}, but only {len(free):,} images are left: {len(unreadable):,} "
             f"cannot be read, {len(repeated):,} repeat others"
         )
-    return Pool(files, vectors, count, free, repeated, unreadable)
+    return Pool(files, unlabelled, vectors, count, free, repeated, unreadable)
 
 
 def list_labelled(data: str, folders: Sequence[str] = ()) -> list[str]:

@@ -19,6 +19,7 @@ import PIL.ImageOps
 from jinja2 import Environment, PackageLoader, Template
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
+from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import IMAGE_FORMATS
 from qbheat_det.inference.drawing import get_class_color
@@ -35,6 +36,16 @@ _BLUE, _ORANGE = (64, 156, 255), (255, 150, 30)
 _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cvat.json"}
 
 
+def check_selection_folder(folder: Path, *sources: str | None) -> None:
+    """Raises a ``UserError`` if a folder has files of a selection, or one of the data sources."""
+    names = ["selected.txt", "index.html", *_FORMATS.values()]
+    if found := next((name for name in names if (folder / name).exists()), None):
+        raise UserError(f"'{folder}' already has '{found}': choose another --output")
+    for source in filter(None, sources):
+        if Path(source).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"'{source}' is inside '{folder}': choose another --output")
+
+
 def write_selection(selection: Selection, folder: Path) -> list[Path]:
     """Writes ``selected.txt``, ``index.html``, ``label_studio.json`` and ``cvat.json``.
 
@@ -43,11 +54,11 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
     """
     check_writable(folder / "selected.txt")
     images, results, rows = [], [], []
-    names = selection.class_names
+    names, pool = selection.class_names, selection.pool
     for number, path in enumerate(selection.files, start=1):
         found, image = selection.boxes.get(path, []), _open_upright(path)
         size = {"height": image.height, "width": image.width}
-        images.append({"id": number, "file_name": path, **size})
+        images.append({"id": number, "file_name": pool.names[path], **size})
         shown = [box for box in found if box["score"] >= _LEAST_SCORE]
         results += [{**box, "image_id": number} for box in shown]
         counts = Counter(names.get(box["category_id"], box["category_id"]) for box in shown)
@@ -59,12 +70,13 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
     for form, name in _FORMATS.items():
         named = images
         if form == "label-studio":  # its local storage knows absolute paths
-            named = [{**one, "file_name": os.path.abspath(str(one["file_name"]))} for one in images]
+            paths = map(os.path.abspath, selection.files)
+            named = [{**one, "file_name": path} for one, path in zip(images, paths, strict=True)]
         tasks = render_annotations(results, named, [*names.values()], [*names], form)
         files[name] = json.dumps(tasks, indent=1)
-    pool = selection.pool
     files["index.html"] = _load_template("sheet.html.j2").render(
         rows=rows,
+        is_random=selection.strategy == "random",
         num_images=len(pool.files) - pool.num_labelled + len(pool.unreadable),
         num_labelled=pool.num_labelled,
         repeated=len(pool.repeated),

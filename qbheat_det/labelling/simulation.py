@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from qbheat_det.analysis import plotting
 from qbheat_det.checkpoint import find_weights
-from qbheat_det.core.errors import UserError
+from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import parse_record, write_atomically
 from qbheat_det.data import open_source, raise_first, read_annotations
 from qbheat_det.data.datasets.coco_file import CocoFile
@@ -26,7 +27,7 @@ from qbheat_det.engine import RunFlags, Trainer, build_config, setup
 
 from .coverage import COVERING, choose_balanced, cover, unit_vectors
 from .embedding import embed_images
-from .selection import BALANCED, count_objects, open_detector, predict_boxes
+from .selection import BALANCED, check_whole, count_objects, open_detector, predict_boxes
 
 _CONFIG = "custom/cached_retinanet_285M_probe.yaml"
 _POINTS, _CURVE = "points.json", "curve.svg"
@@ -65,9 +66,10 @@ def simulate(
     Args:
         data: data set with boxes, in any format of ``--data``.
         budgets: numbers of training images.
-        output: folder for ``points.json``, ``curve.svg`` and the last run.
+        output: folder for ``points.json``, ``curve.svg`` and ``simulation/``, with the last run.
         val: validation data; by default the validation part of ``data``.
-        images: folder of the images, if they are not in the folder of a COCO json.
+        images: folder of the images, if they are not in the folder of a COCO json. Images of
+            ``val`` are first searched in this folder.
         strategies: strategies of ``select``.
         seeds: seeds of selection and training.
         encoder: weights of the frozen encoder.
@@ -75,19 +77,32 @@ def simulate(
 
     Raises:
         UserError: the data have no boxes or no validation part, an image cannot be read, a strategy
-            is unknown, or a budget is larger than the data set.
+            is unknown, a budget is larger than the data set, a seed is negative, or ``output`` has
+            files of others.
     """
-    budgets = sorted(budgets)
+    budgets = sorted({*budgets})
+    for seed in seeds:
+        check_whole("seeds", seed)
     file, evaluated = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
-    vectors, folder = _embed(paths, encoder), Path(output)
+    folder = Path(output)
     settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    points = _read_points(folder / _POINTS, digest)
-    flags = RunFlags(config_file=_CONFIG, images=file.image_root, weights=encoder, opts=opts)
-    flags = dataclasses.replace(
-        flags, val=val or data, val_images=images, output=str(folder / "run")
+    points = _read_points(folder, digest)
+    own = claim_folder(folder / "simulation")
+    val_file = own / "val.json"
+    write_atomically(val_file, json.dumps(evaluated.keep()).encode())
+    flags = RunFlags(
+        config_file=_CONFIG,
+        images=file.image_root,
+        val=str(val_file),
+        val_images=evaluated.image_root,
+        weights=encoder,
+        output=str(own / "run"),
+        opts=opts,
     )
+    flags.load_config()  # a wrong key is found before features are computed
+    vectors = _embed(paths, encoder)
     for seed, strategy in itertools.product(seeds, strategies):
         done = {one.images for one in points if (one.strategy, one.seed) == (strategy, seed)}
         if done >= set(budgets):
@@ -99,7 +114,7 @@ def simulate(
             if budget in done and strategy != BALANCED:
                 continue
             names = {file.images[i]["file_name"] for i in chosen}
-            run, num_boxes, metrics = _train(file.keep(names), flags, folder / "labels.json", seed)
+            run, num_boxes, metrics = _train(file.keep(names), flags, own / "labels.json", seed)
             if budget not in done:
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
                 _write_points(points, folder, digest)
@@ -145,8 +160,10 @@ def _open_boxes(
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
         most = f"{len(file.images):,}, the number of images in '{data}'"
         raise UserError(f"budgets are {budgets}, but must be from 1 to {most}")
-    source = open_source(val, images) if val else opened
-    return file, read_annotations(source.val or source.train)
+    source = open_source(val, likely_root=images) if val else opened
+    evaluated = read_annotations(source.val or source.train)
+    raise_first(evaluated.errors)
+    return file, evaluated
 
 
 def _choose(
@@ -171,19 +188,44 @@ def _choose(
     return [*chosen, *cover(strategy, vectors, need, chosen, seed=seed)]
 
 
+def claim_folder(folder: Path) -> Path:
+    """Creates a folder whose content this package may replace, and returns it.
+
+    Raises a ``UserError`` if the folder has files, and was not created by this function.
+    """
+    mark = folder / ".replaceable"
+    if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
+        raise UserError(f"'{folder}' has files that would be replaced: choose another --output")
+    write_atomically(mark, b"")
+    return folder
+
+
 def train_afresh(flags: RunFlags) -> dict[str, float]:
-    """Deletes ``flags.output``, trains in it, and returns the box metrics."""
+    """Deletes ``flags.output``, trains in it, and returns the box metrics.
+
+    The folder must be inside a folder of ``claim_folder``. Raises ``Interrupted`` after a signal.
+    """
+    flags.load_config()  # a wrong key is found before anything is deleted
     shutil.rmtree(flags.output, ignore_errors=True)
     cfg = build_config(flags)
     setup(cfg, flags)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=False)
-    results: dict[str, float] = trainer.train()["bbox"]
+    try:
+        results: dict[str, float] = trainer.train()["bbox"]
+    except Interrupted as stop:  # its message recommends --resume
+        name = signal.Signals(stop.number).name
+        raise Interrupted(
+            stop.number, f"{name} stopped the training in '{flags.output}': run the command again"
+        ) from None
     return results
 
 
-def _read_points(path: Path, digest: str) -> list[Point]:
+def _read_points(folder: Path, digest: str) -> list[Point]:
+    path, curve = folder / _POINTS, folder / _CURVE
     if not path.is_file():
+        if curve.exists():
+            raise UserError(f"'{curve}' is not of a simulation: choose another --output")
         return []
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -147,9 +147,12 @@ def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
         assert not (tmp_path / "corrected.json").exists()
 
 
-def test_few_images_are_refused(tmp_path):
+def test_few_images_and_a_folder_of_others_are_refused(tmp_path):
     with pytest.raises(UserError, match="9 images"):
         inspect_labels(str(write_data(tmp_path, 9)), tmp_path / "out")
+    (tmp_path / "detectors" / "of_others").mkdir(parents=True)
+    with pytest.raises(UserError, match="choose another --output"):
+        inspect_labels(str(write_data(tmp_path)), tmp_path)
 
 
 def test_boxes_on_one_image_alone_are_refused_and_named(data, tmp_path):

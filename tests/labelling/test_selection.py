@@ -1,7 +1,6 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """The selection of images: which it takes, which it leaves out, and what it writes."""
 
-import dataclasses
 import functools
 import json
 import os
@@ -24,8 +23,7 @@ OPEN_ENCODER = functools.cache(embedding.open_encoder)
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Returns a folder with six pictures, one of them twice, a broken file, an image of 16 bits and
-    a hidden one."""
+    """Six pictures, one of them twice, and files that are broken, of 16 bits and hidden."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)
     for number in range(6):
@@ -62,11 +60,14 @@ def write_labels(folder, copied):
 
 
 @pytest.mark.parametrize("strategy", ["random", "k_center"])
-def test_each_picture_is_selected_once_and_what_is_left_out_is_named(photos, strategy):
+def test_each_picture_is_selected_once_and_what_is_left_out_is_named(photos, strategy, tmp_path):
     found = select(photos, 6, strategy=strategy)
     assert names(found.files) == {f"{number}.png" for number in range(6)}
     assert [Path(path).name for path in found.pool.repeated] == ["5_again_\udcff.png"]
     assert names(found.pool.unreadable) == {"broken.png", "deep.png"}
+    assert "tensor" not in repr(found)
+    page = write_selection(found, tmp_path)[-1].read_text()
+    assert ("most informative" in page) is (strategy == "k_center")
 
 
 @pytest.mark.parametrize("strategy", ["k_center", "balanced"])
@@ -96,36 +97,23 @@ def test_images_with_labels_and_their_copies_are_never_selected(photos, tmp_path
     write_labels(tmp_path, copied)
     with pytest.raises(UserError, match="only 4 images are left"):
         select(photos, 5, data=data)
-    with pytest.raises(UserError, match="of which 0 have no labels"):
-        select(tmp_path / "5.png", 1, data=data)
     (tmp_path / "link.png").symlink_to(tmp_path / "5.png")
     with pytest.raises(UserError, match="of which 0 have no labels"):
-        select(tmp_path / "link.png", 1, data=data)
-
-
-def test_a_copy_of_the_only_image_with_labels_is_left_out(photos, tmp_path):
+        select(tmp_path / "link.png", 1, val=data)
     data = write_labels(tmp_path, {"a.png": photos / "0.png"})
     with pytest.raises(UserError, match="1 repeat others"):
         select(photos / "0.png", 1, data=data)
 
 
 def test_skipped_tasks_of_label_studio_can_be_selected(photos, tmp_path):
-    def draw(kind, **value):
-        return {"original_width": 160, "original_height": 120, "value": {**value, kind: ["a"]}}
-
-    turned = {"x": 10, "y": 10, "width": 20, "height": 20, "rotation": 45}
-    results = [
-        {"result": [draw("polygonlabels", points=[[10, 10], [30, 10], [20, 40]])]},
-        {"result": [draw("rectanglelabels", **turned)]},
-        {"result": [], "was_cancelled": True},
-        {"result": []},  # an image without objects
-    ]
-    tasks = [
-        {"id": i, "data": {"image": f"{i}.png"}, "annotations": [one]}
-        for i, one in enumerate(results)
-    ]
-    for name in ("0.png", "1.png", "2.png", "3.png"):
-        (tmp_path / name).symlink_to(photos / name)
+    size = {"original_width": 160, "original_height": 120}
+    polygon = {"points": [[10, 10], [30, 10], [20, 40]], "polygonlabels": ["a"]}
+    box = {"x": 10, "y": 10, "width": 20, "height": 20, "rotation": 45, "rectanglelabels": ["a"]}
+    tasks = []  # the third is skipped; the last is an image without objects
+    for i, values in enumerate(([polygon], [box], [], [])):
+        found = {"result": [{**size, "value": one} for one in values], "was_cancelled": i == 2}
+        tasks.append({"id": i, "data": {"image": f"{i}.png"}, "annotations": [found]})
+        (tmp_path / f"{i}.png").symlink_to(photos / f"{i}.png")
     (tmp_path / "export.json").write_text(json.dumps(tasks))
     found = select(photos, 3, data=str(tmp_path / "export.json"))
     assert names(found.files) == {"2.png", "4.png", "5.png"}
@@ -145,14 +133,14 @@ def test_vectors_come_from_the_cache(photos, monkeypatch):
 
 
 def test_a_detector_brings_its_images_and_its_boxes(photos, tmp_path):
-    found = select([photos, CELLS], 2, weights=DETECTOR)
+    found = select([photos, CELLS], 1, weights=DETECTOR)
     assert Path(found.files[0]).name == "cells.jpg"  # the only one with cells
-    found = dataclasses.replace(found, files=found.files[:1])
     paths = {path.name: path for path in write_selection(found, tmp_path)}
     (task,) = json.loads(paths["label_studio.json"].read_text())
     dataset = json.loads(paths["cvat.json"].read_text())
     boxes = task["predictions"][0]["result"]
     assert len(boxes) == len(dataset["annotations"]) > 5
+    assert dataset["images"][0]["file_name"] == CELLS.name
     assert paths["selected.txt"].read_text() == f"{CELLS}\n"
     page = paths["index.html"].read_text()
     assert page.count("<img") == 1
@@ -164,12 +152,18 @@ def test_a_detector_brings_its_images_and_its_boxes(photos, tmp_path):
     [
         (["--budget", "7"], "--budget"),
         (["--budget", "0"], "--budget"),
+        (["--budget", "1", "--seeds", "1"], "--seeds is only"),
+        (["--budget", "1", "--simulate", "1"], "--budget is not"),
+        (["--budget", "1", "--data", str(CELLS), "--output", str(CELLS.parent)], "is inside"),
+        (["--budget", "1", "--output", "site"], "already has 'index.html'"),
         (["--budget", "1", "--strategy", "balanced"], "--weights"),
         (["--budget", "1", "--encoder", DETECTOR], DETECTOR),
         (["--budget", "1", "--weights", "no_such_run"], "no_such_run"),
     ],
 )
-def test_bad_input_is_named(photos, tmp_path, arguments, named, capsys):
+def test_bad_input_is_named(photos, tmp_path, arguments, named, capsys, monkeypatch):
+    (tmp_path / "site" / "index.html").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     base = ["--images", str(photos), "--output", str(tmp_path / "next")]
     with pytest.raises((SystemExit, UserError)):
         load_tool("select_images").main([*base, *arguments])
