@@ -224,6 +224,7 @@ def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
                 num_classes=len(cfg.MODEL.CLASS_NAMES),
                 filter_empty=is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
                 mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+                longest=min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST),
             )
         )
         if cfg.DATASETS.CHECK_IMAGES:

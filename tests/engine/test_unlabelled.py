@@ -32,7 +32,7 @@ MODEL.CACHE_FEATURES.DTYPE float32
 @pytest.fixture(scope="module")
 def photos(tiny_data, tmp_path_factory):
     """Five new images, one of them twice, two labelled ones under other names, a broken file, an
-    image of 16 bits."""
+    image of 16 bits, an elongated one."""
     folder = tmp_path_factory.mktemp("photos")
     drawn = draw_toy_set(tmp_path_factory.mktemp("drawn"), 5, name="more", seed=9) / "images"
     new = sorted(drawn.iterdir())
@@ -43,6 +43,7 @@ def photos(tiny_data, tmp_path_factory):
         Image.open(path).save(folder / f"labelled_{index}.png")
     (folder / "broken.jpg").write_bytes(new[0].read_bytes()[:100])
     Image.new("I;16", (64, 64), 999).save(folder / "deep.png")
+    Image.new("RGB", (3000, 2)).save(folder / "thin.png")
     return folder
 
 
@@ -56,8 +57,9 @@ def test_repeated_and_broken_images_are_left_out_and_batches_resume_anywhere(
     assert stream.num_images == 12 + 5
     line = next(m for m in caplog.messages if "unlabelled images are used" in m)
     # The tiny set is both training and validation set.
-    assert all(part in line for part in ("5 of 10", "2 validation", "1 are duplicates", "2 cannot"))
-    assert any("broken.jpg" in m and "deep.png" in m for m in caplog.messages)
+    assert all(part in line for part in ("5 of 11", "2 validation", "1 are duplicates", "3 cannot"))
+    names = ("broken.jpg", "deep.png", "thin.png': 3000 x 2")
+    assert any(all(name in m for name in names) for m in caplog.messages)
 
     def take(start):
         stream.start = start
