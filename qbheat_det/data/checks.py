@@ -84,7 +84,7 @@ def find_record_errors(
         objects = [a for a in record.get("annotations", ()) if not a.get("iscrowd", 0)]
         num_objects += len(objects)
         where = f"dataset '{name}': image id {record.get('image_id')!r} ({record['file_name']!r})"
-        if reason := find_elongation(record.get("width", 1), record.get("height", 1), longest):
+        if reason := find_elongation([record.get(k, 1) for k in ("width", "height")], longest):
             errors.append(DataError("elongated image", where, reason))
         for number, annotation in enumerate(objects, start=1):
             for kind, reason in _find_object_errors(annotation, record, num_classes, mask_format):
@@ -95,12 +95,13 @@ def find_record_errors(
     return errors
 
 
-def find_elongation(width: int, height: int, longest: float) -> str | None:
-    """Returns the error of an image of which a resize would leave no row or column, or None.
+def find_elongation(sides: Sequence[int], longest: float) -> str | None:
+    """Returns the error of an image whose shorter side would be resized to zero pixels, or None.
 
-    ``longest`` is the longest side of resized images in pixels.
+    ``sides`` are its height and width, in any order. ``longest`` is the longest side of resized
+    images. All are in pixels.
     """
-    short, long = sorted((width, height))
+    short, long = sorted(sides)
     too_long = short * longest < long
     return f"{long} x {short} pixels is too elongated to be resized" if too_long else None
 

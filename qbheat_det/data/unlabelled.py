@@ -157,7 +157,7 @@ def hash_pixels(path: str, longest: float) -> str | DataError:
         raise
     except Exception as error:  # the type depends on the format's decoder
         return DataError("unreadable image", f"image {path!r}", one_line(error))
-    if reason := find_elongation(*pixels.shape[:2], longest):
+    if reason := find_elongation(pixels.shape[:2], longest):
         return DataError("elongated image", f"image {path!r}", reason)
     digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
     digest.update(pixels.tobytes())

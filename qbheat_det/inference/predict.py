@@ -145,7 +145,7 @@ def find_boxes(
 
 def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
     """Raises ``UnreadableImage`` if resizing would reduce the shorter side to zero pixels."""
-    if reason := find_elongation(*image.image.shape[:2], cfg.INPUT.MAX_SIZE_TEST):
+    if reason := find_elongation(image.image.shape[:2], cfg.INPUT.MAX_SIZE_TEST):
         raise UnreadableImage(image.name, reason)
 
 

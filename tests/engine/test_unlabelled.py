@@ -58,19 +58,15 @@ def test_repeated_and_broken_images_are_left_out_and_batches_resume_anywhere(
     line = next(m for m in caplog.messages if "unlabelled images are used" in m)
     # The tiny set is both training and validation set.
     assert all(part in line for part in ("5 of 11", "2 validation", "1 are duplicates", "3 cannot"))
-    names = ("broken.jpg", "deep.png", "thin.png': 3000 x 2")
-    assert any(all(name in m for name in names) for m in caplog.messages)
+    assert any(all(f"{n}." in m for n in ("broken", "deep", "thin")) for m in caplog.messages)
+
+    def names(entries):
+        return [entry["file_name"] for entry in entries]
 
     def take(start):
         stream.start = start
-        batches = iter(stream)
-        return [
-            (
-                [entry["file_name"] for entry in batch],
-                [[one["file_name"] for one in entry.get(UNLABELLED, ())] for entry in batch],
-            )
-            for batch, _ in zip(batches, range(4 - start), strict=False)
-        ]
+        few = itertools.islice(stream, 4 - start)
+        return [(names(batch), [names(one.get(UNLABELLED, ())) for one in batch]) for batch in few]
 
     whole = take(0)
     assert whole[0][1] == [[], []]  # burn-in
@@ -171,10 +167,11 @@ def test_images_that_all_have_labels_are_refused(tmp_path, tiny_data):
     flags = "--unlabelled", str(tiny_data / "images")
     with pytest.raises(UserError, match="none of the 12 images is left"):
         Trainer(build_config(tiny_training.parse(tmp_path, tiny_data, SEMI, *flags)))
-    empty = tmp_path / "empty"
-    empty.mkdir()
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
-        build_config(tiny_training.parse(tmp_path, tiny_data, SEMI, "--unlabelled", str(empty)))
+        build_config(
+            tiny_training.parse(tmp_path, tiny_data, SEMI, "--unlabelled", f"{tmp_path}/empty")
+        )
 
 
 def test_a_result_below_that_of_the_burn_in_is_warned_of_after_a_resume_too(caplog, monkeypatch):

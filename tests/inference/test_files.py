@@ -290,8 +290,7 @@ def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path):
     save_annotations([_make(), empty], tmp_path / "tasks.json", "label-studio")
     first, second = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
     assert first["data"] == {"image": "/data/local-files/?d=a%20b.jpg"}
-    (prediction,) = first["predictions"]
-    shape = prediction["result"][0]
+    shape = first["predictions"][0]["result"][0]
     assert (shape["from_name"], shape["to_name"]) == ("label", "image")
     assert (shape["original_width"], shape["original_height"]) == (100, 80)
     assert shape["value"] == {
