@@ -79,19 +79,20 @@ def run_demo(args: argparse.Namespace) -> None:
         if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).is_file():
             raise UserError(f"'{folder}' does not belong to the demo: use another --output")
     runs: dict[str, str] = {}
+    seconds: dict[str, float] = {}  # of training, by encoder
     result: dict[str, dict[str, float] | float] = {}
     for number, name in enumerate(ENCODERS, start=1):
-        print(f"{number}/3  a decoder on the frozen encoder: {name}", flush=True)
+        print(f"{number}/3  a head on the frozen encoder: {name}", flush=True)
         backbone = write_encoder(name, output, args.opts)
         trainer = start_run(output / name, [*args.opts, "MODEL.WEIGHTS", str(backbone)])
         trained = time.monotonic()
         metrics = trainer.train().get("bbox", {})
-        seconds = time.monotonic() - trained
+        seconds[name] = time.monotonic() - trained
         runs[name], cfg = trainer.cfg.OUTPUT_DIR, trainer.cfg
         result[name] = {key: round(metrics.get(key, float("nan")), 2) for key in ("AP", "AP50")}
     print("3/3  drawing the report", flush=True)
     lead = (
-        f"RetinaNet's decoder, trained in {format_duration(seconds)} on "
+        f"RetinaNet's head, trained in {format_duration(seconds[ENCODERS[0]])} on "
         f"{trainer.data_loader.num_images} images with the frozen, pre-trained encoder {shipped}, "
         "beside the same with a random encoder. All figures are of other images."
     )

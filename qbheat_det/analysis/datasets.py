@@ -93,7 +93,8 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     """Checks the annotations, the records and every image file of a dataset.
 
     ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` determine
-    which annotations are required. Raises a ``UserError`` if the dataset, its annotation file or
+    which annotations are required, and ``INPUT.MAX_SIZE_TRAIN`` and ``MAX_SIZE_TEST`` which images
+    are too elongated. Raises a ``UserError`` if the dataset, its annotation file or
     its image folder does not exist.
     """
     named = source.source or _locate(source)
@@ -112,6 +113,7 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
         num_classes=len(content.class_names),
         filter_empty=source.role == "train" and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
         mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+        longest=min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST),
     )
     if content.errors:  # these errors explain why no valid record is left
         errors = [error for error in errors if error.kind not in ("empty dataset", "no boxes")]

@@ -242,7 +242,9 @@ def parse_record(kind: Any, value: Any, where: str) -> Any:
         return None if value is None else parse_record(arguments[0], value, where)
     elif value in arguments if origin is Literal else _is_plain(kind, value):
         return value
-    raise UserError(f"{where} is {value!r:.60}, expected {getattr(kind, '__name__', kind)}")
+    name = getattr(kind, "__name__", kind)
+    expected = " or ".join(map(repr, arguments)) if origin is Literal else name
+    raise UserError(f"{where} is {value!r:.60}, expected {expected}")
 
 
 def _parse_fields(kind: Any, value: dict[str, Any], where: str) -> dict[str, Any]:

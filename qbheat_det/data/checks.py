@@ -69,11 +69,12 @@ def find_record_errors(
     num_classes: int,
     filter_empty: bool = False,
     mask_format: MaskFormat | None = None,
+    longest: float = math.inf,
 ) -> list[DataError]:
     """Returns all errors in the loaded records of a data set.
 
     ``filter_empty`` is ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` in training. ``mask_format`` is
-    ``INPUT.MASK_FORMAT`` if ``MODEL.MASK_ON``.
+    ``INPUT.MASK_FORMAT`` if ``MODEL.MASK_ON``. ``longest`` is the longest side of resized images.
     """
     if not dataset_dicts:
         return [DataError("empty dataset", f"dataset '{name}'", "it has no images")]
@@ -83,6 +84,8 @@ def find_record_errors(
         objects = [a for a in record.get("annotations", ()) if not a.get("iscrowd", 0)]
         num_objects += len(objects)
         where = f"dataset '{name}': image id {record.get('image_id')!r} ({record['file_name']!r})"
+        if reason := find_elongation([record.get(k, 1) for k in ("width", "height")], longest):
+            errors.append(DataError("elongated image", where, reason))
         for number, annotation in enumerate(objects, start=1):
             for kind, reason in _find_object_errors(annotation, record, num_classes, mask_format):
                 errors.append(DataError(kind, f"{where}, object {number}", reason))
@@ -90,6 +93,17 @@ def find_record_errors(
         reason = "DATALOADER.FILTER_EMPTY_ANNOTATIONS leaves out all images, because none has a box"
         errors.append(DataError("no boxes", f"dataset '{name}'", reason))
     return errors
+
+
+def find_elongation(sides: Sequence[int], longest: float) -> str | None:
+    """Returns the error of an image whose shorter side would be resized to zero pixels, or None.
+
+    ``sides`` are its height and width, in any order. ``longest`` is the longest side of resized
+    images. All are in pixels.
+    """
+    short, long = sorted(sides)
+    too_long = short * longest < long
+    return f"{long} x {short} pixels is too elongated to be resized" if too_long else None
 
 
 def _find_object_errors(

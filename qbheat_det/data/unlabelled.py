@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Unlabelled images for semi-supervised detection: strong views, and removal of duplicates."""
 
+import functools
 import hashlib
 import logging
 import os
@@ -21,7 +22,7 @@ from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.modeling.contracts import STRONG
 
-from .checks import DataError, join_messages
+from .checks import DataError, find_elongation, join_messages
 from .images import check_depth, run_threads
 from .mappers import Mapper
 from .mappers.crops import BLUR_SIGMA, JITTER, ColourChange
@@ -105,7 +106,8 @@ def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[di
     kept: list[int] = []
     if comm.is_main_process():
         tests = [record for name in cfg.DATASETS.TEST for record in DatasetCatalog.get(name)]
-        kept = _find_new({"labelled": labelled, "validation": tests, "unlabelled": records})
+        sets = {"labelled": labelled, "validation": tests, "unlabelled": records}
+        kept = _find_new(sets, cfg.INPUT.MAX_SIZE_TRAIN)
     kept = comm.all_gather(kept)[0]
     if not kept:
         raise UserError(
@@ -115,13 +117,13 @@ def load_unlabelled(cfg: CfgNode, labelled: Sequence[dict[str, Any]]) -> list[di
     return [records[i] for i in kept]
 
 
-def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
+def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]], longest: int) -> list[int]:
     """Returns the indices of the unlabelled images to use, and logs how many are left out."""
-    found = {}
+    found, digest_of = {}, functools.partial(hash_pixels, longest=longest)
     for name, records in sets.items():
         paths = [str(record["file_name"]) for record in records]
         title, threads = f"Comparing {name} images", os.cpu_count() or 1
-        found[name] = list(run_threads(hash_pixels, paths, title, num_threads=threads))
+        found[name] = list(run_threads(digest_of, paths, title, num_threads=threads))
     unlabelled = found.pop("unlabelled")
     known = {digest: name for name, digests in found.items() for digest in digests}
     kept, counts, errors = [], dict.fromkeys(sets, 0), []
@@ -143,8 +145,11 @@ def _find_new(sets: Mapping[str, Sequence[dict[str, Any]]]) -> list[int]:
     return kept
 
 
-def hash_pixels(path: str) -> str | DataError:
-    """Returns a digest of an image's size and pixels, after EXIF rotation as in training."""
+def hash_pixels(path: str, longest: float) -> str | DataError:
+    """Returns a digest of an image's size and pixels, after EXIF rotation as in training.
+
+    Returns an error if the image cannot be read, or cannot be resized to a side of ``longest``.
+    """
     try:
         check_depth(path)
         pixels = read_image(path, "RGB")
@@ -152,6 +157,8 @@ def hash_pixels(path: str) -> str | DataError:
         raise
     except Exception as error:  # the type depends on the format's decoder
         return DataError("unreadable image", f"image {path!r}", one_line(error))
+    if reason := find_elongation(pixels.shape[:2], longest):
+        return DataError("elongated image", f"image {path!r}", reason)
     digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=16)
     digest.update(pixels.tobytes())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ determine the number of epochs.
 """
 
 import dataclasses
+import functools
 import gc
 import logging
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
+from detectron2.engine import HookBase
 from detectron2.utils import comm
 
 from qbheat_det.checkpoint import holds_encoder
@@ -160,6 +162,7 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
             is too short for any training.
     """
     start, seconds = time.monotonic(), 60 * (flags.minutes or 0)
+    build_trainer = functools.partial(_build_until, start + seconds, build_trainer)
     flags = dataclasses.replace(flags, minutes=None)
     cfg, given = build_config(flags), flags.overrides
     if flags.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR)):
@@ -198,6 +201,23 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
         raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {needed}")
     chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * pace.usual):.3g}"))
     return chosen, _explain(cfg, chosen, pace, seconds, before) + _explain_twice(*twice, pace)
+
+
+class _Deadline(HookBase):
+    """Raises a ``UserError`` if a step ends after ``end``, in seconds of the monotonic clock."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def after_step(self) -> None:
+        if comm.all_gather(time.monotonic())[0] > self._end:
+            raise UserError("--minutes is too short: timing a few steps takes longer")
+
+
+def _build_until(end: float, build_trainer: BuildTrainer, cfg: CfgNode) -> Trainer:
+    trainer = build_trainer(cfg)
+    trainer.register_hooks([_Deadline(end)])
+    return trainer
 
 
 def _measure(cfg: CfgNode, build_trainer: BuildTrainer) -> Pace:

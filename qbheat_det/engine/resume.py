@@ -136,9 +136,10 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     free = (*_FREE, *_END)
     refused = [changed[key] for key in changed if not any(fnmatch.fnmatch(key, p) for p in free)]
     if refused:
-        raise UserError(
-            f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
-        )
+        text = f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
+        if cfg.DATASETS.UNLABELLED and "SOLVER." in text:
+            text += ". Iterations are counted in images, also those of --unlabelled"
+        raise UserError(text)
     for key, change in changed.items():
         level = logging.WARNING if key in _END else logging.INFO
         logger.log(level, f"Changed since the checkpoint: {change}")
@@ -160,7 +161,8 @@ def check_same_images(state: Mapping[str, Any], stream: TrainStream) -> None:
     if (before, state["fingerprint"]) == (now, stream.fingerprint):
         return
     found = f"there are {now} now" if before != now else "their order or their boxes have changed"
-    raise UserError(f"--resume continues a run on {before} training images, but {found}")
+    also = " (also counting those of --unlabelled)" if stream.unlabelled else ""
+    raise UserError(f"--resume continues a run on {before} training images{also}, but {found}")
 
 
 def record_start(

@@ -4,7 +4,9 @@
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from detectron2.config import CfgNode
@@ -13,6 +15,7 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
+from detectron2.utils.logger import log_first_n
 
 from qbheat_det.checkpoint import check_weights_file, choose_device
 from qbheat_det.config import Rules, at_least, check_values, dump_config, one_of
@@ -31,7 +34,7 @@ from qbheat_det.data import (
 from qbheat_det.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .data_sources import use_classes_of_folders, use_data_flags, write_split
+from .data_sources import CUSTOM_SETS, use_classes_of_folders, use_data_flags, write_split
 from .logs import filter_detectron2_logs, open_log
 from .mean_teacher import use_mean_teacher
 from .resume import check_start, name_last_checkpoint
@@ -95,7 +98,7 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
         if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
             raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
     if comm.is_main_process():
-        _check_content(cfg, labelled)
+        _check_content(cfg, used, labelled)
     cfg.freeze()
     return cfg
 
@@ -212,24 +215,45 @@ def _check_dataset(name: str, *, mapper: str, is_test: bool) -> None:
         raise UserError(f"data set '{name}' has no annotations at '{json_file}': {advice}")
 
 
-def _check_content(cfg: CfgNode, labelled: list[str]) -> None:
-    """Reads records and, with ``DATASETS.CHECK_IMAGES``, image files, to find errors early."""
-    for name in labelled:
+def _check_content(cfg: CfgNode, used: Sequence[str], labelled: Sequence[str]) -> None:
+    """Reads records and, with ``DATASETS.CHECK_IMAGES``, image files, to find errors early.
+
+    Warns of images in both the training and the validation set given by flags.
+    """
+    files: dict[str, set[str]] = {}
+    for name in used:
+        if name not in (*labelled, *cfg.DATASETS.TEST, *CUSTOM_SETS):
+            continue  # a large folder is listed only once, when training starts
         records = DatasetCatalog.get(name)
-        is_only_training_set = [name] == list(cfg.DATASETS.TRAIN)  # sets are filtered together
-        raise_first(
-            find_record_errors(
-                name,
-                records,
-                num_classes=len(cfg.MODEL.CLASS_NAMES),
-                filter_empty=is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
-                mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
-            )
+        files[name] = {os.path.abspath(record["file_name"]) for record in records}
+        if name in labelled:
+            _check_records(cfg, name, records)
+    train, val = (
+        {file for name in names if name in CUSTOM_SETS for file in files.get(name, ())}
+        for names in (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
+    )
+    if shared := len(train & val):
+        message = (
+            f"{shared:,} of {len(val):,} validation images are training images: the results do "
+            "not measure generalization"
         )
-        if cfg.DATASETS.CHECK_IMAGES:
-            raise_first(find_image_errors(records))
-    for name in (name for name in cfg.DATASETS.TEST if name not in labelled):
-        DatasetCatalog.get(name)
+        log_first_n(logging.WARNING, message, key="message", name=__name__)
+
+
+def _check_records(cfg: CfgNode, name: str, records: Sequence[dict[str, Any]]) -> None:
+    is_only_training_set = [name] == list(cfg.DATASETS.TRAIN)  # sets are filtered together
+    raise_first(
+        find_record_errors(
+            name,
+            records,
+            num_classes=len(cfg.MODEL.CLASS_NAMES),
+            filter_empty=is_only_training_set and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS,
+            mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
+            longest=min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST),
+        )
+    )
+    if cfg.DATASETS.CHECK_IMAGES:
+        raise_first(find_image_errors(records))
 
 
 def _suggest_flags(mapper: str) -> str:

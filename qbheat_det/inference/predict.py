@@ -36,6 +36,7 @@ from qbheat_det.data import (
     list_tiles,
     merge_tiles,
 )
+from qbheat_det.data.checks import find_elongation
 from qbheat_det.deployment import deploy_by_config
 from qbheat_det.model_zoo.sources import open_trained
 from qbheat_det.modeling.backbone.fpn import build_bare_backbone
@@ -144,9 +145,7 @@ def find_boxes(
 
 def check_elongation(image: NamedImage, cfg: CfgNode) -> None:
     """Raises ``UnreadableImage`` if resizing would reduce the shorter side to zero pixels."""
-    short, long = sorted(image.image.shape[:2])
-    if short * cfg.INPUT.MAX_SIZE_TEST < long:
-        reason = f"{long} x {short} pixels is too elongated to be resized"
+    if reason := find_elongation(image.image.shape[:2], cfg.INPUT.MAX_SIZE_TEST):
         raise UnreadableImage(image.name, reason)
 
 

@@ -2,6 +2,7 @@
 """Detections, which can be drawn, and converted for COCO, Label Studio and CVAT."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -263,7 +264,8 @@ def _render_task(
         value |= {"rotation": 0, "rectanglelabels": [names[box["category_id"]]]}
         shape = {"id": f"{image['id']}-{number}", "score": box["score"], "value": value}
         shapes.append({**common, **shape})
-    task: dict[str, Any] = {"data": {"image": _LOCAL_FILES + quote(image["file_name"])}}
+    path = quote(os.fsencode(image["file_name"]))  # also names that are not UTF-8
+    task: dict[str, Any] = {"data": {"image": _LOCAL_FILES + path}}
     if boxes:
         mean = sum(box["score"] for box in boxes) / len(boxes)
         prediction = {"model_version": "qbheat_det", "score": mean, "result": shapes}

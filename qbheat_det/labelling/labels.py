@@ -5,6 +5,7 @@ import copy
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
 from qbheat_det.data import forget_annotations, open_source, raise_first, read_annotations
-from qbheat_det.data.datasets.coco_file import CocoFile
+from qbheat_det.data.datasets.coco_file import CocoFile, is_inside
 
 Kind = Literal["missing", "location", "class"]
 XYWH = tuple[float, float, float, float]
@@ -117,8 +118,9 @@ def open_labels(data: str, images: str = "") -> Labels:
 def apply_corrections(corrections: str | Path, data: str, output: Path, images: str = "") -> str:
     """Applies corrections to labels, and writes a COCO file. Returns a summary of the changes.
 
-    Missing boxes are added, misplaced boxes are moved, and wrong classes are changed. Existing ids
-    and all other entries do not change. Masks of moved boxes are dropped.
+    Missing boxes are added, misplaced boxes are moved, and wrong classes are changed. A repeated
+    correction is applied once. Existing ids and all other entries do not change. Masks of moved
+    boxes are dropped.
 
     Args:
         corrections: ``corrections.json``, saved from ``suspects.html``; or ``suspects.json``, which
@@ -135,16 +137,25 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
         raise UserError(f"'{output}' exists: choose another --output folder")
     content = copy.deepcopy(labels.file.keep())
     entries = {entry["id"]: entry for entry in content["annotations"]}
-    known = {image["id"] for image in content["images"]}
+    images_by_id = {image["id"]: image for image in content["images"]}
     counts = dict.fromkeys(("missing", "location", "class"), 0)
-    for one in _read_corrections(corrections, labels.digest):
-        place = f"'{corrections}', image {one.image_id}"
-        if one.image_id not in known or one.category_id not in labels.file.category_ids:
+    done = set()
+    for number, one in enumerate(_read_corrections(corrections, labels.digest)):
+        place = f"'{corrections}': suspects[{number}], image {one.image_id}"
+        image, entry = images_by_id.get(one.image_id), entries.get(one.annotation_id)
+        if image is None or one.category_id not in labels.file.category_ids:
             raise UserError(f"{place}: there is no such image, or no class {one.category_id}")
         if (one.kind == "missing") != (one.annotation_id is None) or min(one.bbox[2:]) <= 0:
             raise UserError(f"{place}: the kind '{one.kind}' does not fit the annotation or box")
-        if one.kind != "missing" and one.annotation_id not in entries:
-            raise UserError(f"{place}: there is no annotation {one.annotation_id}")
+        if one.kind != "missing" and (entry is None or entry["image_id"] != one.image_id):
+            raise UserError(f"{place}: the image has no annotation {one.annotation_id}")
+        if one.kind != "class" and not is_inside(one.bbox, image):
+            size = f"{image['width']} x {image['height']}"
+            raise UserError(f"{place}: bbox {one.bbox} is not inside the image of {size} pixels")
+        change = one.kind, one.image_id, one.annotation_id, one.category_id, one.bbox
+        if change in done:
+            continue
+        done.add(change)
         counts[one.kind] += 1
         moved = {"bbox": list(one.bbox), "area": one.bbox[2] * one.bbox[3]}
         if one.annotation_id is None:
@@ -157,14 +168,15 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
             entries[one.annotation_id].update(moved)
     content["annotations"] = list(entries.values())
     write_atomically(output, json.dumps(content).encode())
-    return (
-        f"{counts['missing']:,} boxes added, {counts['location']:,} moved, {counts['class']:,} "
-        f"given another class: --data {output} --images {os.path.abspath(labels.file.image_root)}"
-    )
+    folder = os.path.abspath(labels.file.image_root)
+    command = shlex.join(["qbheat", "train", "--data", str(output), "--images", folder])
+    added = f"{counts['missing']:,} {'box' if counts['missing'] == 1 else 'boxes'} added"
+    others = f"{counts['location']:,} moved, {counts['class']:,} given another class"
+    return f"{added}, {others}. Train on the corrected labels:\n{command}"
 
 
 def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
-    """Reads corrections without duplicates. Raises a ``UserError`` if ``digest`` does not match."""
+    """Reads corrections. Raises a ``UserError`` if ``digest`` does not match."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         found, entries = content["data"], list(content["suspects"])
@@ -172,5 +184,7 @@ def _read_corrections(path: str | Path, digest: str) -> list[LabelSuspect]:
         raise UserError(f"'{path}' is not a file of corrections: {error}") from error
     if found != digest:
         raise UserError(f"'{path}' belongs to other labels, or they have changed: inspect again")
-    parsed = [parse_record(LabelSuspect, entry, f"'{path}': suspect") for entry in entries]
-    return list(dict.fromkeys(parsed))
+    return [
+        parse_record(LabelSuspect, entry, f"'{path}': suspects[{i}]")
+        for i, entry in enumerate(entries)
+    ]

@@ -122,7 +122,8 @@ def test_sound_records_pass_and_nothing_to_train_on_is_an_error():
     crowd = box(iscrowd=1, segmentation={"counts": "", "size": []})
     good = [annotated(), annotated(box(), crowd)]
     assert kinds(*good, filter_empty=True, mask_format="polygon") == []
-    assert kinds({"file_name": "a.jpg", "image_id": 3}) == []
+    assert kinds({"file_name": "a.jpg", "image_id": 3}, longest=9) == []
+    assert kinds(record("a.jpg", width=9000, height=2), longest=1333) == ["elongated image"]
     for records in ([annotated()], [annotated(crowd), annotated()]):
         assert filter_images_with_only_crowd_annotations(records) == []
         assert kinds(*records) == []

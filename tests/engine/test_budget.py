@@ -70,9 +70,8 @@ def test_short_of_time_a_run_has_only_its_first_stage(flags):
     flags.minutes = 60 / 60  # leaves nothing for the second stage
     chosen, summary = plan_run(flags, lambda cfg: None)
     assert chosen.config_file == "custom/cached_retinanet_lite0_probe.yaml"
-    assert chosen.epochs == pytest.approx(
-        (0.95 * 60 - SETUP - PLANNING) / (EVALUATION + CACHED_STEP), abs=0.05
-    )
+    expected = (0.95 * 60 - SETUP - PLANNING) / (EVALUATION + CACHED_STEP)
+    assert chosen.epochs == pytest.approx(expected, abs=0.05)
     assert chosen.config_file in summary
     assert summary.endswith("Twice the time allows --epochs 10 --image-size 256")
     assert find_first_stage(chosen) is None
@@ -124,3 +123,11 @@ def test_a_plan_that_cannot_be_made_is_a_sentence(flags, change, named):
     with pytest.raises(UserError) as error:
         plan_run(flags, lambda cfg: None)
     assert named in str(error.value)
+
+
+def test_slow_steps_end_with_the_time(flags, monkeypatch):
+    monkeypatch.setattr(plan, "dry_run", lambda cfg, build, num_steps: build(cfg))
+    trainer = SimpleNamespace(register_hooks=lambda hooks: [one.after_step() for one in hooks * 9])
+    flags.minutes = 8 / 60  # eight of the clock's seconds
+    with pytest.raises(UserError, match="--minutes"):
+        plan_run(flags, lambda cfg: trainer)

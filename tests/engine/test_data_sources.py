@@ -126,7 +126,7 @@ def test_bad_flags_are_named(words, named, config):
         configure(words, config)
 
 
-def test_labels_without_some_of_the_classes_to_evaluate_train_on_all_of_them(tmp_path, tiny_data):
+def test_labels_without_some_of_the_classes_to_evaluate_train_on_all_of_them(tiny_data, caplog):
     """At the start, an export of Label Studio has only the classes that were drawn."""
     file = tiny_data / "annotations.json"
     names = [entry["name"] for entry in json.loads(file.read_text())["categories"]]
@@ -135,6 +135,7 @@ def test_labels_without_some_of_the_classes_to_evaluate_train_on_all_of_them(tmp
     task = {"data": {"image": str(photo)}, "annotations": [{"result": [{"value": box}]}]}
     Path("export.json").write_text(json.dumps([task]))
     configure(f"--data export.json --images {photo.parent} --val {file}")
+    assert "1 of 12 validation images are training images" in caplog.text
     found = [MetadataCatalog.get(f"custom_{part}").thing_classes for part in ("train", "val")]
     assert found == [names, names]
     (record,) = DatasetCatalog.get("custom_train")

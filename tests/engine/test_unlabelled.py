@@ -32,7 +32,7 @@ MODEL.CACHE_FEATURES.DTYPE float32
 @pytest.fixture(scope="module")
 def photos(tiny_data, tmp_path_factory):
     """Five new images, one of them twice, two labelled ones under other names, a broken file, an
-    image of 16 bits."""
+    image of 16 bits, an elongated one."""
     folder = tmp_path_factory.mktemp("photos")
     drawn = draw_toy_set(tmp_path_factory.mktemp("drawn"), 5, name="more", seed=9) / "images"
     new = sorted(drawn.iterdir())
@@ -43,6 +43,7 @@ def photos(tiny_data, tmp_path_factory):
         Image.open(path).save(folder / f"labelled_{index}.png")
     (folder / "broken.jpg").write_bytes(new[0].read_bytes()[:100])
     Image.new("I;16", (64, 64), 999).save(folder / "deep.png")
+    Image.new("RGB", (3000, 2)).save(folder / "thin.png")
     return folder
 
 
@@ -56,19 +57,16 @@ def test_repeated_and_broken_images_are_left_out_and_batches_resume_anywhere(
     assert stream.num_images == 12 + 5
     line = next(m for m in caplog.messages if "unlabelled images are used" in m)
     # The tiny set is both training and validation set.
-    assert all(part in line for part in ("5 of 10", "2 validation", "1 are duplicates", "2 cannot"))
-    assert any("broken.jpg" in m and "deep.png" in m for m in caplog.messages)
+    assert all(part in line for part in ("5 of 11", "2 validation", "1 are duplicates", "3 cannot"))
+    assert any(all(f"{n}." in m for n in ("broken", "deep", "thin")) for m in caplog.messages)
+
+    def names(entries):
+        return [entry["file_name"] for entry in entries]
 
     def take(start):
         stream.start = start
-        batches = iter(stream)
-        return [
-            (
-                [entry["file_name"] for entry in batch],
-                [[one["file_name"] for one in entry.get(UNLABELLED, ())] for entry in batch],
-            )
-            for batch, _ in zip(batches, range(4 - start), strict=False)
-        ]
+        few = itertools.islice(stream, 4 - start)
+        return [(names(batch), [names(one.get(UNLABELLED, ())) for one in batch]) for batch in few]
 
     whole = take(0)
     assert whole[0][1] == [[], []]  # burn-in
@@ -169,10 +167,11 @@ def test_images_that_all_have_labels_are_refused(tmp_path, tiny_data):
     flags = "--unlabelled", str(tiny_data / "images")
     with pytest.raises(UserError, match="none of the 12 images is left"):
         Trainer(build_config(tiny_training.parse(tmp_path, tiny_data, SEMI, *flags)))
-    empty = tmp_path / "empty"
-    empty.mkdir()
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
-        build_config(tiny_training.parse(tmp_path, tiny_data, SEMI, "--unlabelled", str(empty)))
+        build_config(
+            tiny_training.parse(tmp_path, tiny_data, SEMI, "--unlabelled", f"{tmp_path}/empty")
+        )
 
 
 def test_a_result_below_that_of_the_burn_in_is_warned_of_after_a_resume_too(caplog, monkeypatch):

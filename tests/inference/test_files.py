@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import cv2
@@ -285,18 +286,18 @@ def test_boxes_classes_and_scores_survive_every_conversion(tmp_path):
 
 
 def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path):
-    save_annotations([_make(), _make().select(1)], tmp_path / "tasks.json", "label-studio")
+    empty = _make(file_name=os.fsdecode(b"k\xfche.jpg")).select(1)  # Latin-1
+    save_annotations([_make(), empty], tmp_path / "tasks.json", "label-studio")
     first, second = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
     assert first["data"] == {"image": "/data/local-files/?d=a%20b.jpg"}
-    (prediction,) = first["predictions"]
-    shape = prediction["result"][0]
+    shape = first["predictions"][0]["result"][0]
     assert (shape["from_name"], shape["to_name"]) == ("label", "image")
     assert (shape["original_width"], shape["original_height"]) == (100, 80)
     assert shape["value"] == {
         "x": 10.0, "y": 25.0, "width": 30.0, "height": 50.0, "rotation": 0,
         "rectanglelabels": ["dog"],
     }  # fmt: skip
-    assert "predictions" not in second
+    assert second == {"data": {"image": "/data/local-files/?d=k%FChe.jpg"}}
 
 
 def test_results_name_the_classes_and_cvat_gets_a_file_that_pycocotools_reads(tmp_path):

@@ -3,12 +3,12 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torchvision.ops import box_iou
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import apply_corrections, inspect_labels, inspection, write_suspects
@@ -56,8 +56,7 @@ def data(tmp_path, monkeypatch):
     def train(flags):
         halves = [json.loads(Path(file).read_text())["images"] for file in (flags.data, flags.val)]
         seen, held_out = ({image["id"] for image in half} for half in halves)
-        assert not seen & held_out
-        assert len(seen | held_out) == 12
+        assert (len(seen & held_out), len(seen | held_out)) == (0, 12)
         results = Path(flags.output) / "inference" / "custom_val" / "coco_instances_results.json"
         results.parent.mkdir(parents=True)
         found = [{**e, "score": 0.9} for e in truth["annotations"] if e["image_id"] in held_out]
@@ -72,8 +71,8 @@ def test_errors_come_first_are_drawn_and_corrected(data, tmp_path):
     labels, suspects, quality = inspect_labels(str(data), tmp_path / "out", encoder="distill/285M")
     assert quality == [90.0, 90.0]
     first = {one.kind: one for one in suspects[:3]}
-    assert first["class"].annotation_id == 10
-    assert first["class"].text == "labelled shark, looks like fish"
+    first_class = first["class"]
+    assert (first_class.annotation_id, first_class.text) == (10, "labelled shark, looks like fish")
     assert (first["location"].annotation_id, first["location"].bbox) == (21, (20, 4, 8, 8))
     assert (first["missing"].image_id, first["missing"].bbox) == (3, (4, 20, 8, 8))
     page = write_suspects(labels, suspects[:3], tmp_path / "out", "qbheat inspect --apply x")
@@ -82,8 +81,12 @@ def test_errors_come_first_are_drawn_and_corrected(data, tmp_path):
     saved = json.loads(re.search(r"const content = (.*);", text)[1])
     assert saved == json.loads((tmp_path / "out" / "suspects.json").read_text())
 
-    output, before = tmp_path / "corrected.json", data.read_bytes()
-    apply_corrections(tmp_path / "out" / "suspects.json", str(data), output)
+    output, before = tmp_path / "corrected labels.json", data.read_bytes()
+    saved["suspects"] += [one | {"score": 0.1} for one in saved["suspects"]]  # repeats
+    (tmp_path / "out" / "suspects.json").write_text(json.dumps(saved))
+    summary = apply_corrections(tmp_path / "out" / "suspects.json", str(data), output)
+    assert summary.startswith("1 box added, 1 moved, 1 given another class")
+    assert shlex.split(summary.splitlines()[-1])[:4] == ["qbheat", "train", "--data", str(output)]
     with pytest.raises(UserError, match="exists"):
         apply_corrections(tmp_path / "out" / "suspects.json", str(data), data)
     assert data.read_bytes() == before
@@ -91,9 +94,8 @@ def test_errors_come_first_are_drawn_and_corrected(data, tmp_path):
     expected = json.loads(write_data(tmp_path / "true").read_text())["annotations"]
     found = json.loads(output.read_text())["annotations"]
     key = ("image_id", "category_id", "bbox")
-    assert sorted([e[k] for k in key] for e in found) == sorted(
-        [e[k] for k in key] for e in expected
-    )
+    found, expected = (sorted([e[k] for k in key] for e in one) for one in (found, expected))
+    assert found == expected
 
 
 def test_made_errors_are_those_that_are_returned():
@@ -130,13 +132,15 @@ def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
     file = tmp_path / "corrections.json"
     for change, named in (
         ({"data": "0"}, "inspect again"),
-        ({"suspects": [{"kind": "odd"}]}, "suspect"),
+        ({"kind": "odd"}, r"suspects\[0\].*'missing' or 'location' or 'class'"),
         ({"suspects": None}, "corrections.json"),
         ({"annotation_id": 999}, "999"),
+        ({"annotation_id": 10}, r"corrections.json': suspects\[0\], image 2: .* annotation 10"),
         ({"annotation_id": None}, "location"),
         ({"image_id": 999}, "image 999"),
         ({"category_id": 4}, "class 4"),
         ({"bbox": [1, 2, 0, 5]}, "location"),
+        ({"bbox": [28, 4, 8, 8]}, r"suspects\[0\], image 2: .*32 x 32 pixels"),
     ):
         content = json.loads((tmp_path / "out" / "suspects.json").read_text())
         target = content if change.keys() & content.keys() else content["suspects"][0]
@@ -147,20 +151,17 @@ def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
         assert not (tmp_path / "corrected.json").exists()
 
 
-def test_few_images_and_a_folder_of_others_are_refused(tmp_path):
-    with pytest.raises(UserError, match="9 images"):
-        inspect_labels(str(write_data(tmp_path, 9)), tmp_path / "out")
+def test_few_images_a_folder_of_others_and_boxes_on_one_image_are_refused(data, tmp_path):
     (tmp_path / "detectors" / "of_others").mkdir(parents=True)
     with pytest.raises(UserError, match="choose another --output"):
         inspect_labels(str(write_data(tmp_path)), tmp_path)
-
-
-def test_boxes_on_one_image_alone_are_refused_and_named(data, tmp_path):
     content = json.loads(data.read_text())
     content["annotations"] = content["annotations"][:3]
     data.write_text(json.dumps(content))
     with pytest.raises(UserError, match=f"'{data}'.*one half"):
         inspect_labels(str(data), tmp_path / "out")
+    with pytest.raises(UserError, match="9 images"):
+        inspect_labels(str(write_data(tmp_path, 9)), tmp_path / "out")
 
 
 def boxes(*rows):
@@ -175,13 +176,6 @@ def test_similarity_by_hand():
     found = similarity(first, second)
     # Side by side: no overlap, centres 4 apart, a diagonal of sqrt(8^2 + 4^2).
     torch.testing.assert_close(found, torch.tensor([[1.0, 0.1 * (1 - 4 / 80**0.5)]]))
-    torch.testing.assert_close(box_iou(first, second), torch.tensor([[1.0, 0.0]]))
-
-
-def test_correct_labels_are_no_suspects():
-    truth = boxes((0, 0, 10, 10, 1), (20, 20, 40, 40, 2))
-    seen = boxes((0, 0, 10, 10, 1, 0.9), (20, 20, 40, 40, 2, 0.8))
-    assert all(suspect.score < 1e-6 for suspect in find_suspects([truth], [seen]))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +189,8 @@ def test_correct_labels_are_no_suspects():
 def test_each_kind_of_error_comes_first(annotated, kind, annotation):
     right = boxes((0, 0, 10, 10, 1), (20, 20, 40, 40, 2))
     seen = boxes((0, 0, 10, 10, 1, 0.9), (20, 20, 40, 40, 2, 0.8), (60, 60, 70, 70, 1, 0.1))
-    first, *_ = find_suspects([right, boxes(*annotated)], [seen, seen])
+    first, *others = find_suspects([right, boxes(*annotated)], [seen, seen])
+    assert all(one.score < 1e-6 for one in others if one.box != (60, 60, 70, 70) and one.image == 0)
     assert (first.kind, first.image, first.annotation) == (kind, 1, annotation)
     assert (first.box, first.label) == ((20, 20, 40, 40), 2)
 

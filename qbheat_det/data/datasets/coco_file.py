@@ -156,15 +156,12 @@ class CocoFile:
             relative = "all boxes lie between 0 and 1; bbox must be in pixels, not relative"
             self.errors.append(DataError("relative boxes", self.json_file, relative))
 
-        def is_inside(entry: Entry) -> bool:
-            (x, y, width, height), image = entry["bbox"], images[entry["image_id"]]
-            right, bottom = image["width"] + _MARGIN, image["height"] + _MARGIN
-            return min(x, y) >= -_MARGIN and x + width <= right and y + height <= bottom
-
         checks = {
             "have no polygon": has_polygon,
             "have a box without area": has_area,
-            "reach beyond their image and are clipped": is_inside,
+            "reach beyond their image and are clipped": lambda entry: is_inside(
+                entry["bbox"], images[entry["image_id"]]
+            ),
         }
         for what, is_valid in checks.items():
             if odd := [entry["id"] for entry in self.annotations if not is_valid(entry)]:
@@ -224,6 +221,13 @@ def check_same_classes(train: CocoFile, val: CocoFile) -> None:
 def has_area(entry: Entry) -> bool:
     """Returns whether the area of an annotation's box is positive."""
     return bool(entry["bbox"][2] > 0 and entry["bbox"][3] > 0)
+
+
+def is_inside(box: Sequence[float], image: Entry) -> bool:
+    """Returns whether a box (XYWH) lies in an image, up to the rounding of its sides."""
+    x, y, width, height = box
+    right, bottom = image["width"] + _MARGIN, image["height"] + _MARGIN
+    return min(x, y) >= -_MARGIN and x + width <= right and y + height <= bottom
 
 
 def has_polygon(entry: Entry) -> bool:
