@@ -164,7 +164,10 @@ class Predictions:
         origin: dict[str, Any] = {"file_name": found.file_name}
         if found.frame is not None:
             origin["frame"] = found.frame
-        self.images.append({"id": number, **origin, "height": height, "width": width})
+        image = {"id": number, **origin, "height": height, "width": width}
+        if isinstance(found.source, Path):
+            image["path"] = os.path.abspath(found.source)
+        self.images.append(image)
         self.results += [{**box, **origin} for box in found.to_coco(number)]
 
 
@@ -203,7 +206,7 @@ def render_annotations(
 
     Args:
         results: boxes as in ``Predictions.results``.
-        images: all images, as in ``Predictions.images``.
+        images: all images, as in ``Predictions.images``; "path" is the absolute path of a file.
         class_names: class names of the model, by index.
         category_ids: ids of the classes in ``results``, by index; empty if the ids start from 1.
         format: "coco" returns ``results`` with "category_name", for COCO's evaluation. "cvat"
@@ -247,7 +250,8 @@ def _render_dataset(
         for number, box in enumerate(results, start=1)
     ]
     categories = [{"id": key, "name": name, "supercategory": ""} for key, name in names.items()]
-    return {"images": list(images), "annotations": annotations, "categories": categories}
+    files = [{key: value for key, value in image.items() if key != "path"} for image in images]
+    return {"images": files, "annotations": annotations, "categories": categories}
 
 
 def _render_task(
@@ -264,7 +268,8 @@ def _render_task(
         value |= {"rotation": 0, "rectanglelabels": [names[box["category_id"]]]}
         shape = {"id": f"{image['id']}-{number}", "score": box["score"], "value": value}
         shapes.append({**common, **shape})
-    path = quote(os.fsencode(image["file_name"]))  # also names that are not UTF-8
+    path = image.get("path", image["file_name"])
+    path = quote(os.fsencode(path))  # also names that are not UTF-8
     task: dict[str, Any] = {"data": {"image": _LOCAL_FILES + path}}
     if boxes:
         mean = sum(box["score"] for box in boxes) / len(boxes)

@@ -57,8 +57,8 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
     names, pool = selection.class_names, selection.pool
     for number, path in enumerate(selection.files, start=1):
         found, image = selection.boxes.get(path, []), _open_upright(path)
-        size = {"height": image.height, "width": image.width}
-        images.append({"id": number, "file_name": pool.names[path], **size})
+        images.append({"id": number, "file_name": pool.names[path], "path": os.path.abspath(path),
+                       "height": image.height, "width": image.width})  # fmt: skip
         shown = [box for box in found if box["score"] >= _LEAST_SCORE]
         results += [{**box, "image_id": number} for box in shown]
         counts = Counter(names.get(box["category_id"], box["category_id"]) for box in shown)
@@ -68,11 +68,7 @@ def write_selection(selection: Selection, folder: Path) -> list[Path]:
                      "image": thumbnail})  # fmt: skip
     files = {"selected.txt": "".join(f"{path}\n" for path in selection.files)}
     for form, name in _FORMATS.items():
-        named = images
-        if form == "label-studio":  # its local storage knows absolute paths
-            paths = map(os.path.abspath, selection.files)
-            named = [{**one, "file_name": path} for one, path in zip(images, paths, strict=True)]
-        tasks = render_annotations(results, named, [*names.values()], [*names], form)
+        tasks = render_annotations(results, images, [*names.values()], [*names], form)
         files[name] = json.dumps(tasks, indent=1)
     files["index.html"] = _load_template("sheet.html.j2").render(
         rows=rows,
