@@ -225,11 +225,12 @@ def _check_content(cfg: CfgNode, used: Sequence[str], labelled: Sequence[str]) -
         if name not in (*labelled, *cfg.DATASETS.TEST, *CUSTOM_SETS):
             continue  # a large folder is listed only once, when training starts
         records = DatasetCatalog.get(name)
-        files[name] = {os.path.abspath(record["file_name"]) for record in records}
+        if name in CUSTOM_SETS:
+            files[name] = {os.path.abspath(record["file_name"]) for record in records}
         if name in labelled:
             _check_records(cfg, name, records)
     train, val = (
-        {file for name in names if name in CUSTOM_SETS for file in files.get(name, ())}
+        {file for name in names for file in files.get(name, ())}
         for names in (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
     )
     if shared := len(train & val):
