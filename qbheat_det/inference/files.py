@@ -157,7 +157,7 @@ def predict_images(
                 for every in find_boxes(predictor, frames, cfg, tile=tile):
                     found.best_score = max(found.best_score, *every.scores.tolist(), 0.0)
                     kept = every.select(score_threshold)
-                    found.add(kept)
+                    found.add(kept, file.path)
                     if append:
                         append(kept.draw())
                     elif output:

@@ -158,15 +158,15 @@ class Predictions:
     best_score: float = 0.0
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, found: Detections) -> None:
-        """Adds the boxes of the next image or frame. Image ids start from 1."""
+    def add(self, found: Detections, file: Path | None = None) -> None:
+        """Adds the boxes of the next image or frame, from ``file``. Image ids start from 1."""
         number, (height, width) = len(self.images) + 1, found.instances.image_size
         origin: dict[str, Any] = {"file_name": found.file_name}
         if found.frame is not None:
             origin["frame"] = found.frame
         image = {"id": number, **origin, "height": height, "width": width}
-        if isinstance(found.source, Path):
-            image["path"] = os.path.abspath(found.source)
+        if isinstance(path := file or found.source, Path):
+            image["path"] = os.path.abspath(path)
         self.images.append(image)
         self.results += [{**box, **origin} for box in found.to_coco(number)]
 

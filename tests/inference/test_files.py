@@ -287,8 +287,9 @@ def test_boxes_classes_and_scores_survive_every_conversion(tmp_path):
 
 def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path):
     empty = _make(file_name=os.fsdecode(b"k\xfche.jpg")).select(1)  # Latin-1
-    save_annotations([_make(), empty], tmp_path / "tasks.json", "label-studio")
-    first, second = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
+    of_file = dataclasses.replace(empty, source=tmp_path / "b.jpg")
+    save_annotations([_make(), empty, of_file], tmp_path / "tasks.json", "label-studio")
+    first, second, third = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
     assert first["data"] == {"image": "/data/local-files/?d=a%20b.jpg"}
     shape = first["predictions"][0]["result"][0]
     assert (shape["from_name"], shape["to_name"]) == ("label", "image")
@@ -298,6 +299,7 @@ def test_label_studio_gets_per_cent_and_images_without_boxes(tmp_path):
         "rectanglelabels": ["dog"],
     }  # fmt: skip
     assert second == {"data": {"image": "/data/local-files/?d=k%FChe.jpg"}}
+    assert third == {"data": {"image": f"/data/local-files/?d={tmp_path}/b.jpg"}}
 
 
 def test_results_name_the_classes_and_cvat_gets_a_file_that_pycocotools_reads(tmp_path):
