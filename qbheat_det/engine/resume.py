@@ -138,7 +138,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     if refused:
         text = f"--resume continues a run unchanged, but the config differs: {'; '.join(refused)}"
         if cfg.DATASETS.UNLABELLED and "SOLVER." in text:
-            text += ". Iterations are counted in images, also those of --unlabelled"
+            text += ". Other --unlabelled images change the number of iterations"
         raise UserError(text)
     for key, change in changed.items():
         level = logging.WARNING if key in _END else logging.INFO

@@ -68,17 +68,15 @@ def simulate(
         budgets: numbers of training images.
         output: folder for ``points.json``, ``curve.svg`` and ``simulation/``, with the last run.
         val: validation data; by default the validation part of ``data``.
-        images: folder of the images, if they are not in the folder of a COCO json. Images of
-            ``val`` are first searched in this folder.
+        images: folder of the images, if they are not beside a COCO json; also tried for ``val``.
         strategies: strategies of ``select``.
         seeds: seeds of selection and training.
         encoder: weights of the frozen encoder.
         opts: overrides of the training config, as a flat list of keys and values.
 
     Raises:
-        UserError: the data have no boxes or no validation part, an image cannot be read, a strategy
-            is unknown, a budget is larger than the data set, a seed is negative, or ``output`` has
-            files of others.
+        UserError: the data have no boxes or no validation part, an image cannot be read, an
+            argument is invalid, or ``output`` has files of others.
     """
     budgets = sorted({*budgets})
     for seed in seeds:
@@ -86,22 +84,10 @@ def simulate(
     file, evaluated = _open_boxes(data, val, images, budgets, strategies)
     paths = [os.path.join(file.image_root, image["file_name"]) for image in file.images]
     folder = Path(output)
-    settings = [file.keep(), evaluated.keep(), find_weights(encoder), *opts]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    digest = _hash([file.keep(), evaluated.keep(), find_weights(encoder), *opts])
     points = _read_points(folder, digest)
     own = claim_folder(folder / "simulation")
-    val_file = own / "val.json"
-    write_atomically(val_file, json.dumps(evaluated.keep()).encode())
-    flags = RunFlags(
-        config_file=_CONFIG,
-        images=file.image_root,
-        val=str(val_file),
-        val_images=evaluated.image_root,
-        weights=encoder,
-        output=str(own / "run"),
-        opts=opts,
-    )
-    flags.load_config()  # a wrong key is found before features are computed
+    flags = _make_flags(file, evaluated, own, encoder, opts)
     vectors = _embed(paths, encoder)
     for seed, strategy in itertools.product(seeds, strategies):
         done = {one.images for one in points if (one.strategy, one.seed) == (strategy, seed)}
@@ -119,6 +105,25 @@ def simulate(
                 points.append(Point(strategy, seed, budget, num_boxes, *metrics))
                 _write_points(points, folder, digest)
     return points
+
+
+def _make_flags(
+    file: CocoFile, evaluated: CocoFile, folder: Path, encoder: str, opts: Sequence[str]
+) -> RunFlags:
+    """Writes the labels to evaluate on to a file, and returns the flags of runs, without data."""
+    val = folder / "val.json"
+    write_atomically(val, json.dumps(evaluated.keep()).encode())
+    flags = RunFlags(
+        config_file=_CONFIG,
+        images=file.image_root,
+        val=str(val),
+        val_images=evaluated.image_root,
+        weights=encoder,
+        output=str(folder / "run"),
+        opts=opts,
+    )
+    flags.load_config()  # a wrong key is found before features are computed
+    return flags
 
 
 def _embed(paths: Sequence[str], encoder: str) -> Tensor:
@@ -219,6 +224,10 @@ def train_afresh(flags: RunFlags) -> dict[str, float]:
             stop.number, f"{name} stopped the training in '{flags.output}': run the command again"
         ) from None
     return results
+
+
+def _hash(settings: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def _read_points(folder: Path, digest: str) -> list[Point]:
