@@ -15,9 +15,7 @@ examples:
 
 import argparse
 import json
-import logging
 import shlex
-import shutil
 import time
 import warnings
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from typing import TYPE_CHECKING
 from arguments import make_parser
 
 if TYPE_CHECKING:  # imported below after the arguments are parsed
-    from qbheat_det.engine import Trainer
+    from qbheat_det.engine import RunFlags
 
 CONFIG = "demo/cells_probe.yaml"
 ENCODERS = ("pretrained", "random")
@@ -35,7 +33,6 @@ UNTRAINED = "untrained"
 FIGURES = ("detections", "curves")
 NUM_IMAGES = 8  # number of images in the report
 NUM_RECALIBRATED = 48  # number of images for BatchNorm statistics
-MARKER = ".of_the_demo"  # file in folders that the next demo may remove
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -70,24 +67,24 @@ def run_demo(args: argparse.Namespace) -> None:
         UserError: the folder contains other files, or an override is invalid.
     """
     from qbheat_det.config import get_config_path, load_config
-    from qbheat_det.core.errors import UserError
+    from qbheat_det.core.files import replace_folder
     from qbheat_det.core.text import format_duration
+    from qbheat_det.engine import train_afresh
 
     output, start = args.output, time.monotonic()
     shipped = load_config(get_config_path(CONFIG), args.opts).MODEL.WEIGHTS
-    for folder in (output / name for name in (*ENCODERS, UNTRAINED)):
-        if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-            raise UserError(f"'{folder}' does not belong to the demo: use another --output")
+    for name in (*ENCODERS, UNTRAINED):
+        replace_folder(output / name)
     runs: dict[str, str] = {}
     seconds: dict[str, float] = {}  # of training, by encoder
     result: dict[str, dict[str, float] | float] = {}
     for number, name in enumerate(ENCODERS, start=1):
         print(f"{number}/3  a head on the frozen encoder: {name}", flush=True)
         backbone = write_encoder(name, output, args.opts)
-        trainer = start_run(output / name, [*args.opts, "MODEL.WEIGHTS", str(backbone)])
-        trained = time.monotonic()
-        metrics = trainer.train().get("bbox", {})
-        seconds[name] = time.monotonic() - trained
+        begun = time.monotonic()
+        flags = make_flags(output / name, [*args.opts, "MODEL.WEIGHTS", str(backbone)])
+        trainer, results = train_afresh(flags)
+        seconds[name], metrics = time.monotonic() - begun, results.get("bbox", {})
         runs[name], cfg = trainer.cfg.OUTPUT_DIR, trainer.cfg
         result[name] = {key: round(metrics.get(key, float("nan")), 2) for key in ("AP", "AP50")}
     print("3/3  drawing the report", flush=True)
@@ -110,12 +107,13 @@ def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
     """Writes the encoder of the config, or a random one, with recalibrated BatchNorm."""
     from qbheat_det.config import get_config_path, load_config
     from qbheat_det.data.datasets import CELLS
+    from qbheat_det.engine import start_run
     from qbheat_det.export import export_backbone
 
     weights = load_config(get_config_path(CONFIG), opts).MODEL.WEIGHTS
     if name == "random":
         plain = [*opts, "MODEL.WEIGHTS", "", "MODEL.CACHE_FEATURES.ENABLED", "False"]
-        start_run(output / UNTRAINED, plain).export("model_random")
+        start_run(make_flags(output / UNTRAINED, plain)).export("model_random")
         weights = str(output / UNTRAINED / "model_random.safetensors")
     path = output / f"encoder_{name}.safetensors"
     export_backbone(
@@ -129,23 +127,10 @@ def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
     return path
 
 
-def start_run(output: Path, opts: Sequence[str]) -> "Trainer":
-    """Empties the folder and builds the trainer of a run."""
-    from qbheat_det.engine import RunFlags, Trainer, build_config, setup
+def make_flags(output: Path, opts: Sequence[str]) -> "RunFlags":
+    from qbheat_det.engine import RunFlags
 
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    (output / MARKER).touch()
-    flags = RunFlags(config_file=CONFIG, output=str(output), opts=opts)
-    cfg = build_config(flags)
-    for name in ("detectron2", "fvcore", "qbheat_det"):
-        for handler in [*(own := logging.getLogger(name)).handlers]:  # handlers of the previous run
-            own.removeHandler(handler)
-            handler.close()
-    setup(cfg, flags)
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=False)
-    return trainer
+    return RunFlags(config_file=CONFIG, output=str(output), opts=opts)
 
 
 def write_report(paths: dict[str, str], page: Path, device: str, lead: str) -> Path:

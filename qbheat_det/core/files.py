@@ -8,6 +8,7 @@ import hashlib
 import io
 import logging
 import os
+import shutil
 import sys
 import typing
 import uuid
@@ -100,6 +101,19 @@ def check_output(output: Path, suffix: str, *, overwrite: bool) -> None:
     if output.exists() and not overwrite:
         raise UserError(f"'{output}' exists: choose another name, or pass --overwrite")
     check_writable(output)
+
+
+def replace_folder(path: str | os.PathLike[str]) -> Path:
+    """Creates an empty folder, in place of one that this function created before.
+
+    Raises a ``UserError`` if the folder has other files, or cannot be written.
+    """
+    folder, mark = Path(path), ".replaceable"
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
+        raise UserError(f"'{folder}' has files that would be replaced: choose another --output")
+    shutil.rmtree(folder, ignore_errors=True)
+    write_atomically(folder / mark, b"")
+    return folder
 
 
 def _refuse(target: Path, error: OSError) -> UserError:

@@ -6,6 +6,7 @@ A resumed run gives bit-identical weights to an uninterrupted one.
 """
 
 import logging
+import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +27,8 @@ from qbheat_det.checkpoint import (
 )
 from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values, with_values
 from qbheat_det.core.environment import find_commit
-from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.errors import Interrupted, UserError
+from qbheat_det.core.files import replace_folder, write_atomically
 from qbheat_det.data import build_train_stream
 from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.layers.depthwise import speed_up_depthwise
@@ -45,6 +46,8 @@ from .launch import distribute
 from .logs import PeriodicWriter, describe_model, warn_of_weights
 from .mean_teacher import MeanTeacher, build_eval_hooks
 from .resume import StopSignals, YieldToNewerStart, check_same_config, check_same_images
+from .run_flags import RunFlags
+from .setup import build_config, setup
 from .step import StepTrainer, choose_precision
 
 logger = logging.getLogger(__name__)
@@ -270,6 +273,33 @@ class Trainer(DefaultTrainer):
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> TestLoader:
         """Returns a loader of this process's share of a data set's images."""
         return build_test_loader(cfg, dataset_name)
+
+
+def start_run(flags: RunFlags) -> Trainer:
+    """Replaces the folder ``flags.output``, and returns the trainer of a new run in it.
+
+    Raises:
+        UserError: the config or the data are invalid, or the folder has files of others.
+    """
+    flags.load_config()  # a wrong key is found before anything is deleted
+    replace_folder(flags.output)
+    cfg = build_config(flags)
+    setup(cfg, flags)
+    trainer = Trainer(cfg)
+    trainer.resume_or_load(resume=False)
+    return trainer
+
+
+def train_afresh(flags: RunFlags) -> tuple[Trainer, dict[str, Any]]:
+    """Trains a run of ``start_run``; returns the trainer and the results by task."""
+    trainer = start_run(flags)
+    try:
+        return trainer, trainer.train()
+    except Interrupted as stop:  # its message recommends --resume
+        name = signal.Signals(stop.number).name
+        raise Interrupted(
+            stop.number, f"{name} stopped the training in '{flags.output}': run the command again"
+        ) from None
 
 
 def evaluate(

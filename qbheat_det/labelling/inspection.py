@@ -29,13 +29,12 @@ from torchvision.ops import box_iou
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
+from qbheat_det.core.files import replace_folder, write_atomically
 from qbheat_det.data.datasets.sources import choose_val, group_by_rarest_class
-from qbheat_det.engine import RunFlags
+from qbheat_det.engine import RunFlags, train_afresh
 from qbheat_det.export import export_backbone
 
 from .labels import ImageBoxes, Kind, Labels, LabelSuspect, open_labels, stack_boxes
-from .simulation import claim_folder, train_afresh
 
 _RECIPE = "custom/cached_retinanet_lite0_probe.yaml"
 _MOBILE_FORMER_RECIPE = "custom/cached_retinanet_285M_probe.yaml"
@@ -102,7 +101,7 @@ def inspect_labels(
         UserError: the data have no boxes or fewer than 10 images, the weights are invalid, or
             ``detectors`` has files of others.
     """
-    labels, folder = open_labels(data, images), claim_folder(Path(output) / "detectors")
+    labels, folder = open_labels(data, images), replace_folder(Path(output) / "detectors")
     predictions, quality = _predict_halves(labels, folder, encoder, seed, opts)
     annotations = labels.list_annotations()
     truth = [stack_boxes(own) for own in annotations]
@@ -140,7 +139,8 @@ def _predict_halves(
             output=str(run),
             opts=[*settings, "SEED", str(seed), "TEST.EVAL_EPOCHS", "0.0", *opts],
         )
-        quality.append(float(np.nan_to_num(train_afresh(flags)["AP50"])))
+        _, results = train_afresh(flags)
+        quality.append(float(np.nan_to_num(results["bbox"]["AP50"])))
         (found,) = run.glob("inference/*/coco_instances_results.json")
         for entry in json.loads(found.read_bytes()):
             by_image[entry["image_id"]].append(entry)

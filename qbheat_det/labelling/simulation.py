@@ -6,8 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
-import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +17,11 @@ from torch import Tensor
 
 from qbheat_det.analysis import plotting
 from qbheat_det.checkpoint import find_weights
-from qbheat_det.core.errors import Interrupted, UserError
-from qbheat_det.core.files import parse_record, write_atomically
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import parse_record, replace_folder, write_atomically
 from qbheat_det.data import open_source, raise_first, read_annotations
 from qbheat_det.data.datasets.coco_file import CocoFile
-from qbheat_det.engine import RunFlags, Trainer, build_config, setup
+from qbheat_det.engine import RunFlags, train_afresh
 
 from .coverage import COVERING, choose_balanced, cover, unit_vectors
 from .embedding import embed_images
@@ -86,7 +84,7 @@ def simulate(
     folder = Path(output)
     digest = _hash([file.keep(), evaluated.keep(), find_weights(encoder), *opts])
     points = _read_points(folder, digest)
-    own = claim_folder(folder / "simulation")
+    own = replace_folder(folder / "simulation")
     flags = _make_flags(file, evaluated, own, encoder, opts)
     vectors = _embed(paths, encoder)
     for seed, strategy in itertools.product(seeds, strategies):
@@ -145,9 +143,9 @@ def _train(
         return None, 0, [0.0, 0.0]
     write_atomically(file, json.dumps(labels).encode())
     flags = dataclasses.replace(flags, data=str(file), opts=["SEED", str(seed), *flags.opts])
-    found = train_afresh(flags)
+    _, results = train_afresh(flags)
     # Detectron2 reports nan if there are no detections.
-    metrics = [round(float(np.nan_to_num(found[key])), 2) for key in ("AP", "AP50")]
+    metrics = [round(float(np.nan_to_num(results["bbox"][key])), 2) for key in ("AP", "AP50")]
     return Path(flags.output), len(labels["annotations"]), metrics
 
 
@@ -191,39 +189,6 @@ def _choose(
             return [*chosen, *choose_balanced(vectors, counts, need, chosen)]
         strategy = "random"
     return [*chosen, *cover(strategy, vectors, need, chosen, seed=seed)]
-
-
-def claim_folder(folder: Path) -> Path:
-    """Creates a folder whose content this package may replace, and returns it.
-
-    Raises a ``UserError`` if the folder has files, and was not created by this function.
-    """
-    mark = folder / ".replaceable"
-    if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
-        raise UserError(f"'{folder}' has files that would be replaced: choose another --output")
-    write_atomically(mark, b"")
-    return folder
-
-
-def train_afresh(flags: RunFlags) -> dict[str, float]:
-    """Deletes ``flags.output``, trains in it, and returns the box metrics.
-
-    The folder must be inside a folder of ``claim_folder``. Raises ``Interrupted`` after a signal.
-    """
-    flags.load_config()  # a wrong key is found before anything is deleted
-    shutil.rmtree(flags.output, ignore_errors=True)
-    cfg = build_config(flags)
-    setup(cfg, flags)
-    trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=False)
-    try:
-        results: dict[str, float] = trainer.train()["bbox"]
-    except Interrupted as stop:  # its message recommends --resume
-        name = signal.Signals(stop.number).name
-        raise Interrupted(
-            stop.number, f"{name} stopped the training in '{flags.output}': run the command again"
-        ) from None
-    return results
 
 
 def _hash(settings: Sequence[Any]) -> str:

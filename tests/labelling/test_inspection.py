@@ -61,7 +61,7 @@ def data(tmp_path, monkeypatch):
         results.parent.mkdir(parents=True)
         found = [{**e, "score": 0.9} for e in truth["annotations"] if e["image_id"] in held_out]
         results.write_text(json.dumps(found))
-        return {"AP50": 90.0}
+        return None, {"bbox": {"AP50": 90.0}}
 
     monkeypatch.setattr(inspection, "train_afresh", train)
     return path

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qbheat_det.core.errors import Interrupted, UserError
-from qbheat_det.engine import RunFlags
+from qbheat_det.engine import RunFlags, train_afresh
 from qbheat_det.labelling import simulation
 from qbheat_det.labelling.embedding import Embeddings
 from qbheat_det.labelling.simulation import Point, simulate
@@ -35,7 +35,7 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
         assert flags.val_images == [str(tmp_path / "val")]
         names = {image["file_name"] for image in json.loads(Path(flags.data).read_text())["images"]}
         trained.append(names)
-        return {"AP": float("nan"), "AP50": 10.0 * len(names)}
+        return None, {"bbox": {"AP": float("nan"), "AP50": 10.0 * len(names)}}
 
     monkeypatch.setattr(simulation, "train_afresh", train)
     (tmp_path / "val").mkdir()
@@ -59,12 +59,14 @@ def test_each_strategy_keeps_its_images_and_a_second_call_trains_only_what_is_mi
 def test_a_detector_is_trained_afresh(tmp_path, monkeypatch):
     run, file = tmp_path / "run", str(draw_toy_set(tmp_path, 4) / "annotations.json")
     flags = "--data", file, "--val", file, "--output", str(run)
-    (run / "model_0000001.pth").mkdir(parents=True)
-    args = parse_run(CONFIG, {**TINY, "SOLVER.MAX_ITER": "1"}, *flags)
-    assert {"AP", "AP50"} <= simulation.train_afresh(RunFlags.read(args)).keys()
-    monkeypatch.setattr(simulation.Trainer, "train", Mock(side_effect=Interrupted(2, "--resume")))
+    args = RunFlags.read(parse_run(CONFIG, {**TINY, "SOLVER.MAX_ITER": "1"}, *flags))
+    trainer, results = train_afresh(args)
+    assert {"AP", "AP50"} <= results["bbox"].keys()
+    (run / "model_0000001.pth").touch()
+    monkeypatch.setattr(type(trainer), "train", Mock(side_effect=Interrupted(2, "--resume")))
     with pytest.raises(Interrupted, match=r"SIGINT .* run the command again"):
-        simulation.train_afresh(RunFlags.read(args))
+        train_afresh(args)
+    assert not (run / "model_0000001.pth").exists()
     forget_runs()
 
 
@@ -92,7 +94,8 @@ def test_files_of_others_are_kept(data, tmp_path, name):
 def test_images_without_boxes_are_a_point_and_no_detector_decides(data, tmp_path, monkeypatch):
     content = json.loads(data.read_text())
     data.write_text(json.dumps({**content, "annotations": content["annotations"][:1]}))
-    monkeypatch.setattr(simulation, "train_afresh", lambda flags: {"AP": 1.0, "AP50": 2.0})
+    results = {"bbox": {"AP": 1.0, "AP50": 2.0}}
+    monkeypatch.setattr(simulation, "train_afresh", lambda flags: (None, results))
     monkeypatch.setattr(simulation, "cover", lambda _, vectors, need, taken, **__:
         [i for i in range(6)[::-1] if i not in taken][:need])  # fmt: skip
     arguments = {"val": str(data), "seeds": [1], "strategies": ["balanced"]}
