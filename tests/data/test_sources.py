@@ -2,7 +2,9 @@
 """What ``--data`` takes: the same boxes in every format, what is wrong named."""
 
 import json
+import os
 import shutil
+import urllib.parse
 import zipfile
 from pathlib import Path
 
@@ -331,3 +333,12 @@ def test_the_folders_of_an_address_choose_between_images_of_one_name(tmp_path, a
     file = write(tmp_path / "exports" / "export.json", task)
     content = read_annotations(open_source(str(file), str(tmp_path / "photos")).train)
     assert [image["file_name"] for image in content.images] == ["set 1/a.jpg"]
+
+
+@pytest.mark.parametrize("name", [b"k\xfche.jpg", b"50%25.jpg", b"a+b&c.jpg"])
+def test_quoted_names_of_local_files_are_found(tmp_path, name):
+    write_image(tmp_path / os.fsdecode(name))
+    address = "/data/local-files/?d=" + urllib.parse.quote(name)
+    task = _task("rectanglelabels", address, x=25, y=25, width=50, height=50)
+    content = read_annotations(open_source(str(write(tmp_path / "export.json", task))).train)
+    assert [os.fsencode(image["file_name"]) for image in content.images] == [name]

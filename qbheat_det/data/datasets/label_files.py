@@ -145,10 +145,7 @@ def _locate(entries: Sequence[LabelledImage], root: Path, folder: Path) -> None:
         for key in {path.name, path.stem}:
             by_name.setdefault(key, []).append(path)
     for entry in entries:
-        query = urllib.parse.parse_qs(urllib.parse.urlsplit(entry.name).query)
-        address = urllib.parse.urlsplit(entry.name).path if "://" in entry.name else entry.name
-        name = urllib.parse.unquote(query["d"][0] if "d" in query else address)
-        name = name.replace("\\", "/").lstrip("/")
+        name = _find_path(entry.name).replace("\\", "/").lstrip("/")
         last = name.rpartition("/")[2]
         tried = (folder / name, root / name, folder / last)
         found = [path for path in tried if path.is_file() and _is_below(path, root)][:1]
@@ -164,6 +161,14 @@ def _locate(entries: Sequence[LabelledImage], root: Path, folder: Path) -> None:
             reason = f"{len(found)} images have the name {short(last)}: {join_first(found, 2)}"
         missing = DataError(MISSING_IMAGE, entry.place, reason)
         entry.file = str(found[0]) if len(found) == 1 else missing
+
+
+def _find_path(address: str) -> str:
+    """Returns the path in a path or URL. Label Studio names local files in the query, as ``d``."""
+    url = urllib.parse.urlsplit(address)
+    queries = [part[2:] for part in url.query.split("&") if part.startswith("d=")]
+    path = queries[0] if queries else url.path if "://" in address else address
+    return os.fsdecode(urllib.parse.unquote_to_bytes(os.fsencode(path)))
 
 
 def _is_below(path: Path, folder: Path) -> bool:
