@@ -6,8 +6,8 @@ frozen encoder, which trains in minutes. The second stage also trains the encode
 run in a folder of its own.
 
 ``--minutes`` chooses image size and epochs. Steps of the recipe are timed on this machine. Step
-time is assumed to be proportional to the area of the images. The chosen settings are timed again to
-determine the number of epochs.
+time is assumed to be proportional to the area of the images. The chosen size is timed too, which
+determines the number of epochs. If it is slower than expected, a smaller size is tried.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import functools
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,17 +136,17 @@ class Pace:
         fixed: seconds for everything except training steps and evaluation.
         epoch: seconds per epoch for training steps and evaluation.
         usual: the recipe's number of epochs.
+        size: shorter side in pixels of the largest images that were timed.
     """
 
     fixed: float
     epoch: float
     usual: float
+    size: int
 
-    def count_epochs(self, seconds: float, area: float = 1.0) -> float:
-        """Returns the number of epochs that fit in ``seconds``.
-
-        ``area`` is the number of pixels of an image, relative to the images that were timed.
-        """
+    def count_epochs(self, seconds: float, size: int | None = None) -> float:
+        """Returns the number of epochs that fit in ``seconds`` with images of another ``size``."""
+        area = (size / self.size) ** 2 if size else 1.0
         return max(0.0, seconds - self.fixed) / (self.epoch * area)
 
 
@@ -171,36 +171,70 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
         raise UserError("--minutes plans SOLVER.EPOCHS, which is 0: leave out SOLVER.MAX_ITER")
     if "SOLVER.EPOCHS" in given:
         raise UserError("--minutes and --epochs both set the length: leave one out")
-    pace, before = _measure(cfg, build_trainer), 0.0  # seconds of the first stage
+    measure = functools.partial(_measure, build_trainer=build_trainer)
+    pace, before = measure(cfg), 0.0  # seconds of the first stage
     stage = find_first_stage(flags)
     if stage and stage.resume and _find_weights(stage).is_file():
         stage = None
     if stage:
-        first = _measure(build_config(stage), build_trainer)
+        first = measure(build_config(stage))
         before = first.fixed + first.epoch * first.usual
-    usual = flags
-    is_boxes = find_job(cfg) == "boxes" and not cfg.MODEL.CACHE_FEATURES.ENABLED
-    resizes = is_boxes and not (flags.image_size or _sets_size(given))
-    twice = _choose(cfg, pace, 2 * _SHARE * seconds - before, resizes=resizes)
-    if is_boxes:
-        size, most = _choose(cfg, pace, _SHARE * seconds - before, resizes=resizes)
-        if stage and most < _FEWEST * pace.usual:  # only the first stage
-            output = "" if "OUTPUT_DIR" in flags.opts else cfg.OUTPUT_DIR
-            flags = dataclasses.replace(flags, config_file=stage.config_file, output=output)
-            before = 0.0
-        elif resizes:
-            flags = dataclasses.replace(flags, image_size=size)
-    if flags != usual:
-        cfg = build_config(flags)
-        pace = _measure(cfg, build_trainer)
+    sizes = [pace.size]
+    if find_job(cfg) == "boxes" and not (
+        cfg.MODEL.CACHE_FEATURES.ENABLED or flags.image_size or _sets_size(given)
+    ):
+        sizes = [round(share * pace.size / _STRIDE) * _STRIDE for share in _SIZES]
+    least = _FEWEST * pace.usual if stage else 0.0
+    resized, pace = _choose_size(flags, pace, sizes, _SHARE * seconds - before, least, measure)
+    if resized:
+        flags, planned, first_seconds = resized, pace, before
+    else:  # only the first stage
+        assert stage
+        output = "" if "OUTPUT_DIR" in flags.opts else cfg.OUTPUT_DIR
+        flags = dataclasses.replace(flags, config_file=stage.config_file, output=output)
+        planned, first_seconds = measure(build_config(flags)), 0.0
     spent = comm.all_gather(time.monotonic() - start)[0]
-    epochs = pace.count_epochs(_SHARE * seconds - before - spent)
-    if epochs < 0.01 * pace.usual:
-        least = before + spent + pace.fixed + 0.1 * pace.usual * pace.epoch
+    epochs = planned.count_epochs(_SHARE * seconds - first_seconds - spent)
+    if epochs < 0.01 * planned.usual:
+        least = first_seconds + spent + planned.fixed + 0.1 * planned.usual * planned.epoch
         needed = format_duration(least / _SHARE)
         raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {needed}")
-    chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * pace.usual):.3g}"))
-    return chosen, _explain(cfg, chosen, pace, seconds, before) + _explain_twice(*twice, pace)
+    chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * planned.usual):.3g}"))
+    summary = _explain(build_config(chosen), chosen, planned, seconds, first_seconds)
+    return chosen, summary + _explain_twice(sizes, pace, 2 * _SHARE * seconds - before - spent)
+
+
+def _choose_size(
+    flags: RunFlags,
+    pace: Pace,
+    sizes: Sequence[int],
+    seconds: float,
+    least: float,
+    measure: Callable[[CfgNode], Pace],
+) -> tuple[RunFlags | None, Pace]:
+    """Chooses the image size of a run of ``seconds``, and times it.
+
+    If the timed steps are slower than expected, chooses again among the smaller sizes.
+
+    Returns:
+        Flags with the size, or None if it allows fewer than ``least`` epochs, and the last pace.
+    """
+    usual = pace.size
+    while True:
+        size = _fit(sizes, pace, seconds)
+        if pace.count_epochs(seconds, size) < least:
+            return None, pace
+        if size == pace.size:
+            return flags, pace
+        flags = dataclasses.replace(flags, image_size=None if size == usual else size)
+        pace = measure(build_config(flags))
+        sizes = [one for one in sizes if one <= size]
+
+
+def _fit(sizes: Sequence[int], pace: Pace, seconds: float) -> int:
+    """Returns the largest size that allows ``_ENOUGH`` of the recipe's epochs, or the smallest."""
+    enough = (s for s in sizes if pace.count_epochs(seconds, s) >= _ENOUGH * pace.usual)
+    return max(enough, default=min(sizes))
 
 
 class _Deadline(HookBase):
@@ -232,29 +266,17 @@ def _measure(cfg: CfgNode, build_trainer: BuildTrainer) -> Pace:
                   if name.startswith(("Step", "Evaluation")))  # fmt: skip
     usual = float(count_epochs(cfg, sum(len(DatasetCatalog.get(n)) for n in cfg.DATASETS.TRAIN)))
     fixed, epoch = comm.all_gather((report.total_seconds - growing, growing / usual))[0]
-    return Pace(fixed, epoch, usual)
+    return Pace(fixed, epoch, usual, max(cfg.INPUT.MIN_SIZE_TRAIN))
 
 
-def _choose(cfg: CfgNode, pace: Pace, seconds: float, *, resizes: bool) -> tuple[int | None, float]:
-    """Returns an image size (None for the recipe's size), and the epochs that it allows.
-
-    Chooses the largest size that allows the share ``_ENOUGH`` of the recipe's epochs, or else the
-    smallest size. Without ``resizes``, keeps the recipe's size.
-    """
-    usual = max(cfg.INPUT.MIN_SIZE_TRAIN)
-    sizes = [round(share * usual / _STRIDE) * _STRIDE for share in _SIZES] if resizes else [usual]
-    affordable = {size: pace.count_epochs(seconds, (size / usual) ** 2) for size in sizes}
-    enough = (s for s in sizes if affordable[s] >= _ENOUGH * pace.usual)
-    size = max(enough, default=sizes[0])
-    return None if size == usual else size, affordable[size]
-
-
-def _explain_twice(size: int | None, epochs: float, pace: Pace) -> str:
+def _explain_twice(sizes: Sequence[int], pace: Pace, seconds: float) -> str:
     """Describes the second stage that twice the time allows; "" if it is too short."""
+    size = _fit(sizes, pace, seconds)
+    epochs = pace.count_epochs(seconds, size)
     if epochs < _FEWEST * pace.usual:
         return ""
     words = f". Twice the time allows --epochs {min(epochs, _MOST * pace.usual):.0f}"
-    return words + (f" --image-size {size}" if size else "")
+    return words + (f" --image-size {size}" if len(sizes) > 1 else "")
 
 
 def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:

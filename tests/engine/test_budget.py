@@ -2,6 +2,7 @@
 """Epochs, image size and stages for a number of minutes, by hand arithmetic."""
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ FIRST = SETUP + USUAL_FIRST * (EVALUATION + CACHED_STEP)
 PLANNING = 1.0
 
 
-def measure(cfg, *_, **__):
+def measure(cfg, *_, larger=1, **__):
+    """``larger`` is the factor by which images above 384 pixels are slower than expected."""
     epochs, area = cfg.SOLVER.EPOCHS, (max(cfg.INPUT.MIN_SIZE_TRAIN) / 384) ** 2
+    area *= larger if area > 1 else 1
     is_cached = cfg.MODEL.CACHE_FEATURES.ENABLED
     costs = {
         "Set-up": (SETUP, 1),
@@ -44,9 +47,9 @@ def flags(few_data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "size", "each", "twice"),  # ``twice``: size for twice the time, if it changes
+    ("seconds", "size", "each", "twice"),  # ``twice``: size for twice the time
     [
-        (140, 256, 10.0 * (256 / 384) ** 2, None),  # 14.2 epochs after the first stage
+        (140, 256, 10.0 * (256 / 384) ** 2, 384),  # 14.2 epochs after the first stage
         (160, 288, 10.0 * (288 / 384) ** 2, 512),
         (240, None, 10.0, 672),
         (400, 512, 10.0 * (512 / 384) ** 2, 672),
@@ -60,10 +63,19 @@ def test_the_largest_images_with_enough_epochs_fill_the_time(flags, seconds, siz
     expected = min((0.95 * seconds - FIRST - SETUP - PLANNING) / each, 3 * USUAL)
     assert chosen.epochs == pytest.approx(expected, abs=0.05)
     assert f"--epochs {chosen.epochs:g}" in summary
-    assert summary.endswith(f" --image-size {twice}" if twice else "--epochs 20")
+    assert summary.endswith(f" --image-size {twice}")
     cfg = build_config(chosen)
     assert cfg.SOLVER.EPOCHS == chosen.epochs
     assert max(cfg.INPUT.MIN_SIZE_TRAIN) == (size or 384)
+
+
+def test_images_that_are_slower_than_their_area_says_are_smaller(flags, monkeypatch):
+    monkeypatch.setattr(plan, "dry_run", functools.partial(measure, larger=2))
+    flags.minutes = 400 / 60
+    chosen, _ = plan_run(flags, lambda cfg: None)
+    assert chosen.image_size is None  # 384
+    expected = (0.95 * 400 - FIRST - SETUP - PLANNING) / 10
+    assert chosen.epochs == pytest.approx(expected, abs=0.05)
 
 
 def test_short_of_time_a_run_has_only_its_first_stage(flags):
