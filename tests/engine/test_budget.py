@@ -6,6 +6,7 @@ import functools
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,6 +40,7 @@ def measure(cfg, *_, larger=1, **__):
 @pytest.fixture
 def flags(few_data, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "dry_run", measure)
+    monkeypatch.setattr(plan, "gc", Mock())  # nothing to collect, which would take a while
     clock = itertools.count(step=PLANNING)
     monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(plan, "count_epochs", lambda cfg, _: cfg.SOLVER.EPOCHS)
