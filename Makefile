@@ -28,7 +28,7 @@ help: ## list the targets
 install: $(INSTALLED) ## make .venv with everything in it (about 2.5 GB to download, 6 GB on disk)
 
 demo: $(INSTALLED) ## train a detector of blood cells in two minutes; report in output/demo
-	$(PY) tools/demo.py $(ARGS)
+	$(PY) tools/qbheat demo $(ARGS)
 
 test: $(INSTALLED) ## run the tests, without the slow ones
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)

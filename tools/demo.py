@@ -9,15 +9,14 @@ predictions on 40 test images.
 The images come with the package; nothing is downloaded. The demo takes two minutes on two cores.
 
 examples:
-  python tools/demo.py
-  python tools/demo.py --output output/longer SOLVER.EPOCHS 40
+  qbheat demo
+  qbheat demo --output output/longer SOLVER.EPOCHS 40
 """
 
 import argparse
 import json
 import shlex
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +37,10 @@ NUM_RECALIBRATED = 48  # number of images for BatchNorm statistics
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--output", type=Path, default=Path("output/demo"), help="folder (default: output/demo)"
+        "--output",
+        type=Path,
+        default=Path("output/demo"),
+        help="folder (default: output/demo); the runs of an earlier demo in it are replaced",
     )
     parser.add_argument(
         "opts",
@@ -52,9 +54,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    # Hides warnings of Detectron2's imports, which would be the first output of the demo.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    warnings.filterwarnings("ignore", message="torch.meshgrid")
     from qbheat_det.core.errors import exit_on_user_error
 
     exit_on_user_error(run_demo)(args)
@@ -67,14 +66,13 @@ def run_demo(args: argparse.Namespace) -> None:
         UserError: the folder contains other files, or an override is invalid.
     """
     from qbheat_det.config import get_config_path, load_config
-    from qbheat_det.core.files import replace_folder
+    from qbheat_det.core.files import replace_folders
     from qbheat_det.core.text import format_duration
     from qbheat_det.engine import train_afresh
 
     output, start = args.output, time.monotonic()
     shipped = load_config(get_config_path(CONFIG), args.opts).MODEL.WEIGHTS
-    for name in (*ENCODERS, UNTRAINED):
-        replace_folder(output / name)
+    replace_folders(*(output / name for name in (*ENCODERS, UNTRAINED)))
     runs: dict[str, str] = {}
     seconds: dict[str, float] = {}  # of training, by encoder
     result: dict[str, dict[str, float] | float] = {}

@@ -103,17 +103,19 @@ def check_output(output: Path, suffix: str, *, overwrite: bool) -> None:
     check_writable(output)
 
 
-def replace_folder(path: str | os.PathLike[str]) -> Path:
-    """Creates an empty folder, in place of one that this function created before.
+def replace_folders(*paths: str | os.PathLike[str]) -> None:
+    """Creates empty folders, in place of those that this function created before.
 
-    Raises a ``UserError`` if the folder has other files, or cannot be written.
+    Raises a ``UserError`` if a folder has other files, or cannot be written. All folders are
+    checked before any is deleted.
     """
-    folder, mark = Path(path), ".replaceable"
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
-        raise UserError(f"'{folder}' has files that would be replaced: choose another --output")
-    shutil.rmtree(folder, ignore_errors=True)
-    write_atomically(folder / mark, b"")
-    return folder
+    mark = ".replaceable"
+    for folder in map(Path, paths):
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
+            raise UserError(f"'{folder}' has files that would be replaced: choose another --output")
+    for folder in map(Path, paths):
+        shutil.rmtree(folder, ignore_errors=True)
+        write_atomically(folder / mark, b"")
 
 
 def _refuse(target: Path, error: OSError) -> UserError:

@@ -28,7 +28,7 @@ from qbheat_det.checkpoint import (
 from qbheat_det.config import dump_config, find_memory_format, refuse_bad_values, with_values
 from qbheat_det.core.environment import find_commit
 from qbheat_det.core.errors import Interrupted, UserError
-from qbheat_det.core.files import replace_folder, write_atomically
+from qbheat_det.core.files import replace_folders, write_atomically
 from qbheat_det.data import build_train_stream
 from qbheat_det.feature_cache import TeacherFeatures, use_cached_features
 from qbheat_det.layers.depthwise import speed_up_depthwise
@@ -282,7 +282,7 @@ def start_run(flags: RunFlags) -> Trainer:
         UserError: the config or the data are invalid, or the folder has files of others.
     """
     flags.load_config()  # a wrong key is found before anything is deleted
-    replace_folder(flags.output)
+    replace_folders(flags.output)
     cfg = build_config(flags)
     setup(cfg, flags)
     trainer = Trainer(cfg)

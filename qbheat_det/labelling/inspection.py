@@ -29,7 +29,7 @@ from torchvision.ops import box_iou
 
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import replace_folder, write_atomically
+from qbheat_det.core.files import replace_folders, write_atomically
 from qbheat_det.data.datasets.sources import choose_val, group_by_rarest_class
 from qbheat_det.engine import RunFlags, train_afresh
 from qbheat_det.export import export_backbone
@@ -101,7 +101,8 @@ def inspect_labels(
         UserError: the data have no boxes or fewer than 10 images, the weights are invalid, or
             ``detectors`` has files of others.
     """
-    labels, folder = open_labels(data, images), replace_folder(Path(output) / "detectors")
+    labels, folder = open_labels(data, images), Path(output) / "detectors"
+    replace_folders(folder)
     predictions, quality = _predict_halves(labels, folder, encoder, seed, opts)
     annotations = labels.list_annotations()
     truth = [stack_boxes(own) for own in annotations]

@@ -18,7 +18,7 @@ from torch import Tensor
 from qbheat_det.analysis import plotting
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import parse_record, replace_folder, write_atomically
+from qbheat_det.core.files import parse_record, replace_folders, write_atomically
 from qbheat_det.data import open_source, raise_first, read_annotations
 from qbheat_det.data.datasets.coco_file import CocoFile
 from qbheat_det.engine import RunFlags, train_afresh
@@ -84,7 +84,7 @@ def simulate(
     folder = Path(output)
     digest = _hash([file.keep(), evaluated.keep(), find_weights(encoder), *opts])
     points = _read_points(folder, digest)
-    own = replace_folder(folder / "simulation")
+    replace_folders(own := folder / "simulation")
     flags = _make_flags(file, evaluated, own, encoder, opts)
     vectors = _embed(paths, encoder)
     for seed, strategy in itertools.product(seeds, strategies):

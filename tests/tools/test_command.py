@@ -121,8 +121,10 @@ def test_a_step_of_each_ends_in_a_report_and_a_result(demo, tmp_path, capsys, mo
 
 
 def test_a_folder_that_is_not_of_the_demo_is_left_alone(demo, tmp_path, capsys):
-    weights = tmp_path / "pretrained" / "model_final.pth"
-    weights.parent.mkdir()
-    weights.write_bytes(b"a week of training")
+    weights = [tmp_path / name / "model_final.pth" for name in ("pretrained", "random")]
+    for file in weights:
+        file.parent.mkdir()
+        file.write_bytes(b"a week of training")
+    (weights[0].parent / ".replaceable").touch()
     assert "--output" in refuse(demo.main, ["--output", str(tmp_path)], capsys)
-    assert weights.read_bytes() == b"a week of training"
+    assert all(file.read_bytes() == b"a week of training" for file in weights)
