@@ -67,23 +67,30 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
         UserError: the first stage's config is invalid, is for another model, or has a first stage.
     """
     cfg = flags.load_config()
-    overrides = flags.overrides
     if not cfg.SOLVER.FIRST_STAGE or flags.eval_only:
         return None
-    weights = overrides.get("MODEL.WEIGHTS")
+    weights = flags.overrides.get("MODEL.WEIGHTS")
     if weights is not None and not (weights and holds_encoder(weights)):
         return None
     folder = Path(cfg.OUTPUT_DIR)
     if cfg.MODEL.BACKBONE.FREEZE_AT >= _FROZEN or name_last_checkpoint(folder):
         return None
+    stage = _derive_first_stage(flags, cfg)
+    _check_stage(stage, cfg)
+    stage.resume = decide_to_resume(stage)
+    return stage
+
+
+def _derive_first_stage(flags: RunFlags, cfg: CfgNode) -> RunFlags:
+    """Returns flags with the config of the first stage, without what is for the second one."""
     shared = {
-        k: v for k, v in overrides.items() if k.startswith(_SHARED) and not k.startswith(_OWN)
+        k: v for k, v in flags.overrides.items() if k.startswith(_SHARED) and not k.startswith(_OWN)
     }
-    stage = dataclasses.replace(
+    return dataclasses.replace(
         flags,
         config_file=cfg.SOLVER.FIRST_STAGE,
         weights="",
-        output=str((folder / FIRST_STAGE_WEIGHTS).parent),
+        output=str((Path(cfg.OUTPUT_DIR) / FIRST_STAGE_WEIGHTS).parent),
         unlabelled=(),
         device="",
         epochs=None,
@@ -92,9 +99,6 @@ def find_first_stage(flags: RunFlags) -> RunFlags | None:
         tile=None,
         opts=[text for pair in shared.items() for text in pair],
     )
-    _check_stage(stage, cfg)
-    stage.resume = decide_to_resume(stage)
-    return stage
 
 
 def _check_stage(stage: RunFlags, cfg: CfgNode) -> None:
@@ -162,11 +166,12 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
             is too short for any training.
     """
     start, seconds = time.monotonic(), 60 * (flags.minutes or 0)
-    build_trainer = functools.partial(_build_until, start + seconds, build_trainer)
+    deadline = _Deadline(start, seconds / 60)
+    build_trainer = functools.partial(_build_until, deadline, build_trainer)
     flags = dataclasses.replace(flags, minutes=None)
     cfg, given = build_config(flags), flags.overrides
     if flags.resume and name_last_checkpoint(Path(cfg.OUTPUT_DIR)):
-        return _read_plan(flags, cfg), "The run keeps the plan of its start"
+        return _read_plan(flags, cfg), "The run keeps its length and image size"
     if not cfg.SOLVER.EPOCHS:
         raise UserError("--minutes plans SOLVER.EPOCHS, which is 0: leave out SOLVER.MAX_ITER")
     if "SOLVER.EPOCHS" in given:
@@ -189,9 +194,7 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
     if resized:
         flags, planned, first_seconds = resized, pace, before
     else:  # only the first stage
-        assert stage
-        output = "" if "OUTPUT_DIR" in flags.opts else cfg.OUTPUT_DIR
-        flags = dataclasses.replace(flags, config_file=stage.config_file, output=output)
+        flags = dataclasses.replace(_derive_first_stage(flags, cfg), output=cfg.OUTPUT_DIR)
         planned, first_seconds = measure(build_config(flags)), 0.0
     spent = comm.all_gather(time.monotonic() - start)[0]
     epochs = planned.count_epochs(_SHARE * seconds - first_seconds - spent)
@@ -200,7 +203,7 @@ def plan_run(flags: RunFlags, build_trainer: BuildTrainer) -> tuple[RunFlags, st
         needed = format_duration(least / _SHARE)
         raise UserError(f"--minutes {seconds / 60:g} is too short: this machine needs {needed}")
     chosen = dataclasses.replace(flags, epochs=float(f"{min(epochs, _MOST * planned.usual):.3g}"))
-    summary = _explain(build_config(chosen), chosen, planned, seconds, first_seconds)
+    summary = _explain(chosen, planned, sizes if resized else (), seconds, first_seconds)
     return chosen, summary + _explain_twice(sizes, pace, 2 * _SHARE * seconds - before - spent)
 
 
@@ -238,19 +241,25 @@ def _fit(sizes: Sequence[int], pace: Pace, seconds: float) -> int:
 
 
 class _Deadline(HookBase):
-    """Raises a ``UserError`` if a step ends after ``end``, in seconds of the monotonic clock."""
+    """Raises a ``UserError`` if a step ends more than ``minutes`` after ``start``.
 
-    def __init__(self, end: float) -> None:
-        self._end = end
+    ``start`` is in seconds of the monotonic clock.
+    """
+
+    def __init__(self, start: float, minutes: float) -> None:
+        self._end, self._minutes = start + 60 * minutes, minutes
 
     def after_step(self) -> None:
         if comm.all_gather(time.monotonic())[0] > self._end:
-            raise UserError("--minutes is too short: timing a few steps takes longer")
+            raise UserError(
+                f"--minutes {self._minutes:g} is too short: timing a few steps takes longer; set "
+                "--epochs instead"
+            )
 
 
-def _build_until(end: float, build_trainer: BuildTrainer, cfg: CfgNode) -> Trainer:
+def _build_until(deadline: _Deadline, build_trainer: BuildTrainer, cfg: CfgNode) -> Trainer:
     trainer = build_trainer(cfg)
-    trainer.register_hooks([_Deadline(end)])
+    trainer.register_hooks([deadline])
     return trainer
 
 
@@ -284,8 +293,8 @@ def _read_plan(flags: RunFlags, cfg: CfgNode) -> RunFlags:
     saved = load_config(Path(cfg.OUTPUT_DIR) / "config.yaml")
     flags = dataclasses.replace(flags, epochs=saved.SOLVER.EPOCHS)
     if saved.MODEL.CACHE_FEATURES.ENABLED:  # the plan had only the first stage
-        config = cfg.SOLVER.FIRST_STAGE or flags.config_file
-        return dataclasses.replace(flags, config_file=config)
+        first = _derive_first_stage(flags, cfg) if cfg.SOLVER.FIRST_STAGE else flags
+        return dataclasses.replace(first, output=cfg.OUTPUT_DIR, epochs=saved.SOLVER.EPOCHS)
     is_detector = find_job(saved) == "boxes"
     size = max(saved.INPUT.MIN_SIZE_TRAIN) if is_detector else saved.INPUT.PRETRAIN.SIZE
     return dataclasses.replace(flags, image_size=None if _sets_size(flags.overrides) else size)
@@ -295,13 +304,19 @@ def _sets_size(overrides: Mapping[str, str]) -> bool:
     return any(f"INPUT.{key}" in overrides for key in SIZES)
 
 
-def _explain(cfg: CfgNode, chosen: RunFlags, pace: Pace, seconds: float, before: float) -> str:
-    """Returns a summary of the plan. ``before`` is the duration of the first stage in seconds."""
-    words = f"--config-file {chosen.config_file} " if cfg.MODEL.CACHE_FEATURES.ENABLED else ""
+def _explain(
+    chosen: RunFlags, pace: Pace, sizes: Sequence[int], seconds: float, before: float
+) -> str:
+    """Returns a summary of the plan. ``before`` is the duration of the first stage in seconds.
+
+    ``sizes`` are the image sizes from which one was chosen; empty for a first stage alone.
+    """
+    words = "" if sizes else f"only the first stage fits, {chosen.config_file}, with "
     words += f"--epochs {chosen.epochs:g}"
     words += f" --image-size {chosen.image_size}" if chosen.image_size else ""
-    first = f" after a first stage of {format_duration(before)}" if before else ""
-    return (
-        f"Plan for {format_duration(seconds)}: {words}{first}; an epoch takes "
-        f"{format_duration(pace.epoch)}, and the recipe has {pace.usual:g}"
-    )
+    words += f" after a first stage of {format_duration(before)}" if before else ""
+    words += f"; an epoch takes {format_duration(pace.epoch)}"
+    words += f". The recipe has {pace.usual:.3g} epochs"
+    if pace.size < max(sizes, default=0):
+        words += f"; larger images would allow fewer than {_ENOUGH * pace.usual:.3g}"
+    return f"Plan for {format_duration(seconds)}: {words}"

@@ -81,8 +81,9 @@ def test_images_that_are_slower_than_their_area_says_are_smaller(flags, monkeypa
 
 
 def test_short_of_time_a_run_has_only_its_first_stage(flags):
-    flags.minutes = 60 / 60  # leaves nothing for the second stage
+    flags.minutes, flags.batch = 60 / 60, 4  # leaves nothing for the second stage
     chosen, summary = plan_run(flags, lambda cfg: None)
+    assert chosen.batch is None  # it was for the second stage
     assert chosen.config_file == "custom/cached_retinanet_lite0_probe.yaml"
     expected = (0.95 * 60 - SETUP - PLANNING) / (EVALUATION + CACHED_STEP)
     assert chosen.epochs == pytest.approx(expected, abs=0.05)
