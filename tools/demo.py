@@ -86,10 +86,13 @@ def run_demo(args: argparse.Namespace) -> None:
         runs[name], cfg = trainer.cfg.OUTPUT_DIR, trainer.cfg
         result[name] = {key: round(metrics.get(key, float("nan")), 2) for key in ("AP", "AP50")}
     print("3/3  drawing the report", flush=True)
+    pretrained, random = (f"{result[name]['AP50']:.0f} %" for name in ENCODERS)
     lead = (
-        f"RetinaNet's head, trained in {format_duration(seconds[ENCODERS[0]])} on "
-        f"{trainer.data_loader.num_images} images with the frozen, pre-trained encoder {shipped}, "
-        "beside the same with a random encoder. All figures are of other images."
+        f"In {format_duration(seconds[ENCODERS[0]])}, the head of a RetinaNet learned from "
+        f"{trainer.data_loader.num_images} images to find blood cells with the frozen encoder "
+        f"{shipped.removeprefix('qbheat://')}. Its AP50 on 40 other images is {pretrained}. With a "
+        f"random encoder, it is {random}. The annotators missed some cells, so some detections "
+        "that count as wrong are right."
     )
     page = write_report(runs, output / "report.html", cfg.MODEL.DEVICE, lead)
     result["seconds"] = round(time.monotonic() - start, 1)

@@ -190,10 +190,19 @@ def plot_ap(runs: Sequence[RunDetections], class_names: Sequence[str]) -> MplFig
 def draw_predictions(
     dataset: DetectionSet, runs: Sequence[RunDetections], number: int
 ) -> dict[str, Image]:
-    """Draws ground truth and detections on the ``number`` images with the most errors."""
+    """Draws ground truth and detections on ``number`` images.
+
+    Chooses the images with the most errors or, for several runs, those on which the runs' numbers
+    of errors differ most.
+    """
     counts = [metrics.count_errors_by_image(run.errors, run.threshold) for run in runs]
     records = sorted(dataset.content["images"], key=lambda record: record["id"])
-    records.sort(key=lambda record: -sum(count[record["id"]] for count in counts))
+
+    def rank(record: Mapping[str, Any]) -> int:
+        errors = [count[record["id"]] for count in counts]
+        return min(errors) - max(errors) if len(errors) > 1 else -errors[0]
+
+    records.sort(key=rank)
     truth = runs[0].errors.truth
     sources = [("Ground truth", truth, np.full(len(truth.classes), np.inf), 0.0)]
     sources += [(f"{run.label}, scores from {run.threshold:.2g}", run.errors.found,
@@ -257,6 +266,9 @@ def _explain(runs: Sequence[RunDetections]) -> list[str]:
         "AP is COCO's and uses all detections. Errors and images use detections from a score "
         f"threshold: {thresholds}. By default it maximizes F1 at IoU 0.50 (--threshold).",
         "A correct detection matches a box of its class at IoU 0.50. A missed box has no match.",
+        "The images are those on which the runs' numbers of errors differ most."
+        if len(runs) > 1
+        else "The images are those with the most errors.",
     ]
 
 

@@ -2,6 +2,7 @@
 """Metrics and types of errors by hand; figures of detections."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -160,6 +161,15 @@ def test_metrics_of_inference_are_those_computed_by_hand(data, tmp_path):
         "confusion",
     ]  # fmt: skip
     assert all(path.stat().st_size for path in write_figure(figure, tmp_path / "figures"))
+
+
+def test_several_runs_are_shown_where_their_errors_differ_most(data, tmp_path, monkeypatch):
+    counts = iter([Counter({1: 5, 2: 5}), Counter({1: 5, 2: 1, 3: 2})])  # by image id
+    monkeypatch.setattr(detections.metrics, "count_errors_by_image", lambda *_: next(counts))
+    paths = [write_detector(tmp_path / "one", data), write_detector(tmp_path / "two", data)]
+    shown = [f"{i}.png" for i in (2, 3)]
+    figure = draw(*paths, images=2, threshold=0.1)
+    assert [figure.images[f"predictions_{i}"].caption for i in (1, 2)] == shown
 
 
 def test_confusions_and_errors_by_image_are_those_counted_by_hand():
