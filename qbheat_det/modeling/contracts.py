@@ -161,7 +161,7 @@ def needs_teacher(model: nn.Module) -> bool:
 class SupportsLayerGroups(Protocol):
     """A backbone that groups its parameters by layer, as timm's models do."""
 
-    def group_matcher(self, coarse: bool = False) -> Any:
+    def group_matcher(self) -> Any:
         """Returns patterns of parameter names. See ``timm.models.group_parameters``."""
 
 

@@ -37,10 +37,9 @@ def _state(model):
 def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(tmp_path, caplog):
     stored = save_detector(tmp_path / "w.safetensors")
     model = TinyDetector(seed=9)
-    # A folder without checkpoints does not keep it from starting with the weights.
     checkpointer = SafeCheckpointer(model, str(tmp_path / "none"), class_names=CLASSES)
     assert not checkpointer.has_checkpoint()
-    rest = checkpointer.resume_or_load(str(tmp_path / "w.safetensors"), resume=True)
+    rest = checkpointer.load(str(tmp_path / "w.safetensors"))
     torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
     assert "9/9 backbone tensors; 4/4 decoder tensors" in caplog.text
     assert rest["info"]["class_names"] == list(CLASSES)
@@ -90,7 +89,7 @@ def test_weights_of_other_classes_are_neither_resumed_nor_evaluated(tmp_path):
         for kind in (SafeCheckpointer, ExactCheckpointer):
             checkpointer = kind(TinyDetector(), str(tmp_path), class_names=names)
             with pytest.raises(UserError, match=r"model_0000001\.pth"):
-                checkpointer.resume_or_load("", resume=True)
+                checkpointer.resume(checkpointer.find_checkpoint_to_resume())
 
 
 def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path):
@@ -167,7 +166,7 @@ def _run_of(folder, iterations):
 def _resume(folder):
     model, counter = TinyDetector(seed=99), _Counter()
     checkpointer = SafeCheckpointer(model, str(folder), counter=counter)
-    return model, counter, checkpointer.resume_or_load("", resume=True)
+    return model, counter, checkpointer.resume(checkpointer.find_checkpoint_to_resume())
 
 
 def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path):
@@ -177,7 +176,7 @@ def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path):
     assert (counter.value, rest["iteration"]) == (7, 7)
     counter = _Counter()
     checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path / "new"), counter=counter)
-    checkpointer.resume_or_load(str(tmp_path / "model_0000007.pth"), resume=True)
+    checkpointer.load(str(tmp_path / "model_0000007.pth"), checkpointables=[])
     assert counter.value == 0
     # Weights without the rest of a run, and a damaged file alone, are not resumed from.
     SafeCheckpointer(TinyDetector(), str(tmp_path / "bare")).save("model_0000003", iteration=3)
