@@ -17,7 +17,7 @@ from qbheat_det.core.environment import import_own_modules
 from qbheat_det.modeling.pretrain import QBHeat
 
 from .engine.tiny_pretraining import TINY_ENCODER
-from .engine.tiny_training import forget_runs, read_opts
+from .engine.tiny_training import forget_runs, read_opts, words_of
 from .modeling.tiny_pretraining import make_tiny_config
 from .tool_modules import load_tool
 from .toy_set import draw_toy_set
@@ -50,7 +50,7 @@ def _reader(tmp_path, monkeypatch):
     (tmp_path / "mine" / "centres.py").write_text(MODEL, encoding="utf-8")
     (tmp_path / "mine" / "centres.yaml").write_text(RECIPE, encoding="utf-8")
     cfg = make_tiny_config()
-    cfg.merge_from_list([word for pair in TINY_ENCODER.items() for word in pair])
+    cfg.merge_from_list(words_of(TINY_ENCODER))
     info = WeightsInfo(pretrain_only_modules=QBHeat.pretrain_only_modules)
     (tmp_path / "output" / "pretraining").mkdir(parents=True)
     weights = str(tmp_path / "output/pretraining/model_final.safetensors")
@@ -78,8 +78,7 @@ def test_the_page_trains_evaluates_tunes_probes_and_counts(tmp_path, monkeypatch
     for command in COMMANDS[1:]:  # train, evaluate, tune, probe
         assert command[:2] == ["qbheat", "train"]
         forget_runs()
-        fast = [word for pair in FAST.items() for word in pair]
-        monkeypatch.setattr(sys, "argv", [*command[1:], *fast, *flags])
+        monkeypatch.setattr(sys, "argv", [*command[1:], *words_of(FAST), *flags])
         tool.invoke_main()
     assert json.dumps(results[0]) == json.dumps(results[1])
     assert "AP" in results[0]["bbox"]

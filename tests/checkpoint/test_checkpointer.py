@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
+from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo
 from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import CLASSES, TinyDetector, save_detector
 
@@ -51,19 +51,6 @@ def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(tmp_path
     exact = ExactCheckpointer(TinyDetector())
     exact.load(str(tmp_path / "w.pth"))
     assert str(exact.report) == "8/8 backbone tensors; 4/4 decoder tensors"
-
-
-def test_other_pixels_are_warned_of(tmp_path, caplog):
-    model, path = TinyDetector(), str(tmp_path / "w.safetensors")
-    buffer = torch.tensor([9.0, 8.0, 7.0]).view(-1, 1, 1)
-    model.register_buffer("pixel_mean", buffer, persistent=False)
-    for mean, warning in (((9.0, 8.0, 7.0), ""), ((7.0, 8.0, 9.0), "INPUT.FORMAT")):
-        caplog.clear()
-        save_weights(path, model.state_dict(), WeightsInfo(pixel_mean=mean))
-        SafeCheckpointer(model).load(path)
-        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert len(warnings) == bool(warning)
-        assert warning in "".join(warnings)
 
 
 def test_other_classes_keep_their_rows_by_name_and_are_listed(tmp_path, caplog):

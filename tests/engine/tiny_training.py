@@ -26,6 +26,11 @@ def read_opts(text):
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
+def words_of(opts):
+    """Returns the words that ``read_opts`` reads."""
+    return [word for pair in opts.items() for word in pair]
+
+
 CONFIG = get_config_path("quick_schedules/retinanet_small_cells.yaml")
 TINY_ENCODER = {
     "MODEL.MOBILE_FORMER.VARIANT": "custom",
@@ -69,9 +74,7 @@ def forget_runs():
 def parse_run(config, opts, *flags):
     """Returns the arguments of ``tools/train_net.py``, for a run as in a new process."""
     forget_runs()
-    return parse_args(
-        ["--config-file", config, *flags, *(w for pair in opts.items() for w in pair)]
-    )
+    return parse_args(["--config-file", config, *flags, *words_of(opts)])
 
 
 def start_run(args):
@@ -80,6 +83,13 @@ def start_run(args):
     setup(cfg, args)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=args.resume)
+    return trainer
+
+
+def train_recipe(config, output_dir, opts, *flags):
+    """Trains to the end, and leaves the last results in ``_last_eval_results``."""
+    trainer = start_run(parse_run(config, {**opts, "OUTPUT_DIR": str(output_dir)}, *flags))
+    trainer.train()
     return trainer
 
 

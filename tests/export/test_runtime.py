@@ -127,9 +127,7 @@ def test_invalid_files_are_refused_by_name(tmp_path):
     _check_refused(write(tmp_path / "bare.onnx", DETECTOR))
     _check_refused(write(tmp_path / "other.onnx", ENCODER, **describe()))
     for change in _CHANGES:  # descriptions with other types
-        path = write(tmp_path / "x.onnx", DETECTOR, **describe(**change))
-        with pytest.raises(UserError, match=re.escape(str(path))):
-            ExportedModel.open(path)
+        _check_refused(write(tmp_path / "x.onnx", DETECTOR, **describe(**change)))
 
 
 def test_a_shared_encoder_that_lacks_a_part_or_has_another_is_refused(tmp_path):

@@ -163,19 +163,23 @@ class QuerySelection(nn.Module):
             x = F.relu(norm(mixed)).permute(0, 3, 1, 2)
         features = x.flatten(2).transpose(1, 2)  # (N, P, C)
         logits = self.class_embed(features).float()
-        if padding is not None:
-            outside = padding.flatten(1)[..., None]
-            logits = torch.where(outside, logits.new_full((), _NEVER), logits)
         height, width = x.shape[-2:]
+        anchors = self._anchors((height, width), padding, logits)
+        boxes = refine_boxes(anchors, self.bbox_embed(features).float())
+        if padding is not None:  # positions outside the image become empty proposals
+            outside = padding.flatten(1)[..., None]
+            logits = logits.masked_fill(outside, _NEVER)
+            boxes = boxes.masked_fill(outside, 0.5)
+            features = features.masked_fill(outside, 0.0)
         scores = logits[..., :-1].amax(dim=-1).detach()
         around = F.max_pool2d(scores.view(-1, 1, height, width), 3, stride=1, padding=1)
-        anchors = self._anchors((height, width), padding, logits)
+        distinct = scores >= around.flatten(1)
         return Proposals(
             logits=logits,
-            boxes=refine_boxes(anchors, self.bbox_embed(features).float()),
+            boxes=boxes,
             anchors=anchors,
             features=features,
-            distinct=scores >= around.flatten(1),
+            distinct=distinct if padding is None else distinct & ~padding.flatten(1),
             num_positions=(height * width,),
         )
 

@@ -202,24 +202,3 @@ def test_boxes_start_as_squares_of_four_strides_and_at_most_the_image():
     boxes = decoder([x.float() for x in features(64, 96)])["proposals"].boxes
     sides = [(1, 1)] * 6 + [(64 / 96, 1)] * 24 + [(32 / 96, 32 / 64)] * 96  # width and height
     assert_close(boxes[..., 2:], torch.tensor(sides).expand(2, -1, -1))
-
-
-def test_a_padded_batch_gives_what_its_images_give_alone():
-    decoder = build_decoder().double().eval()
-    randomise_(decoder, gain=0.5)
-    sizes = [(64, 96), (96, 64)]
-    alone = [features(*size, images=1) for size in sizes]
-    padding = torch.ones(2, 1, 12, 12, dtype=torch.bool)
-    together = [
-        torch.full((2, x.shape[1], 12 // s, 12 // s), 9.0).double()
-        for s, x in zip((1, 2, 4), alone[0], strict=True)
-    ]
-    for image, maps in enumerate(alone):
-        for batch, x in zip(together, maps, strict=True):
-            batch[image, :, : x.shape[2], : x.shape[3]] = x[0]
-        padding[image, :, : maps[0].shape[2], : maps[0].shape[3]] = False
-    outputs = decoder(together, padding)
-    for image, maps in enumerate(alone):
-        single = decoder(maps)
-        for key in ("pred_logits", "pred_boxes"):
-            assert_close(outputs[key][:, image], single[key][:, 0], rtol=0, atol=1e-9)
