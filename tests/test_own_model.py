@@ -17,9 +17,8 @@ from qbheat_det.core.environment import import_own_modules
 from qbheat_det.modeling.pretrain import QBHeat
 
 from .engine.tiny_pretraining import TINY_ENCODER
-from .engine.tiny_training import forget_runs, read_opts, words_of
+from .engine.tiny_training import forget_runs, read_opts, run_tool, words_of
 from .modeling.tiny_pretraining import make_tiny_config
-from .tool_modules import load_tool
 from .toy_set import draw_toy_set
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,16 +69,12 @@ def _reader(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_reader")
 def test_the_page_trains_evaluates_tunes_probes_and_counts(tmp_path, monkeypatch, capsys):
-    data, tool, results = draw_toy_set(tmp_path, 12), load_tool("train_net"), []
-    run = lambda main, args: results.append(main(args))  # noqa: E731
-    monkeypatch.setattr("qbheat_det.engine.run_distributed", run)
+    data, results = draw_toy_set(tmp_path, 12), []
     files = str(data / "annotations.json"), str(data / "images")
     flags = ["--data", files[0], "--val", files[0], "--images", files[1]]
     for command in COMMANDS[1:]:  # train, evaluate, tune, probe
         assert command[:2] == ["qbheat", "train"]
-        forget_runs()
-        monkeypatch.setattr(sys, "argv", [*command[1:], *words_of(FAST), *flags])
-        tool.invoke_main()
+        results.append(run_tool([*command[2:], *words_of(FAST), *flags]))
     assert json.dumps(results[0]) == json.dumps(results[1])
     assert "AP" in results[0]["bbox"]
     before, _ = read_weights("output/pretraining/model_final.safetensors")

@@ -10,10 +10,9 @@ from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.plan import find_first_stage, start_from
-from tests.tool_modules import load_tool
 
 from .test_resume import assert_same_bits
-from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state, words_of
+from .tiny_training import TINY_ENCODER, read_opts, run_tool, state, words_of
 
 CONFIG = "quick_schedules/retinanet_small_cells.yaml"
 FIRST = """
@@ -60,13 +59,8 @@ def data(few_data):
 
 def train(config, data, output, opts, *flags):
     """Runs ``tools/train_net.py`` in this process."""
-    forget_runs()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qbheat_det.engine.run_distributed", lambda main, args: main(args))
-        load_tool("train_net").invoke_main(
-            ["--config-file", str(config), "--data", data, "--val", data, "--output", str(output),
-             *flags, *words_of(opts)]
-        )  # fmt: skip
+    words = ["--config-file", str(config), "--data", data, "--val", data, "--output", str(output)]
+    run_tool([*words, *flags, *words_of(opts)])
 
 
 def assert_same_weights(folder, other):

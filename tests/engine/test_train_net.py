@@ -18,7 +18,7 @@ from qbheat_det.engine.evaluation import Evaluation
 from tests.tool_modules import load_tool
 
 from . import tiny_training
-from .tiny_training import TINY_ENCODER, forget_runs, losses, read_opts, state, words_of
+from .tiny_training import TINY_ENCODER, losses, read_opts, run_tool, state, words_of
 
 RETINANET = "quick_schedules/retinanet_285M_cells.yaml"
 FAST = [
@@ -37,20 +37,12 @@ FAST = [
 @pytest.fixture(scope="module")
 def run(few_data):
     """Runs the tool in this process on the tiny set; returns its results."""
-    module = load_tool("train_net")
 
     def go(config, *opts, flags=()):
-        results = []
         json_file, images = str(few_data / "annotations.json"), str(few_data / "images")
         data = ["--data", json_file, "--val", json_file, "--images", images]
-        argv = ["--config-file", get_config_path(config), *data, *flags, *FAST, *opts]
-        forget_runs()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "qbheat_det.engine.run_distributed", lambda main, args: results.append(main(args))
-            )
-            module.invoke_main(argv)
-        return results[0]
+        config_file = ["--config-file", get_config_path(config)]
+        return run_tool([*config_file, *data, *flags, *FAST, *opts])
 
     return go
 

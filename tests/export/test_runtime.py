@@ -20,6 +20,7 @@ from qbheat_det.inference.exported import (
     ExportInfo,
     SharedEncoderModel,
 )
+from tests.data.pictures import save
 from tests.tool_modules import TOOLS, load_tool, refuse
 
 onnx = pytest.importorskip("onnx")
@@ -164,9 +165,8 @@ def test_other_images_and_failures_inside_are_errors(tmp_path):
 
 def test_the_program_in_the_docs_needs_onnxruntime_and_numpy_alone(tmp_path):
     write(tmp_path / "detector.onnx", DETECTOR, **describe())
-    exif = Image.Exif()
-    exif[0x0112] = 6  # as phones write 20 by 40 pixels
-    Image.new("RGB", (40, 20), (255, 0, 0)).save(tmp_path / "photo.jpg", exif=exif)
+    red = np.full((20, 40, 3), (255, 0, 0), np.uint8)
+    save(tmp_path / "photo.jpg", red, orientation=6)  # as phones write 20 by 40 pixels
     page = (TOOLS.parent / "docs" / "export.md").read_text("utf-8")
     (program,) = (text for text in page.split("```") if text.startswith("python\nimport json"))
     # As on a machine without them: importing any of these fails.
