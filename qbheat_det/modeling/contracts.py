@@ -148,7 +148,7 @@ def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]
 
 
 def masks_padding(model: object) -> bool:
-    """Returns True if the results of an image do not depend on its padding."""
+    """Returns whether the results of an image are independent of its padding."""
     return bool(getattr(model, "masks_padding", False))
 
 
