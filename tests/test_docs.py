@@ -12,14 +12,13 @@ from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
-import cv2
 import pytest
 from detectron2.checkpoint import DetectionCheckpointer
 
 import qbheat_det
 from qbheat_det.api import Detections, Detector
 from qbheat_det.config import defaults, get_cfg
-from tests.data.pictures import draw, save
+from tests.data.pictures import draw, save, save_video
 from tests.toy_set import draw_toy_set
 
 from .import_graph import ALLOWED
@@ -222,12 +221,7 @@ def test_the_code_of_the_python_page_runs(count, written, tmp_path, monkeypatch)
     (tmp_path / "photos").mkdir()
     for name in ("photo.jpg", "photos/a.jpg", "photos/b.jpg"):
         save(tmp_path / name, draw(120, 90, seed=len(name)))
-    writer = cv2.VideoWriter(
-        str(tmp_path / "video.mp4"), cv2.VideoWriter.fourcc(*"mp4v"), 5, (96, 64)
-    )
-    for index in range(2):
-        writer.write(draw(96, 64, seed=index))
-    writer.release()
+    save_video(tmp_path / "video.mp4", [draw(96, 64, seed=index) for index in range(2)])
     toy = draw_toy_set(tmp_path, 20)
     (tmp_path / "train.json").write_bytes((toy / "annotations.json").read_bytes())
     (toy / "images").rename(tmp_path / "images")

@@ -7,16 +7,15 @@ import sys
 import threading
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 from detectron2.modeling import build_model
 from detectron2.structures import BoxMode
-from PIL import Image
 
 import qbheat_det.api  # noqa: F401  its imports are not counted
 from qbheat_det.config import get_config_path, load_config
 from qbheat_det.data import build_mapper
 
+from .data.pictures import draw, save
 from .tool_modules import load_tool
 
 OF_PREDICT, OF_TRAINING = 27, 13
@@ -41,18 +40,11 @@ def modules_entered():
         threading.setprofile(None)
 
 
-def save_image(path):
-    """Writes noise as a JPEG of 120 x 90 pixels."""
-    pixels = np.random.default_rng(0).integers(0, 255, (90, 120, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
-    return path
-
-
 def test_one_image_through_predict_enters_few_modules(tmp_path, monkeypatch):
     for name in ("qbheat_det", "detectron2", "fvcore"):  # those of a run before in this process
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     predict = load_tool("predict")
-    image, drawn = save_image(tmp_path / "image.jpg"), tmp_path / "drawn"
+    image, drawn = save(tmp_path / "image.jpg", draw(120, 90)), tmp_path / "drawn"
     with modules_entered() as entered:
         command = f"--weights qbheat://retinanet/285M_bccd --images {image} --output {drawn}"
         predict.main([*command.split(), "--device", "cpu"])
@@ -62,12 +54,12 @@ def test_one_image_through_predict_enters_few_modules(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_prediction_imports_no_training_and_no_drawing(tmp_path):
-    image = save_image(tmp_path / "image.jpg")
+    image = save(tmp_path / "image.jpg", draw(120, 90))
     large = ("scipy", "matplotlib", "pandas", "onnx", "fsspec", "jinja2", "qbheat_det.engine")
     large += ("qbheat_det.analysis", "qbheat_det.export", "qbheat_det.feature_cache")
     program = f"""if True:
         import sys, qbheat_det
-        qbheat_det.load("retinanet/285M_bccd", device="cpu").predict({str(image)!r})
+        qbheat_det.load("retinanet/285M_bccd", device="cpu").predict({image!r})
         print(*{{*sys.modules}} & {{*{large}}})
     """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
@@ -83,8 +75,7 @@ def test_a_training_step_enters_few_modules(tmp_path):
     model, mapper = build_model(cfg).train(), build_mapper(cfg, is_train=True)
     records = []
     for number, (height, width) in enumerate([(96, 128), (128, 96)]):
-        name = str(tmp_path / f"{number}.png")
-        Image.fromarray(np.zeros((height, width, 3), dtype=np.uint8)).save(name)
+        name = save(tmp_path / f"{number}.png", draw(width, height))
         record = {"file_name": name, "height": height, "width": width, "image_id": number}
         records.append({**record, "annotations": [OBJECT]})
     with modules_entered() as entered:

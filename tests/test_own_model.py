@@ -17,9 +17,8 @@ from qbheat_det.core.environment import import_own_modules
 from qbheat_det.modeling.pretrain import QBHeat
 
 from .engine.tiny_pretraining import TINY_ENCODER
-from .engine.tiny_training import forget_runs, read_opts
+from .engine.tiny_training import forget_runs, read_opts, run_tool, words_of
 from .modeling.tiny_pretraining import make_tiny_config
-from .tool_modules import load_tool
 from .toy_set import draw_toy_set
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +49,7 @@ def _reader(tmp_path, monkeypatch):
     (tmp_path / "mine" / "centres.py").write_text(MODEL, encoding="utf-8")
     (tmp_path / "mine" / "centres.yaml").write_text(RECIPE, encoding="utf-8")
     cfg = make_tiny_config()
-    cfg.merge_from_list([word for pair in TINY_ENCODER.items() for word in pair])
+    cfg.merge_from_list(words_of(TINY_ENCODER))
     info = WeightsInfo(pretrain_only_modules=QBHeat.pretrain_only_modules)
     (tmp_path / "output" / "pretraining").mkdir(parents=True)
     weights = str(tmp_path / "output/pretraining/model_final.safetensors")
@@ -70,17 +69,12 @@ def _reader(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_reader")
 def test_the_page_trains_evaluates_tunes_probes_and_counts(tmp_path, monkeypatch, capsys):
-    data, tool, results = draw_toy_set(tmp_path, 12), load_tool("train_net"), []
-    run = lambda main, args: results.append(main(args))  # noqa: E731
-    monkeypatch.setattr("qbheat_det.engine.run_distributed", run)
+    data, results = draw_toy_set(tmp_path, 12), []
     files = str(data / "annotations.json"), str(data / "images")
     flags = ["--data", files[0], "--val", files[0], "--images", files[1]]
     for command in COMMANDS[1:]:  # train, evaluate, tune, probe
         assert command[:2] == ["qbheat", "train"]
-        forget_runs()
-        fast = [word for pair in FAST.items() for word in pair]
-        monkeypatch.setattr(sys, "argv", [*command[1:], *fast, *flags])
-        tool.invoke_main()
+        results.append(run_tool([*command[2:], *words_of(FAST), *flags]))
     assert json.dumps(results[0]) == json.dumps(results[1])
     assert "AP" in results[0]["bbox"]
     before, _ = read_weights("output/pretraining/model_final.safetensors")

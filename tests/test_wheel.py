@@ -172,7 +172,6 @@ ENTRIES = [entry for entry in list_entries() if entry.distribution is None]
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_a_shipped_entry_gives_the_outputs_that_were_measured(entry, monkeypatch):
     monkeypatch.delenv("QBHEAT_ZOO", raising=False)
-    assert (SHIPPED / entry.stored.file).is_file()
     trained = open_trained(str(fetch(entry)), device="cpu")
     for field, value in describe_model(trained).items():
         assert getattr(entry, field) == value

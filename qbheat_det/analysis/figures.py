@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qbheat_det.core.files import write_atomically
 
-_SUFFIXES = {"image/svg+xml": ".svg", "image/jpeg": ".jpg", "image/png": ".png"}
+_SUFFIXES = {"image/svg+xml": ".svg", "image/jpeg": ".jpg"}
 
 
 class NotApplicable(Exception):
@@ -65,7 +65,7 @@ class Figure:
 
 
 def write_figure(figure: Figure, folder: Path) -> list[Path]:
-    """Writes ``<name>.json`` and ``<name>_<image>.<svg, jpg or png>``.
+    """Writes ``<name>.json``, and ``<name>_<image>.svg`` or ``.jpg`` for each image.
 
     Also removes the files of an earlier figure of that name. Returns the paths, JSON first.
     """
@@ -91,14 +91,16 @@ def write_figure(figure: Figure, folder: Path) -> list[Path]:
 
 
 def remove_figure(name: str, folder: Path) -> None:
-    """Removes only the files that ``write_figure`` wrote for a figure."""
+    """Removes the files that ``write_figure`` wrote for a figure, and no others."""
     about = folder / f"{name}.json"
     try:
         content = json.loads(about.read_bytes())
-        images = [str(image) for image in content["files"]]
-        own = re.compile(rf"{re.escape(content['name'])}_[\w-]+\.(svg|jpg|png)")
+        is_figure, images = content["name"] == name, [str(image) for image in content["files"]]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return
+    if not is_figure:
+        return
+    own = re.compile(rf"{re.escape(name)}_[\w-]+\.(svg|jpg)")
     for image in filter(own.fullmatch, images):  # the file may have been edited
         (folder / image).unlink(missing_ok=True)
     about.unlink()

@@ -22,7 +22,7 @@ from qbheat_det.inference.drawing import BACKGROUND, Color, RGBImage, draw_boxes
 
 from .figures import Image
 
-Format = Literal["svg", "png", "jpg"]
+Format = Literal["svg", "jpg"]
 
 INK, QUIET = "#1c1e21", "#63676e"
 """Colors of text and of axes."""
@@ -34,8 +34,8 @@ _DASHES = ("-", "--", ":", "-.")
 _LONGEST_NAME = 40
 _MOST_NAMED, _MOST_LISTED = 110, 30  # in a confusion matrix: named classes, listed confusions
 _GAP = 4  # pixels between the images of a grid
-_DPI = {"svg": 160, "png": 160, "jpg": 100}
-_MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png", "jpg": "image/jpeg"}
+_DPI = {"svg": 160, "jpg": 100}
+_MEDIA_TYPES = {"svg": "image/svg+xml", "jpg": "image/jpeg"}
 
 themed = matplotlib.rc_context(fname=Path(__file__).with_name("theme.mplstyle"))
 """Decorator of functions that draw. Within the function, matplotlib uses the theme's settings."""

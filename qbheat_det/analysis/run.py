@@ -118,7 +118,7 @@ class Run:
         if self.kind != kind:
             raise NotApplicable(f"'{self.label}' is a {self.kind} run, not a {kind} run")
 
-    def find_set(self, split: Split = "test") -> str:
+    def find_set(self, split: Split) -> str:
         """Registers the run's first dataset of a split (see ``run.json``), and returns its name.
 
         Raises ``NotApplicable`` if the run has no such dataset, or the dataset cannot be read.

@@ -50,7 +50,6 @@ class SafeCheckpointer(DetectionCheckpointer):
         *,
         class_names: Sequence[str] = (),
         allow_partial: bool = False,
-        save_to_disk: bool | None = None,
         **checkpointables: Any,
     ) -> None:
         """
@@ -59,15 +58,14 @@ class SafeCheckpointer(DetectionCheckpointer):
             save_dir: folder of the checkpoints.
             class_names: the model's classes, in contiguous order; empty if unknown.
             allow_partial: load the tensors that fit, even if some are missing or do not fit.
-            save_to_disk: whether this process saves; None saves on the main process only.
             checkpointables: objects with ``state_dict`` and ``load_state_dict``.
         """
-        super().__init__(model, save_dir, save_to_disk=save_to_disk, **checkpointables)
+        super().__init__(model, save_dir, **checkpointables)
         self.class_names = tuple(class_names)
         self.allow_partial = allow_partial
         self.report: LoadReport | None = None
         self.info: WeightsInfo | None = None
-        if self.save_dir and self.save_to_disk:
+        if self.save_dir and self.save_to_disk:  # on the main process only
             remove_leftovers(self.save_dir)
 
     def save(self, name: str, **kwargs: Any) -> None:
@@ -101,15 +99,6 @@ class SafeCheckpointer(DetectionCheckpointer):
         Raises a ``UserError`` if the checkpoint and the model differ in classes or tensors.
         """
         return self._load_file_into_model(path, None, resuming=True)
-
-    def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
-        """Loads the last checkpoint if ``resume`` is True and there is one, otherwise ``path``.
-
-        See ``find_checkpoint_to_resume``. Checkpointables are loaded only if the run is resumed.
-        """
-        if not (resume and self.has_checkpoint()):
-            return self.load(path, checkpointables=[])
-        return self.resume(self.find_checkpoint_to_resume())
 
     def has_checkpoint(self) -> bool:
         """Whether there is a ``last_checkpoint`` file or a complete checkpoint."""

@@ -78,10 +78,10 @@ def list_versions() -> dict[str, str]:
 
 
 @functools.cache
-def find_commit(checkout: Path = _CHECKOUT) -> str:
-    """Returns the commit of a checkout's code, with ``-dirty`` if there are uncommitted changes.
+def find_commit() -> str:
+    """Returns the commit of this package's code, and ``-dirty`` if there are uncommitted changes.
 
-    Empty for an installed wheel, or if git is not available.
+    Returns "" for an installed wheel, or if git is not available.
     """
     # In a git hook, GIT_DIR and similar variables may refer to a different repository.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
@@ -89,7 +89,7 @@ def find_commit(checkout: Path = _CHECKOUT) -> str:
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", *arguments]
         run = subprocess.run(
-            command, check=True, cwd=checkout, env=environment, capture_output=True, text=True,
+            command, check=True, cwd=_CHECKOUT, env=environment, capture_output=True, text=True,
             timeout=20,
         )  # fmt: skip
         return run.stdout.strip()

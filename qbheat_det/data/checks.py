@@ -47,9 +47,9 @@ def raise_first(errors: Sequence[DataError]) -> None:
         raise UserError(errors[0].message + (others if len(errors) > 1 else ""))
 
 
-def join_messages(errors: Iterable[DataError], limit: int = 10) -> str:
-    """Returns one line with the first ``limit`` messages and the number of the remaining ones."""
-    return join_first((error.message for error in errors), limit, separator="; ")
+def join_messages(errors: Iterable[DataError]) -> str:
+    """Returns one line with the first ten messages and the number of the remaining ones."""
+    return join_first((error.message for error in errors), 10, separator="; ")
 
 
 def check_input_keys(*rows: tuple[str, object, bool, str]) -> None:
@@ -153,7 +153,7 @@ def find_box_error(box: object, size: tuple[float, float]) -> str | None:
     return None
 
 
-def are_numbers(values: object, largest: float = _MAX_COORDINATE) -> bool:
+def are_numbers(values: object, largest: float) -> bool:
     """Returns whether a value is a list of numbers up to ``largest`` in magnitude, without nan."""
     if not isinstance(values, list):
         return False

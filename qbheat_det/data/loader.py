@@ -106,8 +106,8 @@ class TrainStream(Iterable[list[dict[str, Any]]]):
             unlabelled.skipped = self.skipped
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        # As a generator, this starts the workers at the first batch. A resumed run sets ``start``
-        # and ``seed`` before.
+        # A generator starts the workers at the first batch, after a resumed run has set ``start``
+        # and ``seed``.
         rank, world_size = comm.get_rank(), comm.get_world_size()
         shares = (cut(batch, world_size)[rank] for batch in self.batches())
         loader: Iterable[list[dict[str, Any]]] = DataLoader(

@@ -269,7 +269,7 @@ def _lay_out(x: Any) -> Any:
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
 
 
-def _distance(found: Any, expected: Any, *, is_ordered: bool = True) -> float:
+def _distance(found: Any, expected: Any, *, is_ordered: bool) -> float:
     """Returns the largest difference of outputs, relative to their largest value; NaN gives inf.
 
     If not ``is_ordered``, compares the sorted values of each output.

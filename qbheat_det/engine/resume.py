@@ -125,7 +125,7 @@ def check_same_config(saved: str, cfg: CfgNode) -> dict[str, object]:
     """
     before = without_retired(read_values(saved), "the checkpoint's config")
     now = read_values(dump_config(cfg))
-    now.pop("MODEL.WEIGHTS")  # are not read again
+    now.pop("MODEL.WEIGHTS")  # a resumed run does not read them
     if cfg.SEED < 0:  # keeps the seed of the run
         now["SEED"] = before.get("SEED", -1)
     changed = {

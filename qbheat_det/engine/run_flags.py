@@ -127,7 +127,7 @@ class RunFlags:
                 pairs += [key, text.get(name, str)(value)]
         given = [*pairs, *map(str, self.opts)]
         if "SOLVER.EPOCHS" in given[::2] and "SOLVER.MIN_ITER" not in given[::2]:
-            given += ["SOLVER.MIN_ITER", "0"]  # the number of epochs as asked for
+            given += ["SOLVER.MIN_ITER", "0"]  # exactly the given number of epochs
         return given
 
     def load_config(self) -> CfgNode:

@@ -147,7 +147,7 @@ class Trainer(DefaultTrainer):
         before = check_same_config(info.config if info else "", self.cfg)
         self.checkpointer.resume(self.resumed_from)
         self.start_iter = self.iter + 1
-        weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # that the run started from
+        weights = before.get("MODEL.WEIGHTS", self.cfg.MODEL.WEIGHTS)  # of the run's start
         self.cfg = with_values(self.cfg, {"SEED": self.seed, "MODEL.WEIGHTS": weights})
         self.cfg.freeze()
         self.data_loader.start, self.data_loader.seed = self.start_iter, self.seed

@@ -110,7 +110,7 @@ def _load(
 
 
 def _share_missing(store: FeatureStore) -> list[int]:
-    """Returns the files that are missing according to the main process, on all processes."""
+    """Returns the numbers of the files that are missing on the main process's disk."""
     return comm.all_gather(store.missing() if comm.is_main_process() else [])[0]
 
 

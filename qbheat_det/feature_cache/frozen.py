@@ -123,7 +123,7 @@ class CachedFeatures:
             self._make_test_sets()
 
     def _cache(self, title: str, stream: TrainStream, mapper: Mapper) -> CachedViews:
-        """Completes the cache of a stream. At the first call, ``mapper`` must have fixed views."""
+        """Completes the cache of a stream. At the first call, ``mapper`` must be ``FixedViews``."""
         if isinstance(mapper, FixedViews):
             self._views[title] = mapper
         return self._make(title, AllViews(stream.dataset, self._views[title]), is_train=True)

@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from .cpu_kernels import DynamicReLU, NormedConv2d, is_half_program, is_recorded
 from .padded_maps import halve, zero_padding
 
+_BRIDGE_HEADS = 2
+"""Attention heads of ``MobileToFormer`` and ``FormerToMobile``."""
+_FORMER_HEADS = 4
 Watcher = Callable[[Tensor], None]
 """A callback of ``attention.read_attention``, which a layer calls with its attention weights."""
 
@@ -25,10 +28,9 @@ Watcher = Callable[[Tensor], None]
 class MobileToFormer(nn.Module):
     """Bridge from feature map to tokens: tokens attend to pixels, which are not projected."""
 
-    def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
-        """Takes the tokens' width D, and the map's channels C, divisible by ``num_heads``."""
+    def __init__(self, *, token_dim: int, channels: int) -> None:
+        """Takes the tokens' width D, and the map's channels C, an even number."""
         super().__init__()
-        self.num_heads = num_heads
         self.watchers: list[Watcher] = []
         self.query = nn.Linear(token_dim, channels)
         self.gate = nn.Linear(token_dim, channels)
@@ -40,7 +42,7 @@ class MobileToFormer(nn.Module):
 
         ``padding`` (N, 1, H, W) is True outside the images. Padded pixels get no weight.
         """
-        query = _split_heads(self.query(tokens), self.num_heads)
+        query = _split_heads(self.query(tokens), _BRIDGE_HEADS)
         logits = _multiply_with_pixels(query * query.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
         if padding is not None:
             logits = logits.masked_fill(padding.flatten(2)[:, :, None], float("-inf"))
@@ -50,9 +52,9 @@ class MobileToFormer(nn.Module):
         pixels = x.flatten(2)  # (N, C, HW)
         if has_rows(x):
             found = _multiply(attention.flatten(1, 2), pixels.transpose(1, 2))
-            attended = _collect(found, self.num_heads)
+            attended = _collect(found, _BRIDGE_HEADS)
         else:
-            attended = attention @ pixels.unflatten(1, (self.num_heads, -1)).transpose(-2, -1)
+            attended = attention @ pixels.unflatten(1, (_BRIDGE_HEADS, -1)).transpose(-2, -1)
         attended = attended.transpose(1, 2).flatten(2)  # (N, M, C)
         gate = 2 * F.hardsigmoid(self.gate(tokens))
         return self.norm(tokens + self.project(gate * attended))
@@ -61,18 +63,17 @@ class MobileToFormer(nn.Module):
 class FormerToMobile(nn.Module):
     """Bridge from tokens to feature map: pixels, which are not projected, attend to tokens."""
 
-    def __init__(self, *, token_dim: int, channels: int, num_heads: int = 2) -> None:
-        """Takes the tokens' width D, and the map's channels C, divisible by ``num_heads``."""
+    def __init__(self, *, token_dim: int, channels: int) -> None:
+        """Takes the tokens' width D, and the map's channels C, an even number."""
         super().__init__()
-        self.num_heads = num_heads
         self.watchers: list[Watcher] = []
         self.key = nn.Linear(token_dim, channels)
         self.value = nn.Linear(token_dim, channels)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Takes a map (N, C, H, W) and tokens (N, M, D). Returns the updated map (N, C, H, W)."""
-        key = _split_heads(self.key(tokens), self.num_heads)
-        value = _split_heads(self.value(tokens), self.num_heads)
+        key = _split_heads(self.key(tokens), _BRIDGE_HEADS)
+        value = _split_heads(self.value(tokens), _BRIDGE_HEADS)
         # Tokens are the rows of the product, so that no copy of the feature map is needed.
         logits = _multiply_with_pixels(key * key.shape[-1] ** -0.5, x)  # (N, heads, M, HW)
         attention = _softmax(logits, dim=-2)
@@ -95,10 +96,9 @@ class FormerToMobile(nn.Module):
 class Former(nn.Module):
     """Transformer layer on tokens: self-attention with unprojected keys and values, and an MLP."""
 
-    def __init__(self, *, token_dim: int, num_heads: int = 4, drop_path: float = 0.0) -> None:
-        """Takes the tokens' width D, divisible by ``num_heads``, and the stochastic depth rate."""
+    def __init__(self, *, token_dim: int, drop_path: float) -> None:
+        """Takes the tokens' width D, divisible by 4, and the stochastic depth rate."""
         super().__init__()
-        self.num_heads = num_heads
         self.query = nn.Linear(token_dim, token_dim)
         self.project = nn.Linear(token_dim, token_dim)
         self.attention_norm = nn.LayerNorm(token_dim)
@@ -110,7 +110,7 @@ class Former(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Takes tokens (N, M, D) and returns updated tokens (N, M, D)."""
-        query, memory = (_split_heads(t, self.num_heads) for t in (self.query(tokens), tokens))
+        query, memory = (_split_heads(t, _FORMER_HEADS) for t in (self.query(tokens), tokens))
         attended = F.scaled_dot_product_attention(query, memory, memory)
         attended = self.project(attended.transpose(1, 2).flatten(2))
         tokens = self.attention_norm(tokens + self.drop_path(attended))

@@ -43,7 +43,7 @@ def zero_padding(x: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def resize_bilinear(
-    x: Tensor, size: Sequence[int], padding: Tensor | None = None, padding_out: Tensor | None = None
+    x: Tensor, size: Sequence[int], padding: Tensor | None, padding_out: Tensor | None
 ) -> Tensor:
     """Resizes ``x`` (N, C, H, W) to (N, C, H', W') bilinearly, as if no image was padded.
 

@@ -148,7 +148,7 @@ def normalise_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]
 
 
 def masks_padding(model: object) -> bool:
-    """Returns True if the results of an image do not depend on its padding."""
+    """Returns whether the results of an image are independent of its padding."""
     return bool(getattr(model, "masks_padding", False))
 
 
@@ -161,7 +161,7 @@ def needs_teacher(model: nn.Module) -> bool:
 class SupportsLayerGroups(Protocol):
     """A backbone that groups its parameters by layer, as timm's models do."""
 
-    def group_matcher(self, coarse: bool = False) -> Any:
+    def group_matcher(self) -> Any:
         """Returns patterns of parameter names. See ``timm.models.group_parameters``."""
 
 

@@ -153,7 +153,7 @@ def parameter_groups(
 def layers_above(backbone: nn.Module) -> dict[str, int]:
     """Returns, by parameter name, the number of layers above a parameter, including the head.
 
-    ``group_matcher(coarse)`` defines the layers, as in timm's models. The number is 1 for the last
+    ``group_matcher`` defines the layers, as in timm's models. The number is 1 for the last
     layer. It is 0 for parameters that belong to no layer, for example in a feature pyramid.
 
     Raises:
@@ -167,11 +167,11 @@ def layers_above(backbone: nn.Module) -> dict[str, int]:
     if not isinstance(backbone, SupportsLayerGroups):
         raise UserError(
             f"SOLVER.LAYER_DECAY: {type(backbone).__name__} does not name its layers: implement "
-            "timm's `group_matcher(coarse)`"
+            "timm's `group_matcher`"
         )
     parameters = [*backbone.named_parameters(), (_HEAD, None)]
     names = SimpleNamespace(named_parameters=lambda: parameters)
-    matcher = backbone.group_matcher(coarse=False)
+    matcher = backbone.group_matcher()
     layers: dict[str, int] = group_parameters(names, matcher, reverse=True)
     head = layers.pop(_HEAD)
     return {key: head - layer for key, layer in layers.items()}

@@ -32,7 +32,7 @@ def make_figure(*images):
         "spectrum",
         "Spectrum",
         ["What it shows."],
-        {name: Image(name.encode(), "image/png", name) for name in images},
+        {name: Image(name.encode(), "image/jpeg", name) for name in images},
         {
             "energy": torch.tensor([1.5, 2.0]),
             "rank": np.int64(3),
@@ -47,7 +47,7 @@ def make_figure(*images):
 
 def test_a_figure_is_strict_json_and_its_images(tmp_path):
     about, *images = write_figure(make_figure("a", "b_1"), tmp_path / "new")
-    names = ["spectrum_a.png", "spectrum_b_1.png"]
+    names = ["spectrum_a.jpg", "spectrum_b_1.jpg"]
     assert {path.name: path.read_bytes() for path in images} == dict(
         zip(names, (b"a", b"b_1"), strict=True)
     )
@@ -76,16 +76,17 @@ def test_a_figure_is_strict_json_and_its_images(tmp_path):
 
 def test_stale_images_are_removed_and_no_other_file(tmp_path):
     write_figure(make_figure("a", "b"), tmp_path)
-    others = {"spectrum_mine.png", "notes.txt", "curves.json", "inner.png"}
+    others = {"spectrum_mine.jpg", "notes.txt", "curves.json", "inner.jpg", "mine.json"}
+    other = {"name": "spectrum", "files": ["spectrum_mine.jpg"]}  # of another name than its file
     for name in others:
-        (tmp_path / name).write_text("{}")
+        (tmp_path / name).write_text(json.dumps(other if name == "mine.json" else {}))
     write_figure(make_figure("c"), tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"spectrum.json", "spectrum_c.png"} | others
+    assert left == {"spectrum.json", "spectrum_c.jpg"} | others
     # A JSON that was edited removes nothing but images of that figure.
-    named = ["spectrum_c.png", "notes.txt", "../a.png", "spectrum_/../inner.png", 3]
+    named = ["spectrum_c.jpg", "notes.txt", "../a.jpg", "spectrum_/../inner.jpg", 3]
     (tmp_path / "spectrum.json").write_text(json.dumps({"name": "spectrum", "files": named}))
-    for name in ("curves", "none", "../spectrum", "spectrum"):
+    for name in ("curves", "none", "../spectrum", "mine", "spectrum"):
         remove_figure(name, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == others
 

@@ -1,11 +1,10 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """A tiny detector, the zoo's smallest encoder, and a few photos."""
 
-import cv2
 import pytest
 
 import qbheat_det
-from tests.data.pictures import draw, save
+from tests.data.pictures import draw, save, save_video
 from tests.export.tiny_models import save as save_tiny
 
 
@@ -30,9 +29,6 @@ def photos(tmp_path_factory):
     folder = tmp_path_factory.mktemp("photos")
     for index, size in enumerate([(120, 90), (90, 120), (120, 90), (70, 70)]):
         save(folder / f"{index}.png", draw(*size, seed=index))
-    writer = cv2.VideoWriter(str(folder / "v.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 5, (96, 64))
-    for index in range(3):
-        writer.write(draw(96, 64, seed=index))
-    writer.release()
+    save_video(folder / "v.avi", [draw(96, 64, seed=index) for index in range(3)])
     (folder / "broken.jpg").write_bytes(b"no image")
     return folder

@@ -13,6 +13,7 @@ import qbheat_det
 from qbheat_det.api import predict_files
 from qbheat_det.core.errors import UserError
 from qbheat_det.inference.images import read_rgb
+from tests.data.pictures import draw, save
 from tests.export.tiny_models import save as save_tiny
 from tests.toy_set import draw_toy_set
 
@@ -129,9 +130,7 @@ def test_arguments_that_make_no_sense_are_refused(detector, photos):
 
 
 def test_a_turned_photo_is_upright_however_it_is_given(tmp_path):
-    exif = PIL.Image.Exif()
-    exif[0x0112] = 6
-    PIL.Image.fromarray(np.zeros((10, 30, 3), np.uint8)).save(tmp_path / "t.jpg", exif=exif)
+    save(tmp_path / "t.jpg", draw(30, 10), orientation=6)
     assert read_rgb(tmp_path / "t.jpg").shape == (30, 10, 3)
     assert read_rgb(PIL.Image.open(tmp_path / "t.jpg")).shape == (30, 10, 3)
 

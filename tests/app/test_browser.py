@@ -9,9 +9,9 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-import PIL.Image
 import pytest
 
+from tests.data.pictures import draw, save
 from tests.servers import serving
 
 pytest.importorskip("gradio", reason="the page needs Gradio: pip install -e .[app]")
@@ -34,8 +34,7 @@ def address(tmp_path_factory):
     folder = tmp_path_factory.mktemp("temporary")
     photos = tmp_path_factory.mktemp("photos")
     for number in range(6):
-        coarse = np.random.default_rng(number).integers(0, 255, (4, 4, 3), dtype=np.uint8)
-        PIL.Image.fromarray(coarse).resize((160, 120)).save(photos / f"{number}.png")
+        save(photos / f"{number}.png", draw(160, 120, seed=number))
     command = [sys.executable, str(TOOL), "--weights", ENTRY, "--images", str(photos)]
     own = {"TMPDIR": str(folder), "PYTHONPATH": str(TOOL.parents[1])}
     with serving(command, env={**os.environ, **own}) as url:
@@ -70,9 +69,7 @@ def photo(tmp_path):
     for cy in range(60, 300, 100):
         for cx in range(60, 400, 100):
             pixels[(y - cy) ** 2 + (x - cx) ** 2 < 38**2] = (190, 120, 120)
-    path = tmp_path / "cells.png"
-    PIL.Image.fromarray(pixels).save(path)
-    return path
+    return Path(save(tmp_path / "cells.png", pixels))
 
 
 def upload(page, *files):
@@ -89,10 +86,14 @@ def download(page):
         return json.loads(archive.read("boxes.json"))
 
 
-def test_boxes_of_an_image_follow_the_threshold(page, photo):
-    upload(page, photo)
+def test_boxes_follow_the_threshold_and_what_is_no_image_is_named(page, photo, tmp_path):
     page.get_by_role("button", name="Find objects").click()
-    page.get_by_text(f"1 of 1 files predicted by {ENTRY}").wait_for()
+    page.get_by_text("choose images first").wait_for()
+    (tmp_path / "script.png").write_bytes(b"%!PS\n(/etc/passwd) run")
+    upload(page, photo, tmp_path / "script.png")
+    page.get_by_role("button", name="Find objects").click()
+    page.get_by_text(f"1 of 2 files predicted by {ENTRY}").wait_for()
+    assert "script.png: not an image" in page.locator("#status").inner_text()
     many = download(page)
     assert many
     assert {box["file_name"] for box in many} == {"cells.png"}
@@ -102,19 +103,6 @@ def test_boxes_of_an_image_follow_the_threshold(page, photo):
     slider.press("End")
     page.get_by_text("cells.png: 0 boxes").first.wait_for()
     assert download(page) == []
-
-
-def test_a_file_that_is_no_image_is_named_and_the_others_are_predicted(page, photo, tmp_path):
-    (tmp_path / "script.png").write_bytes(b"%!PS\n(/etc/passwd) run")
-    upload(page, photo, tmp_path / "script.png")
-    page.get_by_role("button", name="Find objects").click()
-    page.get_by_text("1 of 2 files").wait_for()
-    assert "script.png: not an image" in page.locator("#status").inner_text()
-
-
-def test_nothing_to_predict_on_is_an_error_in_the_page(page):
-    page.get_by_role("button", name="Find objects").click()
-    page.get_by_text("choose images first").wait_for()
 
 
 def test_the_second_tab_draws_attention_and_reconstructions(page, photo):

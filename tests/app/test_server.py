@@ -115,7 +115,7 @@ def test_requests_that_wait_form_a_batch_and_errors_stay_in_theirs():
         return [f"boxes of {image}" for image in images]
 
     with ThreadPoolExecutor(1) as thread:
-        batches = BatchQueue(predict, 4, thread)  # # any images
+        batches = BatchQueue(predict, 4, thread)
         futures = [batches.submit("bad")]
         assert entered.wait(10)
         futures += [batches.submit(number) for number in range(6)]

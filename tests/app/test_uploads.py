@@ -6,7 +6,6 @@ import os
 import time
 import zipfile
 
-import numpy as np
 import PIL.Image
 import pytest
 import torch
@@ -17,6 +16,7 @@ from qbheat_det.app import Models, uploads
 from qbheat_det.app.review import Pools
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import select
+from tests.data.pictures import draw, save
 
 
 class FakeDetector:
@@ -97,9 +97,7 @@ def test_files_are_removed_when_they_are_old_and_no_younger_one_is(tmp_path):
 
 def test_the_encoder_of_the_zoo_shows_attention_and_reconstruction(tmp_path):
     image = tmp_path / "image.png"
-    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (80, 90, 3), np.uint8)).save(
-        image
-    )
+    save(image, draw(90, 80))
     models = Models(device="cpu")
     first = next(label for label, kind in models.kinds.items() if kind == "pretraining")
     gallery = uploads.draw_encoder(models.open_run(first), image, tmp_path)
@@ -122,8 +120,7 @@ def test_a_review_has_the_images_of_select_and_writes_the_accepted_ones(tmp_path
     folder = tmp_path / "photos"
     folder.mkdir()
     for number in range(5):
-        coarse = np.random.default_rng(number).integers(0, 255, (4, 4, 3), np.uint8)
-        PIL.Image.fromarray(coarse).resize((160, 120)).save(folder / f"{number}.png")
+        save(folder / f"{number}.png", draw(160, 120, seed=number))
     pools = Pools([str(folder)])
     first = pools.select(str(folder), 3, None)
     assert first.selection.files == select(folder, 3).files

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo, save_weights
+from qbheat_det.checkpoint import ExactCheckpointer, SafeCheckpointer, WeightsInfo
 from qbheat_det.core.errors import UserError
 from tests.checkpoint.tiny_models import CLASSES, TinyDetector, save_detector
 
@@ -37,10 +37,9 @@ def _state(model):
 def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(tmp_path, caplog):
     stored = save_detector(tmp_path / "w.safetensors")
     model = TinyDetector(seed=9)
-    # A folder without checkpoints does not keep it from starting with the weights.
     checkpointer = SafeCheckpointer(model, str(tmp_path / "none"), class_names=CLASSES)
     assert not checkpointer.has_checkpoint()
-    rest = checkpointer.resume_or_load(str(tmp_path / "w.safetensors"), resume=True)
+    rest = checkpointer.load(str(tmp_path / "w.safetensors"))
     torch.testing.assert_close(_state(model), stored, rtol=0, atol=0)
     assert "9/9 backbone tensors; 4/4 decoder tensors" in caplog.text
     assert rest["info"]["class_names"] == list(CLASSES)
@@ -52,19 +51,6 @@ def test_a_complete_file_fills_the_model_and_the_log_counts_its_tensors(tmp_path
     exact = ExactCheckpointer(TinyDetector())
     exact.load(str(tmp_path / "w.pth"))
     assert str(exact.report) == "8/8 backbone tensors; 4/4 decoder tensors"
-
-
-def test_other_pixels_are_warned_of(tmp_path, caplog):
-    model, path = TinyDetector(), str(tmp_path / "w.safetensors")
-    buffer = torch.tensor([9.0, 8.0, 7.0]).view(-1, 1, 1)
-    model.register_buffer("pixel_mean", buffer, persistent=False)
-    for mean, warning in (((9.0, 8.0, 7.0), ""), ((7.0, 8.0, 9.0), "INPUT.FORMAT")):
-        caplog.clear()
-        save_weights(path, model.state_dict(), WeightsInfo(pixel_mean=mean))
-        SafeCheckpointer(model).load(path)
-        warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert len(warnings) == bool(warning)
-        assert warning in "".join(warnings)
 
 
 def test_other_classes_keep_their_rows_by_name_and_are_listed(tmp_path, caplog):
@@ -90,7 +76,7 @@ def test_weights_of_other_classes_are_neither_resumed_nor_evaluated(tmp_path):
         for kind in (SafeCheckpointer, ExactCheckpointer):
             checkpointer = kind(TinyDetector(), str(tmp_path), class_names=names)
             with pytest.raises(UserError, match=r"model_0000001\.pth"):
-                checkpointer.resume_or_load("", resume=True)
+                checkpointer.resume(checkpointer.find_checkpoint_to_resume())
 
 
 def test_unnamed_classes_are_loaded_in_order_if_their_number_fits(tmp_path):
@@ -167,7 +153,7 @@ def _run_of(folder, iterations):
 def _resume(folder):
     model, counter = TinyDetector(seed=99), _Counter()
     checkpointer = SafeCheckpointer(model, str(folder), counter=counter)
-    return model, counter, checkpointer.resume_or_load("", resume=True)
+    return model, counter, checkpointer.resume(checkpointer.find_checkpoint_to_resume())
 
 
 def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path):
@@ -177,7 +163,7 @@ def test_resuming_restores_all_and_a_new_run_the_weights_alone(tmp_path):
     assert (counter.value, rest["iteration"]) == (7, 7)
     counter = _Counter()
     checkpointer = SafeCheckpointer(TinyDetector(), str(tmp_path / "new"), counter=counter)
-    checkpointer.resume_or_load(str(tmp_path / "model_0000007.pth"), resume=True)
+    checkpointer.load(str(tmp_path / "model_0000007.pth"), checkpointables=[])
     assert counter.value == 0
     # Weights without the rest of a run, and a damaged file alone, are not resumed from.
     SafeCheckpointer(TinyDetector(), str(tmp_path / "bare")).save("model_0000003", iteration=3)

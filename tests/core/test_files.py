@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from detectron2.utils import comm
 
 import qbheat_det
 from qbheat_det.checkpoint import SafeCheckpointer
@@ -122,7 +123,9 @@ def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_anew(
         assert _names(tmp_path) == ["file"]
 
 
-def test_what_a_killed_write_leaves_is_never_a_checkpoint_and_goes_at_the_next_open(tmp_path):
+def test_what_a_killed_write_leaves_is_never_a_checkpoint_and_goes_at_the_next_open(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "model_0000001.pth"
     package = str(Path(qbheat_det.__file__).parent)
     writer = subprocess.Popen(
@@ -138,7 +141,9 @@ def test_what_a_killed_write_leaves_is_never_a_checkpoint_and_goes_at_the_next_o
     finally:
         writer.send_signal(signal.SIGKILL)
         writer.communicate()
-    reader = SafeCheckpointer(TinyDetector(), str(tmp_path), save_to_disk=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(comm, "is_main_process", lambda: False)
+        reader = SafeCheckpointer(TinyDetector(), str(tmp_path))
     assert partial.exists()  # a process that does not write leaves the folder as it is
     assert not reader.has_checkpoint()
     assert reader.get_all_checkpoint_files() == []

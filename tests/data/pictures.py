@@ -1,6 +1,7 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """Small picture files for tests of reading."""
 
+import cv2
 import numpy as np
 from PIL import Image
 
@@ -35,3 +36,13 @@ def save(path, pixels, *, mode="RGB", **options):
         image = image.convert(mode)
     image.save(path, **options)
     return str(path)
+
+
+def save_video(path, frames):
+    """Writes frames (H, W, 3) of one size, ten a second."""
+    height, width = frames[0].shape[:2]
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 10, (width, height))
+    for frame in frames:
+        writer.write(frame[:, :, ::-1].copy())
+    writer.release()
+    return path

@@ -4,7 +4,7 @@
 from qbheat_det.config import get_config_path
 from qbheat_det.engine import build_config
 from tests.engine.tiny_pretraining import make_folder
-from tests.engine.tiny_training import parse_run, read_opts, start_run
+from tests.engine.tiny_training import parse_run, read_opts, train_recipe
 
 RECIPE = get_config_path("objectives/supervised.yaml")
 OPTS = read_opts("""
@@ -31,7 +31,4 @@ def configure(opts, *flags, config=RECIPE):
 
 def train(output_dir, opts, *flags):
     """Trains to the end, and leaves the last results in ``_last_eval_results``."""
-    args = parse_run(RECIPE, {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}, *flags)
-    trainer = start_run(args)
-    trainer.train()
-    return trainer
+    return train_recipe(RECIPE, output_dir, {**OPTS, **opts}, *flags)

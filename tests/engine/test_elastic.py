@@ -21,7 +21,7 @@ from qbheat_det.engine.resume import read_run_record
 from . import tiny_training
 from .processes import make_args, run_in_processes
 from .test_resume import assert_same_bits
-from .tiny_training import CONFIG, TINY, read_opts, state
+from .tiny_training import CONFIG, TINY, read_opts, state, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
@@ -75,7 +75,7 @@ def tiny_training_words(output_dir, data):
     truth, images = str(data / "annotations.json"), str(data / "images")
     words = ["--config-file", CONFIG, "--data", truth, "--val", truth, "--images", images]
     words += ["--output", str(output_dir)]
-    return [*words, *(word for pair in OPTS.items() for word in pair)]
+    return [*words, *words_of(OPTS)]
 
 
 class Cluster:

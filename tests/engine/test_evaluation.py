@@ -14,14 +14,13 @@ from torch import nn
 from qbheat_det import load
 from qbheat_det.checkpoint import ExactCheckpointer, info_of
 from qbheat_det.config import get_cfg
-from qbheat_det.core.errors import UserError
 from qbheat_det.data import build_mapper, register_coco_json
 from qbheat_det.engine import Trainer, build_config, evaluate
 from qbheat_det.engine.evaluation import Evaluation
 from qbheat_det.engine.hooks import SKIPPED_FILE, SkippedImages
 
 from .tiny_pretraining import OPTS, RECIPE, make_folder
-from .tiny_training import forget_runs, parse, parse_run, start_run, train
+from .tiny_training import forget_runs, parse, parse_run, start_run
 
 
 class Oracle(nn.Module):
@@ -171,10 +170,3 @@ def test_a_run_with_tiles_remembers_them(tmp_path, tiny_data):
     assert len(found.scores) != len(whole.scores)
     expected = np.sort(evaluated)[::-1]
     np.testing.assert_allclose(np.sort(np.array(found.scores))[::-1], expected, atol=1e-4)
-
-
-def test_a_tile_that_no_training_image_exceeds_is_refused(tmp_path, tiny_data):
-    with pytest.raises(UserError, match="--tile 0"):
-        train(tmp_path, tiny_data, {**TILED, "INPUT.TILE": "64"})
-    with pytest.raises(UserError, match=r"INPUT\.TILE"):
-        train(tmp_path, tiny_data, {**TILED, "INPUT.TILE": "31"})

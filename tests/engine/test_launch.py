@@ -98,7 +98,6 @@ def test_a_signal_in_a_dry_run_leaves_nothing_and_names_no_folder(cfg, monkeypat
     assert set(folder.iterdir()) == before
 
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = ["MODEL.DEVICE", "cuda"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from detectron2.utils.events import EventStorage
 
 from qbheat_det.config import get_cfg
-from qbheat_det.core.environment import find_commit
+from qbheat_det.core import environment
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import logs
 from qbheat_det.engine.logs import PeriodicWriter, drop_metrics_from
@@ -149,7 +149,12 @@ def test_commit_and_changes_are_those_of_the_code_of_this_checkout_alone(tmp_pat
     (checkout / "qbheat_det" / "__init__.py").write_text("")
     for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "first")):
         git(checkout, *arguments)
-    commit, find = git(checkout, "rev-parse", "HEAD"), find_commit.__wrapped__
+    commit = git(checkout, "rev-parse", "HEAD")
+
+    def find(folder):
+        monkeypatch.setattr(environment, "_CHECKOUT", folder)
+        return environment.find_commit.__wrapped__()
+
     (checkout / "log.txt").write_text("no code")
     git(tmp_path, "init", "-q", "other")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))  # as inside a git hook

@@ -15,7 +15,7 @@ from qbheat_det.config import get_config_path, load_config
 
 from .classifier_cases import make_classes
 from .tiny_pretraining import OPTS as PRETRAINING_OPTS
-from .tiny_training import losses, parse_run, read_opts, start_run, state
+from .tiny_training import losses, read_opts, state, train_recipe
 
 FOLDER = Path(get_config_path("objectives/Base-Objective.yaml")).parent
 OBJECTIVES = sorted(path for path in FOLDER.glob("*.yaml") if not path.name.startswith("Base-"))
@@ -40,14 +40,8 @@ def train(recipe, images, output_dir, *flags):
     labels = load_config(recipe).INPUT.DATASET_MAPPER_NAME == "classify"
     flags = (*flags, "--data" if labels else "--images", images)
     # One whose weights in files are averages.
-    opts = {
-        **OPTS,
-        "OUTPUT_DIR": str(output_dir),
-        "SOLVER.EMA.ENABLED": str(recipe.stem == "qb_heat"),
-    }
-    trainer = start_run(parse_run(str(recipe), opts, *flags))
-    trainer.train()
-    return trainer
+    opts = {**OPTS, "SOLVER.EMA.ENABLED": str(recipe.stem == "qb_heat")}
+    return train_recipe(str(recipe), output_dir, opts, *flags)
 
 
 def test_objectives_differ_in_nothing_but_the_objective():

@@ -21,7 +21,7 @@ from qbheat_det.engine.resume import check_same_config, check_same_images, check
 from qbheat_det.engine.step import StepTrainer
 
 from . import tiny_training
-from .tiny_training import MF_DETR, TINY_ENCODER, losses, read_opts, state
+from .tiny_training import MF_DETR, TINY_ENCODER, losses, read_opts, state, words_of
 
 CASES = {
     "retinanet": {},
@@ -240,8 +240,8 @@ def test_a_run_killed_at_ten_moments_ends_with_the_bits_of_a_whole_one(case, tin
 
 def test_weights_for_other_pixels_and_a_frozen_random_encoder_are_warned_of(tmp_path, caplog):
     path = get_config_path("quick_schedules/retinanet_285M_cells.yaml")
-    words = [word for pair in TINY_ENCODER.items() for word in pair]
-    cfg = load_config(path, [*words, "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.FREEZE_AT", "5"])
+    frozen = {**TINY_ENCODER, "MODEL.DEVICE": "cpu", "MODEL.BACKBONE.FREEZE_AT": "5"}
+    cfg = load_config(path, words_of(frozen))
     model, file = build_model(cfg), str(tmp_path / "weights.safetensors")
     warn_of_weights(model, cfg)
     assert "frozen with random weights" in caplog.text

@@ -4,16 +4,15 @@
 import re
 
 import pytest
-import torch
 
 from qbheat_det.api import training
 from qbheat_det.config import get_config_path
 from qbheat_det.core.errors import UserError
 from qbheat_det.engine import RunFlags
 from qbheat_det.engine.plan import find_first_stage, start_from
-from tests.tool_modules import load_tool
 
-from .tiny_training import TINY_ENCODER, forget_runs, read_opts, state
+from .test_resume import assert_same_bits
+from .tiny_training import TINY_ENCODER, read_opts, run_tool, state, words_of
 
 CONFIG = "quick_schedules/retinanet_small_cells.yaml"
 FIRST = """
@@ -58,25 +57,14 @@ def data(few_data):
     return str(few_data / "annotations.json")
 
 
-def words(opts):
-    return [word for pair in opts.items() for word in pair]
-
-
 def train(config, data, output, opts, *flags):
     """Runs ``tools/train_net.py`` in this process."""
-    forget_runs()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qbheat_det.engine.run_distributed", lambda main, args: main(args))
-        load_tool("train_net").invoke_main(
-            ["--config-file", str(config), "--data", data, "--val", data, "--output", str(output),
-             *flags, *words(opts)]
-        )  # fmt: skip
+    words = ["--config-file", str(config), "--data", data, "--val", data, "--output", str(output)]
+    run_tool([*words, *flags, *words_of(opts)])
 
 
-def assert_same(actual, expected):
-    assert actual["model"].keys() == expected["model"].keys()
-    for name, tensor in actual["model"].items():
-        torch.testing.assert_close(tensor, expected["model"][name], rtol=0, atol=0)
+def assert_same_weights(folder, other):
+    assert_same_bits(state(folder)["model"], state(other)["model"])
 
 
 def test_two_stages_equal_two_commands_and_resume_exactly(
@@ -89,8 +77,8 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
     both, output = {**SHARED, **OPTS}, tmp_path / "staged"
     train(get_config_path(CONFIG), data, tmp_path / "two", both, "--weights", str(weights))
     train(second, data, output, both)
-    assert_same(state(output / "first_stage"), state(weights.parent))
-    assert_same(state(output), state(tmp_path / "two"))
+    assert_same_weights(output / "first_stage", weights.parent)
+    assert_same_weights(output, tmp_path / "two")
 
     # Stopped between the stages: the first one is not trained again.
     done = (output / "first_stage" / "model_final.pth").stat().st_mtime_ns
@@ -98,7 +86,7 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
         path.unlink()
     train(second, data, output, both, "--resume")
     assert (output / "first_stage" / "model_final.pth").stat().st_mtime_ns == done
-    assert_same(state(output), state(tmp_path / "two"))
+    assert_same_weights(output, tmp_path / "two")
 
     # The report names the start and the time of both stages, also if nothing was left to do.
     train(second, data, output, both, "--resume")
@@ -109,7 +97,7 @@ def test_two_stages_equal_two_commands_and_resume_exactly(
 def test_the_first_stage_shares_data_device_and_model(first, data):
     opts = {**SHARED, **OPTS, "SOLVER.FIRST_STAGE": str(first)}
     flags = RunFlags(
-        config_file=get_config_path(CONFIG), data=data, tile=64, output="o", opts=words(opts)
+        config_file=get_config_path(CONFIG), data=data, tile=64, output="o", opts=words_of(opts)
     )
     stage = find_first_stage(flags)
     assert stage is not None

@@ -4,7 +4,7 @@
 from qbheat_det.config import get_config_path
 from tests.data.pictures import draw, save
 
-from .tiny_training import TINY_ENCODER, parse_run, read_opts, start_run
+from .tiny_training import TINY_ENCODER, read_opts, train_recipe
 
 RECIPE = get_config_path("quick_schedules/qb_heat_285M_cells.yaml")
 OPTS = {
@@ -28,7 +28,4 @@ def make_folder(folder, count, *, first=0):
 
 def train(output_dir, opts, *flags):
     """Trains to the end; the data set is named in ``opts``."""
-    args = parse_run(RECIPE, {**OPTS, **opts, "OUTPUT_DIR": str(output_dir)}, *flags)
-    trainer = start_run(args)
-    trainer.train()
-    return trainer
+    return train_recipe(RECIPE, output_dir, {**OPTS, **opts}, *flags)

@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils import events
@@ -15,6 +16,7 @@ from qbheat_det.config import get_config_path
 from qbheat_det.config.loading import EPOCH_KEYS
 from qbheat_det.engine import Trainer, build_config, setup
 from qbheat_det.engine.data_sources import CUSTOM_SETS
+from tests.tool_modules import load_tool
 from tools.train_net import parse_args
 
 from .gradient_cases import BLOCKS
@@ -24,6 +26,11 @@ def read_opts(text):
     """Returns overrides by key, of words none of which has a space."""
     words = text.split()
     return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def words_of(opts):
+    """Returns the words that ``read_opts`` reads."""
+    return [word for pair in opts.items() for word in pair]
 
 
 CONFIG = get_config_path("quick_schedules/retinanet_small_cells.yaml")
@@ -69,9 +76,18 @@ def forget_runs():
 def parse_run(config, opts, *flags):
     """Returns the arguments of ``tools/train_net.py``, for a run as in a new process."""
     forget_runs()
-    return parse_args(
-        ["--config-file", config, *flags, *(w for pair in opts.items() for w in pair)]
-    )
+    return parse_args(["--config-file", config, *flags, *words_of(opts)])
+
+
+def run_tool(argv):
+    """Runs ``tools/train_net.py`` in this process; returns its results."""
+    results = []
+    forget_runs()
+    with pytest.MonkeyPatch.context() as patch:
+        run_here = lambda main, args: results.append(main(args))  # noqa: E731
+        patch.setattr("qbheat_det.engine.run_distributed", run_here)
+        load_tool("train_net").invoke_main(argv)
+    return results[0]
 
 
 def start_run(args):
@@ -80,6 +96,13 @@ def start_run(args):
     setup(cfg, args)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=args.resume)
+    return trainer
+
+
+def train_recipe(config, output_dir, opts, *flags):
+    """Trains to the end, and leaves the last results in ``_last_eval_results``."""
+    trainer = start_run(parse_run(config, {**opts, "OUTPUT_DIR": str(output_dir)}, *flags))
+    trainer.train()
     return trainer
 
 

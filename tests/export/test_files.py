@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from detectron2.modeling import build_model
-from PIL import Image
 
 from qbheat_det.checkpoint import (
     SafeCheckpointer,
@@ -26,6 +25,7 @@ from qbheat_det.inference.exported import ExportedModel
 from qbheat_det.inference.images import find_inputs, read_rgb
 from qbheat_det.inference.predict import build_predictor
 from tests.engine.gradient_cases import MF_DETR, RETINANET, on_timm
+from tests.engine.tiny_pretraining import make_folder
 from tests.export.tiny_models import make_config, save, save_model, save_photos
 from tests.tool_modules import load_tool, refuse
 
@@ -190,13 +190,10 @@ def test_a_bare_backbone_loads_into_any_config_that_has_it(tmp_path):
 
 
 def test_recalibration_changes_only_the_statistics_of_batch_norm(tmp_path, capsys):
-    (tmp_path / "images").mkdir()
-    for index in range(6):
-        pixels = torch.randint(0, 256, (64 + 32 * (index % 2), 64, 3), dtype=torch.uint8)
-        Image.fromarray(pixels.numpy()).save(tmp_path / "images" / f"{index}.png")
+    images = make_folder(tmp_path / "images", 6)
     before = _train(on_timm(RETINANET, "resnet18"), tmp_path)
-    images = ["--recalibrate-bn", "6", "--images", f"{tmp_path}/images"]
-    main([*_words(tmp_path, *images), "MODEL.DEVICE", "cpu"])
+    flags = ["--recalibrate-bn", "6", "--images", str(images)]
+    main([*_words(tmp_path, *flags), "MODEL.DEVICE", "cpu"])
     state, _ = read_weights(f"{tmp_path}/b.safetensors")
     assert state.keys() == before.keys()
     for key, value in state.items():

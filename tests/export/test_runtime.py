@@ -20,6 +20,7 @@ from qbheat_det.inference.exported import (
     ExportInfo,
     SharedEncoderModel,
 )
+from tests.data.pictures import save
 from tests.tool_modules import TOOLS, load_tool, refuse
 
 onnx = pytest.importorskip("onnx")
@@ -127,9 +128,7 @@ def test_invalid_files_are_refused_by_name(tmp_path):
     _check_refused(write(tmp_path / "bare.onnx", DETECTOR))
     _check_refused(write(tmp_path / "other.onnx", ENCODER, **describe()))
     for change in _CHANGES:  # descriptions with other types
-        path = write(tmp_path / "x.onnx", DETECTOR, **describe(**change))
-        with pytest.raises(UserError, match=re.escape(str(path))):
-            ExportedModel.open(path)
+        _check_refused(write(tmp_path / "x.onnx", DETECTOR, **describe(**change)))
 
 
 def test_a_shared_encoder_that_lacks_a_part_or_has_another_is_refused(tmp_path):
@@ -166,9 +165,8 @@ def test_other_images_and_failures_inside_are_errors(tmp_path):
 
 def test_the_program_in_the_docs_needs_onnxruntime_and_numpy_alone(tmp_path):
     write(tmp_path / "detector.onnx", DETECTOR, **describe())
-    exif = Image.Exif()
-    exif[0x0112] = 6  # as phones write 20 by 40 pixels
-    Image.new("RGB", (40, 20), (255, 0, 0)).save(tmp_path / "photo.jpg", exif=exif)
+    red = np.full((20, 40, 3), (255, 0, 0), np.uint8)
+    save(tmp_path / "photo.jpg", red, orientation=6)  # as phones write 20 by 40 pixels
     page = (TOOLS.parent / "docs" / "export.md").read_text("utf-8")
     (program,) = (text for text in page.split("```") if text.startswith("python\nimport json"))
     # As on a machine without them: importing any of these fails.

@@ -209,5 +209,5 @@ def test_an_encoder_that_draws_random_numbers_is_refused(noise):
 
 
 def _config(opts):
-    pairs = {**opts, "MODEL.DEVICE": "cpu"}
-    return load_config(tiny_training.CONFIG, [word for pair in pairs.items() for word in pair])
+    words = tiny_training.words_of({**opts, "MODEL.DEVICE": "cpu"})
+    return load_config(tiny_training.CONFIG, words)

@@ -3,10 +3,9 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
+from tests.data.pictures import draw, save
 from tests.engine.classifier_cases import configure, make_classes
 from tests.engine.tiny_detectors import make_retinanet_config, save_run
 
@@ -24,11 +23,9 @@ def detector(tmp_path_factory):
 def photos(tmp_path_factory):
     """A folder of images of ``SIZES`` and, in the middle of them, a file that is none."""
     folder = tmp_path_factory.mktemp("inference") / "photos"
-    rng = np.random.default_rng(0)
     for name, size in SIZES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        noise = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        noise.resize(size).save(folder / name)
+        save(folder / name, draw(*size))
     (folder / "c.png").write_text("no image")
     return folder
 

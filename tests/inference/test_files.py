@@ -23,6 +23,7 @@ from qbheat_det.inference.files import name_outputs, predict_images
 from qbheat_det.inference.images import find_inputs
 from qbheat_det.inference.predict import build_predictor
 from qbheat_det.inference.results import Detections, save_annotations
+from tests.data.pictures import save_video
 from tests.engine.tiny_detectors import make_probe_config, make_retinanet_config, save_run
 from tests.engine.tiny_pretraining import OPTS, RECIPE
 from tests.inference.conftest import NAMES, SIZES
@@ -34,14 +35,6 @@ RED = (255, 0, 0)
 def _save_image(path, color=RED, size=(40, 30)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, color).save(path)
-    return path
-
-
-def _save_video(path, num_frames):
-    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 10, (48, 32))
-    for _ in range(num_frames):
-        writer.write(np.full((32, 48, 3), RED[::-1], np.uint8))
-    writer.release()
     return path
 
 
@@ -63,7 +56,8 @@ def probe(tmp_path):
 
 
 def test_each_frame_of_a_video_is_an_image_of_its_own(probe, tmp_path):
-    inputs = [_save_image(tmp_path / "a.png"), _save_video(tmp_path / "v.avi", 2)]
+    frames = [np.full((32, 48, 3), RED, np.uint8)] * 2
+    inputs = [_save_image(tmp_path / "a.png"), save_video(tmp_path / "v.avi", frames)]
     (tmp_path / "text.mp4").write_text("no video")
     found = _run(*probe, [*inputs, tmp_path / "text.mp4"], tmp_path / "out")
     frames = [(box["image_id"], box.get("frame")) for box in found.results]

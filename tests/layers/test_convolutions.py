@@ -77,9 +77,6 @@ def test_gradients_of_the_dynamic_relu_are_correct():
     assert torch.autograd.gradcheck(activation, (x, tokens))
 
 
-SIZES = [(5, 3), (2, 7), (5, 7), (1, 1), (4, 6)]
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qbheat_det.checkpoint import read_weights
-from tests.engine.tiny_training import read_opts
+from tests.engine.tiny_training import read_opts, words_of
 from tests.tool_modules import load_tool, refuse
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -100,8 +100,7 @@ def test_a_step_of_each_ends_in_a_report_and_a_result(demo, tmp_path, capsys, mo
     monkeypatch.setattr(demo, "NUM_RECALIBRATED", 2)
     output = tmp_path / "demo"
     cache = {"MODEL.CACHE_FEATURES.FOLDER": str(tmp_path / "cache")}
-    words = [word for pair in (SHORT | cache).items() for word in pair]
-    demo.main(["--output", str(output), *words])
+    demo.main(["--output", str(output), *words_of(SHORT | cache)])
     assert capsys.readouterr().out.strip().endswith(f"open  {output / 'report.html'}")
     result = json.loads((output / "result.json").read_text())
     assert set(result) == {"pretrained", "random", "seconds"}

@@ -18,7 +18,6 @@ from tests.toy_set import draw_toy_set
 TOOL = load_tool("inspect_dataset")
 
 CONFIG = "quick_schedules/retinanet_small_cells.yaml"
-NAMES = ("inspect_test_train", "inspect_test_val")
 
 
 @pytest.fixture(autouse=True)

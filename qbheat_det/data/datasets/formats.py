@@ -142,7 +142,7 @@ def open_images(paths: Sequence[str]) -> DataSource:
 
 
 def _find_class_folders(path: Path) -> list[str]:
-    """Returns the folder that has class folders, or such folders for training and validation."""
+    """Returns the training and validation folders in ``path``, or ``path`` if it has none."""
     parts = {entry.name for entry in path.iterdir() if entry.is_dir()}
     val = next((name for name in PART_NAMES["val"] if name in parts), None)
     # "train" may be the class of trains, so there must not be any other folders.

@@ -32,8 +32,8 @@ from qbheat_det.core.text import one_line
 from qbheat_det.data.checks import DataError, check_input_keys
 from qbheat_det.data.images import Box, open_image, resize
 
-# Of MoCo v2: changes of brightness, contrast, saturation and hue, [min, max] of the blur in pixels,
-# and probabilities.
+# MoCo v2's largest changes of brightness, contrast, saturation and hue, its [min, max] blur in
+# pixels, and the probabilities of these augmentations.
 JITTER, BLUR_SIGMA = (0.4, 0.4, 0.4, 0.1), (0.1, 2.0)
 _JITTERED, _GREY, _BLURRED = 0.8, 0.2, 0.5
 _RATIO = (3 / 4, 4 / 3)  # [min, max] aspect ratio of a crop, whose logarithm is uniform

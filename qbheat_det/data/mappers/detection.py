@@ -145,7 +145,7 @@ class TileMapper:
 
 
 class _Outline(T.AugInput):
-    """Stands for an image (h, w, 3), of which augmentations see only the size."""
+    """A placeholder for an image (h, w, 3), for augmentations that use only the size."""
 
     def __init__(self, height: int, width: int) -> None:
         super().__init__(np.broadcast_to(np.uint8(0), (height, width, 3)))
@@ -162,7 +162,7 @@ class _Outline(T.AugInput):
 
 
 def _depends_on_size(augmentation: T.Augmentation) -> bool:
-    """Whether an augmentation crops, resizes and flips, depending only on the image's size."""
+    """Whether an augmentation is a resize, crop or flip that uses only the image's size."""
     if type(augmentation) is T.AugmentationList:
         return all(map(_depends_on_size, augmentation.augs))
     if type(augmentation) is T.RandomApply:

@@ -172,12 +172,11 @@ class MobileFormer(Backbone):
         return self
 
     @staticmethod
-    def group_matcher(coarse: bool = False) -> dict[str, str]:
-        """Returns patterns of the stem, each block (or each stage if ``coarse``), and the rest."""
-        blocks = r"^stages\.(\d+)\." if coarse else r"^stages\.(\d+)\.(\d+)\."
+    def group_matcher() -> dict[str, str]:
+        """Returns patterns of the stem, each block, and the rest."""
         return {
             "stem": r"^(?:stem\.|tokens$)",
-            "blocks": blocks,
+            "blocks": r"^stages\.(\d+)\.(\d+)\.",
             "expand": r"^(?:expand|last_bridge)\.",
         }
 

@@ -2,10 +2,10 @@
 """Selects the feature-map positions with the highest scores of a dense head as object queries.
 
 The selection is intended for training on a few hundred images. It follows the two-stage queries of
-"Deformable DETR", arXiv:2010.04159, Sec. 4.2. Positions with a neighbor of a higher score are not
-selected, similar to "Dense Distinct Query", arXiv:2303.12776. The decoder refines the boxes and
-classes of the selected positions. The dense head is trained one-to-many: as in our RetinaNet, ATSS
-(arXiv:1912.02424) assigns each box to several positions.
+"Deformable DETR", arXiv:2010.04159, Sec. 4.2. Positions with a neighbor of a higher score are
+selected only if there are too few others, similar to "Dense Distinct Query", arXiv:2303.12776. The
+decoder refines the boxes and classes of the selected positions. The dense head is trained
+one-to-many: as in our RetinaNet, ATSS (arXiv:1912.02424) assigns each box to several positions.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Proposals(NamedTuple):
     boxes: Tensor  # (N, P, 4), cxcywh in [0, 1] of the unpadded image
     anchors: Tensor  # (N, P, 4), cxcywh in [0, 1] of the unpadded image
     features: Tensor  # (N, P, C)
-    distinct: Tensor  # (N, P), True if no neighbor has a higher score
+    distinct: Tensor  # (N, P), True inside the image if no neighbor has a higher score
     num_positions: tuple[int, ...]  # of each level; their sum is P
 
 
@@ -103,7 +103,7 @@ class QuerySelection(nn.Module):
         return Proposals._make([*joined, sum(counts, ())])
 
     def select(self, proposals: Proposals) -> SelectedQueries:
-        """Returns the Q distinct proposals with the highest scores as queries."""
+        """Returns Q proposals as queries: distinct ones first, by descending score."""
         # Adds Q empty proposals, in case the feature maps have fewer than Q positions.
         logits, boxes, features = (
             F.pad(field, (0, 0, 0, self.num_queries), value=value)
@@ -163,19 +163,23 @@ class QuerySelection(nn.Module):
             x = F.relu(norm(mixed)).permute(0, 3, 1, 2)
         features = x.flatten(2).transpose(1, 2)  # (N, P, C)
         logits = self.class_embed(features).float()
-        if padding is not None:
-            outside = padding.flatten(1)[..., None]
-            logits = torch.where(outside, logits.new_full((), _NEVER), logits)
         height, width = x.shape[-2:]
+        anchors = self._anchors((height, width), padding, logits)
+        boxes = refine_boxes(anchors, self.bbox_embed(features).float())
+        if padding is not None:  # positions outside the image become empty proposals
+            outside = padding.flatten(1)[..., None]
+            logits = logits.masked_fill(outside, _NEVER)
+            boxes = boxes.masked_fill(outside, 0.5)
+            features = features.masked_fill(outside, 0.0)
         scores = logits[..., :-1].amax(dim=-1).detach()
         around = F.max_pool2d(scores.view(-1, 1, height, width), 3, stride=1, padding=1)
-        anchors = self._anchors((height, width), padding, logits)
+        distinct = scores >= around.flatten(1)
         return Proposals(
             logits=logits,
-            boxes=refine_boxes(anchors, self.bbox_embed(features).float()),
+            boxes=boxes,
             anchors=anchors,
             features=features,
-            distinct=scores >= around.flatten(1),
+            distinct=distinct if padding is None else distinct & ~padding.flatten(1),
             num_positions=(height * width,),
         )
 

@@ -20,18 +20,7 @@ from ..reference_mf_decoder import mf_decoder
 from ..reference_mobile_former import Weights, randomise_
 
 BLOCKS = {"522": (5, 2, 2), "211": (2, 1, 1)}
-CHANNELS = {"3.7G": (192, 2880), "1.0G": (96, 1440), "285M": (48, 720)}
-COCO_IDS = 91  # the paper's count of classes: the highest category id of COCO, plus one
-
 # Exact numbers of parameters with 92 logits.
-PARAMETERS = {
-    ("3.7G", "522"): 19_413_216,
-    ("1.0G", "522"): 18_635_520,
-    ("285M", "522"): 18_246_672,
-    ("3.7G", "211"): 9_214_560,
-    ("1.0G", "211"): 8_436_864,
-    ("285M", "211"): 8_048_016,
-}
 BLOCK_PARAMETERS = {
     "522": [[2_106_368] * 5, [1_939_776] * 2, [1_939_776, 1_185_024]],
     "211": [[2_106_368] * 2, [1_939_776], [1_185_024]],
@@ -63,10 +52,9 @@ def maps(channels, size, seed=0):
     ]
 
 
-@pytest.mark.parametrize(("variant", "name"), PARAMETERS)
-def test_parameter_counts_are_the_published_ones(variant, name):
-    decoder = build(CHANNELS[variant], BLOCKS[name], num_classes=COCO_IDS)
-    assert sum(p.numel() for p in decoder.parameters()) == PARAMETERS[variant, name]
+@pytest.mark.parametrize("name", BLOCKS)
+def test_parameter_counts_of_blocks_are_the_published_ones(name):
+    decoder = build((48, 720), BLOCKS[name], num_classes=91)  # the highest id of COCO, plus one
     counts = [
         [sum(p.numel() for p in block.parameters()) for block in level] for level in decoder.levels
     ]
@@ -202,24 +190,3 @@ def test_boxes_start_as_squares_of_four_strides_and_at_most_the_image():
     boxes = decoder([x.float() for x in features(64, 96)])["proposals"].boxes
     sides = [(1, 1)] * 6 + [(64 / 96, 1)] * 24 + [(32 / 96, 32 / 64)] * 96  # width and height
     assert_close(boxes[..., 2:], torch.tensor(sides).expand(2, -1, -1))
-
-
-def test_a_padded_batch_gives_what_its_images_give_alone():
-    decoder = build_decoder().double().eval()
-    randomise_(decoder, gain=0.5)
-    sizes = [(64, 96), (96, 64)]
-    alone = [features(*size, images=1) for size in sizes]
-    padding = torch.ones(2, 1, 12, 12, dtype=torch.bool)
-    together = [
-        torch.full((2, x.shape[1], 12 // s, 12 // s), 9.0).double()
-        for s, x in zip((1, 2, 4), alone[0], strict=True)
-    ]
-    for image, maps in enumerate(alone):
-        for batch, x in zip(together, maps, strict=True):
-            batch[image, :, : x.shape[2], : x.shape[3]] = x[0]
-        padding[image, :, : maps[0].shape[2], : maps[0].shape[3]] = False
-    outputs = decoder(together, padding)
-    for image, maps in enumerate(alone):
-        single = decoder(maps)
-        for key in ("pred_logits", "pred_boxes"):
-            assert_close(outputs[key][:, image], single[key][:, 0], rtol=0, atol=1e-9)
