@@ -105,6 +105,30 @@ def test_an_evaluation_writes_only_into_a_folder_that_is_named(trained, run, tmp
     assert list(tmp_path.glob("results/inference/*/coco_instances_results.json"))
 
 
+def test_a_frozen_backbone_is_bit_equal_after_real_training(run, tmp_path):
+    config, start = "quick_schedules/mf_detr_211_285M_cells.yaml", tmp_path / "start.pth"
+    small = ("MODEL.MF_DETR.HIDDEN_DIM", "16", "MODEL.MF_DETR.NHEADS", "2")
+    opts = [
+        *words_of(TINY_ENCODER),
+        *small,
+        "MODEL.DEVICE",
+        "cpu",
+        "MODEL.MF_DETR.NUM_CLASSES",
+        "6",
+    ]
+    before = build_model(load_config(get_config_path(config), opts)).state_dict()
+    torch.save({"model": before}, start)
+    frozen = ("MODEL.BACKBONE.FREEZE_AT", "5", "MODEL.WEIGHTS", str(start))
+    results = run(config, "OUTPUT_DIR", str(tmp_path / "probe"), *frozen, *small)
+    assert "AP" in results["bbox"]
+    after = torch.load(tmp_path / "probe" / "model_final.pth", weights_only=True)["model"]
+    backbone = [key for key in after if key.startswith("backbone.")]
+    assert backbone
+    for key in backbone:
+        assert torch.equal(after[key], before[key]), key
+    assert any(not torch.equal(after[key], before[key]) for key in after if "decoder" in key)
+
+
 def test_flags_are_those_of_detectron2_in_any_order():
     words = ["SOLVER.BASE_LR", "-0.5", "--resume", "OUTPUT_DIR", "x", "--config-file", "c.yaml"]
     args = load_tool("train_net").parse_args(words)
