@@ -65,6 +65,8 @@ def run_demo(args: argparse.Namespace) -> None:
     Raises:
         UserError: the folder contains other files, or an override is invalid.
     """
+    from detectron2.data import DatasetCatalog
+
     from qbheat_det.config import get_config_path, load_config
     from qbheat_det.core.files import replace_folders
     from qbheat_det.core.text import format_duration
@@ -76,8 +78,8 @@ def run_demo(args: argparse.Namespace) -> None:
     runs: dict[str, str] = {}
     seconds: dict[str, float] = {}  # of training, by encoder
     result: dict[str, dict[str, float] | float] = {}
-    for number, name in enumerate(ENCODERS, start=1):
-        print(f"{number}/3  a head on the frozen encoder: {name}", flush=True)
+    for step, name in enumerate(ENCODERS, start=1):
+        print(f"{step}/3  a head on the frozen encoder: {name}", flush=True)
         backbone = write_encoder(name, output, args.opts)
         begun = time.monotonic()
         flags = make_flags(output / name, [*args.opts, "MODEL.WEIGHTS", str(backbone)])
@@ -86,18 +88,19 @@ def run_demo(args: argparse.Namespace) -> None:
         runs[name], cfg = trainer.cfg.OUTPUT_DIR, trainer.cfg
         result[name] = {key: round(metrics.get(key, float("nan")), 2) for key in ("AP", "AP50")}
     print("3/3  drawing the report", flush=True)
+    number = len(DatasetCatalog.get(cfg.DATASETS.TEST[0]))
     pretrained, random = (f"{result[name]['AP50']:.0f} %" for name in ENCODERS)
     lead = (
         f"In {format_duration(seconds[ENCODERS[0]])}, the head of a RetinaNet learned from "
         f"{trainer.data_loader.num_images} images to find blood cells with the frozen encoder "
-        f"{shipped.removeprefix('qbheat://')}. Its AP50 on 40 other images is {pretrained}. With a "
-        f"random encoder, it is {random}. The annotators missed some cells, so some detections "
-        "that count as wrong are right."
+        f"{shipped.removeprefix('qbheat://')}. Its AP50 on {number} other images is {pretrained}. "
+        f"With a random encoder, it is {random}. The annotators missed some cells, so some "
+        "detections that count as wrong are right."
     )
     page = write_report(runs, output / "report.html", cfg.MODEL.DEVICE, lead)
     result["seconds"] = round(time.monotonic() - start, 1)
     (output / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print("\nCOCO metrics on 40 images that were not trained on, frozen encoders:")
+    print(f"\nCOCO metrics on {number} images that were not trained on, frozen encoders:")
     for name in ENCODERS:
         own = result[name]
         print(f"{name:<10}  AP {own['AP']:>5.1f}   AP50 {own['AP50']:>5.1f}")
@@ -129,6 +132,7 @@ def write_encoder(name: str, output: Path, opts: Sequence[str]) -> Path:
 
 
 def make_flags(output: Path, opts: Sequence[str]) -> "RunFlags":
+    """Returns the flags of a run of the demo."""
     from qbheat_det.engine import RunFlags
 
     return RunFlags(config_file=CONFIG, output=str(output), opts=opts)

@@ -94,8 +94,8 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
 
     ``MODEL.MASK_ON``, ``INPUT.MASK_FORMAT`` and ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` determine
     which annotations are required, and ``INPUT.MAX_SIZE_TRAIN`` and ``MAX_SIZE_TEST`` which images
-    are too elongated. Raises a ``UserError`` if the dataset, its annotation file or
-    its image folder does not exist.
+    are too elongated. Raises a ``UserError`` if the dataset, its annotation file or its image
+    folder does not exist.
     """
     named = source.source or _locate(source)
     origin = origin_of(named)
