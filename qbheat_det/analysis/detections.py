@@ -82,7 +82,7 @@ def draw_detections(
     """
     if data:
         source = open_source(data, str(options.images or ""))
-        if source.kind == "classes":
+        if not source.has_boxes:
             raise UserError(f"'{data}' has no boxes")
         register_source(data, source.val or source.train)
     sets: list[DetectionSet] = []

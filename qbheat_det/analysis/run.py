@@ -18,7 +18,15 @@ from torch import nn
 from qbheat_det.checkpoint import load_run_config, local_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
-from qbheat_det.data import SPLIT_FILE, Mapper, build_mapper, load_image_folders, register_source
+from qbheat_det.data import (
+    SPLIT_FILE,
+    Mapper,
+    Source,
+    build_mapper,
+    load_image_folders,
+    read_split,
+    register_source,
+)
 from qbheat_det.engine.resume import RUN_FILE, name_last_checkpoint, read_run_record
 from qbheat_det.engine.run_flags import find_job
 from qbheat_det.inference.predict import build_predictor
@@ -130,12 +138,14 @@ class Run:
         folder = self.folder or self.weights.parent
         try:
             starts = read_run_record(folder / RUN_FILE)
-            if source := starts[-1].get("data", {}).get(name) if starts else None:
+            if content := starts[-1].get("data", {}).get(name) if starts else None:
+                source = Source.from_json(content, f"'{folder / RUN_FILE}': data of '{name}'")
                 name = f"{name} of {folder.resolve()}"  # see ``find_detections``
-                if part := source.get("split"):  # beside run.json, whose folder may have moved
-                    source = source | {"split": {**part, "file": str(folder / SPLIT_FILE)}}
+                keep = None
+                if part := source.split_part:  # beside run.json, whose folder may have moved
+                    keep = frozenset(read_split(folder / SPLIT_FILE)[part])
                 if name not in DatasetCatalog:
-                    register_source(name, source)
+                    register_source(name, source, keep=keep)
             if name not in DatasetCatalog:
                 raise UserError(f"'{name}' is not registered")
             DatasetCatalog.get(name)  # raises if files are missing

@@ -197,6 +197,8 @@ _KEYS: dict[str, dict[str, Any]] = {
         "UNLABELLED": (),  # sets of images without labels for RetinaNet and FCOS, see MODEL.SEMI
         # Check the header and the end of every image file before training.
         "CHECK_IMAGES": True,
+        # Images and boxes of --data with faults are left out. More than this share is an error.
+        "MAX_LEFT_OUT": 0.1,
         # Share of the images of --data that is held out if no evaluation set is given; 0 disables.
         # The split is stratified by class, depends on SEED, and is in OUTPUT_DIR/split.json.
         "VAL_FRACTION": 0.2,

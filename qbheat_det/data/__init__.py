@@ -6,19 +6,9 @@ Importing this package registers the built-in sets, see ``register_builtin_sets`
 
 from .checks import DataError, find_record_errors, join_messages, raise_first
 from .datasets import register_builtin_sets
-from .datasets.coco_file import CocoFile, check_same_classes
-from .datasets.formats import (
-    DataSource,
-    Source,
-    describe_source,
-    find_kind,
-    open_images,
-    open_source,
-    origin_of,
-    with_classes,
-)
+from .datasets.account import LEFT_OUT_FILE, Account, join_accounts
+from .datasets.annotations import Annotations, check_same_classes
 from .datasets.image_folder import (
-    IMAGE_SUFFIXES,
     check_image_folder,
     list_classes,
     load_class_folders,
@@ -26,17 +16,28 @@ from .datasets.image_folder import (
     load_image_folders,
     register_image_folders,
 )
+from .datasets.image_suffixes import IMAGE_SUFFIXES
 from .datasets.sources import (
-    SPLIT_FILE,
+    DataSource,
+    Source,
+    find_format,
     forget_annotations,
+    open_images,
+    open_source,
     read_annotations,
-    read_split,
     register_coco_json,
     register_source,
+)
+from .datasets.splits import (
+    SEEN_FILE,
+    SPLIT_FILE,
+    SeenImages,
+    fingerprint_images,
+    read_split,
     split_source,
 )
 from .image_batches import ImageBatches, build_class_batches, build_image_batches
-from .images import IMAGE_FORMATS, find_image_errors
+from .images import IMAGE_FORMATS, find_image_errors, match_image_errors
 from .loader import TrainStream, build_train_stream, cut, fingerprint_records, load_test_set
 from .mappers import (
     MAPPERS_OF_CLASSES,
@@ -52,17 +53,62 @@ from .tiles import TiledEvaluator, check_tile, list_tiles, merge_images, merge_t
 from .unlabelled import StrongViews
 
 __all__ = [
-    "IMAGE_FORMATS", "IMAGE_SUFFIXES", "MAPPERS_OF_CLASSES", "MAPPERS_OF_IMAGES", "SPLIT_FILE",
-    "CocoFile", "DataError", "DataSource", "FixedViews", "ImageBatches", "Mapper",
-    "PretrainingMapper", "Source", "StrongViews", "TiledEvaluator", "TrainStream",
-    "build_class_batches", "build_detr_crop", "build_image_batches", "build_mapper",
-    "build_train_stream", "check_image_folder", "check_same_classes", "check_tile", "cut",
-    "describe_source", "find_image_errors", "find_kind", "find_record_errors",
-    "fingerprint_records", "forget_annotations", "join_messages", "list_classes", "list_tiles",
-    "load_class_folders", "load_classes", "load_image_folders", "load_test_set", "merge_images",
-    "merge_tiles", "number_records", "open_images", "open_source", "origin_of", "raise_first",
-    "read_annotations", "read_split", "register_coco_json", "register_image_folders",
-    "register_source", "split_source", "with_classes",
-]  # fmt: skip
+    "IMAGE_FORMATS",
+    "IMAGE_SUFFIXES",
+    "LEFT_OUT_FILE",
+    "MAPPERS_OF_CLASSES",
+    "MAPPERS_OF_IMAGES",
+    "SEEN_FILE",
+    "SPLIT_FILE",
+    "Account",
+    "Annotations",
+    "DataError",
+    "DataSource",
+    "FixedViews",
+    "ImageBatches",
+    "Mapper",
+    "PretrainingMapper",
+    "SeenImages",
+    "Source",
+    "StrongViews",
+    "TiledEvaluator",
+    "TrainStream",
+    "build_class_batches",
+    "build_detr_crop",
+    "build_image_batches",
+    "build_mapper",
+    "build_train_stream",
+    "check_image_folder",
+    "check_same_classes",
+    "check_tile",
+    "cut",
+    "find_format",
+    "find_image_errors",
+    "find_record_errors",
+    "fingerprint_images",
+    "fingerprint_records",
+    "forget_annotations",
+    "join_accounts",
+    "join_messages",
+    "list_classes",
+    "list_tiles",
+    "load_class_folders",
+    "load_classes",
+    "load_image_folders",
+    "load_test_set",
+    "match_image_errors",
+    "merge_images",
+    "merge_tiles",
+    "number_records",
+    "open_images",
+    "open_source",
+    "raise_first",
+    "read_annotations",
+    "read_split",
+    "register_coco_json",
+    "register_image_folders",
+    "register_source",
+    "split_source",
+]
 
 register_builtin_sets()

@@ -155,8 +155,14 @@ def run_threads(
 
 def find_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> list[DataError]:
     """Returns an error for each file that training cannot use, such as a missing or damaged one."""
+    return list(match_image_errors(dataset_dicts).values())
+
+
+def match_image_errors(dataset_dicts: Sequence[dict[str, Any]]) -> dict[str, DataError]:
+    """Maps the ``file_name`` of each record whose file training cannot use to the error."""
     found = run_threads(_find_image_error, dataset_dicts, "Checking image files")
-    return [error for error in found if error is not None]
+    pairs = zip(dataset_dicts, found, strict=True)
+    return {record["file_name"]: error for record, error in pairs if error is not None}
 
 
 def _find_image_error(record: dict[str, Any]) -> DataError | None:

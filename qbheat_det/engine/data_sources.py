@@ -1,34 +1,45 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Registers the data sets given by flags, and holds out validation images."""
+"""Opens, checks and registers the data sets given by flags, and holds out validation images."""
 
 import json
 import logging
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils import comm
 
 from qbheat_det.checkpoint import class_names_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import write_atomically
 from qbheat_det.data import (
+    LEFT_OUT_FILE,
     SPLIT_FILE,
+    Account,
+    Annotations,
+    DataError,
     DataSource,
+    SeenImages,
     Source,
     check_same_classes,
+    fingerprint_images,
     forget_annotations,
+    join_accounts,
     list_classes,
     load_classes,
+    match_image_errors,
     open_images,
     open_source,
     read_annotations,
     read_split,
     register_source,
     split_source,
-    with_classes,
 )
+from qbheat_det.data.checks import find_elongation
 
 from .resume import name_last_checkpoint
 from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags, find_job
@@ -50,97 +61,216 @@ _KEYS = {
     "val_images": "DATASETS.TEST",
     "unlabelled": "DATASETS.UNLABELLED",
 }
+_MOST_FINGERPRINTS = 300_000  # number of images that are remembered in ``seen_images.json``
 CUSTOM_SETS = (*(name for pair in _SETS.values() for name in pair), _UNLABELLED)
+
+Split = dict[str, Any]
+"""The content of a ``split.json``."""
 
 
 def use_data_flags(cfg: CfgNode, flags: RunFlags) -> None:
     """Registers the data sets given by flags, and sets their names in the config, in place.
 
     Raises:
-        UserError: flags contradict each other or the config, or the data are invalid.
+        UserError: flags contradict each other or the config, or the data are invalid, or too many
+            images or boxes have faults (``DATASETS.MAX_LEFT_OUT``).
     """
     # The config of an earlier run may name data sets that only its flags registered. Drop them.
     data, job = cfg.DATASETS, find_job(cfg)
     for key in ("TRAIN", "TEST", "UNLABELLED"):
         data[key] = tuple(n for n in data[key] if n not in CUSTOM_SETS or n in DatasetCatalog)
     _check_flags(flags, job)
-    names = dict(zip(("train", "val"), _SETS[job], strict=True))
     forget_annotations()
-    sources, split = _find_sources(cfg, flags, job)
+    try:
+        _register_flags(cfg, flags, job)
+    finally:
+        forget_annotations()
+    if flags.unlabelled:
+        register_source(_UNLABELLED, open_images(flags.unlabelled).train)
+        data.UNLABELLED = (_UNLABELLED,)
+
+
+def _register_flags(cfg: CfgNode, flags: RunFlags, job: str) -> None:
+    """Registers the training and the validation set, and sets their names in the config."""
+    data = cfg.DATASETS
+    sources = open_flags(flags, job)
+    is_whole = set(sources) == {"train"}  # without a validation part
+    names_test = "DATASETS.TEST" in flags.overrides
+    if names_test:
+        sources.pop("val", None)
+    if flags.eval_only:
+        whole = sources.get("val") or sources.get("train")
+        sources = {"val": whole} if whole else {}
+    if job == "images":
+        sources = {role: source.without_labels() for role, source in sources.items()}
+    elif job == "boxes":
+        sources = _choose_classes(cfg, flags, sources)
+    for source in dict.fromkeys(sources.values()):
+        check_source(source, cfg)
+    seen = _read_seen(cfg) if job != "images" else SeenImages()
+    split = None
+    if flags.eval_only and is_whole and sources:
+        sources["val"], split = _find_held_out(cfg, flags, sources["val"])
+    elif is_whole and sources and job != "images" and data.VAL_FRACTION and not names_test:
+        split = _split(cfg, flags, sources["train"], seen)
+        file = os.path.abspath(Path(cfg.OUTPUT_DIR) / SPLIT_FILE)
+        whole = sources["train"]
+        sources = {part: whole.with_split(file, part) for part in ("train", "val")}
+    names = dict(zip(("train", "val"), _SETS[job], strict=True))
     if "train" in sources:
         data.TRAIN = (names["train"],)
     if "val" in sources:
         data.TEST = (names["val"],)
-    elif "train" in sources and "DATASETS.TEST" not in flags.overrides:
+    elif "train" in sources and not names_test:
         data.TEST = ()  # a recipe's test sets do not fit custom training images
-    try:
-        _register_sources(cfg, flags, {names[role]: sources[role] for role in sources}, split)
-    finally:
-        forget_annotations()
+    _register(sources, names, split)
     if split and not flags.eval_only:
         MetadataCatalog.get(names["val"]).split = split
+    for role in sources if job == "classes" else ():
+        DatasetCatalog.get(names[role])
+        MetadataCatalog.get(names[role]).account.check(data.MAX_LEFT_OUT)
     if job == "classes" and "train" in sources and len(only := list_classes(data.TRAIN)) < 2:
         raise UserError(f"'{flags.data}' has images of one class, '{only[0]}'")
-    if flags.unlabelled:
-        folders = list(map(os.path.abspath, flags.unlabelled))
-        register_source(_UNLABELLED, {"image_folders": folders, "labelled": False})
-        data.UNLABELLED = (_UNLABELLED,)
+    if job != "images" and sources and comm.is_main_process():
+        _find_shared(cfg, {role: names[role] for role in sources}, seen, flags.eval_only)
 
 
-def _register_sources(
-    cfg: CfgNode, flags: RunFlags, sources: dict[str, Source], split: dict[str, Any] | None
-) -> None:
-    """Registers sources by name, training set first, and checks that they have equal classes."""
+def _register(sources: Mapping[str, Source], names: Mapping[str, str], split: Split | None) -> None:
+    """Registers sources by role, and checks that they have equal classes."""
+    found = {}
+    for role, source in sources.items():
+        keep = frozenset(split[source.split_part]) if split and source.split_part else None
+        found[role] = register_source(names[role], source, keep=keep)
+    train, val = found.get("train"), found.get("val")
+    if train and val:
+        check_same_classes(train, val)
+
+
+def _choose_classes(cfg: CfgNode, flags: RunFlags, sources: dict[str, Source]) -> dict[str, Source]:
+    """Sets the classes of sources whose label files do not list them.
+
+    In evaluation, these are the classes of the weights. In training, both sets have the classes of
+    the training set, or those of the validation set if they include all of the training set.
+    """
     weights = cfg.MODEL.WEIGHTS if flags.eval_only and not flags.resume else ""
-    classes = list(class_names_of(weights)) if weights else []
-    if not (classes or split) and find_job(cfg) == "boxes" and len(sources) == 2:
+    classes = tuple(class_names_of(weights)) if weights else ()
+    if not classes and len(sources) == 2:
         given, wanted = (read_annotations(source).class_names for source in sources.values())
-        if set(given) <= set(wanted):  # no image of the other classes has been labelled so far
-            classes = list(wanted)
-    train = None
-    for name, source in sources.items():
-        if not split:
-            source = with_classes(source, classes)
-        found = register_source(name, source, split=split)
-        if found and train:
-            check_same_classes(train, found)
-        if train := found:
-            classes = list(found.class_names)
+        if given == wanted:
+            return sources
+        classes = wanted if set(given) <= set(wanted) else given
+    return {
+        role: source
+        if read_annotations(source).class_names == classes
+        else source.with_classes(classes)
+        for role, source in sources.items()
+    }
 
 
-def write_split(cfg: CfgNode) -> None:
-    """Writes ``OUTPUT_DIR/split.json`` if some of the training images are held out."""
+def check_source(source: Source, cfg: CfgNode) -> Account | None:
+    """Leaves out images that cannot be used, and returns the account of a source with boxes.
+
+    The main process checks the image files, if ``DATASETS.CHECK_IMAGES`` is set.
+
+    Raises:
+        UserError: more than ``DATASETS.MAX_LEFT_OUT`` of the images or boxes have faults.
+    """
+    if not source.has_boxes:
+        return None
+    annotations = read_annotations(source)
+    if source.labelled:
+        longest = min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST)
+        errors = _find_elongated(annotations, longest)
+        if cfg.DATASETS.CHECK_IMAGES:
+            errors |= _find_broken(annotations)
+        annotations.leave_out(errors)
+    listing = Path(cfg.OUTPUT_DIR) / LEFT_OUT_FILE if comm.is_main_process() else None
+    annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT, listing=listing)
+    return annotations.account
+
+
+def _find_elongated(annotations: Annotations, longest: float) -> dict[str, DataError]:
+    """Returns the errors of images whose shorter side would be resized to zero pixels, by name."""
+    errors = {}
+    for image in annotations.images:
+        if reason := find_elongation((image["height"], image["width"]), longest or math.inf):
+            name = image["file_name"]
+            errors[name] = DataError("elongated image", f"image '{name}'", reason)
+    return errors
+
+
+def _find_broken(annotations: Annotations) -> dict[str, DataError]:
+    """Returns the errors in the files of images, by name."""
+    errors: dict[str, DataError] = {}
+    if comm.is_main_process():
+        names = {
+            os.path.join(annotations.image_root, image["file_name"]): image["file_name"]
+            for image in annotations.images
+        }
+        records = [
+            {"file_name": path, "width": image["width"], "height": image["height"]}
+            for path, image in zip(names, annotations.images, strict=True)
+        ]
+        errors = {names[path]: error for path, error in match_image_errors(records).items()}
+    return dict(comm.all_gather(errors)[0])
+
+
+def list_accounts(cfg: CfgNode) -> list[Account]:
+    """Returns the accounts of the data sets that flags have given to a run."""
+    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
+    accounts = (MetadataCatalog.get(name).get("account") for name in names)
+    return list({id(one): one for one in accounts if one is not None}.values())
+
+
+def write_data_files(cfg: CfgNode) -> None:
+    """Writes what a run has decided about its data into ``OUTPUT_DIR``.
+
+    These are ``split.json`` if some of the training images are held out, ``seen_images.json``, and
+    ``left_out.txt`` if anything is left out.
+    """
+    folder = Path(cfg.OUTPUT_DIR)
+    account = join_accounts(list_accounts(cfg))
+    if text := account.render():
+        write_atomically(folder / LEFT_OUT_FILE, text.encode(errors="backslashreplace"))
     for name in cfg.DATASETS.TEST:
         if split := MetadataCatalog.get(name).get("split"):
-            path = Path(cfg.OUTPUT_DIR) / SPLIT_FILE
+            path = folder / SPLIT_FILE
             write_atomically(path, (json.dumps(split, indent=1) + "\n").encode())
             logger.info(f"{len(split['val']):,} images are held out for evaluation, see '{path}'")
+    for name in cfg.DATASETS.TRAIN:
+        if seen := MetadataCatalog.get(name).get("seen"):
+            seen.write(folder)
 
 
-def _find_sources(
-    cfg: CfgNode, flags: RunFlags, job: str
-) -> tuple[dict[str, Source], dict[str, Any] | None]:
-    """Returns a dict of sources ("train", "val"), and the split if both are parts of one source."""
-    sources, names_test = open_flags(flags, job), "DATASETS.TEST" in flags.overrides
-    is_whole = set(sources) == {"train"}  # without a validation part
-    if names_test:
-        sources.pop("val", None)
-    split = None
-    if flags.eval_only:
-        whole = sources.get("val") or sources.get("train")
-        sources = {"val": whole} if whole else {}
-        if is_whole:
-            sources["val"], split = _find_held_out(cfg, flags, sources["val"])
-    elif is_whole and job != "images" and cfg.DATASETS.VAL_FRACTION and not names_test:
-        split = _split(cfg, flags, sources["train"])
-        file = os.path.abspath(Path(cfg.OUTPUT_DIR) / SPLIT_FILE)
-        sources = {
-            part: {**sources["train"], "split": {"file": file, "part": part}}
-            for part in ("train", "val")
-        }
-    if job == "images":
-        sources = {role: {**source, "labelled": False} for role, source in sources.items()}
-    return sources, split
+def _read_seen(cfg: CfgNode) -> SeenImages:
+    """Returns the images that ``MODEL.WEIGHTS`` were trained on and evaluated with."""
+    weights = Path(cfg.MODEL.WEIGHTS)
+    return SeenImages.read(weights.parent) if weights.is_file() else SeenImages()
+
+
+def _find_shared(cfg: CfgNode, names: Mapping[str, str], seen: SeenImages, eval_only: bool) -> None:
+    """Remembers which images a run has seen, and warns of validation images among them."""
+    prints = {role: _fingerprint_set(name) for role, name in names.items()}
+    own = prints.get("train", frozenset())
+    if "train" in names and not eval_only:
+        MetadataCatalog.get(names["train"]).seen = seen.extend(own, prints.get("val", ()))
+    val = prints.get("val", frozenset())
+    for count, what in (
+        (len(val & own), "training images"),
+        (len(val & seen.train - own), f"training images of '{cfg.MODEL.WEIGHTS}'"),
+    ):
+        if count:
+            text = f"{count:,} of {len(val):,} validation images are {what}"
+            MetadataCatalog.get(names["val"]).shared = text
+            logger.warning(f"{text}: the results do not measure generalization")
+
+
+def _fingerprint_set(name: str) -> frozenset[str]:
+    paths = [record["file_name"] for record in DatasetCatalog.get(name)]
+    if len(paths) > _MOST_FINGERPRINTS:
+        logger.info(f"{len(paths):,} images of '{name}' are too many to remember for later runs")
+        return frozenset()
+    return frozenset(fingerprint_images(paths).values())
 
 
 def open_flags(flags: RunFlags, job: str) -> dict[str, Source]:
@@ -159,7 +289,7 @@ def open_flags(flags: RunFlags, job: str) -> dict[str, Source]:
             root, likely = "".join(images), "".join(flags.images)
             source = open_source(path, root, likely_root=likely)
             opened.append(source)
-            if job != "images" and (source.kind == "classes") != (job == "classes"):
+            if job != "images" and source.has_boxes != (job == "boxes"):
                 kinds = ("boxes", "class folders")
                 found, wanted = kinds if job == "classes" else reversed(kinds)
                 raise UserError(f"'{path}' has {found}, but {wanted} are needed here")
@@ -178,20 +308,22 @@ def open_flags(flags: RunFlags, job: str) -> dict[str, Source]:
     return {role: source for role, source in by_role.items() if source}
 
 
-def _split(cfg: CfgNode, flags: RunFlags, source: Source) -> dict[str, Any]:
-    """Returns the split of a resumed run or of the run's first stage, or makes a new one."""
+def _split(cfg: CfgNode, flags: RunFlags, source: Source, seen: SeenImages) -> Split:
+    """Returns the split of a resumed run or of the run's first stage, or makes a new one.
+
+    Images that the initial weights have seen keep their side.
+    """
     folder, first = Path(cfg.OUTPUT_DIR), Path(cfg.OUTPUT_DIR) / FIRST_STAGE_WEIGHTS
     files = [folder / SPLIT_FILE] if flags.resume else []
     files += [first.with_name(SPLIT_FILE)] if cfg.MODEL.WEIGHTS == str(first) else []
     for file in filter(Path.is_file, files):
         return read_split(file)
-    split = split_source(source, fraction=cfg.DATASETS.VAL_FRACTION, seed=max(cfg.SEED, 0))
+    fraction, seed = cfg.DATASETS.VAL_FRACTION, max(cfg.SEED, 0)
+    split = split_source(source, fraction=fraction, seed=seed, seen=seen)
     return {"data": os.path.abspath(str(flags.data)), **split}
 
 
-def _find_held_out(
-    cfg: CfgNode, flags: RunFlags, whole: Source
-) -> tuple[Source, dict[str, Any] | None]:
+def _find_held_out(cfg: CfgNode, flags: RunFlags, whole: Source) -> tuple[Source, Split | None]:
     """Returns the source to evaluate on, and its split.
 
     The source is the part that was held out in the training of the weights. If nothing was held
@@ -205,7 +337,7 @@ def _find_held_out(
     if split.get("data") != os.path.abspath(str(flags.data)):
         return whole, None
     logger.info(f"Evaluating on the {len(split['val']):,} images that '{file}' holds out")
-    return {**whole, "split": {"file": str(file), "part": "val"}}, split
+    return whole.with_split(str(file), "val"), split
 
 
 def _check_flags(flags: RunFlags, job: str) -> None:

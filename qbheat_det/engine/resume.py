@@ -34,7 +34,7 @@ from qbheat_det.config.loading import read_values, without_retired
 from qbheat_det.core.environment import find_commit, list_versions
 from qbheat_det.core.errors import Interrupted, UserError
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import TrainStream
+from qbheat_det.data import TrainStream, join_accounts
 
 from .hooks import EvalHook, TrainingRun, is_saved
 from .run_flags import FIRST_STAGE_WEIGHTS, RunFlags
@@ -45,7 +45,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # Keys that may change in a resumed run: device, speed, length and logs.
 _FREE = (
-    "CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.CHECK_IMAGES", "DATASETS.TEST",
+    "CUDNN_BENCHMARK", "DATALOADER.NUM_WORKERS", "DATASETS.CHECK_IMAGES", "DATASETS.MAX_LEFT_OUT",
+    "DATASETS.TEST",
     "FLOAT32_PRECISION", "MODEL.CACHE_FEATURES.FOLDER", "MODEL.CHANNELS_LAST", "MODEL.DEPLOY.*",
     "MODEL.DEVICE", "OUTPUT_DIR", "SOLVER.ACCUMULATE", "SOLVER.CHECKPOINT*", "SOLVER.KEEP_MEMORY",
     "SOLVER.LOG_*", "TEST.*", "VIS_PERIOD",
@@ -186,11 +187,15 @@ def record_start(
         device = f"{device} ({torch.cuda.get_device_name()})"
     names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
     sources = {name: MetadataCatalog.get(name).get("source") for name in names}
+    accounts = [MetadataCatalog.get(name).get("account") for name in names]
+    shared = [MetadataCatalog.get(name).get("shared") for name in names]
     earlier = read_run_record(path)
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
-        "data": {name: source for name, source in sources.items() if source is not None},
+        "data": {name: one.to_json() for name, one in sources.items() if one is not None},
+        "account": join_accounts(account for account in accounts if account).to_json(),
+        "shared_images": [text for text in shared if text],
         "resumed_from": resumed_from,
         "commit": find_commit(),
         "versions": list_versions(),

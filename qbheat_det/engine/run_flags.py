@@ -13,7 +13,7 @@ from detectron2.config import CfgNode
 from qbheat_det.checkpoint import find_weights, load_run_config
 from qbheat_det.config import get_cfg, load_config
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, find_kind
+from qbheat_det.data import MAPPERS_OF_CLASSES, MAPPERS_OF_IMAGES, find_format
 
 _DEFAULTS = {
     "boxes": "custom/retinanet_lite0_finetune.yaml",
@@ -28,6 +28,7 @@ _KEYS = {
     "batch": "SOLVER.IMS_PER_BATCH",
     "tile": "INPUT.TILE",
     "freeze": "MODEL.BACKBONE.FREEZE_AT",
+    "max_left_out": "DATASETS.MAX_LEFT_OUT",
 }
 SIZES = ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "DETR_CROP_RESIZE",
           "DETR_CROP_RANGE")  # fmt: skip
@@ -69,6 +70,7 @@ class RunFlags:
             are scaled by the same factor. For other models, it is the side of the square images.
         tile: ``INPUT.TILE``, side of overlapping tiles in pixels; 0 uses whole images only.
         freeze: freeze the whole backbone (``MODEL.BACKBONE.FREEZE_AT 9``).
+        max_left_out: ``DATASETS.MAX_LEFT_OUT``, share of images or boxes that may have faults.
         opts: config overrides, as alternating keys and values.
     """
 
@@ -89,6 +91,7 @@ class RunFlags:
     image_size: int | None = None
     tile: int | None = None
     freeze: bool = False
+    max_left_out: float | None = None
     opts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -167,7 +170,7 @@ class RunFlags:
 
     def _find_job(self) -> str:
         if self.data:
-            return "classes" if find_kind(self.data) == "classes" else "boxes"
+            return "classes" if find_format(self.data) == "classes" else "boxes"
         if not self.images:
             raise UserError("name what to train on: --data SRC, or --images DIR for pre-training")
         return "images"

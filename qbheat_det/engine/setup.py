@@ -15,18 +15,17 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
-from detectron2.utils.logger import log_first_n
 
 from qbheat_det.checkpoint import check_weights_file, choose_device
 from qbheat_det.config import Rules, at_least, check_values, dump_config, one_of
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable
 from qbheat_det.data import (
+    LEFT_OUT_FILE,
     MAPPERS_OF_CLASSES,
     MAPPERS_OF_IMAGES,
     check_image_folder,
     check_tile,
-    describe_source,
     find_image_errors,
     find_record_errors,
     raise_first,
@@ -34,7 +33,13 @@ from qbheat_det.data import (
 from qbheat_det.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
-from .data_sources import CUSTOM_SETS, use_classes_of_folders, use_data_flags, write_split
+from .data_sources import (
+    CUSTOM_SETS,
+    list_accounts,
+    use_classes_of_folders,
+    use_data_flags,
+    write_data_files,
+)
 from .logs import filter_detectron2_logs, open_log
 from .mean_teacher import use_mean_teacher
 from .resume import check_start, name_last_checkpoint
@@ -49,6 +54,7 @@ _RULES: Rules = {
     "SOLVER.WEIGHT_DECAY": at_least(0),
     "SOLVER.AMP.PRECISION": one_of(*PRECISIONS),
     "SOLVER.EMA.DECAY": (lambda value: 0 <= value < 1, "a factor in [0, 1)"),
+    "DATASETS.MAX_LEFT_OUT": (lambda value: 0 <= value <= 1, "a share in [0, 1]"),
     "DATASETS.VAL_FRACTION": (lambda value: 0 <= value < 1, "a share in [0, 1)"),
     "DATALOADER.NUM_WORKERS": at_least(0),
     "INPUT.FORMAT": one_of("RGB", "BGR", "L", "YUV-BT.601"),
@@ -106,7 +112,7 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
 def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     """Prepares the output folder, logs and random seed, like Detectron2's ``default_setup``.
 
-    Writes ``split.json`` if images are held out. ``Trainer.train`` writes ``config.yaml``.
+    Writes the files of ``write_data_files``. ``Trainer.train`` writes ``config.yaml``.
 
     Raises:
         UserError: the folder is not writable.
@@ -119,7 +125,7 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
     check_writable(folder / "config.yaml")
     open_log(folder, rank=rank)
     if not rank:
-        write_split(cfg)
+        write_data_files(cfg)
     if not args.eval_only:
         logger.info(f"Output goes to '{folder}', with all messages in log.txt")
     _log_data(cfg)
@@ -134,16 +140,24 @@ def setup(cfg: CfgNode, args: argparse.Namespace | RunFlags) -> None:
 
 
 def _log_data(cfg: CfgNode) -> None:
-    """Logs the formats and sizes of the data sets given by flags."""
+    """Logs the formats and sizes of the data sets given by flags, and what is left out."""
     found = []
     for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
         if source := MetadataCatalog.get(name).get("source"):
-            found.append((describe_source(source), f"{len(DatasetCatalog.get(name)):,}"))
-    if found:
-        formats = " and ".join(dict.fromkeys(title for title, _ in found))
-        sizes = " + ".join(size for _, size in found)
-        classes = f", {len(cfg.MODEL.CLASS_NAMES)} classes" if cfg.MODEL.CLASS_NAMES else ""
-        logger.info(f"Data: {formats}, {sizes} images{classes}")
+            found.append((source.title, f"{len(DatasetCatalog.get(name)):,}"))
+    if not found:
+        return
+    formats = " and ".join(dict.fromkeys(title for title, _ in found))
+    sizes = " + ".join(size for _, size in found)
+    classes = f", {len(cfg.MODEL.CLASS_NAMES)} classes" if cfg.MODEL.CLASS_NAMES else ""
+    logger.info(f"Data: {formats}, {sizes} images{classes}")
+    for account in list_accounts(cfg):
+        has_faults = bool(account.faults)
+        listed = f" (see '{Path(cfg.OUTPUT_DIR) / LEFT_OUT_FILE}')" if account.left_out else ""
+        level = logging.WARNING if has_faults else logging.INFO
+        logger.log(level, f"Used: {account.summarize()}{listed}")
+        for note in account.notes:
+            logger.info(f"Note: {note}")
 
 
 def _check_tile(cfg: CfgNode, flags: RunFlags) -> None:
@@ -216,29 +230,13 @@ def _check_dataset(name: str, *, mapper: str, is_test: bool) -> None:
 
 
 def _check_content(cfg: CfgNode, used: Sequence[str], labelled: Sequence[str]) -> None:
-    """Reads records and, with ``DATASETS.CHECK_IMAGES``, image files, to find errors early.
-
-    Warns of images in both the training and the validation set given by flags.
-    """
-    files: dict[str, set[str]] = {}
+    """Reads records and, with ``DATASETS.CHECK_IMAGES``, image files, to find errors early."""
     for name in used:
         if name not in (*labelled, *cfg.DATASETS.TEST, *CUSTOM_SETS):
             continue  # a large folder is listed only once, when training starts
         records = DatasetCatalog.get(name)
-        if name in CUSTOM_SETS:
-            files[name] = {os.path.abspath(record["file_name"]) for record in records}
         if name in labelled:
             _check_records(cfg, name, records)
-    train, val = (
-        {file for name in names for file in files.get(name, ())}
-        for names in (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
-    )
-    if shared := len(train & val):
-        message = (
-            f"{shared:,} of {len(val):,} validation images are training images: the results do "
-            "not measure generalization"
-        )
-        log_first_n(logging.WARNING, message, key="message", name=__name__)
 
 
 def _check_records(cfg: CfgNode, name: str, records: Sequence[dict[str, Any]]) -> None:
@@ -253,7 +251,7 @@ def _check_records(cfg: CfgNode, name: str, records: Sequence[dict[str, Any]]) -
             longest=min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST),
         )
     )
-    if cfg.DATASETS.CHECK_IMAGES:
+    if cfg.DATASETS.CHECK_IMAGES and name not in CUSTOM_SETS:  # these are checked already
         raise_first(find_image_errors(records))
 
 

@@ -246,7 +246,7 @@ def _list_images(source: DataSource) -> list[str]:
     files: list[str] = []
     for part in filter(None, (source.train, source.val)):
         try:
-            register_source(_SET, {**part, "labelled": False})
+            register_source(_SET, part.without_labels())
             files += [str(record["file_name"]) for record in DatasetCatalog.get(_SET)]
         finally:
             forget_source(_SET)

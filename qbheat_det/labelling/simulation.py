@@ -19,8 +19,7 @@ from qbheat_det.analysis import plotting
 from qbheat_det.checkpoint import find_weights
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, replace_folders, write_atomically
-from qbheat_det.data import open_source, raise_first, read_annotations
-from qbheat_det.data.datasets.coco_file import CocoFile
+from qbheat_det.data import Annotations, open_source, read_annotations
 from qbheat_det.engine import RunFlags, train_afresh
 
 from .coverage import COVERING, choose_balanced, cover, unit_vectors
@@ -106,7 +105,7 @@ def simulate(
 
 
 def _make_flags(
-    file: CocoFile, evaluated: CocoFile, folder: Path, encoder: str, opts: Sequence[str]
+    file: Annotations, evaluated: Annotations, folder: Path, encoder: str, opts: Sequence[str]
 ) -> RunFlags:
     """Writes the labels to evaluate on to a file, and returns the flags of runs, without data."""
     val = folder / "val.json"
@@ -151,21 +150,23 @@ def _train(
 
 def _open_boxes(
     data: str, val: str, images: str, budgets: Sequence[int], strategies: Sequence[str]
-) -> tuple[CocoFile, CocoFile]:
+) -> tuple[Annotations, Annotations]:
     """Returns the images to select from, and the images to evaluate on."""
     opened = open_source(data, images)
-    if opened.kind == "classes" or not (val or opened.val):
+    if not opened.has_boxes or not (val or opened.val):
         raise UserError(f"'{data}' has no boxes or no validation part: add --val")
     if unknown := {*strategies} - {*COVERING, BALANCED}:
         raise UserError(f"there is no strategy '{unknown.pop()}'")
     file = read_annotations(opened.train)
-    raise_first(file.errors)
+    file.check()
+    file.account.check()
     if not budgets or budgets[0] < 1 or budgets[-1] > len(file.images):
         most = f"{len(file.images):,}, the number of images in '{data}'"
         raise UserError(f"budgets are {budgets}, but must be from 1 to {most}")
     source = open_source(val, likely_root=images) if val else opened
     evaluated = read_annotations(source.val or source.train)
-    raise_first(evaluated.errors)
+    evaluated.check()
+    evaluated.account.check()
     return file, evaluated
 
 

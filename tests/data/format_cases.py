@@ -175,9 +175,173 @@ def write_zip(root):
     return Path(path)
 
 
+def write_label_studio_csv(root):
+    tasks = json.loads(write_label_studio(root).read_text())
+    (root / "export.json").unlink()
+    lines = ["annotation_id,annotator,id,image,label"]
+    for task in tasks[:-1]:
+        regions = [{**one["value"], **one} for one in task["annotations"][0]["result"]]
+        cell = json.dumps(regions).replace('"', '""')
+        lines.append(f'1,1,{task["id"]},{task["data"]["image"]},"{cell if regions else "[]"}"')
+    return write(root / "export.csv", "\n".join(lines))
+
+
+def write_labelme(root):
+    write_images(root)
+    for stem, boxes in BOXES.items():
+        shapes = [
+            {"label": NAMES[k], "points": [[x + w, y + h], [x, y]], "shape_type": "rectangle"}
+            for k, x, y, w, h in boxes
+        ]
+        content = {"version": "5.0", "shapes": shapes, "imagePath": f"..\\{stem}.jpg"}
+        write(root / f"{stem}.json", json.dumps({**content, "imageData": "A" * 50_000}))
+    return root
+
+
+def write_createml(root):
+    write_images(root)
+    content = []
+    for stem, boxes in BOXES.items():
+        objects = [
+            {
+                "label": NAMES[k],
+                "coordinates": {"x": x + w / 2, "y": y + h / 2, "width": w, "height": h},
+            }
+            for k, x, y, w, h in boxes
+        ]
+        content.append({"image": f"{stem}.jpg", "annotations": objects})
+    write(root / "_annotations.createml.json", json.dumps(content))
+    return root
+
+
+def write_supervisely(root):
+    classes = [{"title": name, "shape": "rectangle"} for name in NAMES]
+    write(root / "meta.json", json.dumps({"classes": classes, "tags": []}))
+    for stem, boxes in BOXES.items():
+        write_image(root / "ds0" / "img" / f"{stem}.jpg")
+        objects = [
+            {
+                "classTitle": NAMES[k],
+                "geometryType": "rectangle",
+                "points": {"exterior": [[x, y], [x + w, y + h]], "interior": []},
+            }
+            for k, x, y, w, h in boxes
+        ]
+        content = {"description": "", "tags": [], "size": {"height": 20, "width": 40}}
+        write(root / "ds0/ann" / f"{stem}.jpg.json", json.dumps({**content, "objects": objects}))
+    return root
+
+
+def write_vott(root):
+    write_images(root)
+    for stem, boxes in BOXES.items():
+        regions = [
+            {
+                "tags": [NAMES[k]],
+                "boundingBox": {"left": x, "top": y, "width": w, "height": h},
+            }
+            for k, x, y, w, h in boxes
+        ]
+        content = {"asset": {"name": f"{stem}.jpg"}, "regions": regions}
+        write(root / f"0{stem}-asset.json", json.dumps(content))
+    return root
+
+
+def write_dota(root):
+    for stem, boxes in BOXES.items():
+        write_image(root / "images" / f"{stem}.jpg")
+        lines = [
+            f"{x} {y} {x + w} {y} {x + w} {y + h} {x} {y + h} {NAMES[k]} 0"
+            for k, x, y, w, h in boxes
+        ]
+        write(root / "labelTxt" / f"{stem}.txt", "\n".join(["imagesource:x", "gsd:1", *lines]))
+    return root
+
+
+def write_kitti(root):
+    for stem, boxes in BOXES.items():
+        write_image(root / "image_2" / f"{stem}.jpg")
+        lines = [
+            f"{NAMES[k]} 0.00 0 -1.57 {x} {y} {x + w} {y + h} 1.5 1.6 3.7 -1.0 1.7 23.0 -1.6"
+            for k, x, y, w, h in boxes
+        ]
+        write(root / "label_2" / f"{stem}.txt", "\n".join(lines))
+    return root
+
+
+def write_darknet(root):
+    """Writes CVAT's export YOLO 1.1, whose paths have a folder that is not in it."""
+    lists = []
+    for stem, boxes in BOXES.items():
+        write_image(root / "obj_train_data" / f"{stem}.jpg")
+        lists.append(f"data/obj_train_data/{stem}.jpg")
+        lines = [f"{k} {(x + w / 2) / 40} {(y + h / 2) / 20} {w / 40} {h / 20}"
+                 for k, x, y, w, h in boxes]  # fmt: skip
+        write(root / "obj_train_data" / f"{stem}.txt", "\n".join(lines))
+    write(root / "train.txt", "\n".join(lists))
+    write(root / "obj.names", "\n".join(NAMES))
+    text = "classes = 2\ntrain = data/train.txt\nnames = data/obj.names\nbackup = backup/\n"
+    write(root / "obj.data", text)
+    return root
+
+
+def write_table_without_header(root):
+    write_images(root / "images")
+    lines = [f"images/{stem}.jpg,{x},{y},{x + w},{y + h},{name}" for stem, name, x, y, w, h in ROWS]
+    return write(root / "labels.csv", "\n".join([*lines, "images/c.jpg,,,,,"]))
+
+
+def write_table_of_sizes(root):
+    write_images(root)
+    lines = ["Bild;Klasse;x;y;width;height"]
+    lines += [f"{stem}.jpg;{name};{x};{y};{w};{h}" for stem, name, x, y, w, h in ROWS]
+    path = root / "boxes.csv"
+    path.write_bytes("\r\n".join([*lines, "c.jpg;;;;;"]).encode("utf-16"))
+    return root
+
+
+def write_table_of_lists(root):
+    write_images(root)
+    lines = ["image_id,width,height,bbox,label"]
+    lines += [f'{stem},40,20,"[{x}, {y}, {w}, {h}]",{name}' for stem, name, x, y, w, h in ROWS]
+    write(root / "train.csv", "\n".join([*lines, "c,40,20,,"]))
+    return root
+
+
+def write_via_csv(root):
+    project = json.loads(write_via(root).read_text())["_via_img_metadata"]
+    (root / "via.json").unlink()
+    names = ("filename", "file_size", "region_shape_attributes", "region_attributes")
+    lines = [",".join(names)]
+    for entry in project.values():
+        rows = entry["regions"] or [{"shape_attributes": {}, "region_attributes": {}}]
+        for row in rows:
+            cells = (json.dumps(row[key]).replace('"', '""') for key in row)
+            lines.append(f'{entry["filename"]},-1,' + ",".join(f'"{cell}"' for cell in cells))
+    return write(root / "via.csv", "\n".join(lines))
+
+
+def write_cvat_project(root):
+    """Writes CVAT's export of a project, whose subsets have images of the same names."""
+    write_cvat(root)
+    text = (root / "annotations.xml").read_text().replace("folder/", "")
+    train = text.replace("<image ", '<image subset="Train" ')
+    other = train.replace('"Train"', '"Other"').replace('xtl="10"', 'xtl="11"')
+    body = train.replace("</annotations>", "") + other.replace("<annotations>", "")
+    write(root / "annotations.xml", body)
+    for stem in BOXES:
+        write_image(root / "images" / "Other" / f"{stem}.jpg")
+        (root / "images" / "Train").mkdir(exist_ok=True)
+        (root / "images" / f"{stem}.jpg").rename(root / "images" / "Train" / f"{stem}.jpg")
+    return root
+
+
 MAKERS = (
     write_coco, write_yolo, write_voc, write_labelimg, write_yolo_folders, write_csv,
     write_open_images, write_via, write_label_studio, write_cvat, write_hugging_face, write_zip,
+    write_label_studio_csv, write_labelme, write_createml, write_supervisely, write_vott,
+    write_dota, write_kitti, write_darknet, write_table_without_header, write_table_of_sizes,
+    write_table_of_lists, write_via_csv,
 )  # fmt: skip
 
 LAYOUTS = {  # of the parts, for YOLO and for VOC; the last has one part

@@ -7,7 +7,7 @@ labels of several sets are matched by class name.
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -15,13 +15,11 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 
-logger = logging.getLogger(__name__)
+from .account import Account, LeftOut
+from .file_tree import FileTree, walk
+from .image_suffixes import IMAGE_SUFFIXES, describe_format, is_image
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"})
-"""Suffixes of image files, in lower case."""
-PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation", "test")}
-"""Usual folder names of the training and the validation part."""
-_ENDINGS = tuple(sorted(IMAGE_SUFFIXES))
+logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 Records = list[dict[str, Any]]
@@ -41,7 +39,8 @@ def register_image_folders(
 
     A record has ``file_name`` and ``image_id`` (its index). With ``labelled``, it also has
     ``label``, which indexes ``folder_classes`` of the metadata. ``keep`` selects images by their
-    path relative to their folder; None keeps all. Registering the same folders again does nothing.
+    path relative to their folder; None keeps all. Loading sets ``account`` of the metadata, with
+    what is left out. Registering the same folders again does nothing.
     Raises a ``UserError`` if the name is registered with different folders.
     """
     paths = tuple(os.path.abspath(folder) for folder in folders)
@@ -49,13 +48,16 @@ def register_image_folders(
         return
 
     def load() -> list[dict[str, Any]]:
-        records, class_names = load_image_folders(paths, labelled=labelled)
+        trees = [FileTree(path) for path in paths]
+        records, class_names = _list_records(trees, labelled=labelled)
+        account = _account_for(trees, labelled=labelled)
         if labelled:
             MetadataCatalog.get(name).set(folder_classes=class_names)
+        MetadataCatalog.get(name).account = account
         if keep is not None:
             kept = {os.path.join(folder, path) for folder in paths for path in keep}
             records = [record for record in records if record["file_name"] in kept]
-        logger.info(f"{len(records):,} images in {', '.join(map(ascii, paths))}")
+        logger.info(f"{account.summarize()}, in {', '.join(map(ascii, paths))}")
         return records
 
     DatasetCatalog.register(name, load)
@@ -87,13 +89,17 @@ def load_image_folders(
     """Returns the records of all images in the folders, and the sorted class names.
 
     With ``labelled``, direct subfolders are classes. Raises a ``UserError`` if a folder has no
-    images, or an image is not in a class folder.
+    images, or no image is in a class folder.
     """
+    return _list_records([FileTree(folder) for folder in folders], labelled=labelled)
+
+
+def _list_records(trees: Sequence[FileTree], *, labelled: bool) -> tuple[Records, list[str]]:
     if labelled:
-        pairs = [pair for folder in folders for pair in _list_labelled(os.fspath(folder))]
+        pairs = [pair for tree in trees for pair in _list_labelled(tree)]
         class_names = sorted({class_name for _, class_name in pairs})
         return _label(pairs, class_names, "the folders"), class_names
-    paths = [path for folder in folders for path in list_images(folder)]
+    paths = [path for tree in trees for path in _require_images(tree)]
     return [{"file_name": path, "image_id": i} for i, path in enumerate(paths)], []
 
 
@@ -104,32 +110,60 @@ def load_class_folders(train_folder: PathLike, val_folder: PathLike) -> tuple[Re
     ``val_folder`` has a class that ``train_folder`` lacks.
     """
     train, val = os.fspath(train_folder), os.fspath(val_folder)
-    pairs = _list_labelled(train)
+    pairs = _list_labelled(FileTree(train))
     class_names = sorted({class_name for _, class_name in pairs})
     if len(class_names) < 2:
         raise UserError(
             f"'{train}' has images of only one class, '{class_names[0]}': its direct subfolders "
             "are the classes"
         )
-    return _label(pairs, class_names, train), _label(_list_labelled(val), class_names, val)
+    return _label(pairs, class_names, train), _label(
+        _list_labelled(FileTree(val)), class_names, val
+    )
 
 
 def list_images(folder: PathLike) -> list[str]:
-    """Returns the paths of all images in a folder and its subfolders.
+    """Returns the paths of all images in a folder and its subfolders, see ``FileTree``.
 
-    Paths are sorted by name, with files before subfolders. Hidden names are skipped, and links are
-    followed once. Raises a ``UserError`` if there are no images.
+    Raises a ``UserError`` if there are no images.
     """
-    images = [path for images in _walk(os.fspath(folder)) for path in images]
-    if not images:
-        raise UserError(f"the folder '{os.fspath(folder)}' has no image ({' '.join(_ENDINGS)})")
-    return images
+    return _require_images(FileTree(folder))
+
+
+def _require_images(tree: FileTree) -> list[str]:
+    if not tree.images:
+        suffixes = " ".join(sorted(IMAGE_SUFFIXES))
+        raise UserError(f"the folder '{tree.root}' has no image ({suffixes})")
+    return tree.images
 
 
 def check_image_folder(folder: PathLike) -> None:
     """Raises a ``UserError`` if a folder has no images. Stops at the first image."""
-    if not any(_walk(os.fspath(folder))):
-        list_images(folder)
+    path = os.path.abspath(folder)
+    if not any(is_image(file) for file in walk(path)):
+        list_images(path)
+
+
+def _account_for(trees: Sequence[FileTree], *, labelled: bool) -> Account:
+    """Returns the account of image folders: images that are used, and all other files."""
+    account = Account()
+    for tree in trees:
+        in_class = [path for path in tree.images if os.path.dirname(path) != tree.root]
+        used = in_class if labelled else tree.images
+        account.used["image"] += len(used)
+        account.left_out += tree.skipped
+        for path in tree.unread_images:
+            kind, reason = describe_format(path)
+            account.left_out.append(LeftOut(kind, path, reason))
+        for path in tree.images if labelled else ():
+            if os.path.dirname(path) == tree.root:
+                reason = f"it is in no class folder of '{tree.root}'"
+                account.left_out.append(LeftOut("in no class folder", path, reason))
+        for path in tree.others:
+            account.left_out.append(
+                LeftOut("without pixels", path, "only images are used", "other file", False)
+            )
+    return account
 
 
 def list_classes(sets: Sequence[str]) -> list[str]:
@@ -146,45 +180,18 @@ def load_classes(sets: Sequence[str], class_names: Sequence[str]) -> Records:
     return _label([pair for name in sets for pair in _load(name)], class_names, " and ".join(sets))
 
 
-def _walk(root: str) -> Iterator[list[str]]:
-    """Yields the list of image paths of each folder and subfolder."""
-    if not os.path.isdir(root):
-        state = "is a file" if os.path.exists(root) else "does not exist"
-        raise UserError(f"the image folder '{root}' {state}")
+def _list_labelled(tree: FileTree) -> Pairs:
+    """Returns (path, class name) of the images in a folder with class folders.
 
-    def refuse(error: OSError) -> None:
-        raise UserError(f"the folder '{error.filename}' cannot be read: {error.strerror}")
-
-    followed = {os.path.realpath(root)}
-
-    def is_new(folder: str) -> bool:
-        target = os.path.realpath(folder)
-        if not os.path.islink(folder):
-            return True
-        # Following a link to a parent of a visited folder would visit that folder again.
-        if any(os.path.commonpath((target, other)) == target for other in followed):
-            return False
-        followed.add(target)
-        return True
-
-    for folder, below, names in os.walk(root, onerror=refuse, followlinks=True):
-        visible = sorted(name for name in below if not name.startswith("."))
-        below[:] = [name for name in visible if is_new(os.path.join(folder, name))]
-        yield [
-            os.path.join(folder, name)
-            for name in sorted(names)
-            if name.lower().endswith(_ENDINGS) and not name.startswith(".")
-        ]
-
-
-def _list_labelled(root: str) -> Pairs:
-    """Returns (path, class name) of the images in a folder with class folders."""
+    Images outside of class folders are left out, see ``_account_for``.
+    """
     pairs = []
-    for path in list_images(root):
-        class_name, separator, _ = path[len(root) :].lstrip(os.sep).partition(os.sep)
-        if not separator:
-            raise UserError(f"image '{path}' is in no class folder of '{root}'")
-        pairs.append((path, class_name))
+    for path in _require_images(tree):
+        class_name, separator, _ = os.path.relpath(path, tree.root).partition(os.sep)
+        if separator:
+            pairs.append((path, class_name))
+    if not pairs:
+        raise UserError(f"no image of '{tree.root}' is in a class folder")
     return pairs
 
 

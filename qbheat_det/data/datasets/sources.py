@@ -1,14 +1,22 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads and splits the annotations of sources, and registers data sets with Detectron2."""
+"""Opens the data sets given by ``--data``, and registers them with Detectron2.
 
+``open_source`` recognizes a path, and returns a ``DataSource`` with one ``Source`` per part. A
+``Source`` says what to read, and is saved in ``run.json``. ``read_annotations`` reads it.
+"""
+
+import dataclasses
 import functools
+import hashlib
 import json
+import logging
 import os
-import random
 import re
+import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +24,316 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data.checks import raise_first
+from qbheat_det.core.files import get_cache_dir, parse_record
+from qbheat_det.core.text import format_bytes, one_line
 
-from .coco_file import CocoFile
-from .conversion import MISSING_IMAGE
-from .formats import FORMATS, Source, origin_of
+from .account import Account, LeftOut
+from .annotations import Annotations, build_annotations
+from .file_tree import FileTree
+from .formats import FORMATS
 from .image_folder import (
     PathLike,
     check_image_folder,
     is_new,
-    load_image_folders,
     register_image_folders,
 )
+from .layout import part_of, split_words
+from .recognition import Recognized, choose_parts, recognize
 
-SPLIT_FILE = "split.json"
+logger = logging.getLogger(__name__)
+
+CLASSES, IMAGES = "classes", "images"
+"""Names of the formats without boxes: class folders, and images without labels."""
+_TITLES = {CLASSES: "class folders", IMAGES: "image folders"}
+_MOST_EXPANSION = 200  # largest ratio of the unpacked size to the size of a zip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A part of a data set, and how to read it. It is saved as JSON with each run.
+
+    Attributes:
+        format: a key of ``FORMATS``, "classes" (class folders) or "images" (no labels).
+        path: file or folder of the data set, as it was given.
+        part: "train", "val", or "all" if the data set has no parts.
+        image_root: folder of the images of a label file; "" for the folder of the file.
+        folders: folders of images, if the format is "classes" or "images".
+        labelled: whether to read the boxes or classes.
+        classes: the classes, if the label files do not list them; () for those that occur.
+        split_file, split_part: a ``split.json``, and the part of the images to use; "" for all.
+    """
+
+    format: str
+    path: str
+    part: str = "all"
+    image_root: str = ""
+    folders: tuple[str, ...] = ()
+    labelled: bool = True
+    classes: tuple[str, ...] = ()
+    split_file: str = ""
+    split_part: str = ""
+
+    @property
+    def title(self) -> str:
+        """Name of the format for users, such as "YOLO"."""
+        return _TITLES.get(self.format) or FORMATS[self.format].title
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether the format has boxes."""
+        return self.format in FORMATS
+
+    def without_labels(self) -> "Source":
+        """Returns the source of the images alone."""
+        return dataclasses.replace(self, labelled=False)
+
+    def with_classes(self, classes: Sequence[str]) -> "Source":
+        """Returns the source with its classes set, if its label files do not list them."""
+        if not classes or not self.has_boxes or FORMATS[self.format].lists_classes:
+            return self
+        return dataclasses.replace(self, classes=tuple(classes))
+
+    def with_split(self, file: str, part: str) -> "Source":
+        """Returns the source of the images that a ``split.json`` lists for a part."""
+        return dataclasses.replace(self, split_file=file, split_part=part)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the attributes that differ from their defaults, for ``run.json``."""
+        fields = dataclasses.fields(self)
+        pairs = ((field, getattr(self, field.name)) for field in fields)
+        return {
+            field.name: list(value) if isinstance(value, tuple) else value
+            for field, value in pairs
+            if value != field.default
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], place: str) -> "Source":
+        """Reads an entry of ``run.json``. Raises a ``UserError`` if it is invalid."""
+        return parse_record(cls, dict(content), place)
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The training source of a path, and its validation source or None."""
+
+    train: Source
+    val: Source | None = None
+
+    @property
+    def format(self) -> str:
+        """A key of ``FORMATS``, "classes" or "images"."""
+        return self.train.format
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether the data set has boxes."""
+        return self.train.has_boxes
+
+
+def open_source(path: str, image_root: str = "", *, likely_root: str = "") -> DataSource:
+    """Recognizes the data set in a file, a folder or a zip.
+
+    Args:
+        path: the file, folder or zip.
+        image_root: folder of the images of a label file.
+        likely_root: folder in which the images of a label file are looked up first.
+
+    Raises:
+        UserError: the path has no data set, or several.
+    """
+    path = unpack(path)
+    if not os.path.exists(path):
+        raise UserError(f"'{path}' does not exist")
+    absolute = os.path.abspath(path)
+    if os.path.isdir(path):
+        found = _recognize(absolute, image_root)
+        if image_root and found.format is None:
+            raise UserError(f"'{path}' contains its images: leave out the images '{image_root}'")
+        root = os.path.abspath(image_root) if image_root else ""
+    else:
+        root = _find_image_root(absolute, image_root, likely_root)
+        found = _recognize(absolute, root)
+    if found.format is None:
+        sources = [
+            Source(CLASSES, absolute, part, folders=(folder,))
+            for part, folder in found.folders.items()
+        ]
+    else:
+        name = found.format.name
+        sources = [Source(name, absolute, part, root) for part in found.parts]
+    return DataSource(*sources)
+
+
+def find_format(path: str) -> str:
+    """Returns the format of a file, folder or zip, see ``open_source``."""
+    path = unpack(path)
+    if not os.path.exists(path):
+        raise UserError(f"'{path}' does not exist")
+    row = _recognize(os.path.abspath(path), "").format
+    return row.name if row else CLASSES
+
+
+def open_images(paths: Sequence[str]) -> DataSource:
+    """Returns the source of images without labels in folders."""
+    folders = tuple(os.path.abspath(folder) for folder in paths)
+    return DataSource(Source(IMAGES, folders[0], folders=folders, labelled=False))
+
+
+def _find_image_root(file: str, given: str, likely: str) -> str:
+    """Returns the folder in which the images of a label file are looked up.
+
+    Without a given folder, this is the first that has one of the images: ``likely``, the folder of
+    the file, or the folder above it, if the name of the file's folder says that it holds labels.
+    """
+    folder, name = os.path.split(os.path.dirname(file))
+    folders = [os.path.dirname(file)]
+    words = split_words(name)
+    if any(word in _FOLDERS_OF_LABELS for word in words) or part_of(name):
+        folders.append(folder)
+    if given:
+        folders = [os.path.abspath(given)]
+    elif likely:
+        folders.insert(0, os.path.abspath(likely))
+    for root in folders:
+        try:
+            data_set = _read(file, root, "", ())
+        except UserError:
+            if root == folders[-1]:
+                raise
+            continue
+        if any(part.images for part in data_set.parts.values()):
+            return root
+    missing = [one for one in data_set.account.left_out if one.item == "missing image"]
+    named = f", such as '{missing[0].message}'," if missing else ""
+    raise UserError(
+        f"the images of '{file}'{named} were not found: set their folder with --images, or with "
+        "--val-images for --val"
+    )
+
+
+_FOLDERS_OF_LABELS = ("annotation", "annotations", "label", "labels", "json", "ann", "annots")
+
+
+def _recognize(path: str, image_root: str) -> Recognized:
+    if os.path.isdir(path):
+        return recognize(FileTree(path), "")
+    return recognize(FileTree(image_root or os.path.dirname(path), path))
+
+
+@dataclass(frozen=True)
+class _DataSet:
+    """All parts of a data set with boxes, and their account."""
+
+    parts: dict[str, Annotations]
+    account: Account
+
+
+def read_annotations(source: Source) -> Annotations:
+    """Reads the boxes of all images of a source, also of those that its split omits.
+
+    Raises:
+        UserError: the label files cannot be read, or have no such part any more.
+    """
+    data_set = _read(source.path, source.image_root, source.format, source.classes)
+    if source.part not in data_set.parts:
+        raise UserError(f"'{source.path}' has no part '{source.part}' any more")
+    return data_set.parts[source.part]
+
+
+def forget_annotations() -> None:
+    """Clears the cache of ``read_annotations``, so that changed files are read again."""
+    _read.cache_clear()
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str, image_root: str, format: str, classes: tuple[str, ...]) -> _DataSet:
+    """Reads all parts of a data set, and accounts for all files below its folder."""
+    if os.path.isdir(path):
+        tree = FileTree(path)
+        if image_root:
+            tree.add(image_root)
+    else:
+        tree = FileTree(image_root or os.path.dirname(path), path)
+    found = recognize(tree, format)
+    if found.format is None or found.labels is None:
+        raise UserError(f"'{path}' has no boxes")
+    tree, account = found.tree, Account(notes=list(found.notes))
+    roles = choose_parts(found.labels.parts)
+    labels = {role: found.format.read(tree, found.labels, part) for role, part in roles.items()}
+    lists = [one.categories for one in labels.values() if one.categories is not None]
+    if found.format.lists_classes:
+        categories = {role: one.categories or [] for role, one in labels.items()}
+    else:
+        boxes = (box for one in labels.values() for image in one.images for box in image.boxes)
+        names = classes or sorted({box.name for box in boxes})
+        lists = [[{"id": number, "name": name} for number, name in enumerate(names)]]
+        categories = dict.fromkeys(labels, lists[0])
+    parts = {
+        role: build_annotations(tree, one, categories[role], path, account)
+        for role, one in labels.items()
+    }
+    files = dict.fromkeys(file for one in labels.values() for file in one.files)
+    account.used["label file"] += len(files)
+    mentioned = set(files)
+    for one in labels.values():
+        for image in one.images:
+            mentioned.update((image.file, image.label_file))
+    _account_for_rest(found, path, mentioned, set(roles.values()), account)
+    for part in parts.values():
+        account.notes += [note for note in part.note_classes() if note not in account.notes]
+    return _DataSet(parts, account)
+
+
+def _account_for_rest(
+    found: Recognized,
+    path: str,
+    mentioned: Collection[str],
+    parts: Collection[str],
+    account: Account,
+) -> None:
+    """Adds the files that no reader has mentioned to an account."""
+    tree = found.tree
+    unread = frozenset(tree.unread_images)
+    unused = sorted(set(found.labels.parts) - set(parts)) if found.labels else []
+    others = " and ".join("what has no part" if one == "all" else f"'{one}'" for one in unused)
+
+    def leave_out(file: str, kind: str, reason: str, item: Any) -> None:
+        account.left_out.append(LeftOut(kind, f"'{file}'", reason, item, False))
+
+    for file in tree.all_images:
+        if file in mentioned:
+            continue
+        part = part_of(tree.relative(file), by_folder=True)
+        if part and part not in parts and "all" not in parts:
+            leave_out(file, f"of the part '{part}'", "this part is not used", "image")
+        elif file in unread:
+            leave_out(file, "in a format that is not read", "and no label file names it", "image")
+        elif found.labels and found.labels.manifests:
+            listed = f"'{found.labels.manifests[0]}' does not list it"
+            leave_out(file, "in no part of the data set", listed, "image")
+        elif others:
+            leave_out(file, "outside the used parts", f"{others} is not used", "image")
+        else:
+            leave_out(file, "without labels", "no label file names it", "image")
+    kinds = {file: kind for kind, files in tree.label_files.items() for file in files}
+    for file in tree.others:
+        if file in mentioned:
+            continue
+        part = part_of(tree.relative(file))
+        if kinds.get(file, "csv") == "csv":
+            leave_out(file, "without labels", "it has no labels that are read", "other file")
+        elif part and part not in parts and "all" not in parts:
+            leave_out(file, f"of the part '{part}'", "this part is not used", "label file")
+        else:
+            kind = f"{kinds[file]} labels are not used for the images of this data set"
+            leave_out(file, "not used", kind, "label file")
+    account.left_out += tree.skipped
+    if found.tree.root != path and os.path.isdir(path):
+        for file in (*(whole := FileTree(path)).all_images, *whole.others):
+            if not file.startswith(found.tree.root + os.sep):
+                reason = "it is outside the folder of the data set"
+                leave_out(file, "outside the data set", reason, "other file")
 
 
 def register_coco_json(name: str, json_file: PathLike, image_root: PathLike) -> None:
@@ -57,88 +361,71 @@ def register_coco_images(name: str, json_file: PathLike, image_root: PathLike) -
 def load_coco_images(json_file: PathLike, image_root: PathLike) -> list[dict[str, Any]]:
     """Returns ``file_name`` and ``image_id`` of every image, sorted by id.
 
-    Raises a ``UserError`` if the file is not in COCO's format, an id occurs more than once, or an
-    image is missing.
+    Raises a ``UserError`` if the file is not in COCO's format, or too many images are missing.
     """
-    file = CocoFile(str(json_file), str(image_root), needed=("images",))
-    raise_first(file.errors)
+    annotations = read_annotations(Source("coco", str(json_file), image_root=str(image_root)))
+    annotations.account.check()
+    return list_image_records(annotations)
+
+
+def list_image_records(annotations: Annotations) -> list[dict[str, Any]]:
+    """Returns ``file_name`` and ``image_id`` of every image, sorted by id."""
     return [
-        {"file_name": os.path.join(image_root, image["file_name"]), "image_id": image["id"]}
-        for image in sorted(file.images, key=lambda image: image["id"])
+        {"file_name": os.path.join(annotations.image_root, one["file_name"]), "image_id": one["id"]}
+        for one in sorted(annotations.images, key=lambda image: int(image["id"]))
     ]
 
 
-def read_annotations(source: Source) -> CocoFile:
-    """Reads and checks the boxes of all images of a source, also those that its split omits."""
-    return _read_annotations(json.dumps({**source, "split": None}, sort_keys=True))
-
-
-@functools.lru_cache(maxsize=2)
-def _read_annotations(key: str) -> CocoFile:
-    source = json.loads(key)
-    if "json_file" in source:
-        return CocoFile(source["json_file"], source["image_root"])
-    file = origin_of(source)
-    root = source.get("image_root") or (file if os.path.isdir(file) else os.path.dirname(file))
-    converted = next(row.convert(source) for row in FORMATS.values() if row.key in source)
-    return CocoFile(file, root, converted=converted)
-
-
-def forget_annotations() -> None:
-    """Clears the cache of ``read_annotations``, so that changed files are read again."""
-    _read_annotations.cache_clear()
-
-
 def register_source(
-    name: str, source: Source, *, split: Mapping[str, Any] | None = None
-) -> CocoFile | None:
-    """Checks a source, registers it as a data set, and returns its annotations.
+    name: str, source: Source, *, keep: Collection[str] | None = None
+) -> Annotations | None:
+    """Registers a source as a data set, and returns its annotations.
 
-    Returns None if the source has no boxes, or if they are not used (``source["labelled"]``). A
-    data set with the same name is replaced. The metadata contain ``source``. ``split`` is the
-    content of the split file that ``source["split"]`` names; None reads the file. Raises a
-    ``UserError`` if a file or folder is missing or broken.
+    A data set with the same name is replaced. The metadata contain ``source``, and ``account``
+    (what is used and what is left out), which image folders get when they are loaded. Faults are
+    not checked, see ``Account.check``.
+
+    Args:
+        name: name of the data set.
+        source: the source. Its split is ignored.
+        keep: names of the images to use; None for all.
+
+    Returns:
+        The annotations of all images, or None if the source has no boxes.
+
+    Raises:
+        UserError: a file or folder is missing, or there are no boxes.
     """
     forget_source(name)
-    keep = annotations = None
-    if part := source.get("split"):
-        keep = frozenset((split or read_split(part["file"]))[part["part"]])
-    if "image_folders" in source:
-        for folder in source["image_folders"]:
+    if not source.has_boxes:
+        for folder in source.folders:
             check_image_folder(folder)
-        register_image_folders(
-            name, source["image_folders"], labelled=source["labelled"], keep=keep
-        )
-    else:
-        annotations = _register_annotated(name, source, keep)
-    MetadataCatalog.get(name).source = source
-    return annotations
-
-
-def _register_annotated(name: str, source: Source, keep: Collection[str] | None) -> CocoFile | None:
-    origin = origin_of(source)
-    if not source["labelled"]:
-        if "json_file" in source:
-            files = origin, source["image_root"]
-        else:
-            annotations = read_annotations(source)
-            raise_first([one for one in annotations.errors if one.kind == MISSING_IMAGE])
-            images = {"images": annotations.images}
-            files = _write_json(name, origin, images), annotations.image_root
-        load_coco_images(*files)  # raises errors now instead of at the first load
-        register_coco_images(name, *files)
+        register_image_folders(name, source.folders, labelled=source.labelled, keep=keep)
+        MetadataCatalog.get(name).source = source
         return None
     annotations = read_annotations(source)
+    if source.labelled:
+        _register_boxes(name, source, annotations, keep)
+    else:
+        records = list_image_records(annotations)
+        DatasetCatalog.register(name, lambda: records)
+        MetadataCatalog.get(name).set(unlabelled=True, evaluator_type="reconstruction")
+    MetadataCatalog.get(name).set(source=source, account=annotations.account)
+    return annotations if source.labelled else None
+
+
+def _register_boxes(
+    name: str, source: Source, annotations: Annotations, keep: Collection[str] | None
+) -> None:
     annotations.check()
-    files = origin, annotations.image_root
-    if keep is not None or "json_file" not in source:
-        files = _write_json(name, origin, annotations.keep(keep)), annotations.image_root
-    register_coco_json(name, *files)
+    path = annotations.original
+    if keep is not None or not path:
+        path = _write_json(name, source.path, annotations.keep(keep))
+    register_coco_json(name, path, annotations.image_root)
     ids = {category: index for index, category in enumerate(annotations.category_ids)}
     MetadataCatalog.get(name).set(
         thing_classes=list(annotations.class_names), thing_dataset_id_to_contiguous_id=ids
     )
-    return annotations
 
 
 def forget_source(name: str) -> None:
@@ -147,36 +434,6 @@ def forget_source(name: str) -> None:
         DatasetCatalog.remove(name)
     if name in MetadataCatalog.list():
         MetadataCatalog.remove(name)
-
-
-def split_source(source: Source, *, fraction: float, seed: int) -> dict[str, Any]:
-    """Divides the images of a source, and returns the content of ``split.json``.
-
-    The keys are "seed", "fraction", "train" and "val". The last two list names of images. For the
-    arguments, see ``choose_val``. Raises a ``UserError`` if there are too few images.
-    """
-    groups: list[Hashable]
-    if "image_folders" in source:
-        folders = source["image_folders"]
-        records, _ = load_image_folders(folders, labelled=source["labelled"])
-        base = folders[0] if len(folders) == 1 else os.path.commonpath(folders)
-        names = [os.path.relpath(record["file_name"], base) for record in records]
-        groups = [record["label"] for record in records]
-    else:
-        annotations = read_annotations(source)
-        annotations.check()
-        names = [image["file_name"] for image in annotations.images]
-        groups = group_by_rarest_class(annotations)
-    chosen = choose_val(groups, fraction=fraction, seed=seed)
-    if not chosen or len(chosen) == len(names):
-        raise UserError(
-            f"a share of {fraction:g} of {len(names)} images cannot be held out: pass a "
-            "validation set with --val, or disable evaluation with DATASETS.VAL_FRACTION 0"
-        )
-    parts: dict[str, list[str]] = {"train": [], "val": []}
-    for index, name in enumerate(names):
-        parts["val" if index in chosen else "train"].append(name)
-    return {"seed": seed, "fraction": fraction, **parts}
 
 
 @functools.cache
@@ -192,53 +449,31 @@ def _write_json(name: str, origin: str, content: Mapping[str, Any]) -> str:
     return str(path)
 
 
-def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:
-    """Returns the indices of the images to hold out, which depend only on the arguments.
+def unpack(path: str) -> str:
+    """Unpacks a zip into the cache folder and returns the folder. Returns other paths unchanged.
 
-    ``groups`` (N,) has the group of each image. ``fraction``, in (0, 1), of each group is held out,
-    up to a difference of one image. An image that is alone in its group is never held out.
+    Raises:
+        UserError: the file is not a valid zip, or is too large for the disk.
     """
-    generator = random.Random(f"{seed} hold out")
-    sizes = Counter(groups)
-    order = sorted(
-        (repr(group), generator.random(), index)
-        for index, group in enumerate(groups)
-        if sizes[group] > 1
-    )
-    # At least one image is held out, if there are two.
-    start = max(generator.random(), 1 - len(order) * fraction)
-    # For a fraction of 1/5, this is every fifth image in the order of groups, from a random start.
-    return {
-        index
-        for place, (_, _, index) in enumerate(order)
-        if int((place + 1) * fraction + start) > int(place * fraction + start)
-    }
-
-
-def group_by_rarest_class(annotations: CocoFile) -> list[Hashable]:
-    """Returns, for each image, which of its classes occurs in the fewest images.
-
-    An image without boxes gets None. Crowd boxes do not count. Of equally rare classes, the one
-    with the lower id is returned.
-    """
-    classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
-    for entry in annotations.annotations:
-        if not entry.get("iscrowd", 0):
-            classes[entry["image_id"]].add(entry["category_id"])
-    counts = Counter(class_id for own in classes.values() for class_id in own)
-    return [
-        min(own, key=lambda class_id: (counts[class_id], class_id)) if own else None
-        for own in classes.values()
-    ]
-
-
-def read_split(path: str | Path) -> dict[str, Any]:
-    """Returns the content of a ``split.json``, or raises a ``UserError``."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        parts = [content["train"], content["val"]]
-        if all(isinstance(name, str) for part in parts for name in part):
-            return dict(content)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise UserError(f'\'{path}\' does not list the images of a split by "train" and "val"')
+    if not (path.lower().endswith(".zip") and os.path.isfile(path)):
+        return path
+    state = os.stat(path)
+    identity = f"{os.path.abspath(path)}|{state.st_size}|{state.st_mtime_ns}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    folder = get_cache_dir() / "unpacked" / f"{Path(path).stem}_{digest}"
+    if not folder.is_dir():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with (
+                zipfile.ZipFile(path) as archive,
+                tempfile.TemporaryDirectory(prefix=".zip_", dir=folder.parent) as partial,
+            ):
+                size = sum(entry.file_size for entry in archive.infolist())
+                if size > min(_MOST_EXPANSION * state.st_size, shutil.disk_usage(partial).free):
+                    raise UserError(f"'{path}' would unpack to {format_bytes(size)}")
+                archive.extractall(Path(partial, "set"))  # drops ".." and absolute paths
+                os.replace(Path(partial, "set"), folder)
+        except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError) as error:
+            raise UserError(f"'{path}' cannot be unpacked: {one_line(error)}") from error
+    inner = [entry for entry in folder.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
+    return str(inner[0] if len(inner) == 1 else folder)

@@ -1,0 +1,164 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The account of a data set: what is used, and what is left out for which reason.
+
+Each image file, each label file and each box below a data set's folder is counted once, as used or
+as left out. Only ``annotations.py`` and ``image_folder.py`` fill an account.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.core.text import join_first
+from qbheat_det.data.checks import DataError
+
+Item = Literal["image", "missing image", "label file", "box", "other file"]
+_PLURALS: dict[Item, str] = {
+    "image": "images",
+    "missing image": "missing images",
+    "label file": "label files",
+    "box": "boxes",
+    "other file": "other files",
+}
+_SHOWN = 5  # number of faults in an error
+MAX_LEFT_OUT = 0.1
+"""Default of ``DATASETS.MAX_LEFT_OUT``: largest share of images or boxes with faults."""
+LEFT_OUT_FILE = "left_out.txt"
+"""File in the output folder that lists everything that is left out."""
+
+
+@dataclass(frozen=True)
+class LeftOut(DataError):
+    """Something in a data set that is not used.
+
+    Attributes:
+        kind: short reason, which completes "2 images …", such as "that cannot be read".
+        where, reason: see ``DataError``.
+        item: what is left out.
+        is_fault: whether it should have been used. Faults above a share are an error. Images of a
+            part that is not needed, for example, are no fault.
+    """
+
+    item: Item = "image"
+    is_fault: bool = True
+
+
+@dataclass
+class Account:
+    """What became of the files and the boxes of a data set.
+
+    Attributes:
+        used: number of items that are used, by item.
+        clipped: locations of used boxes that reach beyond their image, and are clipped.
+        left_out: items that are not used.
+        notes: what was assumed, replaced or joined, one sentence each.
+    """
+
+    used: Counter[Item] = field(default_factory=Counter)
+    clipped: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def faults(self) -> list[LeftOut]:
+        """Items that should have been used."""
+        return [one for one in self.left_out if one.is_fault]
+
+    def count(self, item: Item) -> int:
+        """Returns the number of items, used or left out."""
+        return self.used[item] + sum(one.item == item for one in self.left_out)
+
+    def add(self, other: "Account") -> None:
+        """Adds the account of another part of the same data set."""
+        self.used.update(other.used)
+        self.clipped += other.clipped
+        self.left_out += other.left_out
+        self.notes += [note for note in other.notes if note not in self.notes]
+
+    def leave_out_image(self, fault: LeftOut, num_boxes: int, *, has_label_file: bool) -> None:
+        """Moves an image with its boxes and its label file from the used to the left out items."""
+        self.used["image"] -= 1
+        self.left_out.append(fault)
+        self.leave_out_boxes_of(fault, num_boxes)
+        if has_label_file:
+            self.used["label file"] -= 1
+            kind = "of left out images"
+            self.left_out.append(LeftOut(kind, fault.where, fault.reason, "label file", False))
+        self.used["box"] -= num_boxes
+
+    def leave_out_boxes_of(self, image: LeftOut, num_boxes: int) -> None:
+        """Adds the boxes of an image that is left out. They are no faults of their own."""
+        box = LeftOut("of left out images", image.where, image.reason, "box", False)
+        self.left_out += [box] * num_boxes
+
+    def summarize(self) -> str:
+        """Returns one line, as in "4 images with 9 boxes; left out: 2 images in HEIC format"."""
+        boxes = f" with {_number(self.used['box'], 'box')}" if self.count("box") else ""
+        line = f"{_number(self.used['image'], 'image')}{boxes}"
+        if self.clipped:
+            line += f" ({len(self.clipped):,} clipped)"
+        counts = Counter((one.item, one.kind) for one in self.left_out if one.item != "other file")
+        order = list(get_args(Item))
+        rows = sorted(counts.items(), key=lambda row: order.index(row[0][0]))
+        texts = [f"{_number(count, item)} {kind}" for (item, kind), count in rows]
+        return f"{line}; left out: {', '.join(texts)}" if texts else line
+
+    def check(self, max_share: float = MAX_LEFT_OUT, *, listing: Path | None = None) -> None:
+        """Raises a ``UserError`` if more than a share of the images or of the boxes have faults.
+
+        Args:
+            max_share: largest share that may have faults. 0 makes each fault an error.
+            listing: file to which all faults are written before the error is raised.
+        """
+        checked: tuple[tuple[Item, ...], ...] = (
+            ("image", "missing image"),
+            ("label file",),
+            ("box",),
+        )
+        for items in checked:
+            own = [one for one in self.faults if one.item in items]
+            total = sum(map(self.count, items))
+            if len(own) <= max_share * total:
+                continue
+            shown = join_first((one.message for one in own), _SHOWN, separator="; ")
+            share = f"{_number(len(own), items[0])} of {total:,} would be left out"
+            rest = "qbheat inspect lists all of them"
+            if listing:
+                write_atomically(listing, self.render().encode(errors="backslashreplace"))
+                rest = f"'{listing}' lists all of them"
+            advice = "correct them"
+            if max_share:
+                advice += f", or allow more than {max_share:.0%} with --max-left-out"
+            raise UserError(f"{share}: {shown}. {rest[0].upper()}{rest[1:]}: {advice}")
+
+    def render(self) -> str:
+        """Returns one line for each item that is left out or clipped, and for each note."""
+        rows = [f"{one.item} {one.kind}: {one.message}" for one in self.left_out]
+        rows += [f"box clipped: {place}" for place in self.clipped]
+        rows += [f"note: {note}" for note in self.notes]
+        return "".join(f"{row}\n" for row in rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the numbers by item and kind, for ``run.json``."""
+        numbers: dict[str, Any] = {}
+        for item, plural in _PLURALS.items():
+            kinds = Counter(one.kind for one in self.left_out if one.item == item)
+            numbers[plural] = {"used": self.used[item], "left_out": dict(kinds)}
+        numbers["boxes"]["clipped"] = len(self.clipped)
+        return {**numbers, "notes": self.notes}
+
+
+def join_accounts(accounts: Iterable[Account]) -> Account:
+    """Returns the sum of different accounts. An account that occurs twice is added once."""
+    total = Account()
+    for account in {id(one): one for one in accounts}.values():
+        total.add(account)
+    return total
+
+
+def _number(count: int, item: Item) -> str:
+    return f"{count:,} {item if count == 1 else _PLURALS[item]}"

@@ -1,0 +1,355 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The annotations of a part of a data set in COCO's lists, and the account of what they leave out.
+
+The reader of each format yields ``LabelledImage`` objects. ``build_annotations`` reads the image
+sizes that they lack, leaves out boxes that cannot be right, clips boxes to their image, and assigns
+ids. It is the only place where an account of boxes is filled.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
+from qbheat_det.data.checks import DataError
+from qbheat_det.data.images import read_sizes
+
+from .account import Account, LeftOut
+from .file_tree import FileTree, fold
+from .formats import Labels
+from .image_suffixes import describe_format
+from .labelled_image import Box, LabelledImage
+
+Entry = dict[str, Any]
+
+_MARGIN = 1.5  # pixels by which rounded boxes reach beyond their image
+
+
+@dataclass
+class Annotations:
+    """The images, boxes and classes of a part of a data set.
+
+    Attributes:
+        origin: path of the data set, for messages.
+        image_root: folder to which ``file_name`` of the images is relative.
+        images, annotations, categories: COCO's lists. Categories are sorted by id.
+        account: what became of all files of the data set, the same for all of its parts.
+        original: the COCO file that has exactly these lists; "" if there is none.
+        problem: why there are no labels; "" if there are.
+    """
+
+    origin: str
+    image_root: str
+    images: list[Entry]
+    annotations: list[Entry]
+    categories: list[Entry]
+    account: Account = field(repr=False)
+    original: str = ""
+    problem: str = ""
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their ids."""
+        return tuple(str(entry["name"]) for entry in self.categories)
+
+    @property
+    def category_ids(self) -> tuple[int, ...]:
+        """Ids of the classes, which may have gaps."""
+        return tuple(entry["id"] for entry in self.categories)
+
+    def check(self) -> None:
+        """Raises a ``UserError`` if there is no box to train on or to evaluate with."""
+        if self.problem:
+            raise UserError(self.problem)
+        if not any(not entry["iscrowd"] for entry in self.annotations):
+            faults = [one for one in self.account.faults if one.item == "box"]
+            shown = f": {join_first((one.message for one in faults), 3, '; ')}" if faults else ""
+            raise UserError(f"'{self.origin}' has no boxes{shown}")
+        boxes = [entry["bbox"] for entry in self.annotations]
+        if max(map(max, boxes)) <= 1 and any(value % 1 for box in boxes for value in box):
+            raise UserError(
+                f"'{self.origin}': all boxes lie between 0 and 1, but they must be in pixels"
+            )
+
+    def note_classes(self) -> list[str]:
+        """Returns notes of classes without a box, and of names that are almost equal."""
+        used = {one["category_id"] for one in self.annotations if not one["iscrowd"]}
+        unused = [repr(one["name"]) for one in self.categories if one["id"] not in used]
+        notes = []
+        if unused and used:
+            notes.append(f"'{self.origin}': classes without a box: {join_first(unused)}")
+        spellings: dict[str, list[str]] = {}
+        for name in self.class_names:
+            spellings.setdefault("".join(fold(name).split()), []).append(name)
+        for names in spellings.values():
+            if len(names) > 1:
+                shown = ", ".join(map(repr, names))
+                notes.append(f"'{self.origin}': these are different classes: {shown}")
+        return notes
+
+    def leave_out(self, errors: Mapping[str, DataError]) -> None:
+        """Removes images, and their boxes, by file name. Their errors are added to the account."""
+        if not errors:
+            return
+        ids = {image["id"]: image["file_name"] for image in self.images}
+        counts = Counter(ids[one["image_id"]] for one in self.annotations)
+        for image in self.images:
+            error = errors.get(name := image["file_name"])
+            if error is not None:
+                kind = _KINDS.get(error.kind, f"with an error ({error.kind})")
+                fault = LeftOut(kind, error.where, error.reason)
+                has_file = name in self._with_label_file
+                self.account.leave_out_image(fault, counts[name], has_label_file=has_file)
+        self.images = [one for one in self.images if one["file_name"] not in errors]
+        self.annotations = [one for one in self.annotations if ids[one["image_id"]] not in errors]
+        self.original = ""
+
+    _with_label_file: Collection[str] = field(default=frozenset(), repr=False)
+
+    def keep(self, file_names: Collection[str] | None = None) -> dict[str, list[Entry]]:
+        """Returns COCO's lists, only of the images ``file_names`` if given."""
+        if file_names is None:
+            images, annotations = self.images, self.annotations
+        else:
+            images = [one for one in self.images if one["file_name"] in file_names]
+            ids = {image["id"] for image in images}
+            annotations = [one for one in self.annotations if one["image_id"] in ids]
+        return {"images": images, "annotations": annotations, "categories": self.categories}
+
+
+_KINDS = {
+    "missing image file": "without a file",
+    "unreadable image": "that cannot be read",
+    "truncated or damaged image": "with damaged pixels",
+    "image of more than 8 bits": "of more than 8 bits",
+    "image of another size than annotated": "of another size than annotated",
+    "elongated image": "of extreme elongation",
+}
+"""The kinds of errors in image files, as they complete "1 image …"."""
+
+
+def build_annotations(
+    tree: FileTree, labels: Labels, categories: Sequence[Entry], origin: str, account: Account
+) -> Annotations:
+    """Converts the labels of a part to COCO's lists, and adds what they leave out to an account.
+
+    Args:
+        tree: the files of the data set.
+        labels: the labels of the part.
+        categories: the classes of all parts.
+        origin: path of the data set, for messages.
+        account: account of the data set, which is changed.
+    """
+    _join_repeated(labels, account)
+    _leave_out_unreadable(tree, labels.images)
+    account.left_out += labels.left_out
+    account.notes += [note for note in labels.notes if note not in account.notes]
+    builder = _Builder(categories, account)
+    result = Annotations(origin, tree.root, [], [], list(categories), account)
+    with_label_file = set()
+    ids = _choose_ids([one.id for one in labels.images if one.reason is None])
+    for image in labels.images:
+        if image.reason is not None:
+            _leave_out_image(image, account)
+            continue
+        name = os.path.relpath(image.file, tree.root)
+        if image.label_file:
+            with_label_file.add(name)
+            account.used["label file"] += 1
+        account.used["image"] += 1
+        width, height = image.size or (0, 0)
+        sizes = {"width": width, "height": height}
+        entry = {**image.fields, "id": next(ids), "file_name": name, **sizes}
+        entry.pop("num_unread", None)
+        builder.is_changed |= bool(image.fields) and image.fields.get("file_name") != name
+        result.images.append(entry)
+        builder.add(image, entry)
+    result.annotations = builder.number()
+    result.problem = labels.problem
+    result._with_label_file = frozenset(with_label_file)
+    is_whole = not builder.is_changed and not labels.notes and not labels.left_out
+    if is_whole and len(result.images) == len(labels.images) and labels.is_original:
+        result.original = labels.files[0]
+    return result
+
+
+def _join_repeated(labels: Labels, account: Account) -> None:
+    """Joins the boxes of an image that a label file names several times.
+
+    If several files name it, the entries of the first file are used.
+    """
+    first: dict[str, LabelledImage] = {}
+    images = []
+    num_joined = 0
+    for image in labels.images:
+        other = first.setdefault(image.file, image) if image.file and not image.reason else image
+        if other is image:
+            images.append(image)
+        elif _origin(image) == _origin(other):
+            other.boxes += [box for box in image.boxes if box not in other.boxes]
+            other.left_out += image.left_out
+            num_joined += 1
+        else:
+            reason = f"'{_origin(other)}' has the labels of '{image.file}'"
+            kind = "of images that have another one"
+            account.left_out.append(LeftOut(kind, image.place, reason, "label file", False))
+    labels.images = images
+    if num_joined:
+        account.notes.append(f"{num_joined:,} images are named several times: boxes are joined")
+
+
+def _origin(image: LabelledImage) -> str:
+    """Returns the label file in the place of an image."""
+    return re.split(r": |, (?=asset|entry|image|line|task)", image.place)[0]
+
+
+def _leave_out_unreadable(tree: FileTree, images: Sequence[LabelledImage]) -> None:
+    """Reads the sizes that labels lack. Leaves out images in other formats or without a size."""
+    unread = frozenset(tree.unread_images)
+    for image in images:
+        if image.reason is None and image.file in unread:
+            kind, reason = describe_format(image.file)
+            image.reason = LeftOut(kind, f"image '{image.file}'", reason)
+    open_ends = [image for image in images if image.reason is None and not image.size]
+    sizes = read_sizes([image.file for image in open_ends]) if open_ends else ()
+    for image, size in zip(open_ends, sizes, strict=True):
+        if isinstance(size, DataError):
+            image.reason = LeftOut("that cannot be read", size.where, size.reason)
+        else:
+            image.size = size
+
+
+def _leave_out_image(image: LabelledImage, account: Account) -> None:
+    """Adds an image that is left out, its label file and its boxes to an account."""
+    assert image.reason
+    reason = image.reason
+    account.left_out.append(reason)
+    if image.label_file and reason.item != "label file":
+        kind = "of left out images"
+        left_out = LeftOut(kind, image.label_file, reason.reason, "label file", False)
+        account.left_out.append(left_out)
+    if image.file and reason.item == "label file":  # its image cannot be used without it
+        kind = "with an unreadable label file"
+        account.left_out.append(LeftOut(kind, image.file, reason.reason))
+    account.leave_out_boxes_of(reason, len(image.boxes) + len(image.left_out))
+
+
+def _choose_ids(given: Sequence[int | None]) -> Any:
+    """Returns an iterator over the given ids if all are numbers and different, or new ids."""
+    is_valid = None not in given and len(set(given)) == len(given)
+    return iter(given if is_valid else range(1, len(given) + 1))
+
+
+class _Builder:
+    """Converts boxes to COCO's annotations."""
+
+    def __init__(self, categories: Sequence[Entry], account: Account) -> None:
+        self.is_changed = False
+        self._account = account
+        self._ids = [one["id"] for one in categories]
+        self._index = {str(one["name"]): index for index, one in enumerate(categories)}
+        self._entries: list[Entry] = []
+
+    def add(self, image: LabelledImage, entry: Entry) -> None:
+        """Adds the boxes of an image. ``entry`` is the image in COCO's list."""
+        account = self._account
+        account.left_out += image.left_out
+        size = entry["width"], entry["height"]
+        num_before = len(self._entries)
+        for box in image.boxes:
+            index = self._index.get(box.name) if box.category is None else box.category
+            if index is None:
+                known = join_first(self._index, 5)
+                reason = f"its class {box.name!r} is not one of the classes {known}"
+                self._leave_out(box, "of an unknown class", reason)
+                continue
+            xywh = self._fit(box, *size)
+            if xywh is not None:
+                self._entries.append(
+                    {
+                        **box.fields,
+                        "image_id": entry["id"],
+                        "category_id": self._ids[index],
+                        "bbox": xywh,
+                        "iscrowd": int(box.is_crowd),
+                    }
+                )
+        account.used["box"] += len(self._entries) - num_before
+        self.is_changed |= bool(image.left_out)
+
+    def _fit(self, box: Box, width: int, height: int) -> list[float] | None:
+        """Returns a box in pixels that lies in its image, or None if it is left out."""
+        x, y, wide, high = box.xywh
+        if box.is_relative:
+            x, wide, y, high = x * width, wide * width, y * height, high * height
+        if wide < 0 or high < 0:
+            reason = f"its width or height is negative: {_show(x, y, wide, high)}"
+            self._leave_out(box, "with a negative side", reason)
+            return None
+        if not (wide and high):
+            reason = f"its width or height is 0: {_show(x, y, wide, high)}"
+            self._leave_out(box, "without area", reason)
+            return None
+        if not (0 <= x + wide / 2 <= width and 0 <= y + high / 2 <= height):
+            reason = f"its centre lies outside the image of {width} x {height} pixels: "
+            self._leave_out(box, "outside its image", reason + _show(x, y, wide, high))
+            return None
+        right, bottom = x + wide, y + high
+        is_inside = (
+            min(x, y) >= -_MARGIN and right <= width + _MARGIN and bottom <= height + _MARGIN
+        )
+        if is_inside and (box.fields or (min(x, y) >= 0 and right <= width and bottom <= height)):
+            return [x, y, wide, high]
+        if not is_inside:
+            self._account.clipped.append(box.place)
+        self.is_changed = True
+        left, top = max(x, 0), max(y, 0)
+        return [left, top, min(right, width) - left, min(bottom, height) - top]
+
+    def _leave_out(self, box: Box, kind: str, reason: str) -> None:
+        self.is_changed = True
+        self._account.left_out.append(LeftOut(kind, box.place, reason, "box"))
+
+    def number(self) -> list[Entry]:
+        """Returns the annotations. Ids are kept if all are numbers and different."""
+        given = [entry.get("id") for entry in self._entries]
+        is_valid = all(type(id_) is int and abs(id_) < 2**53 for id_ in given)
+        if not is_valid or len(set(given)) < len(given):
+            self.is_changed = True
+            if self._entries and "id" in self._entries[0]:
+                self._account.notes.append("ids of annotations occur twice or are no numbers")
+            for number, entry in enumerate(self._entries, start=1):
+                entry["id"] = number
+        return self._entries
+
+
+def _show(x: float, y: float, width: float, height: float) -> str:
+    return f"[{', '.join(f'{value:g}' for value in (x, y, width, height))}]"
+
+
+def check_same_classes(train: Annotations, val: Annotations) -> None:
+    """Raises a ``UserError`` if two data sets have different classes or class orders."""
+    if train.class_names == val.class_names:
+        return
+    files = f"'{train.origin}' and '{val.origin}'"
+    for one, other in ((train, val), (val, train)):
+        missing = [name for name in one.class_names if name not in other.class_names]
+        if missing:
+            lacks = f"'{other.origin}' lacks {join_first(map(repr, missing))}"
+            raise UserError(f"the categories of {files} differ: {lacks}")
+    names, others = (join_first(map(repr, one.class_names)) for one in (train, val))
+    raise UserError(
+        f"the categories of {files} have the same names in a different order: {names} against "
+        f"{others}"
+    )
+
+
+def is_inside(box: Sequence[float], image: Entry) -> bool:
+    """Returns whether a box (XYWH) lies in an image, up to the rounding of its sides."""
+    x, y, width, height = box
+    right, bottom = image["width"] + _MARGIN, image["height"] + _MARGIN
+    return min(x, y) >= -_MARGIN and x + width <= right and y + height <= bottom

@@ -1,0 +1,200 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What every format of data sets provides."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data.datasets.account import LeftOut
+from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.labelled_image import BROKEN, LabelledImage, describe
+from qbheat_det.data.datasets.layout import (
+    Folders,
+    Pairs,
+    group_by_base,
+    group_per_image_files,
+    locate,
+    pair,
+    sort_into_parts,
+)
+from qbheat_det.data.datasets.text_files import UnreadableFileError, read_text
+
+Category = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LabelSet:
+    """A data set of one format in a tree of files, before its labels are read.
+
+    Attributes:
+        base: folders from the tree's root to the data set.
+        parts: maps parts ("train", "val", "test", "all") to what the reader of the format needs,
+            such as label files.
+        manifests: files that name the classes or parts.
+    """
+
+    base: Folders
+    parts: Mapping[str, Any]
+    manifests: Sequence[str] = ()
+
+
+@dataclass
+class Labels:
+    """The labels of a part.
+
+    Attributes:
+        images: images with their boxes, and images that cannot be used.
+        categories: COCO's categories in the order of their ids; None if the label files do not list
+            the classes.
+        files: label files that have been read and belong to more than one image.
+        left_out: boxes that belong to no image.
+        notes: what was assumed or replaced, one sentence each.
+        problem: why the images have no labels, if they have none.
+        is_original: whether ``files`` is one COCO file, whose content is not changed.
+    """
+
+    images: list[LabelledImage]
+    categories: list[Category] | None = None
+    files: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problem: str = ""
+    is_original: bool = False
+
+
+class Format(NamedTuple):
+    """A row of the table of formats.
+
+    Attributes:
+        name: key of the format in ``run.json``.
+        title: name of the format for users.
+        find: returns the data sets of this format in a tree of files.
+        read: reads the labels of a part of a data set, without locating images by name.
+        data: the value of ``--data``, for the documentation.
+        images: where the images are, for the documentation.
+        lists_classes: whether the label files list the classes. Otherwise, the classes are those
+            that occur.
+    """
+
+    name: str
+    title: str
+    find: Callable[[FileTree], list[LabelSet]]
+    read: Callable[[FileTree, LabelSet, str], Labels]
+    data: str
+    images: str
+    lists_classes: bool = False
+
+
+Reader = Callable[[str], Iterator[LabelledImage]]
+
+
+def find_by_kind(kind: str) -> Callable[[FileTree], list[LabelSet]]:
+    """Returns a ``Format.find`` for label files of one kind, each of which has many images."""
+
+    def find(tree: FileTree) -> list[LabelSet]:
+        return find_sets(tree, tree.label_files.get(kind, ()))
+
+    return find
+
+
+def find_sets(tree: FileTree, files: Iterable[str]) -> list[LabelSet]:
+    """Sorts label files that have many images into data sets and parts."""
+    return [
+        LabelSet(base, sort_into_parts(tree, own, base))
+        for base, own in group_by_base(tree, files).items()
+    ]
+
+
+def read_with(read_file: Reader, title: str) -> Callable[[FileTree, LabelSet, str], Labels]:
+    """Returns a ``Format.read`` from a function that reads one label file of many images."""
+
+    def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
+        result = Labels([], files=list(labels.parts[part]))
+        for file in result.files:
+            result.notes += note_encoding(file)
+            try:
+                images = list(read_file(file))
+            except UnreadableFileError as error:
+                raise UserError(f"'{file}': {error}") from error
+            except BROKEN as error:
+                reason = f"{type(error).__name__}: {describe(error)}"
+                raise UserError(f"'{file}' is not a file of {title} ({reason})") from error
+            for image in images:
+                locate_image(tree, image, file, part)
+            result.images += images
+        return result
+
+    return read
+
+
+def find_per_image(kind: str) -> Callable[[FileTree], list[LabelSet]]:
+    """Returns a ``Format.find`` for label files of one kind, each of which has one image."""
+
+    def find(tree: FileTree) -> list[LabelSet]:
+        groups = group_per_image_files(tree, tree.label_files.get(kind, ()))
+        return [
+            LabelSet(base, sort_into_parts(tree, own, base, by_folder=True))
+            for base, own in groups.items()
+        ]
+
+    return find
+
+
+def read_per_image(
+    read_file: Callable[[LabelledImage], None],
+) -> Callable[[FileTree, LabelSet, str], Labels]:
+    """Returns a ``Format.read`` from a function that adds the boxes in an image's label file."""
+
+    def read(tree: FileTree, labels: LabelSet, part: str) -> Labels:
+        result = Labels([])
+        pairs = pair(tree, labels.parts[part])
+        for file, path in pairs.image_of.items():
+            image = LabelledImage(file, file=path, label_file=file)
+            result.images.append(image)
+            try:
+                read_file(image)
+            except UnreadableFileError as error:
+                image.reason = LeftOut("that cannot be read", file, str(error), "label file")
+        add_unpaired(result, pairs)
+        return result
+
+    return read
+
+
+def locate_image(tree: FileTree, image: LabelledImage, label_file: str, part: str) -> None:
+    """Sets ``image.file``, or the reason why there is no such image."""
+    if image.reason or image.file:
+        return
+    found = locate(tree, image.name, label_file, part)
+    if isinstance(found, str):
+        image.file = found
+        return
+    last = os.path.basename(image.name.replace("\\", "/"))
+    if found:
+        reason = f"{len(found)} images have the name '{last}', such as '{found[0]}'"
+        image.leave_out("of an ambiguous name", reason)
+    else:
+        image.miss(f"there is no image '{last}' below '{tree.root}'")
+
+
+def note_encoding(file: str) -> list[str]:
+    """Returns a note if a file is not in Unicode."""
+    if file.lower().endswith(".xml"):  # declares its encoding
+        return []
+    encoding = read_text(file).encoding
+    return [f"'{file}' is not in Unicode, and is read as {encoding}"] if encoding else []
+
+
+def add_unpaired(result: Labels, pairs: Pairs) -> None:
+    """Adds label files without an image, and images that share the label file of another."""
+    for file, reason in pairs.orphans.items():
+        image = LabelledImage(file, label_file=file)
+        image.reason = LeftOut("without an image", file, reason, "label file")
+        result.images.append(image)
+    for path, chosen in pairs.doubles.items():
+        image = LabelledImage(path, file=path)
+        reason = f"its label file is used for '{chosen}', which has the same name"
+        image.leave_out("that share their label file with another", reason, is_fault=False)
+        result.images.append(image)

@@ -1,0 +1,44 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""CreateML's format: a JSON list of images. Boxes have their centre and size in pixels."""
+
+from collections.abc import Iterator
+
+from qbheat_det.data.checks import short
+from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
+from qbheat_det.data.datasets.text_files import read_json
+
+from .base import Format, find_by_kind, read_with
+
+
+def read_file(file: str) -> Iterator[LabelledImage]:
+    """Reads a JSON file of CreateML, also those that LabelImg and Roboflow write."""
+    for number, entry in enumerate(read_json(file), start=1):
+        image = LabelledImage(f"{file}, entry {number}")
+        if not isinstance(entry, dict):
+            image.miss(f"it must be an object, but is {short(entry)}")
+            yield image
+            continue
+        name = entry.get("image", entry.get("imagefilename"))
+        if not isinstance(name, str) or not name:
+            image.miss(f"its image must be a file name, not {short(name)}")
+            yield image
+            continue
+        image.name = name
+        things = entry.get("annotations", entry.get("annotation")) or ()
+        for index, thing in enumerate(things, start=1):
+            with image.reading(place := f"{image.place}, annotation {index}"):
+                box = thing["coordinates"]
+                x, y, width, height = (float(box[key]) for key in ("x", "y", "width", "height"))
+                points = corners(x - width / 2, y - height / 2, width, height)
+                image.add(place, thing.get("label"), points, is_box=True)
+        yield image
+
+
+CREATEML = Format(
+    "createml",
+    "CreateML",
+    find_by_kind("createml"),
+    read_with(read_file, "CreateML"),
+    data="a JSON file, or a folder with one per part, such as `train/_annotations.createml.json`",
+    images="below the folder, found by their names; or `--images DIR`",
+)

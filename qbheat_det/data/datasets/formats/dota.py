@@ -1,0 +1,39 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""DOTA's format: a text file per image, with one object per line.
+
+A line has the four corners of an object in pixels, its class and its difficulty. Rotated boxes
+become their enclosing boxes. Roboflow calls this format "YOLOv5 Oriented Bounding Boxes".
+"""
+
+from qbheat_det.data.checks import short
+from qbheat_det.data.datasets.labelled_image import LabelledImage
+from qbheat_det.data.datasets.text_files import read_lines
+
+from .base import Format, find_per_image, read_per_image
+
+_HEADERS = ("imagesource:", "gsd:")
+
+
+def read_file(image: LabelledImage) -> None:
+    """Adds the objects in an image's label file to the image."""
+    for number, line in read_lines(image.label_file):
+        if line.startswith(_HEADERS):
+            continue
+        with image.reading(place := f"{image.label_file}, line {number}"):
+            *numbers, name, difficulty = line.split()
+            if len(numbers) != 8:
+                raise ValueError(
+                    f"must be four corners, class and difficulty, but is {short(line)}"
+                )
+            points = zip(numbers[::2], numbers[1::2], strict=True)
+            image.add(place, name, points, is_crowd=difficulty == "2")
+
+
+DOTA = Format(
+    "dota",
+    "DOTA",
+    find_per_image("dota"),
+    read_per_image(read_file),
+    data="a folder with a `.txt` file for each image, such as `labelTxt/` beside `images/`",
+    images="below the folder, found by their names",
+)

@@ -1,0 +1,37 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""KITTI's format: a text file per image, with class, corners and 3D box of an object per line.
+
+Regions of the class "DontCare", whose objects are not labelled, are left out.
+"""
+
+from qbheat_det.data.datasets.account import LeftOut
+from qbheat_det.data.datasets.labelled_image import LabelledImage
+from qbheat_det.data.datasets.text_files import read_lines
+
+from .base import Format, find_per_image, read_per_image
+
+_IGNORED = "DontCare"
+
+
+def read_file(image: LabelledImage) -> None:
+    """Adds the objects in an image's label file to the image."""
+    for number, line in read_lines(image.label_file):
+        with image.reading(place := f"{image.label_file}, line {number}"):
+            words = line.split()
+            if words[0] == _IGNORED:
+                reason = "its objects are not labelled"
+                box = LeftOut("that KITTI does not label", place, reason, "box", False)
+                image.left_out.append(box)
+                continue
+            points = [(words[4], words[5]), (words[6], words[7])]
+            image.add(place, words[0], points, is_box=True)
+
+
+KITTI = Format(
+    "kitti",
+    "KITTI",
+    find_per_image("kitti"),
+    read_per_image(read_file),
+    data="a folder with a `.txt` file for each image, such as `label_2/` beside `image_2/`",
+    images="below the folder, found by their names",
+)

@@ -1,0 +1,172 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Label Studio's exports JSON, JSON-MIN and CSV. Shapes become their bounding boxes.
+
+Images of tasks without a finished annotation are left out. Of several annotations of a task, the
+last one is read.
+"""
+
+import csv
+import io
+import json
+import os
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import short
+from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.labelled_image import (
+    BROKEN,
+    LabelledImage,
+    corners,
+    describe,
+    enclose_ellipse,
+    rotate_box,
+)
+from qbheat_det.data.datasets.text_files import read_json, read_text
+
+from .base import Format, Labels, LabelSet, find_sets, read_with
+
+_UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # Label Studio adds this prefix to uploaded files
+# The keys of a region. A region with only these keys was drawn without a label.
+_SHAPE = {
+    *("x", "y", "width", "height", "rotation", "points", "closed", "radiusX", "radiusY"),
+    *("original_width", "original_height", "image_rotation"),
+}
+
+
+def find_label_studio(tree: FileTree) -> list[LabelSet]:
+    """Finds JSON files by their content, and CSV files by their columns."""
+    tables = [path for path in tree.label_files.get("csv", ()) if _is_table(path)]
+    return find_sets(tree, [*tree.label_files.get("label studio", ()), *tables])
+
+
+def _is_table(path: str) -> bool:
+    with open(path, "rb") as stream:
+        head = stream.readline(1000).decode(errors="replace")
+    return "annotation_id" in head and "annotator" in head
+
+
+def read_label_studio(tree: FileTree, labels: LabelSet, part: str) -> Labels:
+    """Reads the files of a part, see ``Format.read``."""
+    result = _read(tree, labels, part)
+    missing = [one for one in result.images if one.reason and one.reason.item == "missing image"]
+    uploaded = {_clean(os.path.basename(path)): path for path in reversed(tree.all_images)}
+    for image in missing:
+        last = image.name.rpartition("/")[2]
+        path = uploaded.get(_clean(_UPLOADED.sub("", last)))
+        if path:
+            image.file, image.reason = path, None
+    several = sum(image.fields.get("num_unread", 0) > 0 for image in result.images)
+    if several:
+        result.notes.append(
+            f"{several:,} tasks have several annotations: the last one of each is read"
+        )
+    return result
+
+
+def _clean(name: str) -> str:
+    """Returns a file name as Label Studio stores it."""
+    return re.sub(r"[^-\w.]", "", name.strip().replace(" ", "_"))
+
+
+def read_file(file: str) -> Iterator[LabelledImage]:
+    """Reads an export."""
+    tasks = _read_table(file) if file.lower().endswith(".csv") else read_json(file)
+    for number, task in enumerate(tasks, start=1):
+        try:
+            image, results = _read_task(file, number, task)
+        except BROKEN as error:
+            raise UserError(f"{file}, task {number}: {describe(error)}") from error
+        for index, result in enumerate(results, start=1):
+            with image.reading(place := f"{image.place}, region {index}"):
+                _add_result(image, place, result)
+        yield image
+
+
+def _read_table(file: str) -> list[dict[str, Any]]:
+    """Returns the rows of a CSV export as tasks of JSON-MIN."""
+    rows = csv.DictReader(io.StringIO(read_text(file).content, newline=""))
+    keys = ("label", "bbox")
+    return [
+        {**row, **{key: json.loads(row[key]) for key in keys if row.get(key, "").startswith("[")}}
+        for row in rows
+    ]
+
+
+def _read_task(
+    file: str, number: int, task: Mapping[str, Any]
+) -> tuple[LabelledImage, Sequence[Any]]:
+    """Returns the image of a task and its list of regions."""
+    if not isinstance(task, dict):
+        raise ValueError(f"it must be a JSON object, but is {short(task)}")
+    data = task.get("data", task)
+    texts = [value for value in data.values() if isinstance(value, str) and "." in value]
+    named = [data[key] for key in ("image", "img", "ocr") if key in data]
+    addresses = [*named, *texts]
+    if not addresses:
+        raise ValueError("it names no image")
+    image = LabelledImage(f"{file}, task {task.get('id', number)}", find_path(str(addresses[0])))
+    attempts = task.get("annotations", task.get("completions"))
+    if attempts is None:  # JSON-MIN
+        return image, list(task.get("label") or task.get("bbox") or [])
+    done = [one for one in attempts if not one.get("was_cancelled")]
+    if not done:
+        reason = "its task has no finished annotation"
+        image.leave_out("without a finished annotation", reason, is_fault=False)
+    image.fields = {"num_unread": max(0, len(done) - 1)}
+    return image, list(done[-1]["result"] if done else [])
+
+
+def find_path(address: str) -> str:
+    """Returns the path in a path or URL. Label Studio names local files in the query, as ``d``."""
+    url = urllib.parse.urlsplit(address)
+    queries = [part[2:] for part in url.query.split("&") if part.startswith("d=")]
+    path = queries[0] if queries else url.path if "://" in address else address
+    return os.fsdecode(urllib.parse.unquote_to_bytes(os.fsencode(path)))
+
+
+def _add_result(image: LabelledImage, place: str, result: Mapping[str, Any]) -> None:
+    """Adds a region, whose coordinates are percentages of the image's sides, to an image."""
+    value = result.get("value", result)
+    kind = next((key for key in value if key.endswith("labels")), None)
+    if kind is None and value and value.keys() <= _SHAPE:
+        raise ValueError("it has no class")
+    if kind is None or kind in ("labels", "choices"):  # not about a region
+        return
+    source = {**result, **value}
+    wide = float(source.get("original_width") or 1)
+    high = float(source.get("original_height") or 1)
+    turn = float(value.get("rotation") or 0)
+
+    # Rotations are in pixel coordinates.
+    def pixels(*keys: str) -> list[float]:
+        sides = {"x": wide, "width": wide, "radiusX": wide}
+        return [value[key] / 100 * sides.get(key, high) for key in keys]
+
+    if "points" in value and kind != "brushlabels":
+        points = [(x / 100 * wide, y / 100 * high) for x, y in value["points"]]
+    elif kind == "ellipselabels":
+        x, y, rx, ry = pixels("x", "y", "radiusX", "radiusY")
+        points = enclose_ellipse(x, y, rx, ry, turn)
+    elif kind == "rectanglelabels":
+        box = corners(*pixels("x", "y", "width", "height"))
+        points = rotate_box(*box[0], *box[1], turn, box[0])
+    else:
+        raise ValueError(f"regions of the kind '{kind}' have no box")
+    shares = [(x / wide, y / high) for x, y in points]
+    image.add(place, next(iter(value[kind]), None), shares, is_relative=True)
+
+
+_read = read_with(read_file, "Label Studio")
+
+LABEL_STUDIO = Format(
+    "label_studio",
+    "Label Studio",
+    find_label_studio,
+    read_label_studio,
+    data="an export as JSON, JSON-MIN or CSV",
+    images="below the folder of the file, found by their names; or `--images DIR`",
+)

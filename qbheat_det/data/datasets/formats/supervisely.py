@@ -1,0 +1,85 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Supervisely's format: ``ann/a.jpg.json`` beside ``img/a.jpg``, in one folder per data set."""
+
+import base64
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from qbheat_det.data.checks import short
+from qbheat_det.data.datasets.account import LeftOut
+from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
+from qbheat_det.data.datasets.layout import group_per_image_files, pair, sort_into_parts
+from qbheat_det.data.datasets.text_files import UnreadableFileError, read_json
+
+from .base import Format, Labels, LabelSet, add_unpaired
+
+_HEAD = 64  # bytes of a PNG file up to its size
+
+
+def find_supervisely(tree: FileTree) -> list[LabelSet]:
+    """Finds JSON files of Supervisely by their content. All data sets of a project are one."""
+    files = tree.label_files.get("supervisely", ())
+    manifests = tree.label_files.get("supervisely meta", [])
+    groups = group_per_image_files(tree, files)
+    if len(manifests) == 1 and len(groups) > 1:  # folders of one project
+        groups = {(): [path for own in groups.values() for path in own]}
+    return [
+        LabelSet(base, sort_into_parts(tree, own, base, by_folder=True), manifests)
+        for base, own in groups.items()
+    ]
+
+
+def read_supervisely(tree: FileTree, labels: LabelSet, part: str) -> Labels:
+    """Reads the JSON files of a part, see ``Format.read``."""
+    result = Labels([], files=list(labels.manifests))
+    contents: dict[str, dict[str, Any]] = {}
+    for file in labels.parts[part]:
+        try:
+            content = read_json(file)
+            if not isinstance(content, dict) or not isinstance(content.get("objects"), list):
+                raise UnreadableFileError("it is not a file of Supervisely: it has no 'objects'")
+            contents[file] = content
+        except UnreadableFileError as error:
+            image = LabelledImage(file, label_file=file)
+            image.reason = LeftOut("that cannot be read", file, str(error), "label file")
+            result.images.append(image)
+    pairs = pair(tree, list(contents))
+    for file, path in pairs.image_of.items():
+        image = LabelledImage(file, file=path, label_file=file)
+        result.images.append(image)
+        for number, thing in enumerate(contents[file]["objects"], start=1):
+            with image.reading(place := f"{file}, object {number}"):
+                image.add(place, thing["classTitle"], _find_points(thing))
+    add_unpaired(result, pairs)
+    return result
+
+
+def _find_points(thing: Mapping[str, Any]) -> list[tuple[float, float]]:
+    kind = thing.get("geometryType")
+    if kind == "bitmap":
+        x, y = map(float, thing["bitmap"]["origin"])
+        return corners(x, y, *_read_size(thing["bitmap"]["data"]))
+    if kind not in ("rectangle", "polygon", "line"):
+        raise ValueError(f"a geometry {short(kind)} has no box")
+    return [(float(x), float(y)) for x, y in thing["points"]["exterior"]]
+
+
+def _read_size(data: str) -> tuple[int, int]:
+    """Returns (width, height) of a mask, which is a PNG file compressed by zlib, in base64."""
+    # Only the header is unpacked.
+    head = zlib.decompressobj().decompress(base64.b64decode(data), _HEAD)
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+SUPERVISELY = Format(
+    "supervisely",
+    "Supervisely",
+    find_supervisely,
+    read_supervisely,
+    data="a project, or a folder with `ann/` and `img/`",
+    images="`img/`",
+)

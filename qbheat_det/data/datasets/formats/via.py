@@ -1,0 +1,130 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""The format of the VGG Image Annotator (VIA 2). Shapes become their bounding boxes."""
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.data.checks import short
+from qbheat_det.data.datasets.file_tree import FileTree
+from qbheat_det.data.datasets.labelled_image import (
+    BROKEN,
+    LabelledImage,
+    corners,
+    describe,
+    enclose_ellipse,
+)
+from qbheat_det.data.datasets.text_files import read_json, read_text
+
+from .base import Format, Labels, LabelSet, find_sets, read_with
+
+NAME_KEYS = ("label", "class", "name", "type", "category")
+_CSV_COLUMNS = ("filename", "region_shape_attributes", "region_attributes")
+_ONLY_CLASS = "object"
+
+
+def find_via(tree: FileTree) -> list[LabelSet]:
+    """Finds projects and JSON exports by their content, and CSV exports by their columns."""
+    tables = [path for path in tree.label_files.get("csv", ()) if _is_table(path)]
+    return find_sets(tree, [*tree.label_files.get("via", ()), *tables])
+
+
+def _is_table(path: str) -> bool:
+    with open(path, "rb") as stream:
+        head = stream.readline(1000).decode(errors="replace")
+    return all(column in head for column in _CSV_COLUMNS)
+
+
+def read_via(tree: FileTree, labels: LabelSet, part: str) -> Labels:
+    """Reads the files of a part. If no region has a class, all get the class "object"."""
+    result = _read(tree, labels, part)
+    boxes = [box for image in result.images for box in image.boxes]
+    if boxes and all(not box.name.strip("\0") for box in boxes):
+        result.notes.append(f"no region of VIA has a class: all get the class '{_ONLY_CLASS}'")
+        for image in result.images:
+            image.boxes = [box._replace(name=_ONLY_CLASS) for box in image.boxes]
+        return result
+    for image in result.images:
+        for box in image.boxes:
+            if not box.name.strip("\0"):
+                image.leave_out_box(box.place, "it has no class")
+        image.boxes = [box for box in image.boxes if box.name.strip("\0")]
+    return result
+
+
+def read_file(file: str) -> Iterator[LabelledImage]:
+    """Reads a project, or an export of annotations as JSON or CSV."""
+    entries = _read_table(file) if file.lower().endswith(".csv") else _read_project(file)
+    for place, name, regions in entries:
+        image = LabelledImage(place, name)
+        for number, region in enumerate(regions, start=1):
+            with image.reading(place := f"{image.place}, region {number}"):
+                shape = region["shape_attributes"]
+                # "\0" marks a missing class until all regions are read.
+                label = choose_name(region.get("region_attributes") or {}) or "\0"
+                image.add(place, label, _find_points(shape), is_box=shape.get("name") == "rect")
+        yield image
+
+
+def _read_project(file: str) -> Iterator[tuple[str, str, list[Any]]]:
+    content = read_json(file)
+    for key, entry in content.get("_via_img_metadata", content).items():
+        try:
+            regions = entry["regions"]
+            regions = list(regions.values() if isinstance(regions, dict) else regions)
+            yield f"{file}, image {short(entry['filename'])}", str(entry["filename"]), regions
+        except BROKEN as error:
+            raise UserError(f"{file}, image {short(key)}: {describe(error)}") from error
+
+
+def _read_table(file: str) -> Iterator[tuple[str, str, list[Any]]]:
+    regions: dict[str, list[Any]] = {}
+    for row in csv.DictReader(read_text(file).content.splitlines()):
+        own = regions.setdefault(row["filename"], [])
+        shape = json.loads(row["region_shape_attributes"] or "{}")
+        if shape:
+            attributes = json.loads(row["region_attributes"] or "{}")
+            own.append({"shape_attributes": shape, "region_attributes": attributes})
+    for name, own in regions.items():
+        yield f"{file}, image {short(name)}", name, own
+
+
+def _find_points(shape: Mapping[str, Any]) -> list[tuple[float, float]]:
+    kind = shape.get("name")
+    if kind == "rect":
+        return corners(*(float(shape[key]) for key in ("x", "y", "width", "height")))
+    if kind in ("polygon", "polyline"):
+        return list(zip(shape["all_points_x"], shape["all_points_y"], strict=True))
+    if kind == "circle":
+        return enclose_ellipse(shape["cx"], shape["cy"], shape["r"], shape["r"])
+    if kind == "ellipse":
+        turn = math.degrees(shape.get("theta") or 0)
+        return enclose_ellipse(shape["cx"], shape["cy"], shape["rx"], shape["ry"], turn)
+    raise ValueError(f"a shape {kind!r} has no box")
+
+
+def choose_name(attributes: Mapping[str, Any]) -> object:
+    """Returns the class in a region's attributes, which is a text or the checked option."""
+    keys = [key for key in NAME_KEYS if key in attributes] or list(attributes)
+    for key in keys:
+        value = attributes[key]
+        if isinstance(value, dict):
+            value = next((name for name, is_set in value.items() if is_set), None)
+        if value is not None and str(value).strip():
+            return value
+    return None
+
+
+_read = read_with(read_file, "VGG Image Annotator")
+
+VIA = Format(
+    "via",
+    "VGG Image Annotator",
+    find_via,
+    read_via,
+    data="a project, or an export of annotations as JSON or CSV",
+    images="below the folder of the file, found by their names; or `--images DIR`",
+)

@@ -1,0 +1,34 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""VoTT's format: a JSON file per image, or an export with all images. Boxes are in pixels."""
+
+from collections.abc import Iterator
+
+from qbheat_det.data.datasets.labelled_image import LabelledImage, corners
+from qbheat_det.data.datasets.text_files import read_json
+
+from .base import Format, find_by_kind, read_with
+from .label_studio import find_path
+
+
+def read_file(file: str) -> Iterator[LabelledImage]:
+    """Reads the file of an image ("…-asset.json"), or a JSON export."""
+    content = read_json(file)
+    for entry in content["assets"].values() if "assets" in content else [content]:
+        asset = entry["asset"]
+        image = LabelledImage(f"{file}, asset {asset['name']}", find_path(asset["name"]))
+        for number, region in enumerate(entry.get("regions") or (), start=1):
+            with image.reading(place := f"{image.place}, region {number}"):
+                box = region["boundingBox"]
+                points = corners(*(float(box[key]) for key in ("left", "top", "width", "height")))
+                image.add(place, next(iter(region["tags"]), None), points, is_box=True)
+        yield image
+
+
+VOTT = Format(
+    "vott",
+    "VoTT",
+    find_by_kind("vott"),
+    read_with(read_file, "VoTT"),
+    data="a project or a JSON export",
+    images="below the folder, found by their names; or `--images DIR`",
+)

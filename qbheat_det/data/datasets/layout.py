@@ -1,0 +1,336 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""What the names of folders and files say: parts of a data set, and which image a label file has.
+
+A *part* is "train", "val", "test", or "all" if no name tells. The *base* of a label file is the
+folder of its data set: the folder above ``annotations``, ``labels``, ``train`` and the like.
+"""
+
+import functools
+import os
+import re
+import urllib.parse
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .file_tree import FileTree, fold, is_below
+
+_PARTS = {
+    "train": ("train", "training", "trainset", "trainval"),
+    "val": ("val", "valid", "validate", "validation", "valset", "eval", "evaluation", "dev"),
+    "test": ("test", "testing", "tests", "testset"),
+}
+_PART_OF_WORD = {word: part for part, words in _PARTS.items() for word in words}
+_LABEL_WORDS = frozenset(
+    {
+        *("labels", "label", "labeltxt", "annotations", "annotation", "annots", "annot", "anns"),
+        *("ann", "annos", "anno", "bbox", "bboxes", "boxes", "gt", "groundtruth", "txt", "txts"),
+        *("xml", "xmls", "json", "jsons", "images", "image", "img", "imgs", "jpegimages"),
+    }
+)
+"""Words of folders that hold the labels or the images of a data set."""
+PLAIN_WORDS = _LABEL_WORDS | {
+    *("jpeg", "jpegs", "jpg", "jpgs", "png", "pngs", "photos", "photo", "pictures", "frames"),
+    *("labeled", "labelled", "labelimg", "yolo", "voc", "coco", "obj", "data", "default", "ds"),
+    "files",
+}
+"""Words of folders that say nothing about their content, except that it is images or labels."""
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_YEAR = re.compile(r"(19|20)\d\d")
+# The order in which one of several images of one name is chosen.
+_SUFFIX_ORDER = (".jpg", ".jpeg", ".jfif", ".jpe", ".png", ".bmp", ".webp", ".tif", ".tiff")
+
+Folders = tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=100_000)
+def split_words(name: str) -> tuple[str, ...]:
+    """Returns the words in a name in lower case, as in ("instances", "train", "2017")."""
+    return tuple(word.lower() for word in _WORD.findall(name))
+
+
+@functools.lru_cache(maxsize=100_000)
+def part_of_name(name: str) -> str | None:
+    """Returns the part that a file or folder name has as a word, or None."""
+    parts = {_PART_OF_WORD[word] for word in split_words(name) if word in _PART_OF_WORD}
+    return parts.pop() if len(parts) == 1 else None
+
+
+def part_of(path: str, *, by_folder: bool = False) -> str | None:
+    """Returns the part that the names in a relative path tell, or None.
+
+    The last name that has a part decides. With ``by_folder``, the name of the file does not count,
+    since "train" may be what an image shows.
+    """
+    *folders, name = path.split(os.sep)
+    names = [] if by_folder else [os.path.splitext(name)[0]]
+    for each in (*names, *reversed(folders)):
+        if part := part_of_name(each):
+            return part
+    return None
+
+
+def base_of(folders: Folders) -> Folders:
+    """Returns the folder of the data set whose label files are in a folder."""
+    for index, name in enumerate(folders):
+        words = split_words(name)
+        if any(word in _LABEL_WORDS for word in words) or part_of_name(name):
+            return folders[:index]
+    return folders
+
+
+def folders_of(tree: FileTree, path: str) -> Folders:
+    """Returns the names of the folders between a tree's root and a file."""
+    folder = os.path.dirname(tree.relative(path))
+    return tuple(folder.split(os.sep)) if folder else ()
+
+
+def sort_into_parts(
+    tree: FileTree, files: Iterable[str], base: Folders, *, by_folder: bool = False
+) -> dict[str, list[str]]:
+    """Maps parts to files, see ``part_of``. Files whose names tell no part belong to "all"."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for path in files:
+        below = os.sep.join(tree.relative(path).split(os.sep)[len(base) :])
+        parts[part_of(below, by_folder=by_folder) or "all"].append(path)
+    return dict(parts)
+
+
+def group_by_base(tree: FileTree, files: Iterable[str]) -> dict[Folders, list[str]]:
+    """Maps the folders of data sets to their label files."""
+    groups: dict[Folders, list[str]] = defaultdict(list)
+    for path in files:
+        groups[base_of(folders_of(tree, path))].append(path)
+    return dict(groups)
+
+
+def group_per_image_files(tree: FileTree, files: Iterable[str]) -> dict[Folders, list[str]]:
+    """Maps the folders of data sets to their label files, of which each has one image.
+
+    Folders that only sort the images, such as one per camera, belong to one data set. They have no
+    folder of their own for labels.
+    """
+    groups = group_by_base(tree, files)
+    plain = {base for base, own in groups.items() if folders_of(tree, own[0]) == base}
+    if len(plain) < 2:
+        return groups
+    merged = [path for base in groups for path in groups[base] if base in plain]
+    common = tuple(os.path.commonpath([os.path.join(os.sep, *b) for b in plain]).split(os.sep)[1:])
+    common = tuple(filter(None, common))
+    rest = {base: own for base, own in groups.items() if base not in plain}
+    return {**rest, common: [*rest.pop(common, []), *merged]}
+
+
+@dataclass
+class Pairs:
+    """Images and the label files that have their names.
+
+    Attributes:
+        image_of: maps label files to images.
+        orphans: maps label files without an image to the reason.
+        doubles: maps images to an image with the same name, which has their label file.
+    """
+
+    image_of: dict[str, str] = field(default_factory=dict)
+    orphans: dict[str, str] = field(default_factory=dict)
+    doubles: dict[str, str] = field(default_factory=dict)
+
+
+def pair(tree: FileTree, label_files: Sequence[str], named: Mapping[str, str] = {}) -> Pairs:
+    """Finds the image of each label file by its name.
+
+    The image is in the same folder, or in a folder whose name differs only in words such as
+    "labels" and "images". If several images differ in their suffix, the one that the label file
+    names is chosen, or else the first in the order of ``_SUFFIX_ORDER``.
+
+    Args:
+        tree: the files of the data set.
+        label_files: files with the labels of one image each.
+        named: maps label files to the file names of images in them.
+    """
+    pairs = Pairs()
+    open_ends: list[str] = []
+    for label_file in label_files:
+        stem = os.path.splitext(os.path.basename(label_file))[0]
+        images = find_images_of_stem(tree, stem)
+        close = _choose_closest(tree, label_file, images)
+        if not close:
+            open_ends.append(label_file)
+            continue
+        if len({os.path.dirname(path) for path in close}) > 1:
+            first, second, *_ = close
+            reason = f"{len(close)} images have its name, such as '{first}' and '{second}'"
+            pairs.orphans[label_file] = reason
+            continue
+        _assign(pairs, label_file, close, named.get(label_file, ""))
+    _pair_folders(tree, open_ends, pairs, named)
+    return pairs
+
+
+def find_images_of_stem(tree: FileTree, stem: str) -> list[str]:
+    """Returns the images that are named like a label file without its suffix."""
+    for name in (stem, urllib.parse.unquote(stem)):
+        wanted = fold(name)  # some tools name the label file of a.jpg "a.jpg.txt"
+        images = tree.find_images(name)
+        same = [
+            path for path in images if wanted in (fold(os.path.basename(path)), fold(_stem(path)))
+        ]
+        if same:
+            return same
+    return []
+
+
+def _stem(path: str) -> str:
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+def _assign(pairs: Pairs, label_file: str, images: Sequence[str], named: str) -> None:
+    """Assigns one of several images of one folder to a label file."""
+
+    def rank(path: str) -> tuple[bool, int, str]:
+        suffix = os.path.splitext(path)[1].lower()
+        order = _SUFFIX_ORDER.index(suffix) if suffix in _SUFFIX_ORDER else len(_SUFFIX_ORDER)
+        return os.path.basename(path) != named, order, path
+
+    chosen, *others = sorted(images, key=rank)
+    pairs.image_of[label_file] = chosen
+    pairs.doubles.update(dict.fromkeys(others, chosen))
+
+
+def _choose_closest(tree: FileTree, label_file: str, images: Sequence[str]) -> list[str]:
+    """Returns the images in the folder that fits best to that of a label file; [] if none fits."""
+    folder = os.path.dirname(label_file)
+    ranked: dict[int, list[str]] = defaultdict(list)
+    for path in images:
+        closeness = _measure_closeness(folder, os.path.dirname(path))
+        if closeness:
+            ranked[closeness].append(path)
+    return ranked[max(ranked)] if ranked else []
+
+
+@functools.lru_cache(maxsize=10_000)
+def _measure_closeness(first: str, second: str) -> int:
+    """Returns how well two folders fit: 0 if they cannot belong together, up to 3 if equal."""
+    if first == second:
+        return 3
+    own, other = _list_names(first, second), _list_names(second, first)
+    if own == other:
+        return 2
+    return 0 if own and other else 1
+
+
+def _list_names(folder: str, other: str) -> list[tuple[str, ...]]:
+    """Returns the names in a path below the common folder of both, without plain words."""
+    common = os.path.commonpath([folder, other])
+    names = folder[len(common) :].strip(os.sep).split(os.sep)
+    words = (tuple(filter(None, map(_simplify, split_words(name)))) for name in names)
+    return [word for word in words if word]
+
+
+def _simplify(word: str) -> str:
+    if word in PLAIN_WORDS or _YEAR.fullmatch(word):
+        return ""
+    return _PART_OF_WORD.get(word, word)
+
+
+def _pair_folders(
+    tree: FileTree, label_files: Sequence[str], pairs: Pairs, named: Mapping[str, str]
+) -> None:
+    """Pairs folders of arbitrary names, if only one folder has images with the names of labels."""
+    by_folder: dict[str, list[str]] = defaultdict(list)
+    for path in label_files:
+        by_folder[os.path.dirname(path)].append(path)
+    used = {os.path.dirname(path) for path in pairs.image_of.values()}
+    with_labels = {os.path.dirname(path) for path in pairs.image_of}
+    for folder, files in by_folder.items():
+        images = {file: find_images_of_stem(tree, _stem(file)) for file in files}
+        counts = Counter(
+            place
+            for own in images.values()
+            for place in {os.path.dirname(path) for path in own}
+            if place not in used and not _has_telling_name(folder, place)
+        )
+        chosen = next(iter(counts)) if len(counts) == 1 and folder not in with_labels else None
+        for file in files:
+            own = [path for path in images[file] if os.path.dirname(path) == chosen]
+            if own:
+                _assign(pairs, file, own, named.get(file, ""))
+            else:
+                pairs.orphans[file] = "there is no image of its name"
+
+
+def _has_telling_name(folder: str, other: str) -> bool:
+    """Returns whether a name below the common folder has a plain word or a part."""
+    common = os.path.commonpath([folder, other])
+    names = (folder[len(common) :] + os.sep + other[len(common) :]).split(os.sep)
+    words = {word for name in names for word in split_words(name)}
+    return bool(words & PLAIN_WORDS) or any(map(part_of_name, names))
+
+
+def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str | list[str]:
+    """Finds the image that a label file names. Returns its path, or a list of none or several.
+
+    A path in the name is looked up below the folder of the label file and below the root. If it
+    does not exist there, all images of the same file name are compared by the ending of their path,
+    by their part and by their distance from the label file.
+    """
+    name = name.replace("\\", "/").strip()
+    folder = os.path.dirname(label_file)
+    for base in (folder, tree.root):
+        path = os.path.normpath(os.path.join(base, name.lstrip("/")))
+        if path in tree.image_set and any(is_below(path, each) for each in (folder, tree.root)):
+            same_part = part == "all" or _part_of_image(tree, path) in (None, part)
+            if same_part or "/" in name:
+                return path
+    last = name.rpartition("/")[2]
+    found = tree.find_images(last) if last else []
+    if len(found) > 1:
+        found = _narrow(tree, found, name, folder, part)
+    return found[0] if len(found) == 1 else list(found)
+
+
+def _part_of_image(tree: FileTree, path: str) -> str | None:
+    return part_of(tree.relative(path), by_folder=True)
+
+
+def _narrow(tree: FileTree, found: list[str], name: str, folder: str, part: str) -> list[str]:
+    """Reduces images of one file name to those that fit best."""
+    for start in range(name.count("/") + 1):
+        ending = "/" + "/".join(name.lstrip("/").split("/")[start:])
+        same = [path for path in found if path.replace(os.sep, "/").endswith(ending)]
+        if same:
+            found = same
+            break
+    if len(found) > 1 and part != "all":
+        same = [path for path in found if _part_of_image(tree, path) == part]
+        found = same or found
+    if len(found) > 1:
+        distances = {path: _measure_distance(folder, os.path.dirname(path)) for path in found}
+        nearest = min(distances.values())
+        found = [path for path in found if distances[path] == nearest]
+    return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _measure_distance(first: str, second: str) -> int:
+    """Returns the number of steps between two folders in the tree of folders."""
+    common = os.path.commonpath([first, second]).rstrip(os.sep)
+    rests = (path[len(common) :].strip(os.sep) for path in (first, second))
+    return sum(len(rest.split(os.sep)) for rest in rests if rest)
+
+
+def find_ending(path: str, folders: Sequence[str], *, min_names: int = 1) -> str | None:
+    """Returns the file or folder that the longest ending of a path names below one of ``folders``.
+
+    Paths of other machines and of Windows are taken. Endings have at least ``min_names`` names.
+    Returns None if no ending exists.
+    """
+    names = [name for name in re.split(r"[\\/]+", path) if name not in ("", ".", "..")]
+    if names and names[0].endswith(":"):
+        del names[0]
+    for start in range(len(names) - min_names + 1):
+        for folder in folders:
+            found = os.path.join(folder, *names[start:])
+            if os.path.exists(found):
+                return found
+    return None

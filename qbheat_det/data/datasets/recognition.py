@@ -1,0 +1,248 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Recognizes the data set in a folder by its label files, or as a set of class folders."""
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.text import join_first
+
+from .file_tree import FileTree, is_below
+from .formats import FORMATS, Format, LabelSet
+from .formats.table import describe_columns, has_unknown_boxes, names_images
+from .layout import PLAIN_WORDS, Folders, folders_of, part_of_name, split_words
+
+# Kinds of label files that are recognized and not read, and what to do.
+_REFUSED = {
+    "coco results": "the results of a detector, and no data set: name the annotation file that the "
+    "results belong to",
+    "datumaro": "a data set of Datumaro: export COCO instead",
+    "ground truth": "a manifest of SageMaker Ground Truth: convert it to COCO",
+    "labelbox": "an export of Labelbox: export COCO instead",
+    "labelme xml": "XML files of the LabelMe website: export COCO, Pascal VOC or 'CVAT for images' "
+    "instead",
+    "supervisely meta": "the classes of a Supervisely project without its annotations",
+    "via3": "a project of VIA 3: export COCO instead",
+    "visdrone": "labels of VisDrone: convert them to COCO or YOLO",
+    "wider face": "lists of WIDER FACE: convert them to COCO",
+}
+_REFUSED_SUFFIXES = {
+    ".h5": "HDF5",
+    ".mat": "MATLAB",
+    ".parquet": "Parquet",
+    ".pickle": "pickle",
+    ".pkl": "pickle",
+    ".record": "TFRecord",
+    ".tfrec": "TFRecord",
+    ".tfrecord": "TFRecord",
+    ".tfrecords": "TFRecord",
+}
+_TAKEN = (
+    f"--data needs {', '.join(row.title for row in FORMATS.values())}, class folders, or a zip of "
+    "one of these (docs/train.md#data-formats)"
+)
+_MASK_WORDS = frozenset({"mask", "masks", "segmentation", "segmentations", "seg", "semantic"})
+
+
+@dataclass(frozen=True)
+class Recognized:
+    """A data set in a tree of files.
+
+    Attributes:
+        tree: the files of the data set.
+        format: the format of its labels; None for class folders.
+        labels: its label files; None for class folders.
+        folders: the class folders of its parts.
+        notes: how it was found, and what else there is.
+    """
+
+    tree: FileTree
+    format: Format | None = None
+    labels: LabelSet | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts that are used: "all", or "train" and optionally "val"."""
+        if self.labels is None:
+            return list(self.folders)
+        return list(choose_parts(self.labels.parts))
+
+
+def recognize(tree: FileTree, wanted: str = "") -> Recognized:
+    """Finds the only data set in a tree of files.
+
+    Args:
+        tree: files of a folder, or of one label file.
+        wanted: the only format to look for; "" for all formats.
+
+    Raises:
+        UserError: there is no data set, or more than one.
+    """
+    formats = [FORMATS[wanted]] if wanted else list(FORMATS.values())
+    found = [(row, one) for row in formats for one in row.find(tree)]
+    # A table may repeat labels, or list results. It is used if there is nothing else.
+    if any(row.name != "table" for row, _ in found):
+        found = [(row, one) for row, one in found if row.name != "table"]
+    if not found:
+        if wanted:
+            raise UserError(f"'{tree.root}' has no {FORMATS[wanted].title} labels any more")
+        if tree.label_file:
+            raise UserError(_refuse_file(tree, tree.label_file))
+        return _recognize_classes(tree)
+    base = _choose_base(tree, [one for _, one in found])
+    here = [(row, one) for row, one in found if one.base == base]
+    # A file that names the parts and classes decides. Otherwise, the order of the table does.
+    row, labels = min(here, key=lambda pair: not pair[1].manifests)
+    notes = []
+    others = dict.fromkeys(other.title for other, _ in here if other is not row)
+    if others:
+        notes.append(f"labels in {row.title} format are used, and not those in {', '.join(others)}")
+    if base and not tree.is_of_one_file:
+        folder = os.path.join(tree.root, *base)
+        notes.append(f"the data set in '{folder}' is used")
+        if any(is_below(path, folder) for path in tree.all_images):
+            nested = FileTree(folder)
+            again = recognize(nested, row.name)
+            return Recognized(again.tree, row, again.labels, notes=[*notes, *again.notes])
+    return Recognized(tree, row, labels, notes=notes)
+
+
+def _choose_base(tree: FileTree, sets: Sequence[LabelSet]) -> Folders:
+    """Returns the folder of the only data set. A data set in the root hides those below."""
+    bases = sorted({one.base for one in sets}, key=lambda base: (len(base), base))
+    outer = [b for b in bases if not any(b[: len(o)] == o for o in bases if len(o) < len(b))]
+    if len(outer) > 1:
+        # Label files without any image, such as a table of results, are no data set.
+        with_images = [b for b in outer if _has_images(tree, b)]
+        outer = with_images or outer
+    if len(outer) == 1:
+        return outer[0]
+    commands = [shlex.join(["--data", os.path.join(tree.root, *base)]) for base in outer]
+    raise UserError(
+        f"'{tree.root}' has {len(outer)} data sets. Choose one: {join_first(commands, 10, ' or ')}"
+    )
+
+
+def _has_images(tree: FileTree, base: Folders) -> bool:
+    folder = os.path.join(tree.root, *base)
+    return any(is_below(path, folder) for path in tree.all_images)
+
+
+def choose_parts(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Maps "all", or "train" and optionally "val", to names of parts that a data set has.
+
+    The test part is used for validation if there is no other. A part of unknown name is used for
+    training if there is no training part.
+    """
+    train = next((name for name in ("train", "all") if name in parts), None)
+    val = next((name for name in ("val", "test") if name in parts), None)
+    if train is None:
+        return {"all": str(val)}
+    if val is None:
+        return {"all" if train == "all" else "train": train}
+    return {"train": train, "val": val}
+
+
+def _recognize_classes(tree: FileTree) -> Recognized:
+    """Recognizes a set of class folders. Raises a ``UserError`` for anything else."""
+    if refusal := _find_refusal(tree):
+        raise UserError(f"'{tree.root}' {refusal}")
+    notes = []
+    root = tree.root
+    while True:  # an unpacked export often has one folder on top
+        folders = _list_folders(tree, root)
+        if len(folders) != 1 or _has_direct_images(tree, root):
+            break
+        inner = os.path.join(root, folders[0])
+        if not _list_folders(tree, inner) or part_of_name(folders[0]):
+            break
+        root = inner
+        notes = [f"the class folders in '{root}' are used"]
+    names = _list_folders(tree, root)
+    if not names:
+        raise UserError(_explain_missing_labels(tree))
+    parts = _find_class_parts(tree, root, names)
+    folders_of_parts = parts or {"all": root}
+    classes = {name for path in folders_of_parts.values() for name in _list_folders(tree, path)}
+    plain = [name for name in sorted(classes) if part_of_name(name) or _says_nothing(name)]
+    if len(plain) == len(classes):
+        raise UserError(
+            f"the folders {join_first(plain or names)} in '{root}' are no classes: "
+            f"{_explain_missing_labels(tree)}"
+        )
+    return Recognized(tree, folders=folders_of_parts, notes=notes)
+
+
+def _list_folders(tree: FileTree, root: str) -> list[str]:
+    """Returns the names of the direct subfolders that have images."""
+    start = len(root.rstrip(os.sep)) + 1
+    inside = (path[start:].split(os.sep) for path in tree.all_images if is_below(path, root))
+    return list(dict.fromkeys(names[0] for names in inside if len(names) > 1))
+
+
+def _has_direct_images(tree: FileTree, root: str) -> bool:
+    return any(os.path.dirname(path) == root for path in tree.all_images)
+
+
+def _find_class_parts(tree: FileTree, root: str, names: Sequence[str]) -> dict[str, str]:
+    """Returns the folders of the training and the validation part, or {} if there are none."""
+    parts = {part: name for name in reversed(names) if (part := part_of_name(name))}
+    # "train" may be the class of trains, so there must not be any other folders.
+    if "train" not in parts or not all(map(part_of_name, names)) or len(parts) < 2:
+        return {}
+    paths = {part: os.path.join(root, name) for part, name in parts.items()}
+    if not all(_list_folders(tree, path) for path in paths.values()):
+        return {}
+    return {role: paths[part] for role, part in choose_parts(paths).items()}
+
+
+def _says_nothing(name: str) -> bool:
+    return all(word in PLAIN_WORDS or word in _MASK_WORDS for word in split_words(name))
+
+
+def _is_mask(name: str) -> bool:
+    return any(word in _MASK_WORDS for word in split_words(name))
+
+
+def _find_refusal(tree: FileTree) -> str | None:
+    """Returns why the label files of a tree are not read, or None if there are none."""
+    for kind, text in _REFUSED.items():
+        if files := tree.label_files.get(kind):
+            return f"has {text} ('{files[0]}')"
+    for path in tree.label_files.get("csv", ()):
+        if has_unknown_boxes(path):
+            return f"has a table of unknown columns: {describe_columns(path)}"
+    for path in tree.others:
+        name = _REFUSED_SUFFIXES.get(os.path.splitext(path)[1].lower())
+        if name:
+            return f"has a {name} file, which is not read ('{path}'): convert it to COCO"
+    return None
+
+
+def _refuse_file(tree: FileTree, path: str) -> str:
+    """Returns why a file has no labels that are read."""
+    if tree.label_files.get("csv"):
+        return describe_columns(path)
+    refusal = _find_refusal(tree)
+    return f"'{path}' {refusal}" if refusal else f"'{path}' has no labels that are read: {_TAKEN}"
+
+
+def _explain_missing_labels(tree: FileTree) -> str:
+    """Returns a message for a tree without labels that are read."""
+    masks = [path for path in tree.all_images if any(map(_is_mask, folders_of(tree, path)))]
+    tables = [path for path in tree.label_files.get("csv", ()) if names_images(path)]
+    if tables and not masks:
+        return describe_columns(tables[0])
+    if not tree.all_images:
+        return f"'{tree.root}' has no images and no labels: {_TAKEN}"
+    if masks:
+        return f"'{tree.root}' has masks, but no boxes, such as '{masks[0]}': {_TAKEN}"
+    return (
+        f"'{tree.root}' has images without annotations: {_TAKEN}. --images accepts images without "
+        "labels, for pre-training"
+    )

@@ -1,0 +1,193 @@
+# Copyright (c) qbheat_det contributors. Apache-2.0.
+"""Holds out validation images, and remembers which images a run has trained on.
+
+``split.json`` lists the names of the images that a run trains on, and of those that it holds out.
+``seen_images.json`` has a fingerprint of each, so that a later run that starts from the weights
+keeps every image on its side, also if its file has been moved or renamed.
+"""
+
+import hashlib
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qbheat_det.core.errors import UserError
+from qbheat_det.core.files import write_atomically
+from qbheat_det.data.images import run_threads
+
+from .annotations import Annotations
+from .image_folder import load_image_folders
+from .sources import Source, read_annotations
+
+SPLIT_FILE = "split.json"
+SEEN_FILE = "seen_images.json"
+_ENDS = 4096  # bytes at both ends of a file that its fingerprint depends on
+
+
+@dataclass(frozen=True)
+class SeenImages:
+    """Fingerprints of the images that weights were trained on, and of their validation images."""
+
+    train: frozenset[str] = frozenset()
+    val: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "SeenImages":
+        """Reads the file in the folder of a run. Returns an empty object if there is none."""
+        path = Path(folder) / SEEN_FILE
+        if not path.is_file():
+            return cls()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return cls(frozenset(content["train"]), frozenset(content["val"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f'\'{path}\' does not list images by "train" and "val"') from error
+
+    def write(self, folder: str | Path) -> None:
+        """Writes the file in the folder of a run."""
+        content = {"train": sorted(self.train), "val": sorted(self.val)}
+        write_atomically(Path(folder) / SEEN_FILE, (json.dumps(content) + "\n").encode())
+
+    def extend(self, train: Iterable[str], val: Iterable[str]) -> "SeenImages":
+        """Returns the images after another training. Trained images stay on this side."""
+        seen = self.train | frozenset(train)
+        return SeenImages(seen, (self.val | frozenset(val)) - seen)
+
+
+def fingerprint_images(paths: Sequence[str]) -> dict[str, str]:
+    """Maps paths to fingerprints, which depend on the size and on both ends of a file only.
+
+    Files that cannot be read are left out.
+    """
+    found = zip(paths, run_threads(_fingerprint, paths, "Reading fingerprints"), strict=True)
+    return {path: fingerprint for path, fingerprint in found if fingerprint}
+
+
+def _fingerprint(path: str) -> str:
+    try:
+        with open(path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            digest = hashlib.blake2b(stream.read(_ENDS), digest_size=12)
+            if size > _ENDS:
+                stream.seek(max(_ENDS, size - _ENDS))
+                digest.update(stream.read())
+    except OSError:
+        return ""
+    digest.update(str(size).encode())
+    return digest.hexdigest()
+
+
+def split_source(
+    source: Source, *, fraction: float, seed: int, seen: SeenImages = SeenImages()
+) -> dict[str, Any]:
+    """Divides the images of a source, and returns the content of ``split.json``.
+
+    Images that weights have seen stay on their side. All others are divided, see ``choose_val``.
+
+    Args:
+        source: the source.
+        fraction: share of the images to hold out, in (0, 1).
+        seed: seed of the choice.
+        seen: images that the initial weights were trained on or evaluated with.
+
+    Returns:
+        The keys "seed", "fraction", "train" and "val". The last two list names of images.
+
+    Raises:
+        UserError: there are too few images.
+    """
+    names, paths, groups = _list_images(source)
+    sides: dict[int, str] = {}
+    if seen.train or seen.val:
+        prints = fingerprint_images(paths)
+        for index, path in enumerate(paths):
+            if (fingerprint := prints.get(path)) in seen.train:
+                sides[index] = "train"
+            elif fingerprint in seen.val:
+                sides[index] = "val"
+    new = [index for index in range(len(names)) if index not in sides]
+    chosen = choose_val([groups[index] for index in new], fraction=fraction, seed=seed)
+    for place, index in enumerate(new):
+        sides[index] = "val" if place in chosen else "train"
+    parts: dict[str, list[str]] = {"train": [], "val": []}
+    for index, name in enumerate(names):
+        parts[sides[index]].append(name)
+    if not parts["train"] or not parts["val"]:
+        known = f", of which the weights know {len(names) - len(new)}," if sides else ""
+        raise UserError(
+            f"a share of {fraction:g} of {len(names)} images{known} cannot be held out: pass a "
+            "validation set with --val, or disable evaluation with DATASETS.VAL_FRACTION 0"
+        )
+    return {"seed": seed, "fraction": fraction, **parts}
+
+
+def _list_images(source: Source) -> tuple[list[str], list[str], list[Hashable]]:
+    """Returns the names, the paths and the groups of the images of a source."""
+    if not source.has_boxes:
+        records, _ = load_image_folders(source.folders, labelled=source.labelled)
+        base = os.path.commonpath(source.folders)
+        paths = [record["file_name"] for record in records]
+        names = [os.path.relpath(path, base) for path in paths]
+        return names, paths, [record.get("label") for record in records]
+    annotations = read_annotations(source)
+    annotations.check()
+    names = [image["file_name"] for image in annotations.images]
+    paths = [os.path.join(annotations.image_root, name) for name in names]
+    return names, paths, group_by_rarest_class(annotations)
+
+
+def choose_val(groups: Sequence[Hashable], *, fraction: float, seed: int) -> set[int]:
+    """Returns the indices of the images to hold out, which depend only on the arguments.
+
+    ``groups`` (N,) has the group of each image. ``fraction``, in (0, 1), of each group is held out,
+    up to a difference of one image. An image that is alone in its group is never held out.
+    """
+    generator = random.Random(f"{seed} hold out")
+    sizes = Counter(groups)
+    order = sorted(
+        (repr(group), generator.random(), index)
+        for index, group in enumerate(groups)
+        if sizes[group] > 1
+    )
+    # At least one image is held out, if there are two.
+    start = max(generator.random(), 1 - len(order) * fraction)
+    # For a fraction of 1/5, this is every fifth image in the order of groups, from a random start.
+    return {
+        index
+        for place, (_, _, index) in enumerate(order)
+        if int((place + 1) * fraction + start) > int(place * fraction + start)
+    }
+
+
+def group_by_rarest_class(annotations: Annotations) -> list[Hashable]:
+    """Returns, for each image, which of its classes occurs in the fewest images.
+
+    An image without boxes gets None. Crowd boxes do not count. Of equally rare classes, the one
+    with the lower id is returned.
+    """
+    classes: dict[int, set[int]] = {image["id"]: set() for image in annotations.images}
+    for entry in annotations.annotations:
+        if not entry.get("iscrowd", 0):
+            classes[entry["image_id"]].add(entry["category_id"])
+    counts = Counter(class_id for own in classes.values() for class_id in own)
+    return [
+        min(own, key=lambda class_id: (counts[class_id], class_id)) if own else None
+        for own in classes.values()
+    ]
+
+
+def read_split(path: str | Path) -> dict[str, Any]:
+    """Returns the content of a ``split.json``, or raises a ``UserError``."""
+    try:
+        content: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        parts = [content["train"], content["val"]]
+        if all(isinstance(name, str) for part in parts for name in part):
+            return dict(content)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f'\'{path}\' does not list the images of a split by "train" and "val"')
