@@ -167,6 +167,63 @@ def test_a_graph_for_any_size_resizes_as_the_code_for_one():
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def _sides_with_halves(min_size, max_size):
+    """Image sizes (n, 2) up to 1,300 pixels where a scaled side is k + 0.5 pixels."""
+    height, width = np.mgrid[1:1301, 1:1301].reshape(2, -1)
+    shorter, longer = np.minimum(height, width), np.maximum(height, width)
+    is_half = (2 * min_size * longer) % (2 * shorter) == shorter
+    is_half |= (2 * max_size * shorter) % (2 * longer) == longer
+    return np.stack([height, width], axis=1)[is_half]
+
+
+class _Shape(nn.Module):
+    def __init__(self, resize):
+        super().__init__()
+        self.resize = resize
+
+    def forward(self, sizes):
+        return self.resize.output_shape(sizes)
+
+
+@pytest.mark.parametrize(("min_size", "max_size"), [(288, 448), (800, 1333)])
+def test_sides_are_rounded_as_by_detectron2_in_pytorch_and_in_onnx(min_size, max_size, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    halves = _sides_with_halves(min_size, max_size)
+    assert len(halves) > 2000
+    sizes = np.concatenate([halves, np.random.default_rng(0).integers(1, 5000, (100_000, 2))])
+    expected = [
+        ResizeShortestEdge.get_output_shape(height, width, min_size, max_size)
+        for height, width in sizes.tolist()
+    ]
+    expected = np.maximum(expected, 1)  # Detectron2 fails on an image of 0 pixels
+    shape = _Shape(ShortestEdge(min_size, max_size))
+    np.testing.assert_array_equal(shape(torch.from_numpy(sizes)).numpy(), expected)
+    program = trace(shape, (torch.from_numpy(sizes[:7]),), ({0: Dim("number")},))
+    write_onnx(program, tmp_path / "x.onnx", ["sizes"], ["shapes"], {})
+    session = onnxruntime.InferenceSession(str(tmp_path / "x.onnx"))
+    np.testing.assert_array_equal(session.run(None, {"sizes": sizes})[0], expected)
+
+
+def test_onnxruntime_resizes_as_detectron2_where_a_side_is_a_half(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    resize = Preprocessing(ShortestEdge(288, 448), mean=[0.0] * 3, std=[1.0] * 3)
+    write_onnx(trace_images(resize), tmp_path / "x.onnx", ["images"], ["planes", "sizes"], {})
+    session = onnxruntime.InferenceSession(str(tmp_path / "x.onnx"))
+    halves = _sides_with_halves(288, 448)[::2000].tolist()
+    for height, width in [(405, 640), (520, 1024), (1024, 520), (300, 300), *halves]:
+        image = _noise(1, height, width)
+        transform = ResizeShortestEdge([288, 288], 448).get_transform(image[0])
+        expected = _as_planes(transform.apply_image(image[0])).numpy()
+        planes, sizes = session.run(None, {"images": image})
+        assert sizes.tolist() == [height, width, *expected.shape[2:]]
+        np.testing.assert_array_equal(planes, expected)
+        fixed, sizes = resize(torch.from_numpy(image))  # the graph for one size
+        assert sizes.tolist() == [height, width, *expected.shape[2:]]
+        np.testing.assert_array_equal(fixed.numpy(), expected)
+
+
 @pytest.mark.parametrize(
     ("height", "width", "share"),
     [(40, 61, 1.0), (75, 36, 0.875), (75, 44, 0.875)],  # halves are rounded up and down
