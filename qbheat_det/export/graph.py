@@ -74,7 +74,8 @@ class ShortestEdge:
         k + 0.5 pixels, where a different rounding error would change the result, are equal too.
         """
         height, width = size[..., 0], size[..., 1]
-        is_shorter = torch.stack([height < width, width <= height], dim=-1)  # of a square, the width
+        # As in Detectron2, the shorter side of a square is its width.
+        is_shorter = torch.stack([height < width, width <= height], dim=-1)
         # A number in place of these tensors would be multiplied by the reciprocal of the divisor.
         min_size, max_size = (
             torch.scalar_tensor(length, dtype=torch.float64)
