@@ -18,7 +18,7 @@ from qbheat_det.data import build_mapper
 from .data.pictures import draw, save
 from .tool_modules import load_tool
 
-OF_PREDICT, OF_TRAINING = 27, 13
+OF_PREDICT, OF_TRAINING = 28, 13
 
 
 @contextmanager

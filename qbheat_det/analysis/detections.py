@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from detectron2.data import MetadataCatalog
-from detectron2.data.detection_utils import read_image
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from matplotlib.figure import Figure as MplFigure
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
@@ -19,6 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import join_first
 from qbheat_det.data import merge_images, open_source, register_source
+from qbheat_det.data.images import read_image
 from qbheat_det.engine.trainer import Trainer
 from qbheat_det.inference.drawing import Color, RGBImage, draw_boxes, get_class_color
 from qbheat_det.modeling.contracts import TILE

@@ -1,5 +1,5 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Reads crops of image files without decoding more pixels than needed, and checks image files.
+"""Reads image files upright, crops without decoding more pixels than needed, and checks files.
 
 A crop is chosen from the size in the file header, before decoding. If the crop will be scaled down,
 a JPEG is decoded at 1/2, 1/4 or 1/8 of its size (Pillow's ``draft``). The result differs slightly
@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from detectron2.data.detection_utils import read_image
+from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
 from detectron2.utils.file_io import PathManager
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode
 from tqdm import tqdm
@@ -55,9 +56,9 @@ class ImageFile:
         """``image`` is Pillow's image of the open ``file``."""
         self._is_jpeg = image.format in ("JPEG", "MPO")
         if not self._is_jpeg:
-            image.load()  # EXIF may come last in PNG, and Pillow rotates TIFF itself
+            image.load()  # EXIF may come last in PNG; for TIFF, see ``turn_upright``
         orientation = find_orientation(image)
-        self._is_turned = orientation in range(2, 9)
+        self._is_turned = orientation != 1
         self._file, self._image, self._format = file, image, image.format
         self.width, self.height = image.size[::-1] if orientation in range(5, 9) else image.size
 
@@ -76,8 +77,7 @@ class ImageFile:
                 self._file.seek(0)
                 content = torch.frombuffer(bytearray(self._file.read()), dtype=torch.uint8)
                 return torch.ops.image.decode_jpeg(content, _RGB).permute(1, 2, 0)
-        image = ImageOps.exif_transpose(self._image) if self._is_turned else self._image
-        return torch.from_numpy(np.array(_to_rgb(image, self._format)))
+        return torch.from_numpy(np.array(_to_rgb(turn_upright(self._image), self._format)))
 
     def read(self, box: Box, at_least: int) -> Tensor:
         """Decodes the crop in a box to (h, w, 3), uint8, RGB. It can be called only once.
@@ -117,9 +117,34 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 def find_orientation(image: Image.Image) -> int:
     """Returns the EXIF orientation, or 1 (upright) if it is invalid, as in Detectron2."""
     try:
-        return int(image.getexif().get(_ORIENTATION, 1))
+        orientation: Any = image.getexif().get(_ORIENTATION)
     except Exception:
         return 1
+    return int(orientation) if orientation in range(1, 9) else 1
+
+
+def turn_upright(image: Image.Image) -> Image.Image:
+    """Decodes an image and applies its EXIF orientation exactly once.
+
+    Pillow turns a TIFF itself while it decodes it, and then deletes its orientation. Detectron2
+    looks up the orientation before that, so it turns a TIFF twice.
+    """
+    image.load()
+    return _apply_exif_orientation(image)
+
+
+def read_image(path: str, format: str | None = None) -> npt.NDArray[Any]:
+    """Reads an upright image like Detectron2's ``read_image``, see ``turn_upright``.
+
+    Args:
+        path: the file, in any format that Pillow can read.
+        format: a mode of Pillow such as "RGB" or "L", "BGR", or "YUV-BT.601".
+
+    Returns:
+        The pixels (H, W, C), uint8 if ``format`` is "RGB", "BGR" or "L".
+    """
+    with PathManager.open(path, "rb") as file, Image.open(file) as image:
+        return convert_PIL_to_numpy(turn_upright(image), format)
 
 
 def _scale(box: Box, horizontally: float, vertically: float) -> Box:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
-from detectron2.data.detection_utils import read_image
 from detectron2.utils import comm
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,7 +22,7 @@ from qbheat_det.core.text import one_line
 from qbheat_det.modeling.contracts import STRONG
 
 from .checks import DataError, find_elongation, join_messages
-from .images import check_depth, run_threads
+from .images import check_depth, read_image, run_threads
 from .mappers import Mapper
 from .mappers.crops import BLUR_SIGMA, JITTER, ColourChange
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.modeling import Backbone
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -57,18 +58,34 @@ class ShortestEdge:
             return images.permute(0, 3, 1, 2).float(), torch.cat([size, size])
         lengths = images.shape[1:3]
         if all(type(length) is int for length in lengths):  # the graph is for one size
-            shorter, longer = min(lengths), max(lengths)
-            height, width = (
-                max(1, min(_divide(n * self.min_size, shorter), _divide(n * self.max_size, longer)))
-                for n in lengths
-            )
+            shape = ResizeShortestEdge.get_output_shape(*lengths, self.min_size, self.max_size)
+            height, width = (max(1, length) for length in shape)
             resized = torch.tensor([height, width])
         else:
-            resized = torch.minimum(
-                _divide(size * self.min_size, size.min()), _divide(size * self.max_size, size.max())
-            ).clamp(min=1)
+            resized = self.output_shape(size)
             height, width = (_as_int(length) for length in resized.unbind())
         return resize_as_pillow(images, height, width), torch.cat([size, resized])
+
+    def output_shape(self, size: Tensor) -> Tensor:
+        """Returns H' and W' of images of ``size`` (…, 2), H and W. Both are int64 and at least 1.
+
+        Equals Detectron2's ``ResizeShortestEdge.get_output_shape``, whose branches cannot be in a
+        graph. The operations are the same, in float64 and in the same order. Therefore, sides of
+        k + 0.5 pixels, where a different rounding error would change the result, are equal too.
+        """
+        height, width = size[..., 0], size[..., 1]
+        # As in Detectron2, the shorter side of a square is its width.
+        is_shorter = torch.stack([height < width, width <= height], dim=-1)
+        # A number in place of these tensors would be multiplied by the reciprocal of the divisor.
+        min_size, max_size = (
+            torch.scalar_tensor(length, dtype=torch.float64)
+            for length in (self.min_size, self.max_size)
+        )
+        sides = size.double()
+        sides = torch.where(is_shorter, min_size, min_size / sides.amin(-1, keepdim=True) * sides)
+        longer = sides.amax(-1, keepdim=True)
+        sides = torch.where(longer > max_size, sides * (max_size / longer), sides)
+        return (sides + 0.5).long().clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -178,11 +195,6 @@ def _as_int(length: Tensor) -> int:
     number = length.item()
     torch._check(number >= 1)
     return cast(int, number)
-
-
-def _divide(dividend: Any, divisor: Any) -> Any:
-    """Divides integers or integer tensors, and rounds to the nearest integer (halves up)."""
-    return (2 * dividend + divisor) // (2 * divisor)
 
 
 class ExportableModel(nn.Module):

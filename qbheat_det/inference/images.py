@@ -19,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 import torch
-from detectron2.data.detection_utils import _apply_exif_orientation, convert_PIL_to_numpy
+from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.text import one_line
 from qbheat_det.data import IMAGE_FORMATS, IMAGE_SUFFIXES
+from qbheat_det.data.images import turn_upright
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +219,7 @@ def decode_image(
 def _to_array(image: PIL.Image.Image, name: str | Path) -> Image:
     if image.mode.startswith("I"):  # Pillow would turn all values above 255 into white
         raise UnreadableImage(name, "grayscale of 16 bits: convert it to 8 bits first")
-    # Detectron2's read_image does the same, but opens files of any format.
-    return np.array(convert_PIL_to_numpy(_apply_exif_orientation(image), "RGB"))
+    return np.array(convert_PIL_to_numpy(turn_upright(image), "RGB"))
 
 
 def _from_tensor(tensor: Tensor) -> Image:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import PIL.ImageDraw
-import PIL.ImageOps
 from jinja2 import Environment, PackageLoader, Template
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import check_writable, write_atomically
 from qbheat_det.data import IMAGE_FORMATS
+from qbheat_det.data.images import turn_upright
 from qbheat_det.inference.drawing import get_class_color
 from qbheat_det.inference.results import Format, render_annotations
 
@@ -165,4 +165,4 @@ def _encode(image: PIL.Image.Image) -> str:
 
 def _open_upright(path: str) -> PIL.Image.Image:
     with PIL.Image.open(path, formats=IMAGE_FORMATS) as image:
-        return PIL.ImageOps.exif_transpose(image)
+        return turn_upright(image)

@@ -12,6 +12,8 @@ import torch
 from detectron2.structures import Boxes, pairwise_iou
 from torch import Tensor
 
+_MARGIN = 0.01  # least distance of a center from the sides of its box, in pixels
+
 
 @dataclass(frozen=True)
 class AtssAssigner:
@@ -19,7 +21,9 @@ class AtssAssigner:
 
     Candidates of a box are the ``top_k`` anchors of each level whose centers are nearest to the
     center of the box. Positives are the candidates whose IoU is at least the mean plus the standard
-    deviation of the candidates' IoUs, and whose center is in the box. In contrast to the paper, a
+    deviation of the candidates' IoUs, and whose center is in the box. As in the authors' code, the
+    standard deviation is unbiased, with divisor n - 1 for n candidates (0 for one candidate), and a
+    center is in the box if it is more than 0.01 pixels from each side. In contrast to the paper, a
     box without positives gets its best candidate. An anchor that is positive for several boxes is
     assigned to the box with the highest IoU.
 
@@ -33,8 +37,8 @@ class AtssAssigner:
         """Returns the index (R,) of each anchor's box, or -1 for background.
 
         Args:
-            anchors: anchors of each level, XYXY.
-            boxes: the M boxes of the image, in the same coordinates.
+            anchors: anchors of each level, XYXY in pixels.
+            boxes: the M boxes of the image, XYXY in pixels.
         """
         if not len(boxes):
             return torch.full((sum(map(len, anchors)),), -1, device=boxes.device)
@@ -42,10 +46,12 @@ class AtssAssigner:
         candidates = self._nearest(anchors, boxes)
         overlaps = pairwise_iou(boxes, every)
         near = overlaps.gather(1, candidates)
-        threshold = near.mean(1, keepdim=True) + near.std(1, correction=0, keepdim=True)
+        # One value has no unbiased deviation.
+        deviation = near.std(1, correction=min(1, near.shape[1] - 1), keepdim=True)
         centers, corners = every.get_centers()[candidates], boxes.tensor[:, None]
-        inside = (centers > corners[..., :2]) & (centers < corners[..., 2:])
-        positive = (near >= threshold) & inside.all(-1)
+        distances = torch.cat([centers - corners[..., :2], corners[..., 2:] - centers], dim=-1)
+        inside = distances.amin(-1) > _MARGIN
+        positive = (near >= near.mean(1, keepdim=True) + deviation) & inside
         best = torch.zeros_like(positive).scatter_(1, near.argmax(1, keepdim=True), True)
         positive |= best & ~positive.any(1, keepdim=True)
         quality = torch.full_like(overlaps, -1.0)

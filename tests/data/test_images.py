@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data.detection_utils import read_image
-from PIL import Image, ImageOps
+from PIL import Image
 
 from qbheat_det.core.files import get_cache_dir
 from qbheat_det.data.images import open_image, resize
@@ -36,17 +36,6 @@ def test_a_part_is_that_of_the_image_as_detectron2_turns_it(suffix, orientation,
     with open_image(path) as image:
         assert (image.height, image.width) == whole.shape[:2]
         torch.testing.assert_close(image.read(BOX, ALL), cut(whole), rtol=0, atol=0)
-
-
-def test_a_tiff_is_turned_once(tmp_path):
-    # Pillow turns it while it decodes, Detectron2 then once more.
-    path = save(tmp_path / "a.tif", draw(WIDTH, HEIGHT), orientation=6)
-    with Image.open(path) as image:
-        once = np.asarray(ImageOps.exif_transpose(image))
-    with open_image(path) as image:
-        assert (image.width, image.height) == (HEIGHT, WIDTH)
-        part = image.read((5, 30, 40, 80), ALL)
-    torch.testing.assert_close(part, cut(once, (5, 30, 40, 80)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1"])

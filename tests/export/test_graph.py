@@ -8,9 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from detectron2.data.transforms import ResizeShortestEdge
 from detectron2.engine import DefaultPredictor
-from PIL import Image
 from torch import nn
 from torch.export import Dim
 from torchvision.ops import nms
@@ -23,14 +21,7 @@ from qbheat_det.export.agreement import (
     measure_agreement,
 )
 from qbheat_det.export.files import write_onnx
-from qbheat_det.export.graph import (
-    CenterCrop,
-    Preprocessing,
-    ShortestEdge,
-    build_exportable,
-    trace,
-    trace_images,
-)
+from qbheat_det.export.graph import build_exportable, trace
 from qbheat_det.export.heads import EMPTY, suppress_overlaps
 from qbheat_det.inference.exported import TASK_OUTPUTS, ExportedModel, ExportInfo, to_instances
 from qbheat_det.inference.predict import build_predictor
@@ -132,65 +123,6 @@ def test_classifiers_and_backbones_give_what_the_package_computes(kind):
         for index in range(2):
             expected = torch.from_numpy(reference(images[index])[name])
             torch.testing.assert_close(values[index : index + 1], expected, rtol=1e-4, atol=1e-5)
-
-
-def _as_planes(image):
-    return torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float()
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "min_size", "max_size"),
-    [
-        (97, 405, 256, 400),  # smaller along both sides, held by the longer one
-        (60, 80, 100, 133),  # larger; the longer side is a half before it is rounded
-        (64, 64, 128, 200),  # weights of quarters: many values at a half
-        (1, 30, 16, 64),
-        (33, 47, 33, 1333),  # as it is
-    ],
-)
-def test_the_shortest_edge_is_detectron2s_to_the_bit(height, width, min_size, max_size):
-    image = _noise(1, height, width)[0]
-    resize = ResizeShortestEdge([min_size, min_size], max_size).get_transform(image)
-    expected = resize.apply_image(image)
-    planes, sizes = ShortestEdge(min_size, max_size)(torch.from_numpy(image)[None])
-    torch.testing.assert_close(planes, _as_planes(expected), rtol=0, atol=0)
-    assert sizes.tolist() == [height, width, *expected.shape[:2]]
-
-
-def test_a_graph_for_any_size_resizes_as_the_code_for_one():
-    resize = Preprocessing(ShortestEdge(64, 96), mean=[0.0] * 3, std=[1.0] * 3)
-    program = trace_images(resize).module()
-    # Larger, smaller, as it is, and held by the longer side; blocks of rows that are full or not.
-    for number, height, width in ((1, 33, 47), (2, 150, 131), (1, 64, 64), (1, 20, 300)):
-        images = torch.from_numpy(_noise(number, height, width))
-        for found, expected in zip(program(images), resize(images), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "share"),
-    [(40, 61, 1.0), (75, 36, 0.875), (75, 44, 0.875)],  # halves are rounded up and down
-)
-def test_the_center_crop_is_pillows_to_the_bit(height, width, share):
-    image = _noise(1, height, width)[0]
-    side = round(share * min(height, width))
-    top, left = (height - side) // 2, (width - side) // 2
-    square = Image.fromarray(image[top : top + side, left : left + side])
-    expected = np.asarray(square.resize((32, 32), Image.Resampling.BILINEAR))
-    planes, _ = CenterCrop(32, share)(torch.from_numpy(image)[None])
-    torch.testing.assert_close(planes, _as_planes(expected), rtol=0, atol=0)
-
-
-def test_images_are_normalised_and_then_padded_with_zeros():
-    preprocessing = Preprocessing(
-        ShortestEdge(0, 0), mean=[1.0, 2.0, 3.0], std=[2.0, 4.0, 8.0], size_divisibility=4
-    )
-    # A length of 0 does not resize.
-    padded, sizes = preprocessing(torch.full((1, 5, 8, 3), 11, dtype=torch.uint8))
-    expected = torch.zeros(1, 3, 8, 8)
-    expected[0, 0, :5], expected[0, 1, :5], expected[0, 2, :5] = 5.0, 2.25, 1.0
-    torch.testing.assert_close(padded, expected)
-    assert sizes.tolist() == [5, 8, 5, 8]
 
 
 _ROWS = 6

@@ -4,6 +4,7 @@
 import copy
 import inspect
 import math
+import statistics
 
 import pytest
 import torch
@@ -231,12 +232,13 @@ def assign_naively(anchors, boxes, top_k):
             candidates += (distance.argsort(stable=True)[:top_k] + start).tolist()
             start += len(level)
         overlaps = box_iou(box[None].double(), every[candidates].double())[0].tolist()
-        mean = sum(overlaps) / len(overlaps)
-        spread = math.sqrt(sum((each - mean) ** 2 for each in overlaps) / len(overlaps))
+        mean = statistics.mean(overlaps)
+        spread = statistics.stdev(overlaps)
         taken = []
         for row, overlap in zip(candidates, overlaps, strict=True):
             x, y = ((every[row, :2] + every[row, 2:]) / 2).tolist()
-            if overlap >= mean + spread and box[0] < x < box[2] and box[1] < y < box[3]:
+            distance = min(x - box[0], y - box[1], box[2] - x, box[3] - y)
+            if overlap >= mean + spread and distance > 0.01:
                 taken.append((overlap, row))
         for overlap, row in taken or [max(zip(overlaps, candidates, strict=True), key=first)]:
             best[row] = max(best[row], (overlap, number))
@@ -253,12 +255,39 @@ def test_atss_is_the_naive_assignment(seed):
     assert set(found.tolist()) == {-1, 0, 1, 2, 3, 4}  # each box has an anchor, however small
 
 
+FAR = [[100.0 + i, 100.0, 110.0 + i, 110.0] for i in range(7)]
+
+
 def test_the_best_anchor_beside_a_box_is_not_its_own_if_another_is():
-    far = [[100.0 + i, 100.0, 110.0 + i, 110.0] for i in range(7)]
     beside, inside = [0.0, 0.0, 22.0, 10.0], [3.0, 3.0, 9.0, 9.0]
-    anchors = [Boxes(torch.tensor([beside, inside, *far]))]
+    anchors = [Boxes(torch.tensor([beside, inside, *FAR]))]
     found = AtssAssigner()(anchors, Boxes(torch.tensor([[0.0, 0.0, 10.0, 10.0]])))
     assert found.tolist() == [-1, 0] + [-1] * 7
+
+
+@pytest.mark.parametrize(("distance", "number"), [(0.005, -1), (0.02, 0)])
+def test_a_center_is_in_a_box_from_a_hundredth_of_a_pixel(distance, number):
+    # IoUs are 0.5, 0.49 and seven times 0, so the threshold is 0.33. The center of the first anchor
+    # is as far from the left side of the box.
+    first, second = [distance - 10, 0.0, distance + 10, 10.0], [1.0, 1.0, 8.0, 8.0]
+    anchors = [Boxes(torch.tensor([first, second, *FAR]))]
+    found = AtssAssigner()(anchors, Boxes(torch.tensor([[0.0, 0.0, 10.0, 10.0]])))
+    assert found.tolist() == [number, 0] + [-1] * 7
+
+
+@pytest.mark.parametrize(("overlap", "number"), [(0.51, -1), (0.53, 0)])
+def test_the_deviation_of_the_overlaps_is_unbiased(overlap, number):
+    # With IoUs of 1, x and seven times 0, the threshold is x at x = 0.5 with divisor 9, and at
+    # x = 0.5272 with divisor 8.
+    anchors = [Boxes(torch.tensor([[0.0, 0.0, 10.0, 10 * overlap], [0.0, 0.0, 10.0, 10.0], *FAR]))]
+    found = AtssAssigner()(anchors, Boxes(torch.tensor([[0.0, 0.0, 10.0, 10.0]])))
+    assert found.tolist() == [number, 0] + [-1] * 7
+
+
+def test_a_box_with_one_candidate_gets_it():
+    anchor = Boxes(torch.tensor([[0.0, 0.0, 8.0, 8.0]]))
+    for box in ([0.0, 0.0, 8.0, 8.0], [1.0, 2.0, 9.0, 7.0], [50.0, 50.0, 60.0, 60.0]):
+        assert AtssAssigner()([anchor], Boxes(torch.tensor([box]))).tolist() == [0]
 
 
 def test_without_boxes_all_anchors_are_background():

@@ -26,10 +26,11 @@ from qbheat_det.modeling.contracts import TILE
 
 from .crops import ClassificationMapper, PretrainingMapper, TwoViewMapper
 from .detection import DetectionMapper, DetrDatasetMapper, TileMapper, build_detr_crop
+from .upright import UprightMapper
 
 __all__ = [
     "ClassificationMapper", "DetectionMapper", "DetrDatasetMapper", "PretrainingMapper",
-    "TileMapper", "TwoViewMapper", "build_detr_crop",
+    "TileMapper", "TwoViewMapper", "UprightMapper", "build_detr_crop",
 ]  # fmt: skip
 
 Mapper = Callable[[dict[str, Any]], dict[str, Any] | DataError | None]
@@ -51,7 +52,8 @@ DATASET_MAPPERS: dict[str, Callable[[CfgNode, bool], Mapper]] = {
 """Functions ``(cfg, is_train) -> mapper`` by name, for ``INPUT.DATASET_MAPPER_NAME``.
 
 To add a mapper, set ``DATASET_MAPPERS["mine"] = MyMapper`` before the data loader is built.
-Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged.
+Subclasses of Detectron2's ``DatasetMapper`` can be added unchanged. If TIFFs may have an EXIF
+orientation, derive them from ``UprightMapper`` instead, which turns these files only once.
 """
 
 MAPPERS_OF_IMAGES = {"pretrain", "classify", "two_views"}

@@ -27,8 +27,10 @@ from qbheat_det.data.checks import check_input_keys
 from qbheat_det.data.images import REDUCTIONS, open_image, resize
 from qbheat_det.modeling.contracts import TILE
 
+from .upright import UprightMapper
 
-class DetectionMapper(DatasetMapper):
+
+class DetectionMapper(UprightMapper):
     """Detectron2's mapper, which reads files faster in training.
 
     Masks, keypoints and boxes are equal to Detectron2's. Inference, semantic segmentation, and

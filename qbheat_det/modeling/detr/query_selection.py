@@ -24,9 +24,10 @@ from qbheat_det.modeling.atss import AtssAssigner
 from .criterion import Matches, SetCriterion, Targets
 
 _BASE_SIZE = 4  # side of the anchor of a position, in strides of its level
+_FINEST_STRIDE = 8  # of the last level, in pixels, see ``MFDecoder``
 _MAX_LOG_SCALE = 4.0
 _NEVER = -1e4  # logit of a position outside the image
-_FAR = 1e6  # distance of anchors that no box may have
+_FAR = 1e6  # distance of anchors that no box may have, in pixels
 _DIVISOR = 6  # of the losses per box; ATSS assigns 4.3 positions to a box of the aquarium set
 
 
@@ -142,11 +143,11 @@ class QuerySelection(nn.Module):
     @torch.no_grad()
     def assign(self, proposals: Proposals, targets: Targets) -> Matches:
         """Assigns each box to several positions. Positions outside the images have no box."""
-        # In units of the finest anchors' side, squares of the image are squares.
-        unit = proposals.anchors[:, -1:, 2:].repeat(1, 1, 2)
-        anchors = box_convert(proposals.anchors / unit, "cxcywh", "xyxy")
+        # The assigner expects pixels. The finest level is the last.
+        pixel = proposals.anchors[:, -1:, 2:].repeat(1, 1, 2) / (_BASE_SIZE * _FINEST_STRIDE)
+        anchors = box_convert(proposals.anchors / pixel, "cxcywh", "xyxy")
         anchors = torch.where(proposals.logits[..., :1] <= _NEVER / 2, -_FAR, anchors)
-        boxes = box_convert(targets.boxes / unit, "cxcywh", "xyxy")
+        boxes = box_convert(targets.boxes / pixel, "cxcywh", "xyxy")
         rows = []
         for image, count in enumerate(targets.counts):
             levels = [Boxes(level) for level in anchors[image].split(proposals.num_positions)]

@@ -155,33 +155,59 @@ def test_boxes_are_moved_by_shares_of_their_sides():
     assert_close(moved, torch.tensor([0.5 + 0.5 * 0.2, 0.4 - 0.1, 0.2, 0.3]))
 
 
+def assign_as_retinanet(boxes, height, width):
+    """Returns the box of each position of an image of ``height`` x ``width`` pixels, or -1.
+
+    Boxes are (M, 4), cxcywh in [0, 1]. The anchors are those of a RetinaNet, in pixels.
+    """
+    levels = []
+    for stride in (32, 16, 8):
+        rows = [y + stride / 2 for y in range(0, height, stride)]
+        grid = [(x + stride / 2, y) for y in rows for x in range(0, width, stride)]
+        centers, side = torch.tensor(grid), torch.tensor([width, height]).clamp(max=4 * stride)
+        levels.append(Boxes(torch.cat([centers - side / 2, centers + side / 2], dim=1)))
+    scale = torch.tensor([width, height] * 2)
+    return AtssAssigner()(levels, Boxes(box_convert(boxes, "cxcywh", "xyxy") * scale))
+
+
+def assign(boxes, padding):
+    """Returns the box of each position (N, P) of a batch, or -1; padded to 96 x 64 pixels."""
+    decoder = build_decoder()
+    with torch.no_grad():
+        proposals = decoder([x.float() for x in features(64, 96)], padding)["proposals"]
+    targets = Targets.stack([torch.arange(len(each)) % CLASSES for each in boxes], boxes)
+    matches = decoder.selection.assign(proposals, targets)
+    found = torch.full(proposals.distinct.shape, -1)
+    found[matches.image, matches.query] = matches.target
+    return found
+
+
 @pytest.mark.parametrize("counts", [[2, 0], [3, 1], [0, 0]], ids=str)
 def test_positions_get_the_boxes_that_retinanets_anchors_get_in_pixels(counts):
     """Images of 96 x 64 and 64 x 64 pixels in one batch; the assignment is that of each alone."""
     torch.manual_seed(1)
-    decoder, sizes = build_decoder(), [(64, 96), (64, 64)]
     padding = torch.zeros(2, 1, 8, 12, dtype=torch.bool)
     padding[1, ..., 8:] = True
-    with torch.no_grad():
-        proposals = decoder([x.float() for x in features(64, 96)], padding)["proposals"]
     boxes = [torch.rand(n, 4) * 0.4 + 0.2 for n in counts]
-    targets = Targets.stack([torch.arange(n) % CLASSES for n in counts], boxes)
-    matches = decoder.selection.assign(proposals, targets)
-    found = torch.full(proposals.distinct.shape, -1)
-    found[matches.image, matches.query] = matches.target
-    for image, (height, width) in enumerate(sizes):
-        levels, columns = [], []
+    found = assign(boxes, padding)
+    for image, (height, width) in enumerate([(64, 96), (64, 64)]):
+        columns = []
         for stride in (32, 16, 8):
-            rows = [y + stride / 2 for y in range(0, height, stride)]
-            grid = [(x + stride / 2, y) for y in rows for x in range(0, width, stride)]
-            centers, side = torch.tensor(grid), torch.tensor([width, height]).clamp(max=4 * stride)
-            levels.append(Boxes(torch.cat([centers - side / 2, centers + side / 2], dim=1)))
-            columns += [x < width for _ in rows for x in range(0, 96, stride)]
-        scale = torch.tensor([width, height] * 2)
-        truth = Boxes(box_convert(boxes[image], "cxcywh", "xyxy") * scale)
+            columns += [x < width for _ in range(0, height, stride) for x in range(0, 96, stride)]
         expected = torch.full_like(found[image], -1)
-        expected[torch.tensor(columns)] = AtssAssigner()(levels, truth)
+        expected[torch.tensor(columns)] = assign_as_retinanet(boxes[image], height, width)
         assert torch.equal(found[image], expected)
+
+
+def test_the_least_distance_of_a_position_from_a_side_is_a_hundredth_of_a_pixel():
+    boxes = []
+    for distance in (0.005, 0.02):  # of the positions at 28 and 36 pixels from the sides
+        corners = torch.tensor([[28 - distance, 24.0, 36 + distance, 40.0]])
+        boxes.append(box_convert(corners / torch.tensor([96, 64, 96, 64]), "xyxy", "cxcywh"))
+    found = assign(boxes, None)
+    expected = torch.stack([assign_as_retinanet(each, 64, 96) for each in boxes])
+    assert torch.equal(found, expected)
+    assert not torch.equal(found[0], found[1])
 
 
 def test_boxes_start_as_squares_of_four_strides_and_at_most_the_image():
