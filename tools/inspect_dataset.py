@@ -4,7 +4,9 @@
 
 Counts images, boxes and classes, measures boxes, reads every image file, and searches for images
 that are in both the training set and the validation set. Prints a summary, and writes errors.txt
-(one line per error) and samples.jpg (training images after the augmentation of the config).
+(one line per error) and samples.jpg (training images after the augmentation of the config; the
+headings state the sizes of the image files). Without --config-file, the config is the recipe that
+qbheat train chooses for --data.
 
 examples:
   qbheat inspect --config-file quick_schedules/retinanet_small_cells.yaml
@@ -41,7 +43,7 @@ _POOR = 10.0  # AP50 in percent
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--config-file", metavar="FILE", help="YAML config (default: Detectron2's defaults)")
+    add("--config-file", metavar="FILE", help="YAML config (default: as for qbheat train)")
     add_data_flags(parser)
     add("--output", type=Path, default=Path("output/inspect_dataset"), metavar="DIR",
         help="output folder (default: output/inspect_dataset)")  # fmt: skip
@@ -109,15 +111,17 @@ def inspect(args: argparse.Namespace) -> int:
         format_report,
         inspect_dataset,
         list_sources,
+        load_recipe,
     )
     from qbheat_det.analysis.figures import Image
-    from qbheat_det.config import load_config
     from qbheat_det.core.files import write_atomically
     from qbheat_det.engine import RunFlags
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
-    cfg = load_config(args.config_file or None, args.opts)
-    sources = list_sources(cfg, RunFlags.read(args))
+    flags = RunFlags.read(args)
+    flags.output = ""  # not the output folder of a training
+    cfg, recipe = load_recipe(flags)
+    sources = list_sources(cfg, flags)
     inspections = [inspect_dataset(source, cfg) for source in sources]
     errors, warnings = compare_datasets(inspections)
     errors = [error for one in inspections for error in one.errors] + errors
@@ -128,7 +132,7 @@ def inspect(args: argparse.Namespace) -> int:
         files["samples.jpg"] = Image.from_rgb(sheet, alt="").content
     for name, content in files.items():
         write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
-    print(format_report(inspections, errors, warnings, cfg))
+    print(format_report(inspections, errors, warnings, cfg, recipe))
     if args.data and len(inspections) == 1 and (share := cfg.DATASETS.VAL_FRACTION):
         print(f"There is no validation set: training holds out {share:.0%}, unless you set --val.")
     print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")
