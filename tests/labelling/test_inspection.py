@@ -151,6 +151,21 @@ def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
         assert not (tmp_path / "corrected.json").exists()
 
 
+def test_two_corrections_of_one_annotation_are_refused(data, tmp_path):
+    labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
+    write_suspects(labels, suspects, tmp_path / "out", "")
+    content = json.loads((tmp_path / "out" / "suspects.json").read_text())
+    moved = next(one for one in content["suspects"] if one["kind"] == "location")
+    file, output = tmp_path / "corrections.json", tmp_path / "corrected.json"
+    for change in ({"bbox": [21, 4, 8, 8]}, {"kind": "class", "category_id": 3}):
+        content["suspects"] = [moved, moved, moved | change]
+        file.write_text(json.dumps(content))
+        named = r"corrections.json': suspects\[2\], image 2: suspects\[0\] .* annotation 21"
+        with pytest.raises(UserError, match=named):
+            apply_corrections(file, str(data), output)
+        assert not output.exists()
+
+
 def test_few_images_a_folder_of_others_and_boxes_on_one_image_are_refused(data, tmp_path):
     (tmp_path / "detectors" / "of_others").mkdir(parents=True)
     with pytest.raises(UserError, match="choose another --output"):
