@@ -12,8 +12,8 @@ import torch
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.labelling import apply_corrections, inspect_labels, inspection, write_suspects
-from qbheat_det.labelling.inspection import (
-    ImageBoxes,
+from qbheat_det.labelling.labels import ImageBoxes
+from qbheat_det.labelling.suspects import (
     calibrate,
     find_suspects,
     make_errors,
