@@ -25,6 +25,8 @@ from .suspects import Labelled, Suspect, calibrate, find_suspects
 
 _RECIPE = "custom/cached_retinanet_lite0_probe.yaml"
 _MOBILE_FORMER_RECIPE = "custom/cached_retinanet_285M_probe.yaml"
+_WORTH_A_LOOK = 0.1  # probability: ten looks for one error
+_FEWEST, _MOST = 20, 200  # number of listed suspects
 
 
 def inspect_labels(
@@ -65,6 +67,20 @@ def inspect_labels(
     truth = [stack_boxes(own) for own in annotations]
     suspects = calibrate(find_suspects(truth, predictions), truth, predictions, seed)
     return labels, [_describe(labels, annotations, one) for one in suspects], quality
+
+
+def shortlist(suspects: Sequence[LabelSuspect], most: int | None = None) -> list[LabelSuspect]:
+    """Returns the first suspects of a list in descending order of probability, for a person.
+
+    Args:
+        suspects: results of ``inspect_labels``.
+        most: the number of suspects. By default, those with a probability of at least 10 %, but at
+            least 20 and at most 200.
+    """
+    if most is None:
+        probable = sum(one.score >= _WORTH_A_LOOK for one in suspects)
+        most = min(max(probable, _FEWEST), _MOST)
+    return [*suspects[:most]]
 
 
 def _predict_halves(
@@ -128,7 +144,7 @@ def _describe(
     """Converts a suspect to a ``LabelSuspect``, with the ids and names of the data set."""
     image = labels.file.images[one.image]
     names = dict(zip(labels.file.category_ids, labels.file.class_names, strict=True))
-    x0, y0, x1, y1 = one.box
+    x0, y0, x1, y1 = one.correction
     found = LabelSuspect(
         kind=one.kind,
         score=round(one.score, 4),

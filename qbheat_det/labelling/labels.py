@@ -159,7 +159,8 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
             continue
         done.add(change)
         if one.annotation_id is not None:
-            if (first := corrected.setdefault(one.annotation_id, number)) != number:
+            first = corrected.setdefault(one.annotation_id, number)
+            if first != number:
                 raise UserError(
                     f"{place}: suspects[{first}] corrects annotation {one.annotation_id} in "
                     "another way: remove one of the two"

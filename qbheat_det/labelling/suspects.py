@@ -13,6 +13,7 @@ kind are added to a copy of the labels. Their scores are compared with those of 
 Notation: an image has G annotated and P predicted boxes, XYXY in pixels.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -32,8 +33,10 @@ _PRIOR = 0.02  # assumed share of boxes with an error of each kind
 _FOUND_IOU = 0.5  # smallest IoU of a prediction and the deleted box that it finds
 _SHIFT = (0.3, 0.7)  # shift of a moved box, relative to its sides
 _IOU_WEIGHT = 0.9  # weight of the IoU in ``similarity``
+_SAME_IOU = 0.5  # smallest IoU of two boxes of one object
 _MIN_IOU = 0.1  # smallest IoU of a misplaced annotation and the prediction of its object
 Labelled = list[ImageBoxes]
+XYXY = tuple[float, float, float, float]
 Array = npt.NDArray[np.float64]
 
 
@@ -48,14 +51,17 @@ class Suspect:
         annotation: index of the box among the annotations of the image; None if ``kind`` is
             "missing".
         box, label: box (XYXY in pixels) and class of the prediction that contradicts the labels.
+        correction: the box after the correction, XYXY in pixels. It is the annotated box if
+            ``kind`` is "class", and the predicted box otherwise.
     """
 
     kind: Kind
     image: int
     score: float
     annotation: int | None
-    box: tuple[float, float, float, float]
+    box: XYXY
     label: int
+    correction: XYXY
 
 
 def find_suspects(annotations: Labelled, predictions: Labelled) -> list[Suspect]:
@@ -75,9 +81,11 @@ def _compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspec
     is_same = truth.classes[:, None] == seen.classes
 
     def suspect(kind: Kind, score: Tensor, prediction: int, annotation: int | None) -> Suspect:
-        x0, y0, x1, y1 = seen.boxes[prediction].tolist()
+        box = _to_tuple(seen.boxes[prediction])
         label = int(seen.classes[prediction])
-        return Suspect(kind, image, float(score), annotation, (x0, y0, x1, y1), label)
+        keeps_box = kind == "class" and annotation is not None
+        correction = _to_tuple(truth.boxes[annotation]) if keeps_box else box
+        return Suspect(kind, image, float(score), annotation, box, label, correction)
 
     # The best prediction of an annotated object belongs to it, so it does not show a missing box.
     support = seen.scores * like * (overlaps >= _MIN_IOU)
@@ -96,6 +104,46 @@ def _compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspec
         worst = int(differing.argmax())
         if differing[worst] > agreeing[best]:
             yield suspect("class", differing[worst] - agreeing[best], worst, index)
+
+
+def _to_tuple(box: Tensor) -> XYXY:
+    x0, y0, x1, y1 = box.tolist()
+    return x0, y0, x1, y1
+
+
+def keep_one_per_object(suspects: Sequence[Suspect]) -> list[Suspect]:
+    """Drops the suspects of objects that an earlier suspect in the list is about.
+
+    Two suspects of an image are about one object if they have the same annotation or the same
+    predicted box. They are also about one object if one of them adds or moves a box, and this box
+    overlaps the predicted or the corrected box of the other with an IoU of at least 0.5.
+    """
+    by_image: dict[int, list[int]] = defaultdict(list)
+    for position, one in enumerate(suspects):
+        by_image[one.image].append(position)
+    kept = []
+    for positions in by_image.values():
+        is_same = _compare_objects([suspects[position] for position in positions])
+        chosen: list[int] = []
+        for row in range(len(positions)):
+            if not is_same[row, chosen].any():
+                chosen.append(row)
+        kept += [positions[row] for row in chosen]
+    return [suspects[position] for position in sorted(kept)]
+
+
+def _compare_objects(suspects: Sequence[Suspect]) -> npt.NDArray[np.bool_]:
+    """Returns which suspects (n, n) of an image are about one object."""
+    annotations = np.array([-1 if one.annotation is None else one.annotation for one in suspects])
+    predicted = torch.tensor([one.box for one in suspects], dtype=torch.float64)
+    corrected = torch.tensor([one.correction for one in suspects], dtype=torch.float64)
+    overlaps = torch.maximum(box_iou(corrected, predicted), box_iou(corrected, corrected)).numpy()
+    places_box = np.array([one.kind != "class" for one in suspects])
+    is_placed = places_box[:, None] & (overlaps >= _SAME_IOU)
+    has_same_annotation = (annotations[:, None] == annotations) & (annotations >= 0)
+    has_same_prediction = (predicted[:, None] == predicted).all(-1).numpy()
+    found: npt.NDArray[np.bool_] = is_placed | is_placed.T
+    return found | has_same_annotation | has_same_prediction
 
 
 def similarity(first: Tensor, second: Tensor) -> Tensor:
@@ -118,8 +166,8 @@ def calibrate(
 ) -> list[Suspect]:
     """Replaces scores by probabilities of an error, and sorts by descending probability.
 
-    For each annotated or missing box, only the most probable kind of error is kept. Suspects with
-    probabilities below 1 % are left out.
+    For each object, only the most probable suspect is kept. Suspects with probabilities below 1 %
+    are left out.
 
     Args:
         suspects: results of ``find_suspects``.
@@ -129,15 +177,13 @@ def calibrate(
     """
     generator = np.random.default_rng(seed)
     curves = {kind: _fit(kind, truth, predictions, generator) for kind in get_args(Kind)}
-    found: dict[tuple[object, ...], Suspect] = {}
+    found = []
     for one in suspects:
         # The score breaks ties between equal probabilities.
         probability = float(np.interp(one.score, *curves[one.kind])) * (1 - 1e-3 * (1 - one.score))
-        place = one.annotation if one.annotation is not None else one.box
-        known = found.get((one.image, place))
-        if probability >= _LEAST and (known is None or known.score < probability):
-            found[one.image, place] = replace(one, score=probability)
-    return sorted(found.values(), key=lambda one: -one.score)
+        if probability >= _LEAST:
+            found.append(replace(one, score=probability))
+    return keep_one_per_object(sorted(found, key=lambda one: -one.score))
 
 
 def _fit(
@@ -147,10 +193,10 @@ def _fit(
     scores, is_error = [], []
     for _ in range(_ROUNDS):
         changed, errors = make_errors(kind, truth, generator)
-        for one in find_suspects(changed, predictions):
-            if one.kind == kind:
-                scores.append(one.score)
-                is_error.append(_hits(one, errors[one.image], truth[one.image]))
+        found = [one for one in find_suspects(changed, predictions) if one.kind == kind]
+        for one in keep_one_per_object(found):
+            scores.append(one.score)
+            is_error.append(_hits(one, errors[one.image], truth[one.image]))
     if not any(is_error):
         return np.array([0.0, 1.0]), np.zeros(2)
     order = np.argsort(scores)
