@@ -19,7 +19,10 @@ examples:
   qbheat inspect --labels --data train.json --weights output/mine --output suspects/
   qbheat inspect --apply suspects/corrections.json --data train.json --output corrected/
 
---labels writes suspects.html, a page where you select the actual errors and save corrections.json.
+--labels writes suspects.html, a page where you select the actual errors and save corrections.json,
+and suspects.json with all proposals of the page. Files of these two names are replaced, and
+corrections.json is not. The page lists the suspects with a probability of at least 10 %, but at
+least 20 and at most 200. --most 500 lists the 500 most probable ones.
 --apply writes the corrected labels to annotations.json in the output folder, in COCO's format. It
 does not change the data set.
 
@@ -50,6 +53,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--labels", action="store_true", help="find labels that are probably wrong")
     add("--weights", default="", metavar="W", help="with --labels: a model whose encoder the "
         f"detectors use: {WEIGHTS} (default: EfficientNet-Lite0 trained on ImageNet)")  # fmt: skip
+    add("--most", type=int, metavar="N", help="with --labels: list the N most probable errors "
+        "(default: those of at least 10 %%, but at least 20 and at most 200)")  # fmt: skip
     add("--apply", type=Path, metavar="FILE", help="apply these corrections and write a COCO file")
     add("--num-samples", type=int, default=12, metavar="N",
         help="number of images in samples.jpg (default: 12)")  # fmt: skip
@@ -60,6 +65,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if (args.labels or args.apply) and not args.data:
         parser.error("--labels and --apply need --data")
     args.labels = args.labels or bool(args.weights)
+    if args.most is not None and (args.most < 1 or not args.labels):
+        parser.error("--most must be 1 or more, and needs --labels")
     return args
 
 
@@ -75,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_suspects(args: argparse.Namespace) -> int:
     """Finds labels that are probably wrong, and writes the page of suspects."""
-    from qbheat_det.labelling import inspect_labels, write_suspects
+    from qbheat_det.labelling import SUSPECT_FILES, inspect_labels, shortlist, write_suspects
 
+    if old := [name for name in SUSPECT_FILES if (args.output / name).exists()]:
+        print(f"'{args.output}' has files of an earlier search; replaced are {', '.join(old)}")
     images = args.images[0] if args.images else ""
     labels, suspects, quality = inspect_labels(
         args.data, args.output, images=images, encoder=args.weights, opts=args.opts
@@ -84,10 +93,12 @@ def find_suspects(args: argparse.Namespace) -> int:
     words = ["qbheat", "inspect", "--apply", "corrections.json", "--data", args.data]
     words += ["--images", images] if images else []
     command = shlex.join([*words, "--output", str(args.output / "corrected")])
-    page = write_suspects(labels, suspects, args.output, command)
+    listed = shortlist(suspects, args.most)
+    page = write_suspects(labels, listed, args.output, command, num_found=len(suspects))
     print(
         f"The detectors have AP50 {quality[0]:.1f} and {quality[1]:.1f} on the half that they "
-        f"were not trained on. {len(suspects):,} suspicious labels, most probable first: {page}"
+        f"were not trained on. Listed are {len(listed):,} of {len(suspects):,} suspicious labels, "
+        f"most probable first: {page}"
     )
     if max(quality) < _POOR:
         print("Such poor detectors find no errors: label more images first")

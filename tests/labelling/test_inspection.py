@@ -4,6 +4,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,26 @@ import pytest
 import torch
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.labelling import apply_corrections, inspect_labels, inspection, write_suspects
-from qbheat_det.labelling.labels import ImageBoxes
+from qbheat_det.labelling import (
+    apply_corrections,
+    inspect_labels,
+    inspection,
+    shortlist,
+    write_suspects,
+)
+from qbheat_det.labelling.labels import ImageBoxes, LabelSuspect
 from qbheat_det.labelling.suspects import (
+    Suspect,
     calibrate,
     find_suspects,
+    keep_one_per_object,
     make_errors,
     similarity,
 )
 from tests.data.pictures import draw, save
+from tests.tool_modules import load_tool, refuse
+
+TOOL = load_tool("inspect_dataset")
 
 BOXES = [[4, 4, 8, 8], [20, 4, 8, 8], [4, 20, 8, 8]]
 
@@ -215,3 +227,123 @@ def test_images_without_boxes_or_predictions():
     assert find_suspects([none, boxes((0, 0, 1, 1, 0))], [none, none]) == []
     (missing,) = find_suspects([none], [boxes((0, 0, 8, 8, 3, 0.7))])
     assert (missing.kind, missing.score) == ("missing", pytest.approx(0.7))
+
+
+def test_a_moved_box_is_one_suspect_and_its_missing_neighbour_another():
+    # The annotation is 10 px left of its object, which is predicted as two classes. IoU 1/3 and
+    # 5/16 with the annotation, 10/11 with each other. The neighbour's IoU with both is 0.
+    annotated = boxes((0, 0, 20, 20, 1))
+    seen = boxes((10, 0, 30, 20, 1, 0.9), (10, 0, 30, 22, 2, 0.5), (32, 0, 52, 20, 1, 0.2))
+    found = find_suspects([annotated], [seen])
+    assert [one.kind for one in found] == ["location", "missing", "missing"]
+    moved, neighbour = keep_one_per_object(found)
+    like = 0.9 / 3 + 0.1 * (1 - 10 / (30**2 + 20**2) ** 0.5)
+    assert (moved.kind, moved.annotation, moved.box) == ("location", 0, (10, 0, 30, 20))
+    assert moved.score == pytest.approx(0.9 * (1 - like))
+    assert (neighbour.kind, neighbour.box) == ("missing", (32, 0, 52, 20))
+    # If the duplicate is more probable, it is the one that is kept.
+    swapped = keep_one_per_object([found[1], found[0], found[2]])
+    assert [one.box for one in swapped] == [(10, 0, 30, 22), (32, 0, 52, 20)]
+
+
+def test_two_classes_and_a_duplicate_of_a_missing_object_are_one_suspect():
+    # IoU 1 and 4/5 with the first box; the last box has an IoU of 1/4 with it.
+    seen = boxes(
+        (0, 0, 10, 10, 1, 0.8),
+        (0, 0, 10, 10, 2, 0.6),
+        (0, 0, 10, 8, 1, 0.4),
+        (6, 0, 16, 10, 1, 0.2),
+    )
+    found = find_suspects([boxes()], [seen])
+    assert len(found) == 4
+    kept = keep_one_per_object(found)
+    assert [(one.box, one.label) for one in kept] == [((0, 0, 10, 10), 1), ((6, 0, 16, 10), 1)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_one"),
+    [
+        # Two annotations with the same predicted box.
+        (("location", 0, (0, 0, 10, 10)), ("location", 1, (0, 0, 10, 10)), True),
+        (("class", 0, (0, 0, 10, 10), (2, 0, 12, 10)), ("class", 1, (0, 0, 10, 10)), True),
+        # One annotation with two predicted boxes.
+        (("location", 0, (0, 0, 10, 10)), ("class", 0, (50, 0, 60, 10), (5, 0, 15, 10)), True),
+        # A missing box on the annotated (IoU 9/11) or the predicted box (IoU 2/3) of a wrong class.
+        (("class", 0, (6, 0, 16, 10), (0, 0, 10, 10)), ("missing", None, (1, 0, 11, 10)), True),
+        (("class", 0, (0, 0, 10, 10), (6, 0, 16, 10)), ("missing", None, (2, 0, 12, 10)), True),
+        # IoU of exactly 1/2, then just below.
+        (("missing", None, (0, 0, 10, 10)), ("location", 0, (0, 0, 10, 5)), True),
+        (("missing", None, (0, 0, 10, 10)), ("location", 0, (0, 0, 10, 4.9)), False),
+        # Two annotated objects that overlap, each with a prediction of another class.
+        (("class", 0, (0, 0, 10, 10)), ("class", 1, (1, 0, 11, 10)), False),
+    ],
+)
+def test_suspects_of_one_object_exclude_each_other(first, second, is_one):
+    def suspect(image, kind, annotation, box, correction=None):
+        return Suspect(kind, image, 0.5, annotation, box, 1, correction or box)
+
+    for order in ((first, second), (second, first)):
+        pair = [suspect(0, *one) for one in order]
+        assert keep_one_per_object(pair) == (pair[:1] if is_one else pair)
+        apart = [suspect(image, *one) for image, one in enumerate(order)]
+        assert keep_one_per_object(apart) == apart
+
+
+def test_calibrated_suspects_have_one_annotation_and_one_box_each(data, tmp_path):
+    _, suspects, _ = inspect_labels(str(data), tmp_path / "out")
+    annotations = [one.annotation_id for one in suspects if one.annotation_id is not None]
+    assert len(set(annotations)) == len(annotations)
+    assert [one.score for one in suspects] == sorted((s.score for s in suspects), reverse=True)
+
+
+def suspects_with(*probabilities):
+    return [
+        LabelSuspect("missing", score, 1, "1.png", None, 3, "fish", (4, 4, 8, 8))
+        for score in probabilities
+    ]
+
+
+def test_the_suspects_worth_a_look_are_listed():
+    many = suspects_with(*np.linspace(1, 0.01, 1000).tolist())
+    assert shortlist(many) == many[:200]
+    assert shortlist(many, 300) == many[:300]
+    some = suspects_with(*[0.5] * 30, *[0.1] * 20, *[0.0999] * 30)
+    assert shortlist(some) == some[:50]
+    assert shortlist(some, 1) == some[:1]
+    few = suspects_with(*[0.5] * 3, *[0.02] * 40)
+    assert shortlist(few) == few[:20]
+    assert shortlist(few[:5]) == few[:5]
+    assert shortlist([]) == []
+
+
+def test_the_command_twice_into_one_folder_keeps_the_corrections(data, tmp_path, capsys):
+    folder = tmp_path / "out"
+    words = ["--labels", "--data", str(data), "--output", str(folder)]
+    assert TOOL.main(words) == 0
+    out = capsys.readouterr().out
+    found = inspect_labels(str(data), tmp_path / "again")[1]
+    listed = json.loads((folder / "suspects.json").read_text())["suspects"]
+    assert len(listed) == len(shortlist(found))
+    assert f"{len(listed):,} of {len(found):,} " in out
+    assert "replace" not in out
+    shutil.copy(folder / "suspects.json", folder / "corrections.json")
+    before = (folder / "corrections.json").read_bytes()
+
+    assert TOOL.main([*words, "--most", "1"]) == 0
+    out = capsys.readouterr().out
+    for name in ("suspects.json", "suspects.html"):
+        assert name in next(line for line in out.splitlines() if "replace" in line)
+    assert f"1 of {len(found):,} " in out
+    (one,) = json.loads((folder / "suspects.json").read_text())["suspects"]
+    assert one == listed[0]
+    page = (folder / "suspects.html").read_text()
+    assert page.count("data:image/jpeg") == 1
+    assert f"1 of {len(found):,} " in page
+    assert (folder / "corrections.json").read_bytes() == before
+    summary = apply_corrections(folder / "corrections.json", str(data), tmp_path / "new.json")
+    assert summary.startswith("1 box added")
+
+
+@pytest.mark.parametrize("words", [["--labels", "--most", "0"], ["--most", "3"]])
+def test_most_needs_labels_and_a_positive_number(words, capsys):
+    assert "--most" in refuse(TOOL.main, [*words, "--data", "x.json"], capsys)
