@@ -3,9 +3,11 @@
 
 Missing boxes, misplaced boxes and wrong classes are scored as in
 "ObjectLab: Automated Diagnosis of Mislabeled Images in Object Detection Data", arXiv:2309.00832,
-with two differences. First, predictions are weighted by their score instead of thresholded at 0.95,
-because a detector trained on a few hundred images is rarely that certain. Second, a missing object
-must not overlap an annotated box of any class, so that a wrong class is not reported twice.
+with four differences. First, predictions are weighted by their score instead of thresholded at
+0.95, because a detector trained on a few hundred images is rarely that certain. Second, a missing
+object must not overlap an annotated box of any class, so that a wrong class is not reported twice.
+Third, a box is not moved to a prediction that another annotation of its class fits better. Fourth,
+each object has one suspect.
 
 The three scores have different scales. To convert them to probabilities, artificial errors of each
 kind are added to a copy of the labels. Their scores are compared with those of unchanged labels.
@@ -94,12 +96,19 @@ def _compare(image: int, truth: ImageBoxes, seen: ImageBoxes) -> Iterator[Suspec
     for prediction, score in enumerate(seen.scores * (1 - covered)):
         if prediction not in claimed:
             yield suspect("missing", score, prediction, None)
+    if not len(truth.boxes):
+        return
+    # A prediction that another annotation of its class fits better is not the place of this one.
+    fits = torch.where(is_same, overlaps, 0.0)
+    is_taken = (fits < fits.amax(0)) & (fits.amax(0) >= _SAME_IOU)
     for index in range(len(truth.boxes)):
         agreeing = torch.where(is_same[index], seen.scores * like[index], 0.0)
         best = int(agreeing.argmax())
-        if is_same[index, best] and overlaps[index, best] >= _MIN_IOU:
-            score = seen.scores[best] * (1 - like[index, best])
-            yield suspect("location", score, best, index)
+        free = torch.where(is_taken[index], 0.0, agreeing)
+        own = int(free.argmax())
+        if free[own] > 0 and overlaps[index, own] >= _MIN_IOU:
+            score = seen.scores[own] * (1 - like[index, own])
+            yield suspect("location", score, own, index)
         differing = torch.where(is_same[index], 0.0, seen.scores * like[index])
         worst = int(differing.argmax())
         if differing[worst] > agreeing[best]:

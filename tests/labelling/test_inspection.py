@@ -246,6 +246,24 @@ def test_a_moved_box_is_one_suspect_and_its_missing_neighbour_another():
     assert [one.box for one in swapped] == [(10, 0, 30, 22), (32, 0, 52, 20)]
 
 
+def test_a_box_is_not_moved_to_the_object_of_another_annotation():
+    # The first box has an IoU of 3/7 with the second one and its prediction. Its own object is
+    # predicted with a lower score and an IoU of 1/7.
+    annotated = boxes((0, 0, 20, 20, 1), (8, 0, 28, 20, 1))
+    seen = boxes((8, 0, 28, 20, 1, 0.9), (-15, 0, 5, 20, 1, 0.8))
+    found = {(one.kind, one.annotation): one for one in find_suspects([annotated], [seen])}
+    moved = found["location", 0]
+    like = 0.9 / 7 + 0.1 * (1 - 15 / (35**2 + 20**2) ** 0.5)
+    assert (moved.box, moved.score) == ((-15, 0, 5, 20), pytest.approx(0.8 * (1 - like)))
+    right = found["location", 1]
+    assert (right.box, right.score) == ((8, 0, 28, 20), pytest.approx(0, abs=1e-6))
+    # Without its own prediction, it is not moved at all.
+    only = boxes((8, 0, 28, 20, 1, 0.9))
+    assert ("location", 0) not in {
+        (one.kind, one.annotation) for one in find_suspects([annotated], [only])
+    }
+
+
 def test_two_classes_and_a_duplicate_of_a_missing_object_are_one_suspect():
     # IoU 1 and 4/5 with the first box; the last box has an IoU of 1/4 with it.
     seen = boxes(
