@@ -4,7 +4,9 @@
 
 Counts images, boxes and classes, measures boxes, reads every image file, and searches for images
 that are in both the training set and the validation set. Prints a summary, and writes errors.txt
-(one line per error) and samples.jpg (training images after the augmentation of the config).
+(one line per error) and samples.jpg (training images after the augmentation of the config; the
+headings state the sizes of the image files). Without --config-file, the config is the recipe that
+qbheat train chooses for --data.
 
 examples:
   qbheat inspect --config-file quick_schedules/retinanet_small_cells.yaml
@@ -17,7 +19,10 @@ examples:
   qbheat inspect --labels --data train.json --weights output/mine --output suspects/
   qbheat inspect --apply suspects/corrections.json --data train.json --output corrected/
 
---labels writes suspects.html, a page where you select the actual errors and save corrections.json.
+--labels writes suspects.html, a page where you select the actual errors and save corrections.json,
+and suspects.json with all proposals of the page. Files of these two names are replaced, and
+corrections.json is not. The page lists the suspects with a probability of at least 10 %, but at
+least 20 and at most 200. --most 500 lists the 500 most probable ones.
 --apply writes the corrected labels to annotations.json in the output folder, in COCO's format. It
 does not change the data set.
 
@@ -41,13 +46,15 @@ _POOR = 10.0  # AP50 in percent
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--config-file", metavar="FILE", help="YAML config (default: Detectron2's defaults)")
+    add("--config-file", metavar="FILE", help="YAML config (default: as for qbheat train)")
     add_data_flags(parser)
     add("--output", type=Path, default=Path("output/inspect_dataset"), metavar="DIR",
         help="output folder (default: output/inspect_dataset)")  # fmt: skip
     add("--labels", action="store_true", help="find labels that are probably wrong")
     add("--weights", default="", metavar="W", help="with --labels: a model whose encoder the "
         f"detectors use: {WEIGHTS} (default: EfficientNet-Lite0 trained on ImageNet)")  # fmt: skip
+    add("--most", type=int, metavar="N", help="with --labels: list the N most probable errors "
+        "(default: those of at least 10 %%, but at least 20 and at most 200)")  # fmt: skip
     add("--apply", type=Path, metavar="FILE", help="apply these corrections and write a COCO file")
     add("--num-samples", type=int, default=12, metavar="N",
         help="number of images in samples.jpg (default: 12)")  # fmt: skip
@@ -58,6 +65,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if (args.labels or args.apply) and not args.data:
         parser.error("--labels and --apply need --data")
     args.labels = args.labels or bool(args.weights)
+    if args.most is not None and (args.most < 1 or not args.labels):
+        parser.error("--most must be 1 or more, and needs --labels")
     return args
 
 
@@ -73,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_suspects(args: argparse.Namespace) -> int:
     """Finds labels that are probably wrong, and writes the page of suspects."""
-    from qbheat_det.labelling import inspect_labels, write_suspects
+    from qbheat_det.labelling import SUSPECT_FILES, inspect_labels, shortlist, write_suspects
 
+    if old := [name for name in SUSPECT_FILES if (args.output / name).exists()]:
+        print(f"'{args.output}' has files of an earlier search; replaced are {', '.join(old)}")
     images = args.images[0] if args.images else ""
     labels, suspects, quality = inspect_labels(
         args.data, args.output, images=images, encoder=args.weights, opts=args.opts
@@ -82,10 +93,12 @@ def find_suspects(args: argparse.Namespace) -> int:
     words = ["qbheat", "inspect", "--apply", "corrections.json", "--data", args.data]
     words += ["--images", images] if images else []
     command = shlex.join([*words, "--output", str(args.output / "corrected")])
-    page = write_suspects(labels, suspects, args.output, command)
+    listed = shortlist(suspects, args.most)
+    page = write_suspects(labels, listed, args.output, command, num_found=len(suspects))
     print(
         f"The detectors have AP50 {quality[0]:.1f} and {quality[1]:.1f} on the half that they "
-        f"were not trained on. {len(suspects):,} suspicious labels, most probable first: {page}"
+        f"were not trained on. Listed are {len(listed):,} of {len(suspects):,} suspicious labels, "
+        f"most probable first: {page}"
     )
     if max(quality) < _POOR:
         print("Such poor detectors find no errors: label more images first")
@@ -109,15 +122,17 @@ def inspect(args: argparse.Namespace) -> int:
         format_report,
         inspect_dataset,
         list_sources,
+        load_recipe,
     )
     from qbheat_det.analysis.figures import Image
-    from qbheat_det.config import load_config
     from qbheat_det.core.files import write_atomically
     from qbheat_det.engine import RunFlags
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
-    cfg = load_config(args.config_file or None, args.opts)
-    sources = list_sources(cfg, RunFlags.read(args))
+    flags = RunFlags.read(args)
+    flags.output = ""  # not the output folder of a training
+    cfg, recipe = load_recipe(flags)
+    sources = list_sources(cfg, flags)
     inspections = [inspect_dataset(source, cfg) for source in sources]
     errors, warnings = compare_datasets(inspections)
     errors = [error for one in inspections for error in one.errors] + errors
@@ -128,7 +143,7 @@ def inspect(args: argparse.Namespace) -> int:
         files["samples.jpg"] = Image.from_rgb(sheet, alt="").content
     for name, content in files.items():
         write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
-    print(format_report(inspections, errors, warnings, cfg))
+    print(format_report(inspections, errors, warnings, cfg, recipe))
     if args.data and len(inspections) == 1 and (share := cfg.DATASETS.VAL_FRACTION):
         print(f"There is no validation set: training holds out {share:.0%}, unless you set --val.")
     print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")

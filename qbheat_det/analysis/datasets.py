@@ -22,6 +22,7 @@ from detectron2.structures import BoxMode
 from numpy.typing import NDArray
 from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
 
+from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import preserved_randomness, seed_place
 from qbheat_det.core.text import join_first
@@ -71,6 +72,18 @@ class Inspection:
 def list_objects(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the annotations of a record, without crowds."""
     return [one for one in record.get("annotations", ()) if not one.get("iscrowd", 0)]
+
+
+def load_recipe(flags: RunFlags) -> tuple[CfgNode, str]:
+    """Returns the config of a training with these flags, and its name.
+
+    For data sets that only ``opts`` name, training has no default, and Detectron2's is returned.
+    Raises a ``UserError`` if the config is invalid.
+    """
+    if not (flags.config_file or flags.data or flags.images):
+        return load_config(None, flags.opts), "Detectron2's defaults"
+    weights = flags.overrides.get("MODEL.WEIGHTS", "")
+    return flags.load_config(), flags.config_file or weights or flags.name_default_config()
 
 
 def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
@@ -208,8 +221,12 @@ def format_report(
     errors: Sequence[DataError],
     warnings: Sequence[str],
     cfg: CfgNode,
+    recipe: str,
 ) -> str:
-    """Formats statistics, boxes per class, warnings and errors of all datasets as text."""
+    """Formats statistics, boxes per class, warnings and errors of all datasets as text.
+
+    ``recipe`` is the name of ``cfg``.
+    """
     columns = {one.source.name: measure(one, cfg) for one in inspections}
     names = list(next(iter(columns.values())))
     rows = [(name, *(own[name] for own in columns.values())) for name in names]
@@ -232,10 +249,19 @@ def format_report(
     return "\n\n".join(
         [
             tabulate(rows, ("median (5 % to 95 %)", *columns), "plain", disable_numparse=True),
+            f"Input of evaluation: {_describe_input(cfg)}, as in {recipe}.",
             tabulate(classes, ("class", *columns), tablefmt="plain", intfmt=","),
             "\n".join(lines),
         ]
     )
+
+
+def _describe_input(cfg: CfgNode) -> str:
+    """Describes the size of whole images at the input of evaluation."""
+    shortest, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    if not shortest:
+        return "images of their own size"
+    return f"images with a shorter side of {shortest} px and a longer side of at most {longest} px"
 
 
 def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
@@ -274,7 +300,8 @@ def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
 def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage | None:
     """Draws random images, augmented by the config's training mapper, on an RGB sheet (H, W, 3).
 
-    Skips images without boxes and unreadable images. Returns None if no image is left.
+    Skips images without boxes and unreadable images. Returns None if no image is left. The headings
+    state the sizes of the image files after their EXIF rotation.
     """
     seed = max(cfg.SEED, 0)
     records = [record for record in inspection.records if list_objects(record)]
@@ -293,10 +320,13 @@ def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage 
             pixels = mapped["image"].permute(1, 2, 0).numpy()
             pixels = np.ascontiguousarray(convert_image_to_rgb(pixels, cfg.INPUT.FORMAT))
             drawn = draw_instances(pixels, mapped["instances"], inspection.class_names)
-            height, width = pixels.shape[:2]
-            name = Path(records[index]["file_name"]).name
-            cells.append(add_heading(drawn, f"{name}: {width} x {height}"))
+            cells.append(add_heading(drawn, _name_sample(records[index])))
     return tile_images(cells, columns=4) if cells else None
+
+
+def _name_sample(record: Mapping[str, Any]) -> str:
+    """Returns the name and size of a record's image file. The mapper has checked the size."""
+    return f"{Path(record['file_name']).name}: {record['width']} x {record['height']}"
 
 
 def _quantiles(values: NDArray[np.number], form: str) -> str:

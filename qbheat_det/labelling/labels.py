@@ -130,7 +130,8 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
         images: folder of the images, if they are not in the folder of a COCO json.
 
     Raises:
-        UserError: the corrections are invalid, or belong to other labels; or ``output`` exists.
+        UserError: the corrections are invalid, belong to other labels, or contain two different
+            corrections of one annotation; or ``output`` exists.
     """
     labels = open_labels(data, images)
     if output.exists():  # it may be part of the data set
@@ -140,6 +141,7 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
     images_by_id = {image["id"]: image for image in content["images"]}
     counts = dict.fromkeys(("missing", "location", "class"), 0)
     done = set()
+    corrected: dict[int, int] = {}  # number of the entry that corrects an annotation
     for number, one in enumerate(_read_corrections(corrections, labels.digest)):
         place = f"'{corrections}': suspects[{number}], image {one.image_id}"
         image, entry = images_by_id.get(one.image_id), entries.get(one.annotation_id)
@@ -156,6 +158,13 @@ def apply_corrections(corrections: str | Path, data: str, output: Path, images: 
         if change in done:
             continue
         done.add(change)
+        if one.annotation_id is not None:
+            first = corrected.setdefault(one.annotation_id, number)
+            if first != number:
+                raise UserError(
+                    f"{place}: suspects[{first}] corrects annotation {one.annotation_id} in "
+                    "another way: remove one of the two"
+                )
         counts[one.kind] += 1
         moved = {"bbox": list(one.bbox), "area": one.bbox[2] * one.bbox[3]}
         if one.annotation_id is None:

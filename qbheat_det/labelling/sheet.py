@@ -31,8 +31,9 @@ from .selection import Selection
 Drawn = list[tuple[Sequence[float], tuple[int, int, int]]]
 _SIDE = 320  # side of a thumbnail in pixels
 _LEAST_SCORE = 0.3  # lowest score of boxes in tasks and on the contact sheet
-_MOST_SUSPECTS = 500  # largest number of suspects on a page
 _BLUE, _ORANGE = (64, 156, 255), (255, 150, 30)
+SUSPECT_FILES = ("suspects.json", "suspects.html")
+"""The files that ``write_suspects`` writes."""
 _FORMATS: dict[Format, str] = {"label-studio": "label_studio.json", "cvat": "cvat.json"}
 
 
@@ -90,32 +91,41 @@ def draw_image(selection: Selection, path: str, *, side: int) -> PIL.Image.Image
 
 
 def write_suspects(
-    labels: Labels, suspects: Sequence[LabelSuspect], folder: Path, command: str
+    labels: Labels,
+    suspects: Sequence[LabelSuspect],
+    folder: Path,
+    command: str,
+    *,
+    num_found: int | None = None,
 ) -> Path:
     """Writes ``suspects.json`` and the page ``suspects.html``. Returns the path of the page.
 
-    The page shows the most probable suspects with embedded images. A user selects the corrections
-    to apply, and saves them as ``corrections.json``.
+    The page shows the suspects with embedded images. A user selects the corrections to apply, and
+    saves them as ``corrections.json``. Existing files of the same names are replaced.
 
     Args:
         labels: the inspected labels.
-        suspects: the suspects in descending order of probability.
+        suspects: the suspects to list, in descending order of probability.
         folder: output folder of both files.
         command: shell command that applies the corrections, to show on the page.
+        num_found: number of suspects before some were chosen for the list, to show on the page; by
+            default, all are listed.
     """
     content = {"data": labels.digest, "suspects": [asdict(one) for one in suspects]}
-    write_atomically(folder / "suspects.json", json.dumps(content, indent=1).encode())
-    shown = suspects[:_MOST_SUSPECTS]
     root = labels.file.image_root
     rows = [
         {"text": one.text, "name": one.file_name, "score": one.score,
          "image": draw_suspect(os.path.join(root, one.file_name), one)}
-        for one in tqdm(shown, desc="drawing", unit="label", disable=None, delay=1)
+        for one in tqdm(suspects, desc="drawing", unit="label", disable=None, delay=1)
     ]  # fmt: skip
-    content["suspects"] = [asdict(one) for one in shown]
-    page = _load_template("suspects.html.j2").render(rows=rows, content=content, command=command)
-    write_atomically(folder / "suspects.html", page.encode(errors="surrogateescape"))
-    return folder / "suspects.html"
+    if num_found is None:
+        num_found = len(suspects)
+    template = _load_template("suspects.html.j2")
+    page = template.render(rows=rows, content=content, command=command, num_found=num_found)
+    texts = (json.dumps(content, indent=1), page)
+    for name, text in zip(SUSPECT_FILES, texts, strict=True):
+        write_atomically(folder / name, text.encode(errors="surrogateescape"))
+    return folder / SUSPECT_FILES[1]
 
 
 def draw_suspect(path: str, suspect: LabelSuspect) -> str:

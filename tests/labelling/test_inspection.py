@@ -1,25 +1,28 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Suspects of wrong labels by hand, made errors, the page of suspects, and corrected labels."""
+"""The inspection of a data set, the page of suspects, and corrected labels."""
 
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.labelling import apply_corrections, inspect_labels, inspection, write_suspects
-from qbheat_det.labelling.inspection import (
-    ImageBoxes,
-    calibrate,
-    find_suspects,
-    make_errors,
-    similarity,
+from qbheat_det.labelling import (
+    apply_corrections,
+    inspect_labels,
+    inspection,
+    shortlist,
+    write_suspects,
 )
+from qbheat_det.labelling.labels import LabelSuspect
 from tests.data.pictures import draw, save
+from tests.tool_modules import load_tool, refuse
+
+TOOL = load_tool("inspect_dataset")
 
 BOXES = [[4, 4, 8, 8], [20, 4, 8, 8], [4, 20, 8, 8]]
 
@@ -98,33 +101,6 @@ def test_errors_come_first_are_drawn_and_corrected(data, tmp_path):
     assert found == expected
 
 
-def test_made_errors_are_those_that_are_returned():
-    boxes = torch.tensor([[0.0, 0, 8, 8]] * 50)
-    truth = [ImageBoxes(boxes, torch.arange(50) % 3, torch.ones(50))] * 4
-    for kind in ("missing", "location", "class"):
-        generator = np.random.default_rng(0)
-        changed, errors = make_errors(kind, truth, generator)
-        assert 5 < sum(map(len, errors)) < 45
-        for before, after, own in zip(truth, changed, errors, strict=True):
-            if kind == "missing":
-                assert len(after.boxes) == 50 - len(own)
-                continue
-            moved = (before.boxes != after.boxes).any(1)
-            renamed = before.classes != after.classes
-            found = moved if kind == "location" else renamed
-            assert set(found.nonzero()[:, 0].tolist()) == own
-            assert not (renamed if kind == "location" else moved).any()
-    of_one_class = [ImageBoxes(boxes, torch.zeros(50).long(), torch.ones(50))]
-    assert make_errors("class", of_one_class, np.random.default_rng(0))[1] == [set()]
-
-
-def test_scores_that_errors_do_not_raise_mean_nothing():
-    boxes = torch.tensor([[0.0, 0, 8, 8], [20, 20, 28, 28]])
-    truth = [ImageBoxes(boxes, torch.tensor([0, 1]), torch.ones(2))] * 20
-    seen = [ImageBoxes(boxes, torch.tensor([0, 1]), torch.full((2,), 0.9))] * 20
-    assert calibrate(find_suspects(truth, seen), truth, seen, 0) == []
-
-
 def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
     labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
     moved = [one for one in suspects if one.kind == "location"][:1]
@@ -151,6 +127,21 @@ def test_corrections_that_do_not_fit_are_refused(data, tmp_path):
         assert not (tmp_path / "corrected.json").exists()
 
 
+def test_two_corrections_of_one_annotation_are_refused(data, tmp_path):
+    labels, suspects, _ = inspect_labels(str(data), tmp_path / "out")
+    write_suspects(labels, suspects, tmp_path / "out", "")
+    content = json.loads((tmp_path / "out" / "suspects.json").read_text())
+    moved = next(one for one in content["suspects"] if one["kind"] == "location")
+    file, output = tmp_path / "corrections.json", tmp_path / "corrected.json"
+    for change in ({"bbox": [21, 4, 8, 8]}, {"kind": "class", "category_id": 3}):
+        content["suspects"] = [moved, moved, moved | change]
+        file.write_text(json.dumps(content))
+        named = r"corrections.json': suspects\[2\], image 2: suspects\[0\] .* annotation 21"
+        with pytest.raises(UserError, match=named):
+            apply_corrections(file, str(data), output)
+        assert not output.exists()
+
+
 def test_few_images_a_folder_of_others_and_boxes_on_one_image_are_refused(data, tmp_path):
     (tmp_path / "detectors" / "of_others").mkdir(parents=True)
     with pytest.raises(UserError, match="choose another --output"):
@@ -164,39 +155,61 @@ def test_few_images_a_folder_of_others_and_boxes_on_one_image_are_refused(data, 
         inspect_labels(str(write_data(tmp_path, 9)), tmp_path / "out")
 
 
-def boxes(*rows):
-    """Returns boxes from rows x0, y0, x1, y1, class and, of predictions, score."""
-    table = torch.tensor(rows).reshape(-1, len(rows[0]) if rows else 6)
-    scores = table[:, 5] if table.shape[1] > 5 else torch.ones(len(table))
-    return ImageBoxes(table[:, :4], table[:, 4].long(), scores)
+def test_calibrated_suspects_have_one_annotation_and_one_box_each(data, tmp_path):
+    _, suspects, _ = inspect_labels(str(data), tmp_path / "out")
+    annotations = [one.annotation_id for one in suspects if one.annotation_id is not None]
+    assert len(set(annotations)) == len(annotations)
+    assert [one.score for one in suspects] == sorted((s.score for s in suspects), reverse=True)
 
 
-def test_similarity_by_hand():
-    first, second = torch.tensor([[0.0, 0, 4, 4]]), torch.tensor([[0.0, 0, 4, 4], [4, 0, 8, 4]])
-    found = similarity(first, second)
-    # Side by side: no overlap, centres 4 apart, a diagonal of sqrt(8^2 + 4^2).
-    torch.testing.assert_close(found, torch.tensor([[1.0, 0.1 * (1 - 4 / 80**0.5)]]))
+def suspects_with(*probabilities):
+    return [
+        LabelSuspect("missing", score, 1, "1.png", None, 3, "fish", (4, 4, 8, 8))
+        for score in probabilities
+    ]
 
 
-@pytest.mark.parametrize(
-    ("annotated", "kind", "annotation"),
-    [
-        (((0, 0, 10, 10, 1),), "missing", None),
-        (((0, 0, 10, 10, 1), (27, 20, 47, 40, 2)), "location", 1),
-        (((0, 0, 10, 10, 1), (20, 20, 40, 40, 1)), "class", 1),
-    ],
-)
-def test_each_kind_of_error_comes_first(annotated, kind, annotation):
-    right = boxes((0, 0, 10, 10, 1), (20, 20, 40, 40, 2))
-    seen = boxes((0, 0, 10, 10, 1, 0.9), (20, 20, 40, 40, 2, 0.8), (60, 60, 70, 70, 1, 0.1))
-    first, *others = find_suspects([right, boxes(*annotated)], [seen, seen])
-    assert all(one.score < 1e-6 for one in others if one.box != (60, 60, 70, 70) and one.image == 0)
-    assert (first.kind, first.image, first.annotation) == (kind, 1, annotation)
-    assert (first.box, first.label) == ((20, 20, 40, 40), 2)
+def test_the_suspects_worth_a_look_are_listed():
+    many = suspects_with(*np.linspace(1, 0.01, 1000).tolist())
+    assert shortlist(many) == many[:200]
+    assert shortlist(many, 300) == many[:300]
+    some = suspects_with(*[0.5] * 30, *[0.1] * 20, *[0.0999] * 30)
+    assert shortlist(some) == some[:50]
+    assert shortlist(some, 1) == some[:1]
+    few = suspects_with(*[0.5] * 3, *[0.02] * 40)
+    assert shortlist(few) == few[:20]
+    assert shortlist(few[:5]) == few[:5]
+    assert shortlist([]) == []
 
 
-def test_images_without_boxes_or_predictions():
-    none = boxes()
-    assert find_suspects([none, boxes((0, 0, 1, 1, 0))], [none, none]) == []
-    (missing,) = find_suspects([none], [boxes((0, 0, 8, 8, 3, 0.7))])
-    assert (missing.kind, missing.score) == ("missing", pytest.approx(0.7))
+def test_the_command_twice_into_one_folder_keeps_the_corrections(data, tmp_path, capsys):
+    folder = tmp_path / "out"
+    words = ["--labels", "--data", str(data), "--output", str(folder)]
+    assert TOOL.main(words) == 0
+    out = capsys.readouterr().out
+    found = inspect_labels(str(data), tmp_path / "again")[1]
+    listed = json.loads((folder / "suspects.json").read_text())["suspects"]
+    assert len(listed) == len(shortlist(found))
+    assert f"{len(listed):,} of {len(found):,} " in out
+    assert "replace" not in out
+    shutil.copy(folder / "suspects.json", folder / "corrections.json")
+    before = (folder / "corrections.json").read_bytes()
+
+    assert TOOL.main([*words, "--most", "1"]) == 0
+    out = capsys.readouterr().out
+    for name in ("suspects.json", "suspects.html"):
+        assert name in next(line for line in out.splitlines() if "replace" in line)
+    assert f"1 of {len(found):,} " in out
+    (one,) = json.loads((folder / "suspects.json").read_text())["suspects"]
+    assert one == listed[0]
+    page = (folder / "suspects.html").read_text()
+    assert page.count("data:image/jpeg") == 1
+    assert f"1 of {len(found):,} " in page
+    assert (folder / "corrections.json").read_bytes() == before
+    summary = apply_corrections(folder / "corrections.json", str(data), tmp_path / "new.json")
+    assert summary.startswith("1 box added")
+
+
+@pytest.mark.parametrize("words", [["--labels", "--most", "0"], ["--most", "3"]])
+def test_most_needs_labels_and_a_positive_number(words, capsys):
+    assert "--most" in refuse(TOOL.main, [*words, "--data", "x.json"], capsys)

@@ -1,17 +1,29 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
 """tools/inspect_dataset.py from its command line: clean data, every error at once, wrong use."""
 
+import io
 import json
 import logging
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
 from detectron2.structures import BoxMode
-from PIL import Image
+from PIL import ExifTags, Image
 
-from qbheat_det.analysis.datasets import DatasetSource, Inspection, draw_samples, measure
-from qbheat_det.config import get_cfg
+from qbheat_det.analysis import datasets
+from qbheat_det.analysis.datasets import (
+    DatasetSource,
+    Inspection,
+    draw_samples,
+    inspect_dataset,
+    list_sources,
+    load_recipe,
+    measure,
+)
+from qbheat_det.config import get_cfg, load_config
+from qbheat_det.engine import RunFlags
 from tests.tool_modules import load_tool, refuse
 from tests.toy_set import draw_toy_set
 
@@ -101,6 +113,78 @@ def test_boxes_are_counted_and_measured():
     empty = Inspection(found.source, [], [], [])
     assert measure(empty, cfg)["box size (px)"] == "none"
     assert draw_samples(empty, cfg, 3) is None
+
+
+def write_yolo(folder, save):
+    """Writes a YOLO data set of one image, which ``save`` writes to a path; returns its yaml."""
+    for kind in ("images", "labels"):
+        (folder / kind / "train").mkdir(parents=True)
+    save(folder / "images" / "train" / "a.jpg")
+    (folder / "labels" / "train" / "a.txt").write_text("0 0.5 0.5 0.5 0.5")
+    (folder / "data.yaml").write_text("train: images/train\nnames: [square]")
+    return folder / "data.yaml"
+
+
+def save_with_thumbnail(path):
+    """Writes a turned JPEG of 640 x 400 pixels with an EXIF thumbnail of 160 x 120."""
+    thumbnail = io.BytesIO()
+    Image.new("RGB", (160, 120), "blue").save(thumbnail, "JPEG")
+    # Little-endian TIFF: IFD 0 at 8 with the orientation, and IFD 1 at 26 with the thumbnail at 56.
+    first = struct.pack("<HHHIHHI", 1, 0x0112, 3, 1, 6, 0, 26)
+    length = len(thumbnail.getvalue())
+    second = struct.pack("<HHHIIHHIII", 2, 0x0201, 4, 1, 56, 0x0202, 4, 1, length, 0)
+    exif = b"Exif\0\0II*\0" + struct.pack("<I", 8) + first + second + thumbnail.getvalue()
+    Image.new("RGB", (640, 400), "red").save(path, exif=exif)
+    with Image.open(path) as image:  # the thumbnail is where EXIF says
+        offset = image.getexif().get_ifd(ExifTags.IFD.IFD1)[0x0201]
+        assert image.info["exif"][6 + offset :][:length] == thumbnail.getvalue()
+
+
+def save_two_pictures(path):
+    """Writes an MPO of 400 x 640 pixels with a smaller second picture."""
+    second = Image.new("RGB", (80, 60), "blue")
+    Image.new("RGB", (400, 640), "red").save(path, "MPO", save_all=True, append_images=[second])
+
+
+@pytest.mark.parametrize("save", [save_with_thumbnail, save_two_pictures])
+def test_sizes_are_those_of_the_main_picture_of_a_file(save, tmp_path, monkeypatch):
+    headings = []
+    monkeypatch.setattr(datasets, "add_heading", lambda image, text: headings.append(text) or image)
+    cfg = load_config(CONFIG)
+    (source,) = list_sources(cfg, RunFlags(data=str(write_yolo(tmp_path, save))))
+    found = inspect_dataset(source, cfg)
+    assert found.errors == []
+    assert [(one["width"], one["height"]) for one in found.records] == [(400, 640)]
+    sheet = draw_samples(found, cfg, 1)
+    assert headings == ["a.jpg: 400 x 640"]
+    assert max(sheet.shape[:2]) < 640  # the picture itself is smaller after the augmentation
+
+
+def test_without_a_config_the_recipe_of_training_is_used(data, tmp_path, capsys):
+    path = data["train"] / "annotations.json"
+    content = json.loads(path.read_text())
+    assert {(image["width"], image["height"]) for image in content["images"]} == {(64, 64)}
+    sides = [min(box["bbox"][2:]) for box in content["annotations"]]
+    recipe = RunFlags(data=str(path)).name_default_config()
+    size = load_config(recipe).INPUT
+    words = ["--data", str(path), "--output", str(tmp_path / "out")]
+    for opts, shortest in ([], size.MIN_SIZE_TEST), (["INPUT.MIN_SIZE_TEST", "32"], 32):
+        assert TOOL.main([*words, *opts]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = [line for line in lines if recipe in line]
+        assert f" {shortest} px" in line
+        assert f" {size.MAX_SIZE_TEST} px" in line
+        (row,) = [line for line in lines if line.startswith("below 8 px")]
+        share = 100 * sum(side * shortest / 64 < 8 for side in sides) / len(sides)
+        assert row.split()[-2:] == [f"{share:.1f}", "%"]
+
+
+def test_a_given_config_is_used_and_named():
+    cfg, name = load_recipe(RunFlags(data="x.json", config_file=CONFIG))
+    assert (name, cfg.INPUT.MIN_SIZE_TEST) == (CONFIG, load_config(CONFIG).INPUT.MIN_SIZE_TEST)
+    cfg, name = load_recipe(RunFlags(opts=["DATASETS.TRAIN", "('registered',)"]))
+    assert (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST) == (800, 1333)
+    assert name == "Detectron2's defaults"
 
 
 def test_every_error_is_found_at_once(inspect, data, tmp_path):
