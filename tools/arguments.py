@@ -170,6 +170,20 @@ def add_data_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "or else a held-out fifth of its images)",
     )
     group.add_argument(
+        "--max-left-out",
+        type=float,
+        metavar="SHARE",
+        help="DATASETS.MAX_LEFT_OUT: images and boxes with faults are left out and listed; more "
+        "than this share of them is an error (default: 0.1)",
+    )
+    group.add_argument(
+        "--strict",
+        dest="max_left_out",
+        action="store_const",
+        const=0.0,
+        help="make each fault in the data an error (--max-left-out 0)",
+    )
+    group.add_argument(
         "--val-images",
         metavar="DIR",
         action="append",

@@ -117,6 +117,7 @@ def correct(args: argparse.Namespace) -> int:
 def inspect(args: argparse.Namespace) -> int:
     """Prints the summary, writes the files, and returns the exit code."""
     from qbheat_det.analysis.datasets import (
+        account_for,
         compare_datasets,
         draw_samples,
         format_report,
@@ -126,6 +127,7 @@ def inspect(args: argparse.Namespace) -> int:
     )
     from qbheat_det.analysis.figures import Image
     from qbheat_det.core.files import write_atomically
+    from qbheat_det.data import LEFT_OUT_FILE
     from qbheat_det.engine import RunFlags
 
     logging.disable(logging.WARNING)  # the summary includes what loaders and mappers log
@@ -134,16 +136,17 @@ def inspect(args: argparse.Namespace) -> int:
     cfg, recipe = load_recipe(flags)
     sources = list_sources(cfg, flags)
     inspections = [inspect_dataset(source, cfg) for source in sources]
+    account = account_for(inspections)
     errors, warnings = compare_datasets(inspections)
-    errors = [error for one in inspections for error in one.errors] + errors
-    warnings = [text for one in inspections for text in one.warnings] + warnings
+    errors = [*account.faults, *(error for one in inspections for error in one.errors), *errors]
     text = "".join(f"{error.message}\n" for error in errors)
     files = {"errors.txt": text.encode(errors="backslashreplace")}
+    files[LEFT_OUT_FILE] = account.render().encode(errors="backslashreplace")
     if (sheet := draw_samples(inspections[0], cfg, args.num_samples)) is not None:
         files["samples.jpg"] = Image.from_rgb(sheet, alt="").content
     for name, content in files.items():
         write_atomically(args.output / name, lambda stream, content=content: stream.write(content))
-    print(format_report(inspections, errors, warnings, cfg, recipe))
+    print(format_report(inspections, errors, warnings, account, cfg, recipe))
     if args.data and len(inspections) == 1 and (share := cfg.DATASETS.VAL_FRACTION):
         print(f"There is no validation set: training holds out {share:.0%}, unless you set --val.")
     print(f"\nfiles: {args.output.resolve()}: {', '.join(files)}")

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,11 +26,19 @@ from qbheat_det.config import load_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.seeding import preserved_randomness, seed_place
 from qbheat_det.core.text import join_first
-from qbheat_det.data import Source, build_mapper, forget_annotations, origin_of, read_annotations
+from qbheat_det.data import (
+    Account,
+    Annotations,
+    Source,
+    build_mapper,
+    check_same_classes,
+    forget_annotations,
+    join_accounts,
+    read_annotations,
+)
 from qbheat_det.data.checks import DataError, find_record_errors
-from qbheat_det.data.datasets.coco_file import CocoFile, check_same_classes
-from qbheat_det.data.images import find_image_errors
-from qbheat_det.engine.data_sources import open_flags
+from qbheat_det.data.datasets.account import LeftOut
+from qbheat_det.engine.data_sources import leave_out_images, open_flags
 from qbheat_det.engine.run_flags import RunFlags
 from qbheat_det.inference.drawing import RGBImage, draw_instances
 
@@ -58,9 +66,8 @@ class Inspection:
     source: DatasetSource
     records: list[dict[str, Any]]  # Detectron2's dicts, without invalid images and annotations
     class_names: Sequence[str]
-    errors: list[DataError]
-    warnings: list[str] = field(default_factory=list)
-    summary: CocoFile | None = None  # the annotation file; None if it cannot be used
+    errors: list[DataError]  # without what the account leaves out
+    annotations: Annotations | None = None  # None if they cannot be used
 
     @cached_property
     def boxes_per_class(self) -> dict[str, int]:
@@ -92,6 +99,7 @@ def list_sources(cfg: CfgNode, flags: RunFlags) -> list[DatasetSource]:
     Raises a ``UserError`` if flags contradict each other, data have no boxes, or there is no
     dataset.
     """
+    forget_annotations()
     parts, roles = open_flags(flags, "boxes"), get_args(Role)
     sources = [DatasetSource(role, role, parts[role]) for role in roles if role in parts]
     if not sources:
@@ -111,13 +119,11 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
     folder does not exist.
     """
     named = source.source or _locate(source)
-    origin = origin_of(named)
-    forget_annotations()
     try:
         content = read_annotations(named)
+        leave_out_images(content, cfg)
     except UserError as error:
-        reason = str(error).removeprefix(f"{origin}: ").removeprefix(f"{origin}, ")
-        unusable = DataError("annotation file that cannot be used", origin, reason)
+        unusable = DataError("annotations that cannot be used", named.path, str(error))
         return Inspection(source, [], (), [unusable])
     records = _load_valid(content)
     errors = find_record_errors(
@@ -128,10 +134,16 @@ def inspect_dataset(source: DatasetSource, cfg: CfgNode) -> Inspection:
         mask_format=cfg.INPUT.MASK_FORMAT if cfg.MODEL.MASK_ON else None,
         longest=min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST),
     )
-    if content.errors:  # these errors explain why no valid record is left
+    if content.problem:
+        errors.append(DataError("no labels", named.path, content.problem))
+    if content.account.faults:  # these explain why no valid record is left
         errors = [error for error in errors if error.kind not in ("empty dataset", "no boxes")]
-    errors = [*content.errors, *errors, *find_image_errors(records)]
-    return Inspection(source, records, content.class_names, errors, list(content.warnings), content)
+    return Inspection(source, records, content.class_names, errors, content)
+
+
+def account_for(inspections: Sequence[Inspection]) -> Account:
+    """Returns the account of all inspected datasets."""
+    return join_accounts(one.annotations.account for one in inspections if one.annotations)
 
 
 def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError], list[str]]:
@@ -149,9 +161,9 @@ def compare_datasets(inspections: Sequence[Inspection]) -> tuple[list[DataError]
         # Images are compared too, because one data.yaml or VOC folder may describe both datasets.
         files = [{record["file_name"] for record in one.records} for one in (train, val)]
         same = train.source.name == val.source.name or files[0] == files[1]
-        if train.summary and val.summary:
+        if train.annotations and val.annotations:
             try:
-                check_same_classes(train.summary, val.summary)
+                check_same_classes(train.annotations, val.annotations)
             except UserError as error:
                 errors.append(DataError("classes that differ", names, str(error)))
         warnings += _compare_class_counts(train, val) + _compare_class_counts(val, train)
@@ -173,12 +185,12 @@ def _locate(source: DatasetSource) -> Source:
             raise UserError(
                 f"'{path}' of the {source.role} data does not exist: set $DETECTRON2_DATASETS"
             )
-    return paths
+    return Source("coco", str(paths["json_file"]), image_root=str(paths["image_root"]))
 
 
-def _load_valid(content: CocoFile) -> list[dict[str, Any]]:
+def _load_valid(content: Annotations) -> list[dict[str, Any]]:
     """Loads the valid entries of an annotation file with Detectron2's loader."""
-    name = f"qbheat_det inspection of {content.json_file}"
+    name = f"qbheat_det inspection of {content.origin}"
     if not (content.images and content.categories):
         return []
     with tempfile.TemporaryDirectory() as folder:
@@ -220,10 +232,11 @@ def format_report(
     inspections: Sequence[Inspection],
     errors: Sequence[DataError],
     warnings: Sequence[str],
+    account: Account,
     cfg: CfgNode,
     recipe: str,
 ) -> str:
-    """Formats statistics, boxes per class, warnings and errors of all datasets as text.
+    """Formats statistics, the account, boxes per class, warnings and errors of all datasets.
 
     ``recipe`` is the name of ``cfg``.
     """
@@ -239,8 +252,9 @@ def format_report(
     separator = "\n    "
     by_kind: dict[str, list[DataError]] = defaultdict(list)
     for error in errors:
-        by_kind[error.kind].append(error)
-    lines = [f"warning: {text}" for text in warnings]
+        what = f"{error.item} " if isinstance(error, LeftOut) else ""
+        by_kind[f"{what}{error.kind}"].append(error)
+    lines = [f"warning: {text}" for text in [*warnings, *account.notes]]
     lines.append(f"{len(errors):,} error{'s'[: len(errors) > 1]}" if errors else "No errors.")
     for kind, found in by_kind.items():
         lines.append(f"  {kind}: {len(found):,}")
@@ -249,6 +263,7 @@ def format_report(
     return "\n\n".join(
         [
             tabulate(rows, ("median (5 % to 95 %)", *columns), "plain", disable_numparse=True),
+            f"Used: {account.summarize()}",
             f"Input of evaluation: {_describe_input(cfg)}, as in {recipe}.",
             tabulate(classes, ("class", *columns), tablefmt="plain", intfmt=","),
             "\n".join(lines),

@@ -179,14 +179,19 @@ def check_source(source: Source, cfg: CfgNode) -> Account | None:
         return None
     annotations = read_annotations(source)
     if source.labelled:
-        longest = min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST)
-        errors = _find_elongated(annotations, longest)
-        if cfg.DATASETS.CHECK_IMAGES:
-            errors |= _find_broken(annotations)
-        annotations.leave_out(errors)
+        leave_out_images(annotations, cfg)
     listing = Path(cfg.OUTPUT_DIR) / LEFT_OUT_FILE if comm.is_main_process() else None
     annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT, listing=listing)
     return annotations.account
+
+
+def leave_out_images(annotations: Annotations, cfg: CfgNode) -> None:
+    """Leaves out images that are too elongated, and with ``DATASETS.CHECK_IMAGES`` broken ones."""
+    longest = min(cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TEST)
+    errors = _find_elongated(annotations, longest)
+    if cfg.DATASETS.CHECK_IMAGES:
+        errors |= _find_broken(annotations)
+    annotations.leave_out(errors)
 
 
 def _find_elongated(annotations: Annotations, longest: float) -> dict[str, DataError]:

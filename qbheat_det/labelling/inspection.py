@@ -16,7 +16,7 @@ import numpy as np
 from qbheat_det.checkpoint import load_run_config
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import replace_folders, write_atomically
-from qbheat_det.data.datasets.sources import choose_val, group_by_rarest_class
+from qbheat_det.data.datasets.splits import choose_val, group_by_rarest_class
 from qbheat_det.engine import RunFlags, train_afresh
 from qbheat_det.export import export_backbone
 
@@ -96,7 +96,7 @@ def _predict_halves(
     for half, path in zip(halves, files, strict=True):
         lists = file.keep(set(half))
         if not lists["annotations"]:
-            raise UserError(f"'{file.json_file}': all boxes are in one half of the images")
+            raise UserError(f"'{file.origin}': all boxes are in one half of the images")
         write_atomically(path, json.dumps(lists).encode())
     recipe, settings, weights = _choose_recipe(encoder, folder)
     by_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in file.images}

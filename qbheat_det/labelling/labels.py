@@ -16,8 +16,8 @@ from torch import Tensor
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.core.files import parse_record, write_atomically
-from qbheat_det.data import forget_annotations, open_source, raise_first, read_annotations
-from qbheat_det.data.datasets.coco_file import CocoFile, is_inside
+from qbheat_det.data import Annotations, forget_annotations, open_source, read_annotations
+from qbheat_det.data.datasets.annotations import is_inside
 
 Kind = Literal["missing", "location", "class"]
 XYWH = tuple[float, float, float, float]
@@ -74,7 +74,7 @@ class LabelSuspect:
 class Labels:
     """The valid annotations of a data set's training part, and their SHA-256 (``digest``)."""
 
-    file: CocoFile
+    file: Annotations
     digest: str
 
     def list_annotations(self) -> list[list[dict[str, Any]]]:
@@ -104,11 +104,12 @@ def open_labels(data: str, images: str = "") -> Labels:
         UserError: the data set is invalid, or has no boxes or fewer than 10 images.
     """
     opened = open_source(data, images)
-    if opened.kind == "classes":
+    if not opened.has_boxes:
         raise UserError(f"'{data}' has no images with boxes")
     forget_annotations()
     file = read_annotations(opened.train)
-    raise_first(file.errors)
+    file.check()
+    file.account.check()
     if len(file.images) < _MIN_IMAGES:
         raise UserError(f"'{data}' has {len(file.images)} images, expected {_MIN_IMAGES} or more")
     text = json.dumps(file.keep(), sort_keys=True)

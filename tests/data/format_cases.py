@@ -317,7 +317,7 @@ def write_via_csv(root):
         rows = entry["regions"] or [{"shape_attributes": {}, "region_attributes": {}}]
         for row in rows:
             cells = (json.dumps(row[key]).replace('"', '""') for key in row)
-            lines.append(f'{entry["filename"]},-1,' + ",".join(f'"{cell}"' for cell in cells))
+            lines.append(f"{entry['filename']},-1," + ",".join(f'"{cell}"' for cell in cells))
     return write(root / "via.csv", "\n".join(lines))
 
 

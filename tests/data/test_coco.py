@@ -10,11 +10,11 @@ import numpy as np
 import pycocotools.mask
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from qbheat_det.data.datasets.coco_file import has_area, has_polygon
 
 from qbheat_det.core.errors import UserError
 from qbheat_det.data import CocoFile, check_same_classes, register_coco_json
 from qbheat_det.data.datasets import register_builtin_sets
-from qbheat_det.data.datasets.coco_file import has_area, has_polygon
 from qbheat_det.data.datasets.sources import register_coco_images
 
 NAME = "qbheat_test_of_coco"
