@@ -14,7 +14,7 @@ from qbheat_det.analysis.report import build_report
 from qbheat_det.analysis.run import FigureOptions, Run
 from qbheat_det.core.text import format_duration, join_first
 from qbheat_det.engine import Trainer, record_start
-from qbheat_det.engine.resume import find_duration
+from qbheat_det.engine.resume import find_duration, find_shared_images
 
 logger = logging.getLogger(__name__)
 _FIGURES = {"detector": ("detections",), "classifier": ("classes",)}
@@ -50,6 +50,7 @@ def write_run_report(cfg: CfgNode) -> Path:
     """Writes ``report.html`` into the folder of a finished run, and returns its path."""
     folder, model = Path(cfg.OUTPUT_DIR), cfg.MODEL
     seconds = find_duration(folder)
+    shared = "".join(f" Note: {text}." for text in find_shared_images(folder))
     page = folder / "report.html"
     run = Run.open(folder, label=folder.resolve().name, device=model.DEVICE)
     names = [*_FIGURES.get(run.kind, ()), "curves"]
@@ -72,6 +73,6 @@ def write_run_report(cfg: CfgNode) -> Path:
         ),
         title=f"{model.META_ARCHITECTURE}: {join_first(model.CLASS_NAMES)}".removesuffix(": "),
         lead=f"Trained for {cfg.SOLVER.MAX_ITER:,} steps of {cfg.SOLVER.IMS_PER_BATCH} images"
-        f"{duration}{weights}.{best}",
+        f"{duration}{weights}.{shared}{best}",
     )
     return page

@@ -225,6 +225,12 @@ def find_duration(folder: Path) -> float | None:
     return sum(s["seconds"] for s in starts) if all("seconds" in s for s in starts) else None
 
 
+def find_shared_images(folder: Path) -> list[str]:
+    """Returns how many validation images of a run were trained on, one sentence per kind."""
+    starts = read_run_record(folder / RUN_FILE)
+    return list(starts[-1].get("shared_images", ())) if starts else []
+
+
 def find_launch() -> str:
     """Returns the ``--rdzv-id`` of the torchrun that started this process; "" if there is none."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")

@@ -1,8 +1,9 @@
 # Copyright (c) qbheat_det contributors. Apache-2.0.
-"""Annotation files: what good ones hold, and that every bad entry is named by file and id."""
+"""COCO's format: what is read, what is left out, and that every bad entry is named by its id."""
 
 import copy
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,12 +11,19 @@ import numpy as np
 import pycocotools.mask
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from qbheat_det.data.datasets.coco_file import has_area, has_polygon
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import CocoFile, check_same_classes, register_coco_json
+from qbheat_det.data import (
+    Source,
+    check_same_classes,
+    forget_annotations,
+    open_source,
+    read_annotations,
+    register_coco_json,
+    register_source,
+)
 from qbheat_det.data.datasets import register_builtin_sets
-from qbheat_det.data.datasets.sources import register_coco_images
+from qbheat_det.data.datasets.sources import forget_source, register_coco_images
 
 NAME = "qbheat_test_of_coco"
 GOOD = {
@@ -33,6 +41,13 @@ GOOD = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _clean():
+    forget_annotations()
+    yield
+    forget_source(NAME)
+
+
 def write(folder, content):
     """Writes an annotation file and GOOD's images; returns the two paths."""
     (folder / "images" / "sub").mkdir(parents=True, exist_ok=True)
@@ -48,18 +63,16 @@ def changed(change):
     return content
 
 
+def read(folder, content=GOOD):
+    """Returns the annotations of a content."""
+    json_file, image_root = write(folder, content)
+    forget_annotations()
+    return read_annotations(Source("coco", json_file, image_root=image_root))
+
+
 def annotation(**fields):
     """A change of the second annotation, which has id 2 and lies in image 10."""
     return lambda content: content["annotations"][1].update(fields)
-
-
-def find_message(folder, change):
-    with pytest.raises(UserError) as caught:
-        CocoFile(*write(folder, changed(change))).check()
-    text = str(caught.value)
-    assert "set.json" in text
-    assert "\n" not in text
-    return text
 
 
 def entry(key, position, **fields):
@@ -67,110 +80,189 @@ def entry(key, position, **fields):
 
 
 # What the message must name besides the file, and the changes of which each must be named so.
-BAD = [
+FATAL = [
     *((f"'{key}'", lambda c, key=key: c.pop(key)) for key in GOOD),
     ("'images'", lambda c: c.update(images={})),
+    ("'images' is empty", lambda c: c.update(images=[])),
     ("'categories' is empty", lambda c: c.update(categories=[])),
-    ("image number 4", lambda c: c["images"].append("d.jpg")),
-    ("no box", lambda c: c.update(annotations=[])),
-    ("no box", lambda c: c.update(annotations=c["annotations"][2:])),  # only crowds
-    ("image id 10", entry("images", 1, id=10)),
-    ("image id 90071", entry("images", 2, id=2**53 + 1)),
-    *(("image id 10: width", entry("images", 0, width=w)) for w in (10**400, None, "60", 0, 9.5)),
-    *(("image id 10: ", entry("images", 0, file_name=n)) for n in (None, "d.jpg", "a.jpg/g.jpg")),
+    ("no boxes", lambda c: c.update(annotations=[])),
+    ("no boxes", lambda c: c.update(annotations=c["annotations"][2:])),  # only crowds
     ("category id 9", entry("categories", 1, id=9)),
+    ("category number 1: id", entry("categories", 0, id="nine")),
     *(("category id 2: name", entry("categories", 1, name=n)) for n in (None, 3)),
-    ("relative", lambda c: [a.update(bbox=[0.1, 0.2, 0.5, 0.25]) for a in c["annotations"]]),
-    ("annotation number 2: id", annotation(id=None)),
-    *((f"annotation id {id_!r}", annotation(id=id_)) for id_ in ("2", 2**53, 1)),
+    ("between 0 and 1", lambda c: [a.update(bbox=[0.1, 0.2, 0.5, 0.25]) for a in c["annotations"]]),
+]
+
+
+@pytest.mark.parametrize(("named", "change"), FATAL)
+def test_a_file_without_usable_lists_is_refused(named, change, tmp_path):
+    with pytest.raises(UserError, match=re.escape(named)) as caught:
+        read(tmp_path, changed(change)).check()
+    assert "set.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+LEFT_OUT = [
+    ("image number 4", lambda c: c["images"].append("d.jpg")),
+    ("image id 10", entry("images", 1, id=10)),
+    ("image number 3", entry("images", 2, id=2**53 + 1)),
+    ("image number 3", entry("images", 2, id=None)),
+    ("image id 10: there is no image 'd.jpg'", entry("images", 0, file_name="d.jpg")),
+    ("image id 10: its file_name", entry("images", 0, file_name=None)),
+    *((f"annotation id {id_!r}", annotation(id=id_, bbox=None)) for id_ in ("2", 2**53, 1)),
     *(("id 2: image_id", annotation(image_id=id_)) for id_ in (10**400, 11, [3])),
     *(("id 2: category_id", annotation(category_id=id_)) for id_ in (1, True)),
     ("annotation id 2: iscrowd", annotation(iscrowd=2)),
-    ("annotation id 2: ignore", annotation(ignore=1)),
     *(
         ("annotation id 2: bbox", annotation(bbox=value))
         for value in (
             *(None, [1, 2, 3], ["1", "2", "3", "4"], [1, 2, None, 4], [1, 2, 10**400, 4]),
             *([1, 2, float("nan"), 4], [1, 2, float("inf"), 4]),
-            *([9, 9, -3, 4], [100, 9, 3, 4], [5, -9, 3, 9]),
         )
     ),
+    ("annotation id 2: its width or height is negative", annotation(bbox=[9, 9, -3, 4])),
+    ("annotation id 2: its width or height is 0", annotation(bbox=[9, 9, 0, 4])),
     *(
-        ("annotation id 2: segm", annotation(segmentation=value))
-        for value in (
-            *("text", [["1"] * 6], [[1, 1, 5, float("nan"), 5, 5]], [[1, 1, 5, 1, 5, 1e7]]),
-            [1, 1, 5, 1, 5, 5],
-            *({"counts": [5000], "size": [100, 50]}, {"counts": [9], "size": [50, 100]}),
-            *({"counts": "@@!", "size": [50, 100]}, {"counts": "x"}),
-        )
+        ("annotation id 2: its centre lies outside", annotation(bbox=box))
+        for box in ([100, 9, 3, 4], [5, -9, 3, 9])
     ),
 ]
 
 
-@pytest.mark.parametrize(("named", "change"), BAD)
-def test_a_bad_entry_is_named_with_its_file_and_id(named, change, tmp_path):
-    assert named in find_message(tmp_path, change)
+@pytest.mark.parametrize(("named", "change"), LEFT_OUT)
+def test_a_bad_entry_is_left_out_and_named_with_its_file_and_id(named, change, tmp_path):
+    account = read(tmp_path, changed(change)).account
+    assert any(named in one.message and "set.json" in one.message for one in account.faults)
 
 
 def test_files_and_folders_that_cannot_be_read_are_named(tmp_path):
     json_file, image_root = write(tmp_path, GOOD)
     with pytest.raises(UserError, match=r"none\.json"):
-        CocoFile(str(tmp_path / "none.json"), str(tmp_path))
+        open_source(str(tmp_path / "none.json"))
     with pytest.raises(UserError, match="nowhere"):
-        CocoFile(json_file, str(tmp_path / "nowhere"))
-    for content in (b"{not json", b"", b"\xff\xfe\x00\x01", b"[]", b'[{"image_id": 1}]'):
+        read_annotations(Source("coco", json_file, image_root=str(tmp_path / "nowhere")))
+    for content in (b"{not json", b"", b"\xff\xfe\x00\x01", b"[]", b'{"images": 1}'):
         Path(json_file).write_bytes(content)
         with pytest.raises(UserError, match=r"set\.json"):
-            CocoFile(json_file, image_root)
+            open_source(json_file, image_root)
 
 
-def test_all_errors_are_found_at_once_and_only_what_is_sound_stays(tmp_path):
+def test_all_faults_are_found_at_once_and_only_what_is_sound_stays(tmp_path):
     def spoil(content):
         content["images"] += [
             {"id": 8, "file_name": "none.jpg", "width": 9, "height": 9},
-            {"id": 9, "file_name": "a.jpg", "width": 9.5, "height": 9},
             "text",
         ]
         fields = [
             {"bbox": [200, 2, 3, 4]},
             {"bbox": [1, 2, 3]},
             {"category_id": 77},
-            {"image_id": 8},  # of an image with an error itself: no further error
+            {"image_id": 8},  # of an image with a fault itself: no further fault
             {"image_id": 99},
             {"iscrowd": 5},
         ]
         good = content["annotations"][1]
         content["annotations"] += [{**good, "id": 20 + i, **f} for i, f in enumerate(fields)]
-        content["annotations"].append(dict(good))
 
-    content = CocoFile(*write(tmp_path, changed(spoil)))
-    where = [error.where.split("set.json: ")[1] for error in content.errors]
+    content = read(tmp_path, changed(spoil))
+    where = [fault.where.split("set.json: ")[1] for fault in content.account.faults]
     assert sorted(where) == [
-        "annotation id 2",
         *(f"annotation id {20 + i}" for i in (0, 1, 2, 4, 5)),
-        *("image id 8", "image id 9", "image number 6"),
+        *("image id 8", "image number 5"),
     ]
     assert {image["id"] for image in content.images} == {10, 3, 7}
     assert {entry["id"] for entry in content.annotations} == {1, 2, 5}
-    assert "8 more" in find_message(tmp_path, spoil)
+    assert content.account.used == {"image": 3, "box": 3, "label file": 1}
+    assert content.account.count("box") == 9
+    with pytest.raises(UserError, match=r"2 images of 5.*none\.jpg"):
+        content.account.check(0.1)
+    with pytest.raises(UserError, match=r"5 boxes of 9"):
+        content.account.check(0.5)
+    content.account.check(0.6)
 
 
-WARNINGS = {
-    "no polygon": (annotation(segmentation=[[1, 1, 2, 2]]), 1),
-    "without area": (annotation(bbox=[1, 2, 0, 5]), 1),
-    "beyond their image": (annotation(bbox=[-3, 2, 9, 5]), 2),
-    "category names": (entry("categories", 0, name="dog"), 2),
-    "'bird'": (lambda c: c["categories"].append({"id": 1, "name": "bird"}), 2),
-}
+def test_ids_that_occur_twice_are_replaced(tmp_path):
+    content = read(tmp_path, changed(annotation(id=1)))
+    assert [one["id"] for one in content.annotations] == [1, 2, 3]
+    assert any("twice" in note for note in content.account.notes)
+    assert not content.original
+    names = {10: "a", 3: "b", 7: "c"}
+
+    def rename(content):
+        for one in (*content["images"], *content["annotations"]):
+            key = "image_id" if "image_id" in one else "id"
+            one[key] = names[one[key]]
+
+    content = read(tmp_path, changed(rename))
+    assert [image["id"] for image in content.images] == [1, 2, 3]
+    assert [one["image_id"] for one in content.annotations] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("named", WARNINGS)
-def test_what_detectron2_copes_with_is_a_warning(named, tmp_path):
-    change, num_boxes = WARNINGS[named]
-    summary = CocoFile(*write(tmp_path, changed(change)))
-    assert named in summary.warnings[0]
-    usable = [a for a in summary.annotations if has_area(a) and has_polygon(a)]
-    assert sum(not a.get("iscrowd", 0) for a in usable) == num_boxes
+def test_several_entries_of_one_image_are_joined(tmp_path):
+    def repeat(content):
+        content["images"].append({**content["images"][0], "id": 11})
+        content["annotations"][1]["image_id"] = 11
+
+    content = read(tmp_path, changed(repeat))
+    assert [image["id"] for image in content.images] == [10, 3, 7]
+    assert [one["image_id"] for one in content.annotations] == [10, 10, 3]
+    assert any("joined" in note for note in content.account.notes)
+
+
+def test_boxes_given_as_corners_are_known_by_their_areas(tmp_path):
+    boxes = [[5, 5, 25, 35], [10, 5, 90, 45], [1, 1, 10, 10]]
+
+    def corners(content, areas=True):
+        for one, box in zip(content["annotations"], boxes, strict=True):
+            x, y, right, bottom = one["bbox"] = box
+            one["area"] = (right - x) * (bottom - y) if areas else None
+
+    content = read(tmp_path, changed(corners))
+    expected = [[5, 5, 20, 30], [10, 5, 80, 40], [1, 1, 9, 9]]
+    assert [one["bbox"] for one in content.annotations] == expected
+    assert any("corners" in note for note in content.account.notes)
+    boxes[1] = [30, 20, 95, 45]  # beyond the image as a size, inside as a corner
+    with pytest.raises(UserError, match=r"set\.json.*corners"):
+        read(tmp_path, changed(lambda content: corners(content, areas=False)))
+
+    def sizes(content):
+        for one in content["annotations"]:
+            one["area"] = one["bbox"][2] * one["bbox"][3]
+
+    unchanged = [one["bbox"] for one in read(tmp_path).annotations]
+    assert [one["bbox"] for one in read(tmp_path, changed(sizes)).annotations] == unchanged
+
+
+def test_clipped_boxes_and_classes_without_a_box_are_told(tmp_path):
+    content = read(tmp_path, changed(annotation(bbox=[-3, 2, 9, 5])))
+    assert content.annotations[1]["bbox"] == [0, 2, 6, 5]
+    assert len(content.account.clipped) == 1
+    assert "id 2" in content.account.clipped[0]
+    content = read(tmp_path)  # up to 1.5 pixels are the rounding of a tool
+    assert content.annotations[1]["bbox"] == [-0.5, 0, 101, 50]
+    assert not content.account.clipped
+    for names, named in (
+        ({"id": 1, "name": "bird"}, "'bird'"),
+        ({"id": 1, "name": "Dog "}, "'Dog ', 'dog'"),
+    ):
+        content = read(tmp_path, changed(lambda c, new=names: c["categories"].append(new)))
+        assert any(named in note for note in content.account.notes)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("text", [["1"] * 6], [[1, 1, 5, float("nan"), 5, 5]], [[1, 1, 5, 1, 5, 1e7]]),
+        *([1, 1, 5, 1, 5, 5], [[1, 1, 2, 2]], {"counts": "x"}),
+        *({"counts": [5000], "size": [100, 50]}, {"counts": [9], "size": [50, 100]}),
+        {"counts": "@@!", "size": [50, 100]},
+    ],
+)
+def test_a_mask_that_cannot_be_drawn_costs_only_the_mask(value, tmp_path):
+    content = read(tmp_path, changed(annotation(segmentation=value)))
+    assert len(content.annotations) == 3
+    assert "segmentation" not in content.annotations[1]
+    assert any("masks" in note for note in content.account.notes)
 
 
 def test_masks_that_pycocotools_writes_pass_and_shortened_ones_do_not(tmp_path):
@@ -179,9 +271,21 @@ def test_masks_that_pycocotools_writes_pass_and_shortened_ones_do_not(tmp_path):
         pixels = random.random((50, 100)) < (0.0, 0.01, 0.5, 1.0)[seed]
         encoded = pycocotools.mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
         rle = {"counts": encoded["counts"].decode(), "size": [50, 100]}
-        assert not CocoFile(*write(tmp_path, changed(annotation(segmentation=rle)))).errors
+        kept = read(tmp_path, changed(annotation(segmentation=rle))).annotations[1]
+        assert kept["segmentation"] == rle
         shorter = {**rle, "counts": rle["counts"][:-1]}
-        assert "annotation id 2" in find_message(tmp_path, annotation(segmentation=shorter))
+        kept = read(tmp_path, changed(annotation(segmentation=shorter))).annotations[1]
+        assert "segmentation" not in kept
+
+
+def test_a_sound_file_is_registered_as_it_is(tmp_path):
+    json_file, image_root = write(tmp_path, GOOD)
+    register_source(NAME, Source("coco", json_file, image_root=image_root))
+    assert MetadataCatalog.get(NAME).json_file == json_file
+    forget_annotations()
+    write(tmp_path, changed(annotation(bbox=[-3, 2, 9, 5])))
+    register_source(NAME, Source("coco", json_file, image_root=image_root))
+    assert MetadataCatalog.get(NAME).json_file != json_file
 
 
 def test_a_registered_file_loads_from_any_folder_with_contiguous_classes(tmp_path, monkeypatch):
@@ -201,7 +305,7 @@ def test_a_registered_file_loads_from_any_folder_with_contiguous_classes(tmp_pat
 
 
 def test_classes_are_compared_by_name_and_order(tmp_path):
-    train = CocoFile(*write(tmp_path / "train", GOOD))
+    train = read(tmp_path / "train")
     for categories, named in (
         ({1: "dog", 2: "cat"}, ""),
         ({9: "cat", 2: "wolf"}, r"val/set\.json' lacks 'dog'"),
@@ -212,7 +316,7 @@ def test_classes_are_compared_by_name_and_order(tmp_path):
         content["categories"] = [{"id": id_, "name": name} for id_, name in categories.items()]
         for entry in content["annotations"]:
             entry["category_id"] = 2
-        val = CocoFile(*write(tmp_path / "val", content))
+        val = read(tmp_path / "val", content)
         with pytest.raises(UserError, match=named) if named else nullcontext():
             check_same_classes(train, val)
 
@@ -223,6 +327,7 @@ def test_images_alone_come_by_id_and_are_read_when_they_are_loaded(tmp_path):
     assert not (tmp_path / "set.json").exists()
     images = [{"id": 7, "file_name": "c.jpg"}, {"id": 3, "file_name": "a.jpg"}]
     write(tmp_path, {"images": images})
+    forget_annotations()
     assert DatasetCatalog.get(NAME) == [
         {"file_name": str(tmp_path / "images" / "a.jpg"), "image_id": 3},
         {"file_name": str(tmp_path / "images" / "c.jpg"), "image_id": 7},

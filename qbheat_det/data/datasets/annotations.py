@@ -145,7 +145,9 @@ def build_annotations(
         account: account of the data set, which is changed.
     """
     _join_repeated(labels, account)
-    _leave_out_unreadable(tree, labels.images)
+    _leave_out_unread(tree, labels.images)
+    if not labels.problem:  # images without labels need no size
+        _read_sizes(labels.images)
     account.left_out += labels.left_out
     account.notes += [note for note in labels.notes if note not in account.notes]
     builder = _Builder(categories, account)
@@ -161,14 +163,17 @@ def build_annotations(
             with_label_file.add(name)
             account.used["label file"] += 1
         account.used["image"] += 1
-        width, height = image.size or (0, 0)
-        sizes = {"width": width, "height": height}
+        sizes = dict(zip(("width", "height"), image.size, strict=True)) if image.size else {}
         entry = {**image.fields, "id": next(ids), "file_name": name, **sizes}
         entry.pop("num_unread", None)
         builder.is_changed |= bool(image.fields) and image.fields.get("file_name") != name
         result.images.append(entry)
         builder.add(image, entry)
     result.annotations = builder.number()
+    outside = [one["file_name"] for one in result.images if one["file_name"].startswith("..")]
+    outside = [name for name in outside if not tree.has(os.path.join(tree.root, name))]
+    if outside:
+        account.notes.append(f"{len(outside):,} images are outside '{tree.root}': {outside[0]}")
     result.problem = labels.problem
     result._with_label_file = frozenset(with_label_file)
     is_whole = not builder.is_changed and not labels.notes and not labels.left_out
@@ -207,13 +212,17 @@ def _origin(image: LabelledImage) -> str:
     return re.split(r": |, (?=asset|entry|image|line|task)", image.place)[0]
 
 
-def _leave_out_unreadable(tree: FileTree, images: Sequence[LabelledImage]) -> None:
-    """Reads the sizes that labels lack. Leaves out images in other formats or without a size."""
+def _leave_out_unread(tree: FileTree, images: Sequence[LabelledImage]) -> None:
+    """Leaves out images in formats that are not read."""
     unread = frozenset(tree.unread_images)
     for image in images:
         if image.reason is None and image.file in unread:
             kind, reason = describe_format(image.file)
             image.reason = LeftOut(kind, f"image '{image.file}'", reason)
+
+
+def _read_sizes(images: Sequence[LabelledImage]) -> None:
+    """Reads the sizes that labels lack, and leaves out images that cannot be read."""
     open_ends = [image for image in images if image.reason is None and not image.size]
     sizes = read_sizes([image.file for image in open_ends]) if open_ends else ()
     for image, size in zip(open_ends, sizes, strict=True):
@@ -258,7 +267,7 @@ class _Builder:
         """Adds the boxes of an image. ``entry`` is the image in COCO's list."""
         account = self._account
         account.left_out += image.left_out
-        size = entry["width"], entry["height"]
+        size = image.size or (0, 0)
         num_before = len(self._entries)
         for box in image.boxes:
             index = self._index.get(box.name) if box.category is None else box.category

@@ -173,6 +173,10 @@ class FileTree:
             else:
                 self.others.append(file)
 
+    def has(self, path: str) -> bool:
+        """Returns whether a path is below one of the folders."""
+        return any(is_below(os.path.normpath(path), root) for root in self._roots)
+
     def relative(self, path: str) -> str:
         """Returns a path relative to the root that contains it."""
         root = next((root for root in self._roots if is_below(path, root)), self.root)
@@ -226,8 +230,12 @@ class FileTree:
             if suffix in _SUFFIXES_OF_LABELS:
                 groups[os.path.dirname(path), suffix].append(path)
         for files in groups.values():
-            for path, kind in zip(files, _find_kinds(files), strict=True):
-                kinds[kind].append(path)
+            found = _find_kinds(files)
+            # A file beside others, named like an image, has its labels, even if it is damaged.
+            usual = next((kind for kind in found if kind in PER_IMAGE), "")
+            for path, kind in zip(files, found, strict=True):
+                stem = os.path.splitext(os.path.basename(path))[0]
+                kinds[kind or (usual if self.find_images(stem) else "")].append(path)
         kinds.pop("", None)
         return kinds
 

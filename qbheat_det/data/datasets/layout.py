@@ -282,6 +282,9 @@ def locate(tree: FileTree, name: str, label_file: str, part: str = "all") -> str
             same_part = part == "all" or _part_of_image(tree, path) in (None, part)
             if same_part or "/" in name:
                 return path
+    outside = os.path.normpath(os.path.join(folder, name))
+    if name.startswith(("/", "../")) and os.path.isfile(outside):
+        return outside
     last = name.rpartition("/")[2]
     found = tree.find_images(last) if last else []
     if len(found) > 1:
