@@ -180,8 +180,7 @@ def check_source(source: Source, cfg: CfgNode) -> Account | None:
     annotations = read_annotations(source)
     if source.labelled:
         leave_out_images(annotations, cfg)
-    listing = Path(cfg.OUTPUT_DIR) / LEFT_OUT_FILE if comm.is_main_process() else None
-    annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT, listing=listing)
+    annotations.account.check(cfg.DATASETS.MAX_LEFT_OUT)
     return annotations.account
 
 

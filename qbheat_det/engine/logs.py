@@ -28,7 +28,7 @@ from tqdm import tqdm
 from qbheat_det.checkpoint import info_of
 from qbheat_det.core.errors import UserError, is_lost_peer
 from qbheat_det.core.files import write_atomically
-from qbheat_det.data import SPLIT_FILE
+from qbheat_det.data import LEFT_OUT_FILE, SEEN_FILE, SPLIT_FILE
 from qbheat_det.modeling.contracts import get_backbone, get_encoder
 
 from .hooks import TrainingRun
@@ -68,7 +68,12 @@ def removes_empty_run(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
-        if {path.name for path in folder.iterdir()} <= {"log.txt", SPLIT_FILE}:
+        if {path.name for path in folder.iterdir()} <= {
+            "log.txt",
+            LEFT_OUT_FILE,
+            SEEN_FILE,
+            SPLIT_FILE,
+        }:
             _close_log()
             shutil.rmtree(folder, ignore_errors=True)
         raise

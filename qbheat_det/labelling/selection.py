@@ -6,7 +6,6 @@ the selection consists of images with many objects of all classes. Near-duplicat
 feature vectors of the images are cached on disk.
 """
 
-import contextlib
 import itertools
 import os
 from collections.abc import Collection, Sequence
@@ -21,7 +20,7 @@ from detectron2.data import DatasetCatalog
 from torch import Tensor
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.data import DataSource, open_source
+from qbheat_det.data import Account, DataSource, forget_annotations, open_source, read_annotations
 from qbheat_det.data.datasets.sources import forget_source, register_source
 from qbheat_det.inference.files import get_predictor, open_weights, predict_images
 from qbheat_det.inference.images import InputFile, find_inputs
@@ -233,13 +232,26 @@ def list_labelled(data: str, folders: Sequence[str] = ()) -> list[str]:
     The images of a label file are searched next to it, and then in each of the ``folders``.
     """
     roots = [folder for folder in folders if os.path.isdir(folder) and os.path.isfile(data)]
-    try:
-        return _list_images(open_source(data))
-    except UserError:
-        for root in roots:
-            with contextlib.suppress(UserError):
-                return _list_images(open_source(data, root))
-        raise
+    forget_annotations()
+    errors: list[UserError] = []
+    found: list[tuple[int, DataSource]] = []
+    for root in ["", *roots]:
+        try:
+            source = open_source(data, root)
+            account = read_annotations(source.train).account if source.has_boxes else Account()
+        except UserError as error:
+            errors.append(error)
+            continue
+        missing = sum(one.item == "missing image" for one in account.left_out)
+        found.append((missing, source))
+        if not missing:
+            break
+    if not found:
+        raise errors[0]
+    _, source = min(found, key=lambda pair: pair[0])
+    if source.has_boxes:
+        read_annotations(source.train).account.check()
+    return _list_images(source)
 
 
 def _list_images(source: DataSource) -> list[str]:

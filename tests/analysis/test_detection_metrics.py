@@ -23,7 +23,7 @@ from qbheat_det.analysis.detections import draw_detections
 from qbheat_det.analysis.figures import NotApplicable, write_figure
 from qbheat_det.analysis.run import FigureOptions, Run, open_runs
 from qbheat_det.core.errors import UserError
-from qbheat_det.engine.data_sources import register_source
+from qbheat_det.data import Source, register_source
 from tests.engine.tiny_detectors import make_probe_config
 
 from .tiny_runs import classifier_config, write_run
@@ -128,8 +128,7 @@ def write_detector(folder, data, file="boxes.json"):
     cfg.DATASETS.TEST = (name,)
     cfg.DATALOADER.NUM_WORKERS = 0
     cfg.MODEL.DEVICE = "cpu"
-    source = {"json_file": str(data / file), "image_root": str(data / "images")}
-    register_source(name, {**source, "labelled": True})
+    register_source(name, Source("coco", str(data / file), image_root=str(data / "images")))
     return write_run(folder, cfg)
 
 
@@ -207,8 +206,11 @@ def test_runs_that_cannot_be_evaluated_are_left_out(data, tmp_path, monkeypatch)
         assert name in reason
     flags = {"data": str(data / "boxes.json")}
     assert list(draw(*runs[:2], **flags).data["runs"]) == ["one", "two"]
-    with pytest.raises(UserError, match="has no boxes"):
+    (data / "copy.json").unlink()
+    (data / "boxes.json").rename(tmp_path / "boxes.json")
+    with pytest.raises(UserError, match="without annotations"):
         draw(*runs, data=str(data))
+    (tmp_path / "boxes.json").rename(data / "boxes.json")
     with pytest.raises(NotApplicable, match="classes"):
         draw(runs[2])
     cfg = make_probe_config()

@@ -71,18 +71,21 @@ def test_a_run_leaves_classes_record_and_curves_and_is_evaluated_with_the_same_r
 ):
     folder, expected = trained
     cfg = load_config(folder / "config.yaml")
-    categories = json.loads((few_data / "annotations.json").read_text())["categories"]
+    content = json.loads((few_data / "annotations.json").read_text())
+    categories = content["categories"]
     assert cfg.MODEL.CATEGORY_IDS == [category["id"] for category in categories]
     assert cfg.MODEL.CLASS_NAMES == [category["name"] for category in categories]
     assert cfg.MODEL.RETINANET.NUM_CLASSES == len(categories) < max(cfg.MODEL.CATEGORY_IDS)
     (start,) = json.loads((folder / "run.json").read_text())
-    paths = {
-        "json_file": str(few_data / "annotations.json"),
+    source = {
+        "format": "coco",
+        "path": str(few_data / "annotations.json"),
         "image_root": str(few_data / "images"),
     }
-    assert start["data"] == {
-        name: {**paths, "labelled": True} for name in ("custom_train", "custom_val")
-    }
+    assert start["data"] == dict.fromkeys(("custom_train", "custom_val"), source)
+    assert start["account"]["images"]["used"] == len(content["images"])
+    assert start["account"]["boxes"]["used"] == len(content["annotations"])
+    assert "training images" in "".join(start["shared_images"])
     report = json.loads((folder / "report" / "detections.json").read_text())
     shown = report["data"]["runs"][folder.name]
     for key in ("AP", "AP50"):

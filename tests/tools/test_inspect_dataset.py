@@ -84,7 +84,9 @@ def test_clean_data_end_in_zero_with_numbers_counted_by_hand(inspect, data, tmp_
     contents = [json.loads((f / "annotations.json").read_text()) for f in data.values()]
     assert rows["images"][1:] == ["8", "8"]
     assert rows["boxes"][1:] == [str(len(content["annotations"])) for content in contents]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"errors.txt", "samples.jpg"}
+    written = {"errors.txt", "left_out.txt", "samples.jpg"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == written
+    assert "Used: " in text
     assert (tmp_path / "out" / "errors.txt").read_text() == ""
 
 
@@ -206,10 +208,10 @@ def test_every_error_is_found_at_once(inspect, data, tmp_path):
     assert code == 1
     lines = (tmp_path / "out" / "errors.txt").read_text().splitlines()
     expected = {
-        "missing image file": repr(images[0].name),
-        "truncated or damaged image": images[1].name,
-        "wrong bbox": "annotation id 1001",
-        "unknown category": "annotation id 1002",
+        "missing image that label files name": repr(images[0].name),
+        "image with damaged pixels": images[1].name,
+        "box outside its image": "annotation id 1001",
+        "box that cannot be read": "annotation id 1002",
         "image in training and evaluation": "000002.jpg",
     }
     assert len(lines) == len(expected)

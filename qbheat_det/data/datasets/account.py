@@ -5,14 +5,14 @@ Each image file, each label file and each box below a data set's folder is count
 as left out. Only ``annotations.py`` and ``image_folder.py`` fill an account.
 """
 
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from qbheat_det.core.errors import UserError
-from qbheat_det.core.files import write_atomically
 from qbheat_det.core.text import join_first
 from qbheat_det.data.checks import DataError
 
@@ -107,12 +107,11 @@ class Account:
         texts = [f"{_number(count, item)} {kind}" for (item, kind), count in rows]
         return f"{line}; left out: {', '.join(texts)}" if texts else line
 
-    def check(self, max_share: float = MAX_LEFT_OUT, *, listing: Path | None = None) -> None:
+    def check(self, max_share: float = MAX_LEFT_OUT) -> None:
         """Raises a ``UserError`` if more than a share of the images or of the boxes have faults.
 
-        Args:
-            max_share: largest share that may have faults. 0 makes each fault an error.
-            listing: file to which all faults are written before the error is raised.
+        The message names the first faults, and a temporary file that lists all of them. With a
+        share of 0, each fault is an error.
         """
         checked: tuple[tuple[Item, ...], ...] = (
             ("image", "missing image"),
@@ -126,14 +125,18 @@ class Account:
                 continue
             shown = join_first((one.message for one in own), _SHOWN, separator="; ")
             share = f"{_number(len(own), items[0])} of {total:,} would be left out"
-            rest = "qbheat inspect lists all of them"
-            if listing:
-                write_atomically(listing, self.render().encode(errors="backslashreplace"))
-                rest = f"'{listing}' lists all of them"
-            advice = "correct them"
+            rest = f"'{self._write_listing()}' lists all of them" if len(own) > _SHOWN else ""
+            advice = "correct them, or leave out --strict"
             if max_share:
-                advice += f", or allow more than {max_share:.0%} with --max-left-out"
-            raise UserError(f"{share}: {shown}. {rest[0].upper()}{rest[1:]}: {advice}")
+                advice = f"correct them, or allow more than {max_share:.0%} with --max-left-out"
+            raise UserError(f"{share}: {'; '.join(filter(None, (shown, rest, advice)))}")
+
+    def _write_listing(self) -> str:
+        """Writes all lines of ``render`` to a temporary file, and returns its path."""
+        handle, path = tempfile.mkstemp(prefix="qbheat_left_out_", suffix=".txt")
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(self.render().encode(errors="backslashreplace"))
+        return path
 
     def render(self) -> str:
         """Returns one line for each item that is left out or clipped, and for each note."""
