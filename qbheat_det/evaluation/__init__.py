@@ -49,7 +49,7 @@ def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
             "'reconstruction': register it in COCO format"
         )
     evaluator = CocoEvaluator(dataset_name, output_dir=output_dir)
-    return TiledEvaluator(evaluator) if cfg.INPUT.TILE else evaluator
+    return TiledEvaluator(evaluator, cfg.INPUT.TILE) if cfg.INPUT.TILE else evaluator
 
 
 class CocoEvaluator(COCOEvaluator):
@@ -58,6 +58,9 @@ class CocoEvaluator(COCOEvaluator):
     Both libraries give the same results. If there are no predictions, AP is 0. If there is no
     ground truth, AP is nan. In these cases, a warning is logged. Detectron2's own fast evaluation
     is not used, because it needs a compiled op that a pure-Python build lacks.
+
+    Images that were not processed, because they cannot be read, are left out with their ground
+    truth.
     """
 
     def __init__(self, dataset_name: str, **arguments: Any) -> None:
@@ -93,6 +96,8 @@ class CocoEvaluator(COCOEvaluator):
             nothing = {"category_id": 0, "bbox": [0.0, 0.0, 0.0, 0.0], "score": 0.0}
             results = [{"image_id": predictions[0]["image_id"], **nothing}]
             predictions = [{**predictions[0], "instances": results}, *predictions[1:]]
+        if img_ids is None:
+            img_ids = sorted({prediction["image_id"] for prediction in predictions})
         printed = io.StringIO()
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(printed))
