@@ -31,6 +31,7 @@ from qbheat_det.data.datasets.coco_file import CocoFile, check_same_classes
 from qbheat_det.data.images import find_image_errors
 from qbheat_det.engine.data_sources import open_flags
 from qbheat_det.engine.run_flags import RunFlags
+from qbheat_det.evaluation import choose_max_detections
 from qbheat_det.inference.drawing import RGBImage, draw_instances
 
 from .plotting import add_heading, tile_images
@@ -264,6 +265,7 @@ def measure(inspection: Inspection, cfg: CfgNode) -> dict[str, str]:
         "boxes": f"{len(sides):,}",
         "crowd regions": f"{crowds:,}",
         "boxes in an image": _quantiles(per_image, "{:.0f}"),
+        "most boxes in an image / detections kept": _compare_with_limit(per_image),
         "box size (px)": _quantiles(sides, "{:.0f}"),
         "box size (share of image)": _quantiles(100 * relative, "{:.1f} %"),
         "small / medium / large": " / ".join(shares[:3]),
@@ -297,6 +299,13 @@ def draw_samples(inspection: Inspection, cfg: CfgNode, number: int) -> RGBImage 
             name = Path(records[index]["file_name"]).name
             cells.append(add_heading(drawn, f"{name}: {width} x {height}"))
     return tile_images(cells, columns=4) if cells else None
+
+
+def _compare_with_limit(per_image: NDArray[np.int64]) -> str:
+    """Returns the largest number of boxes, and the number of detections that runs keep for it."""
+    most = int(per_image.max(initial=0))
+    kept = choose_max_detections(most)
+    return f"{most:,} / {kept:,}" + " (the limit)" * (kept < most)
 
 
 def _quantiles(values: NDArray[np.number], form: str) -> str:

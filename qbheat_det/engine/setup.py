@@ -35,6 +35,7 @@ from qbheat_det.feature_cache import check_cacheable
 from qbheat_det.modeling.contracts import has_held_out_loss
 
 from .data_sources import CUSTOM_SETS, use_classes_of_folders, use_data_flags, write_split
+from .detection_limits import fit_detection_limits
 from .logs import filter_detectron2_logs, open_log
 from .mean_teacher import use_mean_teacher
 from .resume import check_start, name_last_checkpoint
@@ -97,6 +98,7 @@ def build_config(args: argparse.Namespace | RunFlags) -> CfgNode:
     for key, value in given.items() if num_classes else ():
         if key.endswith(".NUM_CLASSES") and value != str(num_classes) and "SEM_SEG" not in key:
             raise UserError(f"{key} is {value}, but the data have {num_classes} classes")
+    fit_detection_limits(cfg, given, eval_only=args.eval_only)
     if comm.is_main_process():
         _check_content(cfg, used, labelled)
     cfg.freeze()

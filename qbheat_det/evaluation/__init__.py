@@ -8,6 +8,8 @@ import itertools
 import math
 import os
 import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,10 +30,16 @@ from .classification import (
 )
 
 __all__ = [
-    "ClassificationEvaluator", "CocoEvaluator", "HeldOutLossEvaluator", "build_evaluator",
-    "complete_annotations", "find_confusions", "measure_ranks", "rank_true_class",
+    "MAX_DETECTIONS", "STANDARD_DETECTIONS", "ClassificationEvaluator", "CocoEvaluator",
+    "HeldOutLossEvaluator", "build_evaluator", "choose_max_detections", "complete_annotations",
+    "count_most_objects", "find_confusions", "measure_ranks", "rank_true_class",
     "rank_true_classes",
 ]  # fmt: skip
+
+STANDARD_DETECTIONS = 100
+"""Detections per image (and class) that COCO's AP counts, if no image has more objects."""
+MAX_DETECTIONS = 2000
+"""Largest result of ``choose_max_detections``."""
 
 
 def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
@@ -52,6 +60,23 @@ def build_evaluator(cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
     return TiledEvaluator(evaluator, cfg.INPUT.TILE) if cfg.INPUT.TILE else evaluator
 
 
+def count_most_objects(annotations: Iterable[Mapping[str, Any]]) -> int:
+    """Returns the largest number of annotations without crowds that have the same "image_id"."""
+    counts = Counter(one["image_id"] for one in annotations if not one.get("iscrowd", 0))
+    return max(counts.values(), default=0)
+
+
+def choose_max_detections(most: int) -> int:
+    """Returns the number of detections per image for images with up to ``most`` objects.
+
+    It is COCO's 100 for up to 100 objects, and else the next multiple of 100 above ``most``, but at
+    most ``MAX_DETECTIONS``.
+    """
+    if most <= STANDARD_DETECTIONS:
+        return STANDARD_DETECTIONS
+    return min(100 * (most // 100 + 1), MAX_DETECTIONS)
+
+
 class CocoEvaluator(COCOEvaluator):
     """Detectron2's ``COCOEvaluator`` with faster-coco-eval if installed, or else pycocotools.
 
@@ -60,7 +85,8 @@ class CocoEvaluator(COCOEvaluator):
     is not used, because it needs a compiled op that a pure-Python build lacks.
 
     Images that were not processed, because they cannot be read, are left out with their ground
-    truth.
+    truth. If an image has more than 100 objects, AP counts more than COCO's 100 detections per
+    image and class, see ``choose_max_detections``.
     """
 
     def __init__(self, dataset_name: str, **arguments: Any) -> None:
@@ -76,6 +102,9 @@ class CocoEvaluator(COCOEvaluator):
         complete_annotations(self._coco_api.dataset)
         with contextlib.redirect_stdout(io.StringIO()):
             self._coco_api.createIndex()
+        if "max_dets_per_image" not in arguments:
+            most = count_most_objects(self._coco_api.anns.values())
+            self._max_dets_per_image = [1, 10, choose_max_detections(most)]
 
     def _eval_predictions(
         self, predictions: list[dict[str, Any]], img_ids: list[int] | None = None

@@ -12,14 +12,22 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import MetadataCatalog
+from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Boxes, Instances
 from pycocotools import mask as mask_util
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from qbheat_det.analysis.detection_metrics import evaluate_boxes, find_errors, score_detections
 from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
-from qbheat_det.evaluation import CocoEvaluator, build_evaluator, complete_annotations
+from qbheat_det.evaluation import (
+    CocoEvaluator,
+    build_evaluator,
+    choose_max_detections,
+    complete_annotations,
+    count_most_objects,
+)
 
 SIZE = 256
 CATEGORY_IDS = (3, 7, 20)  # with holes, as in COCO itself
@@ -207,3 +215,49 @@ def test_a_class_that_the_dataset_lacks_and_unknown_sets_are_named(register, tmp
     with pytest.raises(UserError, match="never_registered"):
         build_evaluator(cfg, "never_registered")
     MetadataCatalog.pop("never_registered")
+
+
+def _crowd_image(count):
+    """A data set of one image with ``count`` distinct boxes, and perfect predictions."""
+    corners = [(12 * (i % 48), 12 * (i // 48)) for i in range(count)]
+    annotations = [
+        {
+            "id": index,
+            "image_id": 1,
+            "category_id": CATEGORY_IDS[0],
+            "bbox": [x, y, 10, 10],
+            "iscrowd": 0,
+        }
+        for index, (x, y) in enumerate(corners)
+    ]
+    categories = [{"id": c, "name": n} for c, n in zip(CATEGORY_IDS, NAMES, strict=True)]
+    images = [{"id": 1, "height": 600, "width": 600}]
+    dataset = {"images": images, "annotations": annotations, "categories": categories}
+    found = Instances((600, 600))
+    found.pred_boxes = Boxes(torch.tensor([[x, y, x + 10, y + 10] for x, y in corners]))
+    found.scores = torch.linspace(0.9, 0.1, count)
+    found.pred_classes = torch.zeros(count, dtype=torch.long)
+    return dataset, found
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_perfect_predictions_of_1728_boxes_in_an_image_have_an_ap_of_100(library, register):
+    dataset, found = _crowd_image(1728)
+    assert _evaluate(register(dataset), dataset, [found], library)["bbox"]["AP"] == 100
+    # COCO's 100 detections reach a recall of 100 / 1728, and so the first 6 of 101 recalls.
+    limited = _evaluate(register(dataset), dataset, [found], library, max_dets_per_image=100)
+    assert limited["bbox"]["AP"] == pytest.approx(100 * 6 / 101)
+    results = instances_to_coco_json(found, 1)
+    for result in results:
+        result["category_id"] = CATEGORY_IDS[0]
+    evaluator = evaluate_boxes(dataset, results)
+    assert score_detections(evaluator).summary["AP"] == 100
+    assert find_errors(evaluator).correct.all()
+
+
+def test_the_number_of_detections_is_cocos_for_up_to_100_objects():
+    numbers = {0: 100, 100: 100, 101: 200, 199: 200, 200: 300, 1728: 1800, 1999: 2000, 5000: 2000}
+    assert {most: choose_max_detections(most) for most in numbers} == numbers
+    annotations = [{"image_id": i % 3, "iscrowd": int(i > 6)} for i in range(30)]
+    assert count_most_objects(annotations) == 3  # images 0, 0, 0 of numbers 0 to 6
+    assert count_most_objects([]) == 0
