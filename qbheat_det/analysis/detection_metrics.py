@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from torchvision.ops import box_iou
 
 from qbheat_det.evaluation import (
+    FastMatching,
     choose_max_detections,
     complete_annotations,
     count_most_objects,
@@ -81,7 +81,7 @@ def evaluate_boxes(ground_truth: Entry, detections: Sequence[Entry]) -> Any:
             found = coco.loadRes([dict(entry) for entry in detections])
         else:
             found = _index({**coco.dataset, "annotations": []})
-        evaluator = COCOeval(coco, found, "bbox")
+        evaluator = FastMatching(coco, found, "bbox")
         evaluator.params.maxDets[-1] = choose_max_detections(count_most_objects(coco.anns.values()))
         evaluator.evaluate()
         evaluator.accumulate()

@@ -28,12 +28,13 @@ from .classification import (
     rank_true_class,
     rank_true_classes,
 )
+from .coco_matching import FastMatching, FastMatchingMaxDets
 
 __all__ = [
     "MAX_DETECTIONS", "STANDARD_DETECTIONS", "ClassificationEvaluator", "CocoEvaluator",
-    "HeldOutLossEvaluator", "build_evaluator", "choose_max_detections", "complete_annotations",
-    "count_most_objects", "find_confusions", "measure_ranks", "rank_true_class",
-    "rank_true_classes",
+    "FastMatching", "HeldOutLossEvaluator", "build_evaluator", "choose_max_detections",
+    "complete_annotations", "count_most_objects", "find_confusions", "measure_ranks",
+    "rank_true_class", "rank_true_classes",
 ]  # fmt: skip
 
 STANDARD_DETECTIONS = 100
@@ -130,9 +131,12 @@ class CocoEvaluator(COCOEvaluator):
         printed = io.StringIO()
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(printed))
-            if self._use_fast_impl:  # it replaces Detectron2's compiled evaluation
-                from unittest import mock  # here, because it imports asyncio
+            from unittest import mock  # here, because it imports asyncio
 
+            # Detectron2 uses this class if more than 100 detections per image are counted.
+            fast = mock.patch.object(coco_evaluation, "COCOevalMaxDets", FastMatchingMaxDets)
+            stack.enter_context(fast)
+            if self._use_fast_impl:  # it replaces Detectron2's compiled evaluation
                 from faster_coco_eval import COCOeval_faster
 
                 patch = mock.patch.object(coco_evaluation, "COCOeval_opt", COCOeval_faster)

@@ -23,6 +23,7 @@ from qbheat_det.config import get_cfg
 from qbheat_det.core.errors import UserError
 from qbheat_det.evaluation import (
     CocoEvaluator,
+    FastMatching,
     build_evaluator,
     choose_max_detections,
     complete_annotations,
@@ -261,3 +262,47 @@ def test_the_number_of_detections_is_cocos_for_up_to_100_objects():
     annotations = [{"image_id": i % 3, "iscrowd": int(i > 6)} for i in range(30)]
     assert count_most_objects(annotations) == 3  # images 0, 0, 0 of numbers 0 to 6
     assert count_most_objects([]) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("has_classes", [1, 0])
+def test_fast_matching_is_that_of_pycocotools(seed, has_classes):
+    rng = np.random.default_rng(seed)
+    images = [{"id": index, "height": 99, "width": 99} for index in range(6)]
+
+    def draw(count, **fields):
+        """Draws boxes on a coarse grid, so that many IoUs are equal."""
+        entries = []
+        for index in range(count):
+            x, y, w, h = (float(v) for v in 8 * rng.integers(0, (7, 7, 6, 6)) + (0, 0, 8, 8))
+            image, label = int(rng.integers(6) ** 2 // 5), int(rng.integers(1, 3))
+            entry = {"id": index + 1, "image_id": image, "category_id": label, "area": w * h}
+            own = {key: draw_value() for key, draw_value in fields.items()}
+            entries.append({**entry, "bbox": [x, y, w, h], "iscrowd": 0, **own})
+        return entries
+
+    truth = COCO()
+    categories = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}, {"id": 3, "name": "c"}]
+    annotations = draw(120, iscrowd=lambda: int(rng.random() < 0.2))
+    truth.dataset = {"images": images, "annotations": annotations, "categories": categories}
+    results = draw(200, score=lambda: float(rng.integers(10)) / 10)
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth.createIndex()
+        found = truth.loadRes(results)
+        evaluators = []
+        for kind in (COCOeval, FastMatching):
+            evaluator = kind(copy.deepcopy(truth), copy.deepcopy(found), "bbox")
+            evaluator.params.useCats = has_classes
+            evaluator.params.maxDets = [1, 10, 15]
+            evaluator.params.areaRng = [[0, 1e10], [0, 300], [300, 900], [900, 1e10]]
+            evaluator.evaluate()
+            evaluator.accumulate()
+            evaluators.append(evaluator)
+    expected, fast = evaluators
+    assert sum(one is not None for one in expected.evalImgs) >= 16
+    for one, other in zip(fast.evalImgs, expected.evalImgs, strict=True):
+        assert (one is None) == (other is None)
+        for key in other or ():
+            np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+    for key in ("precision", "recall", "scores"):
+        np.testing.assert_array_equal(fast.eval[key], expected.eval[key])
