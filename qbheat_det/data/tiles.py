@@ -214,4 +214,5 @@ class TiledEvaluator(DatasetEvaluator):
     def _is_complete(self, found: Sequence[Found]) -> bool:
         """Whether the boxes of an image are those of the whole image and of all of its tiles."""
         _, first, boxes = found[0]
-        return first is None and len(found) == 1 + len(list_tiles(*boxes.image_size, self._tile))
+        height, width = boxes.image_size
+        return first is None and len(found) == 1 + len(list_tiles(height, width, self._tile))
